@@ -1,0 +1,26 @@
+"""The wire: KV-cache events, the forms engines send them in, stream frames and replay."""
+
+from kvevents.decode import MalformedBatchError, decode_batch
+from kvevents.encode import WireForm, encode_batch
+from kvevents.endpoints import rank_endpoint
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch, RejectedEvent
+from kvevents.sources import EventSource
+from kvevents.tiers import Tier, tier_of
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EngineHash",
+    "Event",
+    "EventBatch",
+    "EventSource",
+    "MalformedBatchError",
+    "RejectedEvent",
+    "Tier",
+    "WireForm",
+    "decode_batch",
+    "encode_batch",
+    "rank_endpoint",
+    "tier_of",
+]

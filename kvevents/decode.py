@@ -1,0 +1,122 @@
+"""Decode event batches as vLLM and SGLang send them.
+
+A batch is the msgpack array `[ts, events, dp_rank]`. Each event is a tagged map (`{"type": "BlockStored", …}`, vLLM
+from 0.24, SGLang from 0.5.20) or a tagged array with fields by position (`["BlockStored", …]`, before). Missing and
+unknown fields are tolerated. An event that cannot be read is set aside in `EventBatch.rejected`; the others stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch, RejectedEvent
+
+
+class MalformedBatchError(ValueError):
+    """The payload of a stream frame is no event batch at all."""
+
+
+class _MapBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    dp_rank: int | None = None
+
+
+class _RawBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+    dp_rank: int | None = None
+
+
+class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
+    block_hashes: list[EngineHash]
+    parent_block_hash: EngineHash | None = None
+    token_ids: list[int] = []
+    block_size: int = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    # vLLM's lora_name; SGLang 0.5.18 and 0.5.19 put a map with the cache salt in the same place.
+    lora_name_or_salt: str | dict[str, Any] | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+    def event(self) -> BlockStored:
+        named = self.lora_name_or_salt
+        lora_name = None if isinstance(named, dict) else named
+        cache_salt = named.get("cache_salt") if isinstance(named, dict) else None
+        return BlockStored(
+            self.block_hashes,
+            self.parent_block_hash,
+            self.token_ids,
+            self.block_size,
+            self.lora_id,
+            self.medium,
+            lora_name,
+            self.extra_keys,
+            self.group_idx,
+            self.kv_cache_spec_kind,
+            self.kv_cache_spec_sliding_window,
+            cache_salt,
+        )
+
+
+class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: list[EngineHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+    def event(self) -> BlockRemoved:
+        return BlockRemoved(self.block_hashes, self.medium, self.group_idx)
+
+
+class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    medium: str | None = None
+
+    def event(self) -> AllBlocksCleared:
+        return AllBlocksCleared(self.medium)
+
+
+# msgspec refuses what is nested too deep with a RecursionError.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
+_decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
+_decode_map = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared).decode
+_decode_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """Decode the payload of one stream frame.
+
+    Raises MalformedBatchError when the payload is not an event batch; a single bad event never raises.
+    """
+    try:
+        batch = _decode_maps(payload)
+    except _UNREADABLE:
+        return _decode_one_by_one(payload)
+    return EventBatch(batch.ts, batch.events, batch.dp_rank)
+
+
+def _decode_one_by_one(payload: bytes) -> EventBatch:
+    """The path for tagged arrays, and for batches with an event that does not fit."""
+    try:
+        batch = _decode_raw(payload)
+    except _UNREADABLE as error:
+        raise MalformedBatchError(f"not an event batch [ts, events, dp_rank]: {error}") from error
+    events: list[Event] = []
+    rejected: list[RejectedEvent] = []
+    for index, raw in enumerate(batch.events):
+        try:
+            events.append(_decode_map(raw) if _is_map(raw) else _decode_array(raw).event())
+        except _UNREADABLE as error:
+            rejected.append(RejectedEvent(index, str(error)))
+    return EventBatch(batch.ts, events, batch.dp_rank, rejected)
+
+
+def _is_map(raw: msgspec.Raw) -> bool:
+    first = memoryview(raw)[0]
+    return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)

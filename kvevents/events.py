@@ -1,0 +1,71 @@
+"""The KV-cache events an engine sends, as plain records.
+
+Field names are vLLM's; SGLang's `cache_salt` is kept beside them. Sizes are in tokens. A block hash is the engine's
+own name for a block: opaque, and only meaningful within one DP rank of one worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+EngineHash: TypeAlias = int | bytes
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    """Consecutive full blocks that an engine put into its cache, first block first.
+
+    `token_ids` is flat: `block_size` ids for each hash. `parent_block_hash` names the block before the first one,
+    None at the start of a sequence. `extra_keys` has one entry a block: what besides tokens tells it apart.
+    """
+
+    block_hashes: list[EngineHash]
+    parent_block_hash: EngineHash | None = None
+    token_ids: list[int] = []
+    block_size: int = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+    """Blocks that left one medium of an engine's cache (one physical copy of each)."""
+
+    block_hashes: list[EngineHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
+    """The whole cache of a DP rank, or of one medium of it, is empty now."""
+
+    medium: str | None = None
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class RejectedEvent(msgspec.Struct, frozen=True):
+    """An event of a batch that could not be read: its place in the batch and why."""
+
+    index: int
+    reason: str
+
+
+class EventBatch(msgspec.Struct):
+    """What one engine step changed in one DP rank's cache, in order.
+
+    `ts` is the engine's clock (unix seconds). `rejected` lists the events that could not be read.
+    """
+
+    ts: float
+    events: list[Event]
+    dp_rank: int | None = None
+    rejected: list[RejectedEvent] = []

@@ -1,0 +1,81 @@
+"""The frames of an event stream and of its replay.
+
+A publisher sends `[topic, sequence number, payload]` on a PUB socket. A subscriber that missed something sends
+`[empty, start]` from a DEALER to the publisher's ROUTER and gets the batches from `start` on, as
+`[empty, topic, sequence number, payload]` or, from older engines, without the topic; then an end marker. Sequence
+numbers are 8 bytes, big-endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+END_OF_REPLAY = b"\xff" * 8
+
+
+class MalformedFrameError(ValueError):
+    """A multipart message that is no frame of an event stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFrame:
+    """One event batch in transit: its sequence number and its encoded payload."""
+
+    seq: int
+    payload: bytes
+
+
+def encode_seq(seq: int) -> bytes:
+    """A sequence number as it travels."""
+    return seq.to_bytes(8, "big")
+
+
+def live_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+    """The multipart message that publishes one batch."""
+    return [topic, encode_seq(seq), payload]
+
+
+def parse_live(parts: Sequence[bytes]) -> StreamFrame:
+    """Read a PUB message. Raises MalformedFrameError."""
+    if len(parts) != 3:
+        raise MalformedFrameError(f"a stream message has 3 frames, this one {len(parts)}")
+    return StreamFrame(_parse_seq(parts[1]), parts[2])
+
+
+def replay_request(start: int) -> list[bytes]:
+    """What a DEALER sends to ask for every batch from `start` on."""
+    return [b"", encode_seq(start)]
+
+
+def parse_replay_request(parts: Sequence[bytes]) -> tuple[bytes, int]:
+    """Read a replay request on the ROUTER side: the client's identity and the first sequence number wanted."""
+    if len(parts) != 3:
+        raise MalformedFrameError(f"a replay request has 3 frames, this one {len(parts)}")
+    return parts[0], _parse_seq(parts[2])
+
+
+def replay_frames(client: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+    """What a ROUTER sends to a client for one replayed batch."""
+    return [client, b"", topic, encode_seq(seq), payload]
+
+
+def end_of_replay_frames(client: bytes, topic: bytes) -> list[bytes]:
+    """What a ROUTER sends to a client after the last replayed batch."""
+    return [client, b"", topic, END_OF_REPLAY, b""]
+
+
+def parse_replay(parts: Sequence[bytes]) -> StreamFrame | None:
+    """Read one message that a DEALER received: a batch, or None for the end marker. Raises MalformedFrameError."""
+    if len(parts) not in (3, 4):
+        raise MalformedFrameError(f"a replay message has 3 or 4 frames, this one {len(parts)}")
+    seq, payload = parts[-2], parts[-1]
+    if seq == END_OF_REPLAY:
+        return None
+    return StreamFrame(_parse_seq(seq), payload)
+
+
+def _parse_seq(frame: bytes) -> int:
+    if len(frame) != 8:
+        raise MalformedFrameError(f"a sequence number has 8 bytes, this one {len(frame)}")
+    return int.from_bytes(frame, "big")

@@ -1,0 +1,31 @@
+"""Memory tiers: what engines' names for a medium mean, fastest first."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Tier(IntEnum):
+    """A class of memory, ordered from the fastest to the slowest."""
+
+    GPU = 0
+    CPU = 1
+    DISK = 2
+    UNKNOWN = 3
+
+
+# vLLM: GPU, CPU, STORAGE. SGLang: GPU, CPU_PINNED, DISK, EXTERNAL. No medium at all is the engine's own cache.
+_TIER_OF_MEDIUM = {
+    None: Tier.GPU,
+    "GPU": Tier.GPU,
+    "CPU": Tier.CPU,
+    "CPU_PINNED": Tier.CPU,
+    "STORAGE": Tier.DISK,
+    "DISK": Tier.DISK,
+    "EXTERNAL": Tier.DISK,
+}
+
+
+def tier_of(medium: str | None) -> Tier:
+    """The tier of a medium; UNKNOWN, the slowest, for a name that no engine we know sends."""
+    return _TIER_OF_MEDIUM.get(medium, Tier.UNKNOWN)
