@@ -89,6 +89,21 @@ _decode_map = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksClea
 _decode_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
 
 
+class _Time(msgspec.Struct, array_like=True):
+    ts: float
+
+
+_decode_time = msgspec.msgpack.Decoder(_Time).decode
+
+
+def batch_time(payload: bytes) -> float | None:
+    """The engine's time of a batch (unix seconds); None when the payload is no event batch."""
+    try:
+        return _decode_time(payload).ts
+    except _UNREADABLE:
+        return None
+
+
 def decode_batch(payload: bytes) -> EventBatch:
     """Decode the payload of one stream frame.
 

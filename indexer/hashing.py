@@ -1,0 +1,83 @@
+"""Prefix hashes: one 64-bit number a block that stands for every token from the start of the prompt to its end.
+
+`prefix_hash(i) = xxh3_64(token ids of block i as little-endian u32, then its extra key, seed = prefix_hash(i - 1))`.
+The seed of the first block is the namespace's hash, so models, tenants, adapters, salts and block sizes never mix.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+TOKEN_BYTES = 4
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What two prompts must share before their blocks can be the same."""
+
+    model: str
+    tenant: str
+    adapter: str | None
+    cache_salt: str | None
+    block_size: int
+
+
+def namespace_hash(namespace: Namespace, secret: str = "") -> int:
+    """The root of a namespace's prefix hashes. With a secret, nobody without it can predict them."""
+    return xxh3_64_intdigest(
+        _encode(
+            [
+                secret,
+                namespace.model,
+                namespace.tenant,
+                namespace.adapter,
+                namespace.cache_salt,
+                namespace.block_size,
+            ]
+        )
+    )
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian u32. Raises OverflowError or TypeError for anything that is no such id."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def extend_prefix_hashes(
+    hashes: array[int],
+    seed: int,
+    tokens: bytes,
+    block_size: int,
+    end: int,
+    keys: list[bytes | None] | None = None,
+) -> None:
+    """Append the prefix hashes of blocks `len(hashes)` to `end` (not included) of a packed prompt.
+
+    `seed` is the hash before the first block of `tokens`, used while `hashes` is empty; `keys` are the blocks' extra
+    keys.
+    """
+    step = block_size * TOKEN_BYTES
+    start = len(hashes)
+    previous = hashes[-1] if hashes else seed
+    append = hashes.append
+    if keys is None:
+        for offset in range(start * step, end * step, step):
+            previous = xxh3_64_intdigest(tokens[offset : offset + step], previous)
+            append(previous)
+        return
+    for index in range(start, end):
+        key = keys[index]
+        block = tokens[index * step : (index + 1) * step]
+        previous = xxh3_64_intdigest(block if key is None else block + key, previous)
+        append(previous)

@@ -1,0 +1,206 @@
+"""The index: which target holds which prefix.
+
+Four verbs: apply a batch of events to a target, clear a target, drop a target, match a prompt. Safe to call from
+several threads; each call holds the lock for one event or one match at most.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from threading import Lock
+
+from indexer.hashing import TOKEN_BYTES, Namespace, extend_prefix_hashes, namespace_hash
+from indexer.holdings import Holder, Holdings, HoldingsCounters, Target, UnusableEventError
+from indexer.tree import PrefixTree, Span
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, RejectedEvent, Tier
+
+# How much of a dropped target is freed with each batch: keeps every pause short.
+_SWEEP_BLOCKS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What one target holds of a prompt, in tokens.
+
+    `tiers` counts each matched block once, in the fastest tier that has it: the counts add up to `matched_tokens`.
+    """
+
+    target: Target
+    matched_tokens: int
+    tiers: dict[Tier, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStatus:
+    """What the index knows of one target: blocks by tier, blocks waiting for a parent, and counters."""
+
+    blocks: dict[Tier, int]
+    orphans: int
+    counters: HoldingsCounters
+
+
+class Index:
+    """Prefix holdings of all targets. `secret` makes prefix hashes unpredictable for those who don't know it."""
+
+    def __init__(self, secret: str = "", orphan_blocks: int = 65_536) -> None:
+        self._secret = secret
+        self._orphan_blocks = orphan_blocks
+        self._lock = Lock()
+        self._tree: PrefixTree[Holder] = PrefixTree()
+        self._holdings: dict[Target, Holdings] = {}
+        self._dropped: deque[Holdings] = deque()
+
+    def add(self, target: Target) -> None:
+        """Make a target known; it holds nothing yet. Does nothing when it is known."""
+        with self._lock:
+            if target not in self._holdings:
+                self._holdings[target] = self._empty(target)
+
+    def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
+        """Apply a batch in order. Returns the events that made no sense; the others are applied."""
+        rejected: list[RejectedEvent] = []
+        for number, event in enumerate(batch.events):
+            with self._lock:
+                holdings = self._holdings.get(target)
+                if holdings is None:
+                    return rejected
+                try:
+                    match event:
+                        case BlockStored():
+                            holdings.store(event)
+                        case BlockRemoved():
+                            holdings.remove(event)
+                        case AllBlocksCleared():
+                            if event.medium is None:
+                                self._replace(target)
+                            else:
+                                holdings.clear_medium(event.medium)
+                except UnusableEventError as error:
+                    rejected.append(RejectedEvent(number, str(error)))
+        self.sweep()
+        return rejected
+
+    def clear(self, target: Target) -> None:
+        """Forget what a target holds."""
+        with self._lock:
+            if target in self._holdings:
+                self._replace(target)
+
+    def drop(self, target: Target) -> None:
+        """Forget a target."""
+        with self._lock:
+            holdings = self._holdings.pop(target, None)
+            if holdings is not None:
+                self._retire(holdings)
+
+    def match(self, namespace: Namespace, tokens: bytes, blocks: int | None = None) -> list[Match]:
+        """What each target holds of a packed prompt's first `blocks` blocks (None: all full ones).
+
+        Targets that hold nothing of it are left out.
+        """
+        step = namespace.block_size * TOKEN_BYTES
+        limit = len(tokens) // step if blocks is None else blocks
+        seed = namespace_hash(namespace, self._secret)
+        hashes: array[int] = array("Q")
+
+        def extend(end: int) -> None:
+            if end > len(hashes):
+                extend_prefix_hashes(hashes, seed, tokens, namespace.block_size, end)
+
+        with self._lock:
+            return _matches(self._tree.walk(hashes, limit, extend), namespace.block_size)
+
+    def prefix_hashes(self, namespace: Namespace, tokens: bytes, blocks: int) -> array[int]:
+        """The prefix hashes of a packed prompt's first blocks."""
+        hashes: array[int] = array("Q")
+        seed = namespace_hash(namespace, self._secret)
+        extend_prefix_hashes(hashes, seed, tokens, namespace.block_size, blocks)
+        return hashes
+
+    def status(self, target: Target) -> TargetStatus | None:
+        """What a target holds now; None when it is not known."""
+        with self._lock:
+            holdings = self._holdings.get(target)
+            if holdings is None:
+                return None
+            return TargetStatus(holdings.blocks_by_tier(), holdings.orphans, holdings.counters)
+
+    def sweep(self) -> None:
+        """Free a part of what was cleared or dropped."""
+        if not self._dropped:
+            return
+        with self._lock:
+            if self._dropped and self._dropped[0].release_some(_SWEEP_BLOCKS):
+                self._dropped.popleft()
+
+    def check_integrity(self) -> None:
+        """Assert what must always be true of the tree (for tests)."""
+        with self._lock:
+            self._tree.check_integrity()
+
+    @property
+    def runs(self) -> int:
+        """The size of the tree in runs of blocks."""
+        return len(self._tree)
+
+    def _empty(self, target: Target) -> Holdings:
+        return Holdings(self._tree, target, self._secret, self._orphan_blocks)
+
+    def _replace(self, target: Target) -> None:
+        old = self._holdings[target]
+        new = self._holdings[target] = self._empty(target)
+        new.counters = old.counters
+        new.counters.cleared += 1
+        self._retire(old)
+
+    def _retire(self, holdings: Holdings) -> None:
+        holdings.alive = False
+        if not holdings.release_some(_SWEEP_BLOCKS):
+            self._dropped.append(holdings)
+
+
+def _matches(spans: list[Span[Holder]], block_size: int) -> list[Match]:
+    """Follow each target along the spans of a prompt, as far as it holds every block."""
+    counts: dict[Holdings, dict[Tier, int]] = {}
+    following: set[Holdings] = set()
+    for number, span in enumerate(spans):
+        held = _held_by_owner(span)
+        if number == 0:
+            counts = {owner: dict.fromkeys(Tier, 0) for owner in held}
+            following = set(held)
+        for owner in tuple(following):
+            by_tier = held.get(owner, {})
+            reach = _leading_blocks(by_tier, span.count)
+            left = (1 << reach) - 1
+            for tier in sorted(by_tier):
+                here = by_tier[tier] & left
+                counts[owner][tier] += here.bit_count() * block_size
+                left ^= here
+            if reach < span.count:
+                following.discard(owner)
+        if not following:
+            break
+    return [
+        Match(owner.target, matched, tiers) for owner, tiers in counts.items() if (matched := sum(tiers.values())) > 0
+    ]
+
+
+def _held_by_owner(span: Span[Holder]) -> dict[Holdings, dict[Tier, int]]:
+    """The blocks of a span that each target holds, a bit a block, by tier."""
+    held: dict[Holdings, dict[Tier, int]] = {}
+    for holder, bits in span.run.held.items():
+        if holder.owner.alive:
+            by_tier = held.setdefault(holder.owner, {})
+            by_tier[holder.tier] = by_tier.get(holder.tier, 0) | bits & span.bits
+    return held
+
+
+def _leading_blocks(by_tier: dict[Tier, int], count: int) -> int:
+    """How many of the first `count` blocks are held without a hole."""
+    union = 0
+    for bits in by_tier.values():
+        union |= bits
+    missing = ~union & ((1 << count) - 1)
+    return count if not missing else (missing & -missing).bit_length() - 1

@@ -1,0 +1,263 @@
+"""Keeping one event stream in order: gaps, replays, restarts. Pure bookkeeping; the reader does the talking.
+
+A publisher numbers its batches from 0 and starts again at 0 when it restarts. Live batches may get lost on the way, and
+so may replayed ones. What comes out here is every batch once, in order, or the knowledge that some are gone:
+
+    connecting ──first contact──▶ replaying ──caught up──▶ live ──gap, idle, reconnected──▶ replaying
+                                      └──nothing more to be had──▶ lost (live again, but batches are missing)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sortedcontainers import SortedDict
+
+from kvevents.decode import batch_time
+from kvevents.frames import StreamFrame
+
+
+class StreamState(StrEnum):
+    """How a stream stands. LOST: reading live, but batches are missing that nobody could replay."""
+
+    CONNECTING = "connecting"
+    REPLAYING = "replaying"
+    LIVE = "live"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Apply this batch now."""
+
+    frame: StreamFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """The publisher restarted: what was read before no longer counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskReplay:
+    """Ask the publisher for every batch from `start` on."""
+
+    start: int
+
+
+Action = Apply | Clear | AskReplay
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSettings:
+    """Deadlines in seconds, and bounds.
+
+    `replay_timeout`: silence after which a replay is given up. `replay_rounds`: how often a hole is asked for again
+    when nothing new came. `idle_check`: the longest silence of a stream before it is checked for a lost tail.
+    `pending_batches`: how many batches may wait for a replay.
+    """
+
+    replay_timeout: float = 1.0
+    replay_rounds: int = 3
+    idle_check: float = 30.0
+    pending_batches: int = 20_000
+
+
+@dataclass(slots=True)
+class SequenceCounters:
+    """What happened on a stream since it was registered."""
+
+    batches: int = 0
+    duplicates: int = 0
+    gaps: int = 0
+    lost_batches: int = 0
+    replays: int = 0
+    replays_unanswered: int = 0
+    restarts: int = 0
+
+
+@dataclass(slots=True)
+class _Replay:
+    """A replay under way."""
+
+    start: int
+    heard_at: float
+    rounds_left: int
+    answered: bool = False  # anything came at all, in this round
+    progress: bool = False  # something new came, in this round
+
+
+# After a connection a lost tail is most likely, so the first check comes this soon; each further one twice as late.
+_FIRST_CHECK = 1.0
+
+
+class StreamSequence:
+    """The order of one stream. Each method returns what to do, in order; times are monotonic seconds."""
+
+    def __init__(self, can_replay: bool, settings: SequenceSettings | None = None) -> None:
+        self.state = StreamState.CONNECTING
+        self.counters = SequenceCounters()
+        self.last_seq: int | None = None
+        self._settings = settings or SequenceSettings()
+        self._can_replay = can_replay
+        self._replay_answers = True
+        self._replay: _Replay | None = None
+        self._last_frame: StreamFrame | None = None
+        self._last_live_seq: int | None = None
+        self._pending: SortedDict[int, StreamFrame] = SortedDict()
+        self._incomplete = False
+        self._check_after = _FIRST_CHECK
+        self._check_at = 0.0
+
+    @property
+    def pending(self) -> int:
+        """Batches that wait for an earlier one."""
+        return len(self._pending)
+
+    def on_connected(self, now: float) -> list[Action]:
+        """The live socket reached the publisher, for the first time or again."""
+        self._check_after = _FIRST_CHECK
+        if self._can_replay and self._replay is None:
+            return self._ask(now)
+        if self.state is StreamState.CONNECTING:
+            self._settle(now)
+        return []
+
+    def on_live(self, frame: StreamFrame, now: float) -> list[Action]:
+        """A batch came on the live socket."""
+        self._check_at = now + self._check_after
+        actions: list[Action] = []
+        before, self._last_live_seq = self._last_live_seq, frame.seq
+        if before is not None and frame.seq <= before:
+            actions += self._restart()
+            self._last_live_seq = frame.seq
+        elif self.last_seq is not None and frame.seq <= self.last_seq:
+            if not self._newer_than_last(frame):  # the replay was faster than the live socket
+                self.counters.duplicates += 1
+                return actions
+            actions += self._restart()
+            self._last_live_seq = frame.seq
+        self._pending.setdefault(frame.seq, frame)
+        actions += self._drain()
+        if self._replay is None:
+            if self._pending:
+                self.counters.gaps += 1
+                if self._can_replay and self._replay_answers:
+                    actions += self._ask(now)
+                else:
+                    actions += self._give_up(now)
+            elif self.state is StreamState.CONNECTING:
+                self._settle(now)
+        elif len(self._pending) > self._settings.pending_batches:
+            actions += self._give_up(now)
+        return actions
+
+    def on_replay(self, frame: StreamFrame | None, now: float) -> list[Action]:
+        """A replayed batch came, or the end of a replay (None)."""
+        self._replay_answers = True
+        replay = self._replay
+        if replay is None:
+            return []  # what is left of a replay that was given up
+        replay.heard_at = now
+        if frame is None:
+            return self._end_of_round(replay, now)
+        replay.answered = True
+        if frame.seq == self.last_seq and self._newer_than_last(frame):
+            return self._restart() + self._ask(now)
+        if (self.last_seq is not None and frame.seq <= self.last_seq) or frame.seq in self._pending:
+            return []
+        replay.progress = True
+        self._pending[frame.seq] = frame
+        actions = self._drain()
+        if len(self._pending) > self._settings.pending_batches:
+            actions += self._give_up(now)
+        return actions
+
+    def on_tick(self, now: float) -> list[Action]:
+        """Time has passed: a replay may be overdue, an idle stream may need a check."""
+        replay = self._replay
+        if replay is not None:
+            if now - replay.heard_at < self._settings.replay_timeout:
+                return []
+            if replay.answered:
+                return self._end_of_round(replay, now)
+            self.counters.replays_unanswered += 1
+            self._replay_answers = False
+            return self._give_up(now)
+        if self._can_replay and self.state is not StreamState.CONNECTING and now >= self._check_at:
+            self._check_after = min(2 * self._check_after, self._settings.idle_check)
+            return self._ask(now)
+        return []
+
+    def _ask(self, now: float, rounds_left: int | None = None) -> list[Action]:
+        """Ask for everything from the last batch on: that one again, to see that it is still the same."""
+        if self._pending or self.state is StreamState.CONNECTING:
+            self.state = StreamState.REPLAYING
+        start = self.last_seq or 0
+        self._replay = _Replay(start, now, self._settings.replay_rounds if rounds_left is None else rounds_left)
+        self.counters.replays += 1
+        return [AskReplay(start)]
+
+    def _end_of_round(self, replay: _Replay, now: float) -> list[Action]:
+        """A replay ended, or fell silent. Ask again while something is missing and there is hope."""
+        rounds_left = self._settings.replay_rounds if replay.progress else replay.rounds_left - 1
+        if self._pending:
+            return self._ask(now, rounds_left) if rounds_left else self._give_up(now)
+        if not replay.answered and self.last_seq is not None:
+            # Not even our last batch: dropped on the way, or the publisher never sent it in its present life.
+            if rounds_left:
+                return self._ask(now, rounds_left)
+            return self._restart() + self._ask(now)
+        self._settle(now)
+        return []
+
+    def _give_up(self, now: float) -> list[Action]:
+        """Go on without the batches that are missing."""
+        actions: list[Action] = []
+        while self._pending:
+            first = self._pending.peekitem(0)[0]
+            self.counters.lost_batches += first - self._next_seq
+            self._incomplete = True
+            self.last_seq = first - 1
+            actions += self._drain()
+        self._settle(now)
+        return actions
+
+    def _settle(self, now: float) -> None:
+        self._replay = None
+        self.state = StreamState.LOST if self._incomplete else StreamState.LIVE
+        self._check_at = now + self._check_after
+
+    def _restart(self) -> list[Action]:
+        """The publisher began again at 0."""
+        known = self.last_seq is not None
+        self.counters.restarts += known
+        self.last_seq = None
+        self._last_frame = None
+        self._last_live_seq = None
+        self._pending.clear()
+        self._replay = None
+        self._incomplete = False
+        return [Clear()] if known else []
+
+    def _drain(self) -> list[Action]:
+        """Apply what is next, as far as it is there."""
+        actions: list[Action] = []
+        while (frame := self._pending.pop(self._next_seq, None)) is not None:
+            self.last_seq = frame.seq
+            self._last_frame = frame
+            self.counters.batches += 1
+            actions.append(Apply(frame))
+        return actions
+
+    @property
+    def _next_seq(self) -> int:
+        return 0 if self.last_seq is None else self.last_seq + 1
+
+    def _newer_than_last(self, frame: StreamFrame) -> bool:
+        """Whether a batch was made after the last one applied, although its number is not higher: a restart."""
+        if self._last_frame is None or frame.payload == self._last_frame.payload:
+            return False
+        made, last_made = batch_time(frame.payload), batch_time(self._last_frame.payload)
+        return made is not None and last_made is not None and made > last_made

@@ -1,0 +1,181 @@
+"""The radix tree of prefix hashes, shared by all targets.
+
+A run is an edge of the tree: consecutive blocks, one prefix hash each. Because a prefix hash stands for the whole
+prompt up to its block, a branch may hang from any block of a run, and runs never have to be split:
+
+    root ── a b c d e f        one prompt of six blocks
+                 └── x y       another that shares its first three
+
+Who holds what is a bit per block: `run.held[holder]`. A hole (a block that was evicted while its children stay) is a
+cleared bit, so a block that comes back has its children again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+# Bounds what one bit operation touches, and how far a prompt is hashed beyond its last match.
+RUN_BLOCKS = 1024
+_OFFSET_BITS = RUN_BLOCKS.bit_length() - 1
+_OFFSET_MASK = RUN_BLOCKS - 1
+
+HolderT = TypeVar("HolderT")
+
+
+class Run(Generic[HolderT]):
+    """Consecutive blocks of one prefix, at most RUN_BLOCKS of them. `depth` counts the blocks before the first."""
+
+    __slots__ = ("children", "depth", "hashes", "held", "number", "parent")
+
+    def __init__(self, number: int, parent: Run[HolderT] | None, depth: int) -> None:
+        self.number = number
+        self.parent = parent
+        self.depth = depth
+        self.hashes: array[int] = array("Q")
+        self.children: dict[int, Run[HolderT]] = {}  # by the child's first prefix hash
+        self.held: dict[HolderT, int] = {}  # holder → a bit a block
+
+    def position(self, offset: int) -> int:
+        """The number that names a block of this run for as long as anybody holds it."""
+        return self.number << _OFFSET_BITS | offset
+
+
+@dataclass(frozen=True, slots=True)
+class Span(Generic[HolderT]):
+    """`count` blocks of a run, from `start` on."""
+
+    run: Run[HolderT]
+    start: int
+    count: int
+
+    @property
+    def bits(self) -> int:
+        return ((1 << self.count) - 1) << self.start
+
+    @property
+    def positions(self) -> range:
+        first = self.run.position(self.start)
+        return range(first, first + self.count)
+
+
+class PrefixTree(Generic[HolderT]):
+    """Runs of prefix hashes under one root."""
+
+    def __init__(self) -> None:
+        self._root: Run[HolderT] = Run(0, None, 0)
+        self._runs: dict[int, Run[HolderT]] = {}
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        """The number of runs."""
+        return len(self._runs)
+
+    def find(self, position: int) -> tuple[Run[HolderT], int] | None:
+        """The run and offset a position names; None when the block is gone."""
+        run = self._runs.get(position >> _OFFSET_BITS)
+        return None if run is None else (run, position & _OFFSET_MASK)
+
+    def insert(self, after: tuple[Run[HolderT], int] | None, hashes: array[int]) -> Iterator[Span[HolderT]]:
+        """Find or make the place of consecutive blocks after a given block (None: at the start of a prompt).
+
+        Yields the spans they lie in, in order. The caller marks each span as held before asking for the next.
+        """
+        run, offset = after or (self._root, -1)
+        done = 0
+        while done < len(hashes):
+            start = offset + 1
+            if start < len(run.hashes) and run.hashes[start] == hashes[done]:
+                count = _common(run.hashes, start, hashes, done)
+            elif child := run.children.get(hashes[done]):
+                run, offset = child, -1
+                continue
+            else:
+                if run is self._root or start < len(run.hashes) or start == RUN_BLOCKS:
+                    run, start = self._branch(run, start, hashes[done]), 0
+                count = min(len(hashes) - done, RUN_BLOCKS - start)
+                run.hashes.extend(hashes[done : done + count])
+            yield Span(run, start, count)
+            done += count
+            offset = start + count - 1
+
+    def walk(self, hashes: array[int], limit: int, extend: Callable[[int], None]) -> list[Span[HolderT]]:
+        """The spans that the first `limit` blocks of a prompt lie in, as far as the tree knows them.
+
+        `hashes` are the prompt's prefix hashes so far; `extend(n)` makes them at least n long, so that a prompt is
+        only hashed as far as it matches.
+        """
+        spans: list[Span[HolderT]] = []
+        run, done = self._root, 0
+        while done < limit:
+            extend(done + 1)
+            child = run.children.get(hashes[done])
+            if child is None:
+                break
+            run, count = child, 1
+            whole = min(len(run.hashes), limit - done)
+            while count < whole:
+                reach = min(whole, 4 * count)
+                extend(done + reach)
+                if run.hashes[reach - 1] != hashes[done + reach - 1]:
+                    count = _common(run.hashes, 0, hashes[: done + reach], done)
+                    break
+                count = reach
+            spans.append(Span(run, 0, count))
+            done += count
+        return spans
+
+    def release(self, run: Run[HolderT]) -> None:
+        """Free what nobody holds any more at the end of a run, and the run itself, and its parents."""
+        while run.parent is not None:
+            needed = max((bits.bit_length() for bits in run.held.values()), default=0)
+            for child in run.children.values():
+                needed = max(needed, child.depth - run.depth)
+            if needed:
+                del run.hashes[needed:]
+                return
+            del run.parent.children[run.hashes[0]]
+            del self._runs[run.number]
+            run = run.parent
+
+    def check_integrity(self) -> None:
+        """Assert what must always be true (for tests; visits every run)."""
+        seen = 0
+        stack = [self._root]
+        while stack:
+            run = stack.pop()
+            for first, child in run.children.items():
+                assert child.parent is run
+                assert child.hashes[0] == first
+                assert run.depth <= child.depth <= run.depth + len(run.hashes)
+                assert 0 < len(child.hashes) <= RUN_BLOCKS
+                assert child.held or child.children, "a run that nobody needs"
+                assert all(0 < bits < 1 << len(child.hashes) for bits in child.held.values())
+                assert self._runs[child.number] is child
+                stack.append(child)
+                seen += 1
+        assert seen == len(self._runs)
+
+    def _branch(self, parent: Run[HolderT], start: int, first_hash: int) -> Run[HolderT]:
+        self._last_number += 1
+        run = Run(self._last_number, parent, parent.depth + start)
+        self._runs[run.number] = run
+        parent.children[first_hash] = run
+        return run
+
+
+def _common(ours: array[int], start: int, theirs: array[int], done: int) -> int:
+    """How many blocks two paths share from these offsets on, the first of which they do share.
+
+    Equal hashes mean equal prefixes, so the last shared block is found by bisection.
+    """
+    low, high = 1, min(len(ours) - start, len(theirs) - done)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ours[start + middle - 1] == theirs[done + middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
