@@ -1,0 +1,16 @@
+"""Who holds what: workers' event streams, the prefix tree, and the API that answers `/match`."""
+
+from indexer.holdings import Target
+from indexer.index import Index, Match
+from indexer.indexer import DEFAULT_TENANT, Indexer, MatchQuery, Registration, UnknownModelError
+
+__all__ = [
+    "DEFAULT_TENANT",
+    "Index",
+    "Indexer",
+    "Match",
+    "MatchQuery",
+    "Registration",
+    "Target",
+    "UnknownModelError",
+]

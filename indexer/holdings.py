@@ -61,11 +61,15 @@ class _Parked:
 
 
 class Holdings:
-    """One target's blocks. Applies its events to the shared tree."""
+    """One target's blocks in the shared tree. `adapter` is the one of events that name none."""
 
-    def __init__(self, tree: PrefixTree[Holder], target: Target, secret: str, orphan_blocks: int) -> None:
+    def __init__(
+        self, tree: PrefixTree[Holder], target: Target, adapter: str | None, secret: str, orphan_blocks: int
+    ) -> None:
         self.target = target
+        self.adapter = adapter
         self.alive = True
+        self.block_sizes: set[int] = set()
         self.counters = HoldingsCounters()
         self._tree = tree
         self._secret = secret
@@ -163,7 +167,9 @@ class Holdings:
         after: tuple[Run[Holder], int] | None
         if event.parent_block_hash is None:
             after = None
-            namespace = Namespace(self.target.model, self.target.tenant, adapter, salt, block_size)
+            self.block_sizes.add(block_size)
+            target = self.target
+            namespace = Namespace(target.model, target.tenant, adapter or self.adapter, salt, block_size)
             seed = namespace_hash(namespace, self._secret)
         else:
             position = self._positions.get(event.parent_block_hash)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
 
@@ -34,9 +35,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class TargetStatus:
-    """What the index knows of one target: blocks by tier, blocks waiting for a parent, and counters."""
+    """What the index knows of one target: blocks by tier, block sizes seen in tokens, orphaned blocks, and counters."""
 
     blocks: dict[Tier, int]
+    block_sizes: frozenset[int]
     orphans: int
     counters: HoldingsCounters
 
@@ -52,11 +54,14 @@ class Index:
         self._holdings: dict[Target, Holdings] = {}
         self._dropped: deque[Holdings] = deque()
 
-    def add(self, target: Target) -> None:
-        """Make a target known; it holds nothing yet. Does nothing when it is known."""
+    def add(self, target: Target, adapter: str | None = None) -> None:
+        """Make a target known; it holds nothing yet. Does nothing when it is known.
+
+        Events that name no adapter are taken to be about `adapter`.
+        """
         with self._lock:
             if target not in self._holdings:
-                self._holdings[target] = self._empty(target)
+                self._holdings[target] = self._empty(target, adapter)
 
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
         """Apply a batch in order. Returns the events that made no sense; the others are applied."""
@@ -125,7 +130,14 @@ class Index:
             holdings = self._holdings.get(target)
             if holdings is None:
                 return None
-            return TargetStatus(holdings.blocks_by_tier(), holdings.orphans, holdings.counters)
+            return TargetStatus(
+                holdings.blocks_by_tier(), frozenset(holdings.block_sizes), holdings.orphans, holdings.counters
+            )
+
+    def block_sizes(self, targets: Iterable[Target]) -> set[int]:
+        """The block sizes, in tokens, of the blocks these targets ever stored."""
+        known = (self._holdings.get(target) for target in targets)
+        return set[int]().union(*(holdings.block_sizes for holdings in known if holdings is not None))
 
     def sweep(self) -> None:
         """Free a part of what was cleared or dropped."""
@@ -145,12 +157,13 @@ class Index:
         """The size of the tree in runs of blocks."""
         return len(self._tree)
 
-    def _empty(self, target: Target) -> Holdings:
-        return Holdings(self._tree, target, self._secret, self._orphan_blocks)
+    def _empty(self, target: Target, adapter: str | None) -> Holdings:
+        return Holdings(self._tree, target, adapter, self._secret, self._orphan_blocks)
 
     def _replace(self, target: Target) -> None:
         old = self._holdings[target]
-        new = self._holdings[target] = self._empty(target)
+        new = self._holdings[target] = self._empty(target, old.adapter)
+        new.block_sizes = old.block_sizes
         new.counters = old.counters
         new.counters.cleared += 1
         self._retire(old)

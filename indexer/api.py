@@ -1,0 +1,231 @@
+"""The index over HTTP: `/match`, and registration and queries in the shape of Mooncake's RFC 1403.
+
+`POST /match`       who would serve how much of a prompt from its cache
+`POST /register`    follow a stream          `POST /unregister`   forget it
+`POST /query`       who holds how much of a token sequence, by tenant and instance
+`GET  /workers`     every registered target, its stream and what it holds
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+
+from indexer.errors import RequestError, error_body
+from indexer.holdings import Target
+from indexer.index import Match
+from indexer.indexer import DEFAULT_TENANT, Indexer, MatchQuery, Registration, TargetReport, UnknownModelError
+from kvevents import EventSource, Tier
+
+# Reads the body of `/match`, tokenizing its prompt. Raises RequestError.
+ReadMatch = Callable[[bytes], Awaitable[MatchQuery]]
+
+T = TypeVar("T")
+
+
+class RegisterBody(msgspec.Struct, forbid_unknown_fields=False):
+    """`POST /register`: one DP rank's stream."""
+
+    endpoint: str
+    modelname: str
+    instance_id: str
+    type: Literal["vLLM", "SGLang"] = "vLLM"
+    replay_endpoint: str | None = None
+    block_size: int | None = None
+    dp_rank: int = 0
+    topic: str = ""
+    lora_name: str | None = None
+    tenant_id: str = DEFAULT_TENANT
+
+
+class UnregisterBody(msgspec.Struct):
+    """`POST /unregister`: an instance, or the part of it that the other fields name."""
+
+    instance_id: str
+    modelname: str | None = None
+    dp_rank: int | None = None
+    tenant_id: str = DEFAULT_TENANT
+
+
+class QueryBody(msgspec.Struct):
+    """`POST /query`: a token sequence."""
+
+    model: str
+    token_ids: list[int]
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    tenant_id: str = DEFAULT_TENANT
+
+
+def index_routes(indexer: Indexer, read_match: ReadMatch) -> APIRouter:
+    """The routes of the index API."""
+    routes = APIRouter()
+
+    @routes.post("/match")
+    async def match(request: Request) -> Response:
+        query = await read_match(await request.body())
+        matches = _ask(indexer.match, query)
+        return _json({"model": query.model, "tokens": len(query.token_ids), "matches": [_match(m) for m in matches]})
+
+    @routes.post("/register", status_code=201)
+    async def register(request: Request) -> Response:
+        body = _decode(await request.body(), RegisterBody)
+        registration = _registration(body)
+        try:
+            indexer.register(registration)
+        except ValueError as error:
+            raise RequestError(str(error), param=str(error).partition(":")[0]) from error
+        return _json({"status": "registered", "instance_id": body.instance_id, "dp_rank": body.dp_rank}, 201)
+
+    @routes.post("/unregister")
+    async def unregister(request: Request) -> Response:
+        body = _decode(await request.body(), UnregisterBody)
+        targets = [known.target for known in indexer.registered() if _named(known.target, body)]
+        if not targets:
+            raise RequestError(
+                f"no registered target has instance_id {body.instance_id!r} in tenant {body.tenant_id!r}",
+                status=404,
+                type="not_found_error",
+                param="instance_id",
+            )
+        indexer.unregister(targets)
+        return _json({"status": "unregistered", "instance_id": body.instance_id, "targets": len(targets)})
+
+    @routes.post("/query")
+    async def query(request: Request) -> Response:
+        body = _decode(await request.body(), QueryBody)
+        asked = MatchQuery(body.model, body.token_ids, body.lora_name, body.cache_salt, body.tenant_id)
+        return _json({body.tenant_id: _by_instance(_ask(indexer.longest, asked))})
+
+    @routes.get("/workers")
+    async def workers() -> Response:
+        return _json({"workers": workers_report(indexer)})
+
+    return routes
+
+
+def workers_report(indexer: Indexer) -> list[dict[str, Any]]:
+    """Every registered worker with its ranks: streams, sequence numbers, and blocks by tier."""
+    workers: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for registration in indexer.registered():
+        target = registration.target
+        report = indexer.report(target)
+        if report is None:
+            continue
+        worker = workers.setdefault(
+            (target.tenant, target.worker, target.model),
+            {"worker": target.worker, "model": target.model, "tenant": target.tenant, "ranks": []},
+        )
+        worker["ranks"].append(_rank(report))
+    return list(workers.values())
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer RequestError with OpenAI's error body."""
+
+    @app.exception_handler(RequestError)
+    async def refuse(_: Request, error: RequestError) -> Response:
+        return Response(error_body(error), error.status, media_type="application/json")
+
+
+def _registration(body: RegisterBody) -> Registration:
+    for name in ("instance_id", "modelname", "tenant_id", "endpoint"):
+        if not getattr(body, name):
+            raise RequestError(f"{name} is empty. Send a string that is not.", param=name)
+    if body.dp_rank < 0:
+        raise RequestError(f"dp_rank is {body.dp_rank}. Send 0 or more.", param="dp_rank")
+    if body.block_size is not None and body.block_size <= 0:
+        raise RequestError(f"block_size is {body.block_size}. Send a number of tokens above 0.", param="block_size")
+    return Registration(
+        Target(body.instance_id, body.dp_rank, body.modelname, body.tenant_id),
+        EventSource(body.dp_rank, body.endpoint, body.replay_endpoint, body.topic),
+        body.type,
+        body.block_size,
+        body.lora_name,
+    )
+
+
+def _named(target: Target, body: UnregisterBody) -> bool:
+    return (
+        target.worker == body.instance_id
+        and target.tenant == body.tenant_id
+        and body.modelname in (None, target.model)
+        and body.dp_rank in (None, target.dp_rank)
+    )
+
+
+def _ask(find: Callable[[MatchQuery], list[Match]], query: MatchQuery) -> list[Match]:
+    try:
+        return find(query)
+    except UnknownModelError as error:
+        raise RequestError(str(error), status=404, type="not_found_error", param="model") from error
+    except OverflowError as error:
+        raise RequestError(f"token_ids: every id must be from 0 to {2**32 - 1}", param="token_ids") from error
+
+
+def _match(match: Match) -> dict[str, Any]:
+    return {
+        "worker": match.target.worker,
+        "dp_rank": match.target.dp_rank,
+        "matched_tokens": match.matched_tokens,
+        "tiers": {tier.name.lower(): match.tiers[tier] for tier in Tier},
+    }
+
+
+def _by_instance(matches: list[Match]) -> dict[str, Any]:
+    """RFC 1403's answer: an instance's tiers are those of its rank that holds the most."""
+    instances: dict[str, Any] = {}
+    for match in matches:
+        tiers = {tier.name: match.tiers[tier] for tier in (Tier.GPU, Tier.CPU, Tier.DISK)}
+        best = {"longest_matched": match.matched_tokens, **tiers, "DP": {}}
+        instances.setdefault(match.target.worker, best)["DP"][str(match.target.dp_rank)] = match.matched_tokens
+    return instances
+
+
+def _rank(report: TargetReport) -> dict[str, Any]:
+    registration, stream, holdings = report.registration, report.stream, report.holdings
+    source = registration.source
+    return {
+        "dp_rank": registration.target.dp_rank,
+        "engine": registration.engine,
+        "endpoint": source and source.endpoint,
+        "replay_endpoint": source and source.replay_endpoint,
+        "topic": source and source.topic,
+        "adapter": registration.adapter,
+        "block_sizes": sorted(holdings.block_sizes) or ([registration.block_size] if registration.block_size else []),
+        "state": stream.state if stream else ("connecting" if source else "no stream"),
+        "last_seq": stream.last_seq if stream else None,
+        "seconds_since_event": time.time() - stream.received_at if stream and stream.received_at else None,
+        "batches": msgspec.to_builtins(stream.sequence) if stream else None,
+        "unreadable": msgspec.to_builtins(stream.unreadable) if stream else None,
+        "blocks": {tier.name.lower(): holdings.blocks[tier] for tier in Tier},
+        "orphans": holdings.orphans,
+        "counters": msgspec.to_builtins(holdings.counters),
+    }
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    """Decode a JSON body. Raises RequestError with the path to what does not fit."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{error}. Send a JSON object as the API describes.", param=_field(str(error))) from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}. Send one JSON object.") from error
+
+
+def _field(message: str) -> str | None:
+    """The field that a msgspec message is about: the path it ends with, or the field it says is missing."""
+    _, quote, path = message.rpartition("`$.")
+    if quote:
+        return path.removesuffix("`").partition(".")[0].partition("[")[0]
+    missing = message.partition("required field `")[2].partition("`")[0]
+    return missing or None
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -1,0 +1,39 @@
+"""The index as a service of its own: what `kvrouter indexer` runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from indexer.api import ReadMatch, add_error_handlers, index_routes
+from indexer.indexer import Indexer
+from indexer.metrics import IndexCollector
+
+
+def indexer_app(indexer: Indexer, read_match: ReadMatch) -> FastAPI:
+    """The application; it starts the indexer and stops it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        indexer.start()
+        yield
+        indexer.stop()
+
+    app = FastAPI(title="kvrouter indexer", lifespan=lifespan)
+    app.include_router(index_routes(indexer, read_match))
+    add_error_handlers(app)
+    registry = CollectorRegistry()
+    registry.register(IndexCollector(indexer))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app

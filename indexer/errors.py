@@ -1,0 +1,36 @@
+"""Errors a client of the HTTP API sees, and the body OpenAI's clients expect of one."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RequestError(Exception):
+    """A request that cannot be served: what to answer the client.
+
+    `status` is the HTTP status; `type`, `param` and `code` are those of OpenAI's error body. `param` names the field at
+    fault, None when it is the body as a whole or no field at all.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.type = type
+        self.param = param
+        self.code = code
+
+
+def error_body(error: RequestError) -> bytes:
+    """The JSON of `{"error": {"message", "type", "param", "code"}}`."""
+    return msgspec.json.encode(
+        {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    )

@@ -1,0 +1,52 @@
+"""The index's figures for Prometheus, read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from indexer.indexer import Indexer
+from indexer.sequence import StreamState
+from kvevents import Tier
+
+_LABELS = ["worker", "dp_rank", "model", "tenant"]
+
+
+class IndexCollector(Collector):
+    """Blocks, streams and what went wrong on them, by target."""
+
+    def __init__(self, indexer: Indexer) -> None:
+        self._indexer = indexer
+
+    def collect(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily("kvrouter_index_blocks", "Blocks held", labels=[*_LABELS, "tier"])
+        orphans = GaugeMetricFamily("kvrouter_index_orphan_blocks", "Blocks without their parent", labels=_LABELS)
+        state = GaugeMetricFamily("kvrouter_stream_state", "1 for the stream's state", labels=[*_LABELS, "state"])
+        batches = CounterMetricFamily("kvrouter_stream_batches", "Event batches applied", labels=_LABELS)
+        gaps = CounterMetricFamily("kvrouter_stream_gaps", "Gaps noticed", labels=_LABELS)
+        lost = CounterMetricFamily("kvrouter_stream_lost_batches", "Batches nobody could replay", labels=_LABELS)
+        restarts = CounterMetricFamily("kvrouter_stream_restarts", "Restarts of the publisher", labels=_LABELS)
+        bad = CounterMetricFamily("kvrouter_stream_unreadable", "Unreadable input", labels=[*_LABELS, "what"])
+        for registration in self._indexer.registered():
+            target = registration.target
+            report = self._indexer.report(target)
+            if report is None:
+                continue
+            labels = [target.worker, str(target.dp_rank), target.model, target.tenant]
+            for tier in Tier:
+                blocks.add_metric([*labels, tier.name.lower()], report.holdings.blocks[tier])
+            orphans.add_metric(labels, report.holdings.orphans)
+            stream = report.stream
+            if stream is None:
+                continue
+            for known in StreamState:
+                state.add_metric([*labels, known.value], float(stream.state is known))
+            batches.add_metric(labels, stream.sequence.batches)
+            gaps.add_metric(labels, stream.sequence.gaps)
+            lost.add_metric(labels, stream.sequence.lost_batches)
+            restarts.add_metric(labels, stream.sequence.restarts)
+            bad.add_metric([*labels, "frame"], stream.unreadable.bad_frames)
+            bad.add_metric([*labels, "event"], stream.unreadable.bad_events)
+        yield from (blocks, orphans, state, batches, gaps, lost, restarts, bad)

@@ -1,0 +1,315 @@
+"""One thread that reads every worker's event stream and applies it to the index.
+
+Each stream has a SUB socket for live batches, a DEALER for replays, and a monitor that tells when the publisher was
+reached. Reading never waits for anything: what is missing is asked for and meanwhile the rest goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+
+import structlog
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from indexer.holdings import Target
+from indexer.index import Index
+from indexer.sequence import (
+    Action,
+    Apply,
+    AskReplay,
+    Clear,
+    SequenceCounters,
+    SequenceSettings,
+    StreamSequence,
+    StreamState,
+)
+from kvevents import EventSource, MalformedBatchError, decode_batch
+from kvevents.frames import MalformedFrameError, parse_live, parse_replay, replay_request
+
+log = structlog.get_logger()
+
+_TICK_MS = 100  # between looks at the deadlines
+_MESSAGES_A_TURN = 64  # from one socket before the others have their turn
+_RECEIVE_QUEUE = 100_000  # batches; beyond it ZeroMQ drops, and the gap is replayed
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """What could not be read on a stream."""
+
+    bad_frames: int = 0
+    bad_events: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """How one stream stands. `received_at` is the unix time of the last live batch."""
+
+    state: StreamState
+    last_seq: int | None
+    received_at: float | None
+    pending: int
+    sequence: SequenceCounters
+    unreadable: StreamCounters
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """The sockets and the order of one target's stream."""
+
+    target: Target
+    source: EventSource
+    sequence: StreamSequence
+    live: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    replay: zmq.Socket[bytes] | None
+    counters: StreamCounters = field(default_factory=StreamCounters)
+    received_at: float | None = None
+    complained: bool = False
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [self.live, self.monitor, *([self.replay] if self.replay else [])]
+
+
+class StreamReader:
+    """Reads the streams of all targets. `start` and `stop` own its thread; the other methods are for any thread."""
+
+    def __init__(self, index: Index, settings: SequenceSettings | None = None) -> None:
+        self._index = index
+        self._settings = settings
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.setsockopt(zmq.IPV6, 1)
+        self._streams: dict[Target, Stream] = {}
+        self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
+        self._poller = zmq.Poller()
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._wake_in, self._wake_out = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._wake_out.bind("inproc://wake")
+        self._wake_in.connect("inproc://wake")
+        self._waking = Lock()
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name="kv-event-reader", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close every socket."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._tell(lambda: None)
+            self._thread.join()
+        for stream in self._streams.values():
+            self._close(stream)
+        self._wake_in.close(0)
+        self._wake_out.close(0)
+        self._context.term()
+
+    def open(self, target: Target, source: EventSource) -> Stream:
+        """Connect to a target's stream, for `follow`. Raises ValueError for an endpoint that is none."""
+        live = self._context.socket(zmq.SUB)
+        live.set_hwm(_RECEIVE_QUEUE)
+        live.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        live.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        live.subscribe(source.topic)
+        monitor = live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        replay = None
+        if source.replay_endpoint is not None:
+            replay = self._context.socket(zmq.DEALER)
+            replay.set_hwm(_RECEIVE_QUEUE)
+            replay.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        sequence = StreamSequence(replay is not None, self._settings)
+        stream = Stream(target, source, sequence, live, monitor, replay)
+        try:
+            _connect(live, source.endpoint, "endpoint")
+            if replay is not None and source.replay_endpoint is not None:
+                _connect(replay, source.replay_endpoint, "replay_endpoint")
+        except ValueError:
+            self._close(stream)
+            raise
+        return stream
+
+    def follow(self, stream: Stream) -> None:
+        """Read an opened stream, in place of the one its target had."""
+        self._tell(lambda: self._follow(stream))
+
+    def remove(self, target: Target) -> None:
+        """Stop following a target's stream."""
+
+        def leave() -> None:
+            self._leave(target)
+
+        self._tell(leave)
+
+    def status(self, target: Target) -> StreamStatus | None:
+        """How a target's stream stands; None when it has none."""
+        stream = self._streams.get(target)
+        if stream is None:
+            return None
+        sequence = stream.sequence
+        return StreamStatus(
+            sequence.state,
+            sequence.last_seq,
+            stream.received_at,
+            sequence.pending,
+            sequence.counters,
+            stream.counters,
+        )
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        with self._waking:  # sockets are not for two threads at once
+            self._commands.put(command)
+            self._wake_in.send(b"")
+
+    def _run(self) -> None:
+        self._poller.register(self._wake_out, zmq.POLLIN)
+        next_tick = 0.0
+        while not self._stopping.is_set():
+            for socket, _ in self._poller.poll(_TICK_MS):
+                if socket is self._wake_out:
+                    self._obey()
+                elif handler := self._handlers.get(socket):
+                    _drain(handler)
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + _TICK_MS / 1000
+                for stream in self._streams.values():
+                    self._act(stream, stream.sequence.on_tick(now))
+                self._index.sweep()
+
+    def _obey(self) -> None:
+        self._wake_out.recv()
+        try:
+            self._commands.get_nowait()()
+        except Empty:
+            return
+
+    def _follow(self, stream: Stream) -> None:
+        if self._leave(stream.target):
+            self._index.clear(stream.target)
+        self._streams[stream.target] = stream
+        self._handlers[stream.live] = lambda: self._read_live(stream)
+        self._handlers[stream.monitor] = lambda: self._read_monitor(stream)
+        if stream.replay is not None:
+            self._handlers[stream.replay] = lambda: self._read_replay(stream)
+        for socket in stream.sockets():
+            self._poller.register(socket, zmq.POLLIN)
+
+    def _leave(self, target: Target) -> bool:
+        stream = self._streams.pop(target, None)
+        if stream is None:
+            return False
+        for socket in stream.sockets():
+            self._poller.unregister(socket)
+            del self._handlers[socket]
+        self._close(stream)
+        return True
+
+    def _close(self, stream: Stream) -> None:
+        stream.live.disable_monitor()
+        for socket in stream.sockets():
+            socket.close(0)
+
+    def _read_live(self, stream: Stream) -> bool:
+        parts = _receive(stream.live)
+        if parts is None:
+            return False
+        try:
+            frame = parse_live(parts)
+        except MalformedFrameError as error:
+            self._bad_frame(stream, str(error))
+            return True
+        stream.received_at = time.time()
+        self._act(stream, stream.sequence.on_live(frame, time.monotonic()))
+        return True
+
+    def _read_replay(self, stream: Stream) -> bool:
+        assert stream.replay is not None
+        parts = _receive(stream.replay)
+        if parts is None:
+            return False
+        try:
+            frame = parse_replay(parts)
+        except MalformedFrameError as error:
+            self._bad_frame(stream, str(error))
+            return True
+        self._act(stream, stream.sequence.on_replay(frame, time.monotonic()))
+        return True
+
+    def _read_monitor(self, stream: Stream) -> bool:
+        if not stream.monitor.poll(0):
+            return False
+        recv_monitor_message(stream.monitor)
+        self._act(stream, stream.sequence.on_connected(time.monotonic()))
+        return True
+
+    def _act(self, stream: Stream, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Apply(frame):
+                    self._apply(stream, frame.payload)
+                case Clear():
+                    log.info("worker restarted its event stream", **_names(stream.target))
+                    self._index.clear(stream.target)
+                case AskReplay(start):
+                    self._ask(stream, start)
+
+    def _apply(self, stream: Stream, payload: bytes) -> None:
+        try:
+            batch = decode_batch(payload)
+        except MalformedBatchError as error:
+            self._bad_frame(stream, str(error))
+            return
+        rejected = batch.rejected + self._index.apply(stream.target, batch)
+        if rejected:
+            stream.counters.bad_events += len(rejected)
+            self._complain(stream, "event skipped", rejected[0].reason)
+
+    def _ask(self, stream: Stream, start: int) -> None:
+        assert stream.replay is not None
+        try:
+            stream.replay.send_multipart(replay_request(start), zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("replay endpoint not reached", **_names(stream.target))  # its deadline goes on
+
+    def _bad_frame(self, stream: Stream, reason: str) -> None:
+        stream.counters.bad_frames += 1
+        self._complain(stream, "stream message skipped", reason)
+
+    def _complain(self, stream: Stream, what: str, reason: str) -> None:
+        """Log the first unreadable thing of a stream; the counters tell how many there were."""
+        if not stream.complained:
+            stream.complained = True
+            log.warning(what, reason=reason, **_names(stream.target))
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str, field_name: str) -> None:
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(
+            f"{field_name}: cannot connect to {endpoint!r} ({error}); expected e.g. tcp://127.0.0.1:5557"
+        ) from error
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def _drain(read: Callable[[], bool]) -> None:
+    for _ in range(_MESSAGES_A_TURN):
+        if not read():
+            return
+
+
+def _names(target: Target) -> dict[str, str | int]:
+    return {"worker": target.worker, "dp_rank": target.dp_rank, "model": target.model}
