@@ -1,0 +1,357 @@
+"""Publish an engine's KV-cache events: one ZeroMQ stream per DP rank, with a replay of what a subscriber missed.
+
+    publisher = EventPublisherFactory.create('{"publisher": "zmq", "endpoint": "tcp://*:5557"}', attn_dp_rank=0)
+    publisher.publish(EventBatch(time.time(), events))
+    publisher.shutdown()
+
+The configuration is SGLang's. Publishing never waits: a batch that finds the queue full pushes out the oldest one
+waiting, whose sequence number stays missing from the stream, so that subscribers see the gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import zmq
+
+from kvevents import EventBatch, WireForm, encode_batch, rank_endpoint
+from kvevents.endpoints import publisher_binds
+from kvevents.frames import (
+    MalformedFrameError,
+    end_of_replay_frames,
+    live_frames,
+    parse_replay_request,
+    replay_frames,
+)
+
+logger = logging.getLogger(__name__)
+
+_AtLeast0 = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_AtLeast1 = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+SHUTDOWN_TIMEOUT_S = 2.0
+MAX_REPLAYS = 64  # further requests wait in the socket
+REPLAY_CHUNK = 64  # batches sent to one client before the live stream gets its turn
+REPLAY_RETRY_S = 0.005  # between attempts while every client's buffer is full
+REPLAY_STALL_S = 30.0  # a client that takes nothing for so long has given up
+
+
+class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SGLang's publisher configuration; endpoints are those of rank 0.
+
+    `buffer_steps`: batches kept for replay. `hwm`: messages buffered for each subscriber. `max_queue_size`: batches
+    that may wait for the publisher's thread.
+    """
+
+    publisher: str = "null"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: _AtLeast0 = 10_000
+    hwm: _AtLeast0 = 100_000
+    max_queue_size: _AtLeast1 = 100_000
+    topic: str = ""
+
+    @classmethod
+    def from_json(cls, text: str) -> PublisherConfig:
+        """Read the configuration. Raises ValueError, naming the field, for what does not fit."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"KV events configuration: {error}") from error
+
+
+class EventPublisher(ABC):
+    """Takes the event batches of one DP rank, in order."""
+
+    @abstractmethod
+    def publish(self, batch: EventBatch) -> None:
+        """Send a batch; its `dp_rank` is filled in where it is None. Never waits."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Send what is queued and release everything; may be called again."""
+
+
+class NullEventPublisher(EventPublisher):
+    """Publishes nothing: events are off, or another rank reports them."""
+
+    def publish(self, batch: EventBatch) -> None:  # noqa: ARG002
+        return
+
+    def shutdown(self) -> None:
+        return
+
+
+class ZmqEventPublisher(EventPublisher):
+    """Publishes on a PUB socket and answers replay requests on a ROUTER socket, both owned by one thread.
+
+    `bind` overrides the rule that only wildcard, ipc and inproc endpoints are bound; the replay endpoint always is.
+    Port 0 binds a free port. Raises ValueError for an endpoint that cannot be read and OSError for one in use.
+    """
+
+    def __init__(
+        self,
+        attn_dp_rank: int = 0,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        topic: str = "",
+        *,
+        bind: bool | None = None,
+        wire_form: WireForm = WireForm.VLLM_MAPS,
+    ) -> None:
+        self.endpoint = rank_endpoint(endpoint, attn_dp_rank)
+        self.replay_endpoint = rank_endpoint(replay_endpoint, attn_dp_rank) if replay_endpoint else None
+        self.dropped = 0  # batches that never reached the stream
+        self.malformed_requests = 0
+        self.abandoned_replays = 0
+        self._dp_rank = attn_dp_rank
+        self._topic = topic.encode()
+        self._wire_form = wire_form
+
+        self._lock = threading.Lock()  # guards the next four
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._max_waiting = max_queue_size
+        self._next_seq = 0
+        self._closing = False
+
+        # Belongs to the thread: batch s is in slot s % buffer_steps until a later one takes its place.
+        self._sent: list[tuple[int, bytes] | None] = [None] * buffer_steps
+        self._sent_end = 0
+        self._replays: list[_Replay] = []
+
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._pub = context.socket(zmq.PUB)
+        self._router = context.socket(zmq.ROUTER) if self.replay_endpoint else None
+        try:
+            self._pub.set_hwm(hwm)
+            if publisher_binds(self.endpoint) if bind is None else bind:
+                self.endpoint = _bind(self._pub, self.endpoint)
+            else:
+                _connect(self._pub, self.endpoint)
+            if self._router is not None and self.replay_endpoint is not None:
+                # Without this a ROUTER silently drops what a slow client cannot take yet.
+                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self.replay_endpoint = _bind(self._router, self.replay_endpoint)
+        except BaseException:
+            self._close_sockets(linger_ms=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name=f"kv-events-dp{attn_dp_rank}", daemon=True)
+        self._thread.start()
+
+    def publish(self, batch: EventBatch) -> None:
+        """Queue a batch for sending; it may be changed afterwards. Raises RuntimeError after shutdown."""
+        if batch.dp_rank is None:
+            batch = EventBatch(batch.ts, batch.events, self._dp_rank)
+        payload = encode_batch(batch, self._wire_form)
+        with self._lock:
+            if self._closing:
+                raise RuntimeError("this publisher was shut down: create a new one to publish")
+            if len(self._waiting) >= self._max_waiting:
+                self._waiting.popleft()
+                self.dropped += 1
+            self._waiting.append((self._next_seq, payload))
+            self._next_seq += 1
+            wake = len(self._waiting) == 1
+        if wake:
+            self._wake()
+
+    def shutdown(self) -> None:
+        """Send the queued batches, at most SHUTDOWN_TIMEOUT_S long, then close the sockets and end the thread."""
+        with self._lock:
+            first = not self._closing
+            self._closing = True
+        if first:
+            self._wake()
+        self._thread.join(timeout=2 * SHUTDOWN_TIMEOUT_S)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # enough wake-ups are pending, or the thread has ended
+            self._wake_sender.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._wake_receiver, zmq.POLLIN)
+            progressed = False
+            while True:
+                self._poll(poller, progressed)
+                if self._publish_waiting():
+                    return
+                self._accept_replays()
+                progressed = self._serve_replays()
+        except Exception:
+            logger.exception("the KV event publisher of DP rank %d stopped", self._dp_rank)
+        finally:
+            self._close_sockets(linger_ms=int(SHUTDOWN_TIMEOUT_S * 1000))
+
+    def _poll(self, poller: zmq.Poller, progressed: bool) -> None:
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN if len(self._replays) < MAX_REPLAYS else 0)
+        timeout_ms = (0 if progressed else int(REPLAY_RETRY_S * 1000)) if self._replays else None
+        if self._wake_receiver.fileno() in dict(poller.poll(timeout_ms)):
+            self._wake_receiver.recv(4096)
+
+    def _publish_waiting(self) -> bool:
+        """Send every queued batch; whether that was the last of them."""
+        with self._lock:
+            batches, self._waiting = self._waiting, deque()
+            closing = self._closing
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        while batches and not (closing and time.monotonic() > deadline):
+            seq, payload = batches.popleft()
+            self._pub.send_multipart(live_frames(self._topic, seq, payload))
+            if self._sent:
+                self._sent[seq % len(self._sent)] = (seq, payload)
+            self._sent_end = seq + 1
+        with self._lock:
+            self.dropped += len(batches)
+        return closing
+
+    def _accept_replays(self) -> None:
+        while self._router is not None and len(self._replays) < MAX_REPLAYS:
+            try:
+                client, start = parse_replay_request(self._router.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except MalformedFrameError:
+                self.malformed_requests += 1
+                continue
+            oldest = max(0, self._sent_end - len(self._sent))
+            self._replays.append(_Replay(client, max(start, oldest), self._sent_end, time.monotonic()))
+
+    def _serve_replays(self) -> bool:
+        """Give each client one chunk of its oldest replay; whether any client took something."""
+        progressed = False
+        served: set[bytes] = set()
+        for replay in list(self._replays):
+            if replay.client in served:
+                continue
+            served.add(replay.client)
+            before = replay.next_seq
+            try:
+                done = self._send_chunk(replay)
+            except zmq.Again:
+                done = time.monotonic() - replay.last_progress > REPLAY_STALL_S
+                self.abandoned_replays += done
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                done = True
+                self.abandoned_replays += 1
+            if replay.next_seq > before:
+                replay.last_progress = time.monotonic()
+                progressed = True
+            if done:
+                self._replays.remove(replay)
+                progressed = True
+        return progressed
+
+    def _send_chunk(self, replay: _Replay) -> bool:
+        """Send a client its next batches; whether its replay is complete. Raises zmq.Again when it can take no more."""
+        assert self._router is not None
+        for seq in range(replay.next_seq, min(replay.next_seq + REPLAY_CHUNK, replay.end)):
+            sent = self._sent[seq % len(self._sent)]
+            if sent is not None and sent[0] == seq:
+                self._router.send_multipart(replay_frames(replay.client, self._topic, seq, sent[1]), zmq.NOBLOCK)
+            replay.next_seq = seq + 1
+        if replay.next_seq < replay.end:
+            return False
+        self._router.send_multipart(end_of_replay_frames(replay.client, self._topic), zmq.NOBLOCK)
+        return True
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        self._pub.close(linger=linger_ms)
+        if self._router is not None:
+            self._router.close(linger=linger_ms)
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+
+class EventPublisherFactory:
+    """Makes the publisher that a configuration names."""
+
+    _constructors: ClassVar[dict[str, Callable[..., EventPublisher]]] = {"zmq": ZmqEventPublisher}
+
+    @classmethod
+    def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
+        """Make `name` selectable. `ctor` gets `attn_dp_rank` and the configuration's other fields as keywords.
+
+        Raises KeyError when the name is taken.
+        """
+        if name == "null" or name in cls._constructors:
+            raise KeyError(f"publisher {name!r} is already registered")
+        cls._constructors[name] = ctor
+
+    @classmethod
+    def create(
+        cls,
+        config: str | None,
+        attn_dp_rank: int = 0,
+        attn_tp_rank: int = 0,
+        attn_cp_rank: int = 0,
+        pp_rank: int = 0,
+    ) -> EventPublisher:
+        """The publisher for a rank, given the configuration as JSON; no configuration publishes nothing.
+
+        Ranks that share a DP rank hold the same blocks: only the first of them publishes. Raises ValueError, naming
+        the field, for a configuration that cannot be used.
+        """
+        if not config:
+            return NullEventPublisher()
+        fields: dict[str, Any] = msgspec.structs.asdict(PublisherConfig.from_json(config))
+        name = fields.pop("publisher")
+        if name != "null" and name not in cls._constructors:
+            known = ", ".join(["null", *cls._constructors])
+            raise ValueError(f"KV events configuration: unknown publisher {name!r}; known: {known}")
+        if name == "null" or attn_tp_rank or attn_cp_rank or pp_rank:
+            return NullEventPublisher()
+        return cls._constructors[name](attn_dp_rank=attn_dp_rank, **fields)
+
+
+@dataclass(slots=True)
+class _Replay:
+    """What one client still has to get: the batches from `next_seq` up to, not including, `end`."""
+
+    client: bytes
+    next_seq: int
+    end: int
+    last_progress: float
+
+
+def _bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind, and return the endpoint with the port that was bound."""
+    sock.setsockopt(zmq.IPV6, "[" in endpoint)
+    try:
+        sock.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"cannot bind endpoint {endpoint!r}: {error.strerror}") from error
+    if not endpoint.startswith("tcp://") or not endpoint.endswith(":0"):
+        return endpoint
+    port = sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    return f"{endpoint.removesuffix(':0')}:{port}"
+
+
+def _connect(sock: zmq.Socket[bytes], endpoint: str) -> None:
+    if endpoint.endswith(":0"):
+        raise ValueError(f"endpoint {endpoint!r}: port 0 can only be bound; name the port to connect to")
+    sock.setsockopt(zmq.IPV6, "[" in endpoint)
+    try:
+        sock.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"cannot connect to endpoint {endpoint!r}: {error.strerror}") from error
