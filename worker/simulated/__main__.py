@@ -1,0 +1,19 @@
+"""Run one simulated worker, its settings given as a JSON object: python -m worker.simulated '{"port": 8000}'."""
+
+import sys
+from dataclasses import fields
+
+import msgspec
+
+from worker.simulated import SimulatedWorkerSettings, run
+
+if __name__ == "__main__":
+    try:
+        given = msgspec.json.decode(sys.argv[1] if len(sys.argv) > 1 else "{}", type=dict)
+        unknown = given.keys() - {field.name for field in fields(SimulatedWorkerSettings)}
+        if unknown:
+            raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
+        settings = msgspec.convert(given, SimulatedWorkerSettings)
+    except ValueError as error:
+        sys.exit(f"settings: {error}")
+    run(settings)

@@ -1,0 +1,61 @@
+"""What the simulated model says: words of its vocabulary, chosen by the prompt alone."""
+
+from __future__ import annotations
+
+import random
+import re
+from array import array
+from hashlib import blake2b
+
+from worker.simulated.engine import Answer
+from worker.simulated.tokens import ChatTokenizer
+
+MIN_LENGTH, MAX_LENGTH = 16, 256  # tokens, of an answer that nothing cuts short
+
+
+class AnswerWriter:
+    """Answers prompts with ordinary tokens, the same prompt always with the same ones.
+
+    The tokens are whole words that the tokenizer maps back to the same tokens, so that an answer which comes back
+    in a conversation's next turn is found in the cache.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._eos = tokenizer.eos_token
+        self._text: dict[int, str] = {}
+        for token in range(tokenizer.vocabulary_size):
+            text = tokenizer.decode([token], skip_special_tokens=True)
+            if text and "\ufffd" not in text:
+                self._text[token] = text
+        words = [token for token, text in self._text.items() if re.fullmatch(r" [a-z]{2,}", text)]
+        openings = [token for token, text in self._text.items() if re.fullmatch(r"[A-Z][a-z]+", text)]
+        self._words, self._openings = (
+            [token for token in tokens if tokenizer.encode(self._text[token], add_special_tokens=False) == [token]]
+            or list(self._text)
+            for tokens in (words, openings)
+        )
+
+    def answer(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        adapter: str | None = None,
+        choice: int = 0,
+    ) -> Answer:
+        """At most `max_tokens` tokens; the end token is the last where the answer ends by itself."""
+        seed = blake2b(array("I", prompt).tobytes(), digest_size=8)
+        seed.update(f"{choice} {adapter}".encode())
+        source = random.Random(seed.digest())
+        length = max(source.randint(MIN_LENGTH, MAX_LENGTH), min_tokens)
+        stops = length < max_tokens and not ignore_eos and self._eos is not None
+        count = length if stops else max_tokens
+        tokens = [source.choice(self._openings), *source.choices(self._words, k=count - 1)]
+        if stops and self._eos is not None:
+            return Answer([*tokens, self._eos], "stop")
+        return Answer(tokens, "length")
+
+    def text(self, token: int) -> str:
+        """What a token of an answer adds to its text; nothing for the end token."""
+        return self._text.get(token, "")

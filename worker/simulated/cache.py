@@ -1,0 +1,196 @@
+"""A paged prefix cache: what an engine keeps of the prompts it has seen, block by block.
+
+Blocks are of `block_size` tokens. A full block is named by a hash over its parent's hash and its tokens, the first one
+also over the adapter and the cache salt. It can be found by that name until its memory is needed for something else:
+
+    in use     referenced by running sequences; never taken away
+    free       nobody's; the front of the free list is taken first
+      cached   free, but still findable: freed last block first, so that a sequence loses its tail before its head
+
+As in vLLM, two sequences that compute the same block at the same time hold two copies of it under one hash.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event
+
+MEDIUM = "GPU"
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence:
+    """One request's tokens and the blocks that hold them. `tokens` only ever grows."""
+
+    tokens: list[int]
+    adapter: str | None = None
+    cache_salt: str | None = None
+    blocks: list[int] = field(default_factory=list)  # indices of the blocks in use, in order
+    hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as they have been needed
+    num_stored: int = 0  # how many of `blocks` can be found by their hash
+
+    def extra_keys(self, block: int) -> list[Any] | None:
+        """What besides its tokens and its parent tells a block apart."""
+        keys = [self.adapter] if self.adapter else []
+        if self.cache_salt and block == 0:
+            keys.append(self.cache_salt)
+        return keys or None
+
+
+@dataclass(slots=True)
+class _Block:
+    references: int = 0
+    hash: int | None = None
+
+
+class PagedPrefixCache:
+    """`num_blocks` blocks of `block_size` tokens, shared by the sequences of one DP rank."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks = [_Block() for _ in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._by_hash: dict[int, list[int]] = {}
+        self._events: list[Event] = []
+        self._root = secrets.token_bytes(8)  # as engines do, so that hashes mean nothing outside this cache
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks in use by running sequences, 0 to 1."""
+        return 1 - len(self._free) / len(self._blocks)
+
+    def hit(self, sequence: CachedSequence) -> int:
+        """How many leading tokens are cached: full blocks only, and at least one token is left to compute."""
+        return self._matched_blocks(sequence) * self.block_size
+
+    def allocate(self, sequence: CachedSequence, num_tokens: int) -> bool:
+        """Give a sequence the blocks for its first `num_tokens` tokens, or change nothing and return False.
+
+        A sequence without blocks begins with those of its cached prefix.
+        """
+        shared = self._matched_blocks(sequence) if not sequence.blocks else 0
+        found = [self._by_hash[block_hash][0] for block_hash in sequence.hashes[:shared]]
+        new = -(-num_tokens // self.block_size) - len(sequence.blocks) - shared
+        if new > len(self._free) - sum(index in self._free for index in found):
+            return False
+        for index in found:
+            self._free.pop(index, None)
+            self._blocks[index].references += 1
+        sequence.blocks += found
+        sequence.num_stored += shared
+        self._take_free(sequence, new)
+        return True
+
+    def store(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Make the full blocks among a sequence's first `num_tokens` tokens findable."""
+        first, end = sequence.num_stored, num_tokens // self.block_size
+        if end <= first:
+            return
+        self._hash_up_to(sequence, end)
+        for index, block_hash in zip(sequence.blocks[first:end], sequence.hashes[first:end], strict=True):
+            self._blocks[index].hash = block_hash
+            self._by_hash.setdefault(block_hash, []).append(index)
+        sequence.num_stored = end
+        extra_keys = [sequence.extra_keys(block) for block in range(first, end)]
+        self._events.append(
+            BlockStored(
+                block_hashes=list(sequence.hashes[first:end]),
+                parent_block_hash=sequence.hashes[first - 1] if first else None,
+                token_ids=sequence.tokens[first * self.block_size : end * self.block_size],
+                block_size=self.block_size,
+                medium=MEDIUM,
+                lora_name=sequence.adapter,
+                extra_keys=extra_keys if any(extra_keys) else None,
+            )
+        )
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Take a sequence's blocks back. What is cached of them stays findable until the memory is needed."""
+        for index in reversed(sequence.blocks):
+            block = self._blocks[index]
+            block.references -= 1
+            if block.references == 0:
+                self._free[index] = None
+                if block.hash is None:
+                    self._free.move_to_end(index, last=False)
+        sequence.blocks = []
+        sequence.num_stored = 0
+
+    def reset(self) -> bool:
+        """Forget everything cached; False, and nothing changes, while any block is in use."""
+        if len(self._free) < len(self._blocks):
+            return False
+        for block in self._blocks:
+            block.hash = None
+        self._by_hash.clear()
+        self._events.append(AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[Event]:
+        """What changed since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def check_integrity(self, running: Sequence[CachedSequence]) -> None:
+        """Raise AssertionError unless the cache is consistent, given every sequence that holds blocks."""
+        references = [0] * len(self._blocks)
+        for sequence in running:
+            for position, index in enumerate(sequence.blocks):
+                references[index] += 1
+                stored = position < sequence.num_stored
+                assert self._blocks[index].hash == (sequence.hashes[position] if stored else None)
+        assert references == [block.references for block in self._blocks]
+        assert set(self._free) == {index for index, count in enumerate(references) if count == 0}
+        by_hash: dict[int, set[int]] = {}
+        for index, block in enumerate(self._blocks):
+            if block.hash is not None:
+                by_hash.setdefault(block.hash, set()).add(index)
+        assert by_hash == {block_hash: set(copies) for block_hash, copies in self._by_hash.items()}
+        assert sum(len(copies) for copies in self._by_hash.values()) == sum(len(copies) for copies in by_hash.values())
+
+    def _matched_blocks(self, sequence: CachedSequence) -> int:
+        limit = (len(sequence.tokens) - 1) // self.block_size
+        for block in range(limit):
+            self._hash_up_to(sequence, block + 1)
+            if sequence.hashes[block] not in self._by_hash:
+                return block
+        return max(limit, 0)
+
+    def _hash_up_to(self, sequence: CachedSequence, num_blocks: int) -> None:
+        for block in range(len(sequence.hashes), num_blocks):
+            parent = sequence.hashes[-1].to_bytes(8, "big") if block else self._chain_root(sequence)
+            tokens = array("I", sequence.tokens[block * self.block_size : (block + 1) * self.block_size])
+            digest = blake2b(parent + tokens.tobytes(), digest_size=8).digest()
+            sequence.hashes.append(int.from_bytes(digest, "big"))
+
+    def _chain_root(self, sequence: CachedSequence) -> bytes:
+        keys = [b"" if key is None else b"+" + key.encode() for key in (sequence.adapter, sequence.cache_salt)]
+        return self._root + b"".join(blake2b(key, digest_size=16).digest() for key in keys)
+
+    def _take_free(self, sequence: CachedSequence, count: int) -> None:
+        removed = []
+        for _ in range(count):
+            index, _ = self._free.popitem(last=False)
+            block = self._blocks[index]
+            if block.hash is not None:
+                copies = self._by_hash[block.hash]
+                copies.remove(index)
+                if not copies:
+                    del self._by_hash[block.hash]
+                removed.append(block.hash)
+                block.hash = None
+            block.references = 1
+            sequence.blocks.append(index)
+        if removed:
+            self._events.append(BlockRemoved(block_hashes=list(removed), medium=MEDIUM))

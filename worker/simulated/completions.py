@@ -1,0 +1,252 @@
+"""POST /v1/completions and /v1/chat/completions: from a request's body to the engines and back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from http import HTTPStatus
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from worker.simulated.answers import AnswerWriter
+from worker.simulated.engine import Generation, Output, QueueFullError, SimulatedEngine
+from worker.simulated.metrics import WorkerMetrics
+from worker.simulated.protocol import ApiError, ChatRequest, CompletionRequest, Conversation, error_body
+from worker.simulated.replies import Choice, Reply, server_sent
+from worker.simulated.settings import SimulatedWorkerSettings
+from worker.simulated.tokens import ChatTokenizer, TemplateError
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may go on to the end of the context
+BUSY = "The engine is busy and takes no more requests. Try again later or on another instance."
+
+
+class Completions:
+    """Answers generation requests with the engines of all DP ranks."""
+
+    def __init__(
+        self,
+        settings: SimulatedWorkerSettings,
+        tokenizer: ChatTokenizer,
+        engines: Sequence[SimulatedEngine],
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._writer = AnswerWriter(tokenizer)
+        self._engines = engines
+        self._metrics = metrics
+
+    async def complete(self, http: Request, body: CompletionRequest) -> Response:
+        """Answer a completion request. Raises ApiError."""
+        self._check_model(body.model)
+        prompts = [
+            await asyncio.to_thread(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts()
+        ]
+        if not all(prompts) or not prompts:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "prompt must be given and must not be empty.", "prompt")
+        for token in (token for prompt in prompts for token in prompt):
+            if token >= self._tokenizer.vocabulary_size:
+                raise ApiError(HTTPStatus.BAD_REQUEST, f"prompt: token {token} is not in the vocabulary.", "prompt")
+        max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        return await self._reply(http, body, prompts, max_tokens)
+
+    async def chat(self, http: Request, body: ChatRequest) -> Response:
+        """Answer a chat request. Raises ApiError."""
+        self._check_model(body.model)
+        prompt = await asyncio.to_thread(self.chat_tokens, body)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return await self._reply(http, body, [prompt], max_tokens)
+
+    def chat_tokens(self, conversation: Conversation, add_special_tokens: bool = False) -> list[int]:
+        """The prompt that the chat template makes of a conversation, in tokens. Raises ApiError."""
+        if not conversation.messages:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "messages must not be empty.", "messages")
+        try:
+            text = self._tokenizer.render(
+                [message.model_dump(exclude_unset=True) for message in conversation.messages],
+                conversation.tools,
+                conversation.add_generation_prompt,
+                conversation.continue_final_message,
+                **conversation.chat_template_kwargs,
+            )
+        except TemplateError as error:
+            raise ApiError(HTTPStatus.BAD_REQUEST, str(error), "messages") from error
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    async def _reply(
+        self,
+        http: Request,
+        body: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        max_tokens: int | None,
+    ) -> Response:
+        self._check_options(body, max_tokens)
+        budgets = [self._answer_budget(prompt, max_tokens) for prompt in prompts]
+        rank = self._requested_rank(http)
+        adapter = body.model if body.model in self._settings.adapters else None
+        outputs = _Outputs(self._metrics)
+        try:
+            for prompt, budget in zip(prompts, budgets, strict=True):
+                for choice in range(body.n):
+                    answer = self._writer.answer(prompt, budget, body.min_tokens, body.ignore_eos, adapter, choice)
+                    on = self._least_loaded() if rank is None else rank
+                    deliver = partial(outputs.put, len(outputs.generations), on)
+                    outputs.generations.append(
+                        self._engines[on].submit(prompt, answer, deliver, adapter, body.cache_salt)
+                    )
+        except QueueFullError as error:
+            outputs.cancel()
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, BUSY) from error
+        reply = Reply(
+            "chat" if isinstance(body, ChatRequest) else "text",
+            body.model or self._settings.model,
+            [len(prompt) for prompt in prompts],
+            [Choice() for _ in outputs.generations],
+        )
+        if not body.stream:
+            return await self._whole(http, reply, outputs)
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        return _GenerationStream(self._chunks(reply, outputs, include_usage), outputs)
+
+    async def _whole(self, http: Request, reply: Reply, outputs: _Outputs) -> Response:
+        collecting = asyncio.create_task(self._collect(reply, outputs))
+        leaving = asyncio.create_task(_client_left(http))
+        try:
+            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                return Response(status_code=499)  # nobody reads it
+            collecting.result()
+        finally:
+            collecting.cancel()
+            leaving.cancel()
+            outputs.cancel()
+        return JSONResponse(reply.body())
+
+    async def _collect(self, reply: Reply, outputs: _Outputs) -> None:
+        async for index, output in outputs:
+            self._take(reply.choices[index], output)
+
+    async def _chunks(self, reply: Reply, outputs: _Outputs, include_usage: bool) -> AsyncIterator[str]:
+        try:
+            async for index, output in outputs:
+                if reply.kind == "chat" and reply.choices[index].tokens == 0:
+                    yield reply.role_chunk(index)
+                yield reply.text_chunk(index, self._take(reply.choices[index], output), output.finish_reason)
+            if include_usage:
+                yield reply.usage_chunk()
+        except ApiError as error:  # the response has begun: all that is left is to say so in it
+            yield server_sent(json.dumps(error_body(error.status, error.message)))
+        yield server_sent("[DONE]")
+
+    def _take(self, choice: Choice, output: Output) -> str:
+        """Add an output to its choice; the text it adds."""
+        if output.token is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "The engine is shutting down.")
+        text = self._writer.text(output.token)
+        choice.text += text
+        choice.tokens += 1
+        choice.cached_tokens = output.cached_tokens
+        choice.finish_reason = output.finish_reason
+        return text
+
+    def _check_model(self, model: str | None) -> None:
+        known = (self._settings.model, *self._settings.adapters)
+        if model is not None and model not in known:
+            message = f"The model `{model}` does not exist. Known models: {', '.join(known)}."
+            raise ApiError(HTTPStatus.NOT_FOUND, message, "model")
+
+    def _check_options(self, body: CompletionRequest | ChatRequest, max_tokens: int | None) -> None:
+        field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+        limit = self._settings.max_model_len
+        if max_tokens is not None and not 1 <= max_tokens <= limit:
+            message = f"{field} must be between 1 and max_model_len={limit}, not {max_tokens}."
+            raise ApiError(HTTPStatus.BAD_REQUEST, message, field)
+        if max_tokens is not None and body.min_tokens > max_tokens:
+            message = f"min_tokens must not exceed {field}={max_tokens}, not {body.min_tokens}."
+            raise ApiError(HTTPStatus.BAD_REQUEST, message, "min_tokens")
+        if body.cache_salt == "":
+            raise ApiError(HTTPStatus.BAD_REQUEST, "cache_salt must be a non-empty string, or absent.", "cache_salt")
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "stream_options need stream=true.", "stream_options")
+
+    def _answer_budget(self, prompt: list[int], max_tokens: int | None) -> int:
+        """How long the answer may be: what was asked for, as far as the context goes."""
+        room = self._settings.max_model_len - len(prompt)
+        if room < 1:
+            message = (
+                f"This model's maximum context length is {self._settings.max_model_len} tokens. The prompt has "
+                f"{len(prompt)}, which leaves none for the answer: shorten it."
+            )
+            raise ApiError(HTTPStatus.BAD_REQUEST, message, "input_tokens")
+        return room if max_tokens is None else min(room, max_tokens)
+
+    def _requested_rank(self, http: Request) -> int | None:
+        value = http.headers.get("x-data-parallel-rank")
+        if value is None:
+            return None
+        if not value.isdecimal() or int(value) >= len(self._engines):
+            message = f"X-data-parallel-rank must be between 0 and {len(self._engines) - 1}, not {value!r}."
+            raise ApiError(HTTPStatus.BAD_REQUEST, message, "X-data-parallel-rank")
+        return int(value)
+
+    def _least_loaded(self) -> int:
+        return min(
+            range(len(self._engines)),
+            key=lambda rank: self._engines[rank].num_running + self._engines[rank].num_waiting,
+        )
+
+
+class _Outputs:
+    """The outputs of one HTTP request's generations, in the order they come."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self.generations: list[Generation] = []
+        self._metrics = metrics
+        self._arrived = time.monotonic()
+        self._begun: set[int] = set()
+        self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()  # bounded by the answers' lengths
+
+    def put(self, index: int, rank: int, output: Output) -> None:
+        """Take the next output of the generation at `index`, from a rank's engine."""
+        if index not in self._begun and output.token is not None:
+            self._begun.add(index)
+            self._metrics.observe_first_token(rank, time.monotonic() - self._arrived)
+        self._queue.put_nowait((index, output))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
+        """Pairs of a generation's index and its next output, until all have finished."""
+        unfinished = len(self.generations)
+        while unfinished:
+            index, output = await self._queue.get()
+            unfinished -= output.finish_reason is not None
+            yield index, output
+
+    def cancel(self) -> None:
+        """Abort what has not finished."""
+        for generation in self.generations:
+            generation.cancel()
+
+
+class _GenerationStream(StreamingResponse):
+    """Server-sent events; however the response ends, its generations end with it."""
+
+    def __init__(self, chunks: AsyncIterator[str], outputs: _Outputs) -> None:
+        super().__init__(chunks, media_type="text/event-stream")
+        self._outputs = outputs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._outputs.cancel()
+
+
+async def _client_left(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

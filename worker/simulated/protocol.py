@@ -1,0 +1,113 @@
+"""The requests a worker takes, as OpenAI's API and vLLM's extensions of it define them, and how it says no."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+MAX_CHOICES = 128
+
+
+class ApiError(Exception):
+    """A request that is refused: the HTTP status, the message, and the field it is about."""
+
+    def __init__(self, status: HTTPStatus, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+
+def error_body(status: HTTPStatus, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error body, with vLLM's names for the type."""
+    kind = status.phrase.title().replace(" ", "") + ("" if status.phrase.endswith("Error") else "Error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A chat message; fields that only the chat template reads, such as `tool_calls`, are kept as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class _GenerationRequest(BaseModel):
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = Field(0, ge=0)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    cache_salt: str | None = None
+
+
+class CompletionRequest(_GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one by one, as text or as tokens."""
+        if not self.prompt:
+            return []
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+class Conversation(BaseModel):
+    """What the chat template makes a prompt of."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class ChatRequest(_GenerationRequest, Conversation):
+    """The body of POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+
+
+class TokenizeTextRequest(BaseModel):
+    """The body of POST /tokenize for a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(Conversation):
+    """The body of POST /tokenize for a conversation."""
+
+    model: str | None = None
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,165 @@
+"""The simulated worker's HTTP application: the endpoints of a vLLM server that routers and their users call."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from worker.publisher import ZmqEventPublisher
+from worker.simulated.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    error_body,
+)
+from worker.simulated.worker import SimulatedWorker
+
+MAX_REPORTED_ERRORS = 10
+
+
+def create_app(worker: SimulatedWorker) -> FastAPI:
+    """The application that answers for a running worker."""
+    app = FastAPI(title="Simulated worker")
+    app.state.worker = worker
+    app.include_router(_routes)
+    app.add_exception_handler(ApiError, _refused)
+    app.add_exception_handler(RequestValidationError, _unreadable)
+    return app
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error_body(error.status, error.message, error.param), status_code=error.status)
+
+
+async def _unreadable(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    found = [(_field(each["loc"]), each["msg"]) for each in error.errors()[:MAX_REPORTED_ERRORS]]
+    message = "; ".join(dict.fromkeys(f"{field}: {text}" for field, text in found))
+    return JSONResponse(error_body(HTTPStatus.BAD_REQUEST, message, found[0][0]), status_code=HTTPStatus.BAD_REQUEST)
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    """The path to a field: without the body it is in, and without pydantic's names for the branches of a union."""
+    path = [part for part in location[1:] if isinstance(part, int) or not _is_union_branch(part)]
+    if not path or isinstance(path[0], int):  # the position at which the body stops being JSON
+        return "body"
+    return ".".join(map(str, path))
+
+
+def _is_union_branch(part: str) -> bool:
+    return "[" in part or part in ("str", TokenizeTextRequest.__name__, TokenizeChatRequest.__name__)
+
+
+_routes = APIRouter()
+
+
+def _worker(request: Request) -> SimulatedWorker:
+    worker: SimulatedWorker = request.app.state.worker
+    return worker
+
+
+@_routes.post("/v1/completions")
+async def complete(body: CompletionRequest, request: Request) -> Response:
+    return await _worker(request).completions.complete(request, body)
+
+
+@_routes.post("/v1/chat/completions")
+async def chat(body: ChatRequest, request: Request) -> Response:
+    return await _worker(request).completions.chat(request, body)
+
+
+@_routes.post("/tokenize")
+async def tokenize(body: TokenizeChatRequest | TokenizeTextRequest, request: Request) -> dict[str, Any]:
+    worker = _worker(request)
+    if isinstance(body, TokenizeChatRequest):
+        tokens = await asyncio.to_thread(worker.completions.chat_tokens, body, body.add_special_tokens)
+    else:
+        tokens = await asyncio.to_thread(worker.tokenizer.encode, body.prompt, body.add_special_tokens)
+    return {
+        "count": len(tokens),
+        "max_model_len": worker.settings.max_model_len,
+        "tokens": tokens,
+        "token_strs": worker.tokenizer.token_strings(tokens) if body.return_token_strs else None,
+    }
+
+
+@_routes.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    tokenizer = _worker(request).tokenizer
+    if any(token >= tokenizer.vocabulary_size for token in body.tokens):
+        raise ApiError(HTTPStatus.BAD_REQUEST, "tokens: one is not in the vocabulary.", "tokens")
+    return {"prompt": tokenizer.decode(body.tokens)}
+
+
+@_routes.get("/health")
+async def health(request: Request) -> Response:
+    alive = _worker(request).is_alive
+    return Response(status_code=HTTPStatus.OK if alive else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+@_routes.get("/version")
+async def show_version() -> dict[str, str]:
+    return {"version": version("kvrouter")}
+
+
+@_routes.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    settings = _worker(request).settings
+    created = int(time.time())
+    base = {
+        "id": settings.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "kvrouter",
+        "root": settings.tokenizer,
+        "parent": None,
+        "max_model_len": settings.max_model_len,
+    }
+    adapters = [
+        {**base, "id": adapter, "root": adapter, "parent": settings.model, "max_model_len": None}
+        for adapter in settings.adapters
+    ]
+    return {"object": "list", "data": [base, *adapters]}
+
+
+@_routes.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(generate_latest(_worker(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@_routes.get("/kv_event_sources")
+async def kv_event_sources(request: Request) -> dict[str, Any]:
+    worker = _worker(request)
+    config = worker.settings.kv_events
+    if config is None:
+        return {}
+    return {
+        str(rank): {
+            "enable_kv_cache_events": True,
+            **msgspec.structs.asdict(config),
+            "endpoint": publisher.endpoint,
+            "replay_endpoint": publisher.replay_endpoint,
+        }
+        for rank, publisher in enumerate(worker.publishers)
+        if isinstance(publisher, ZmqEventPublisher)
+    }
+
+
+@_routes.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> dict[str, bool]:
+    """Empty the cache of every rank; `success` is false if one has running requests and keeps its own."""
+    done = [engine.reset_prefix_cache() for engine in _worker(request).engines]
+    return {"success": all(done)}

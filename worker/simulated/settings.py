@@ -1,0 +1,64 @@
+"""Every parameter of a simulated worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from worker.publisher import PublisherConfig
+
+BUNDLED_MODEL = Path(__file__).parent / "model"
+
+
+def _loopback_events() -> PublisherConfig:
+    return PublisherConfig(publisher="zmq", endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedWorkerSettings:
+    """What a simulated worker serves, how large its cache is and how fast it is.
+
+    A step takes `base_step_s`, and `prefill_s_per_token` for each prompt token computed in it (cached ones are not),
+    and `decode_s_per_sequence` for each sequence that gets its next token. Raises ValueError for what cannot work.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port
+    model: str = "simulated"
+    tokenizer: str = str(BUNDLED_MODEL)  # a path or a name that transformers can load
+    adapters: tuple[str, ...] = ()
+
+    block_size: int = 16  # tokens
+    num_blocks: int = 4096  # per DP rank
+    dp_size: int = 1
+    max_model_len: int = 32768  # tokens, prompt and answer together
+
+    max_num_seqs: int = 64  # running at once, per DP rank
+    max_num_batched_tokens: int = 2048  # per step
+    max_waiting: int = 1024  # per DP rank; one more is refused with 503
+
+    base_step_s: float = 0.005
+    prefill_s_per_token: float = 0.00015
+    decode_s_per_sequence: float = 0.0002
+
+    # Endpoints of rank 0; the worker always binds them. None: no events.
+    kv_events: PublisherConfig | None = field(default_factory=_loopback_events)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "dp_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_waiting", "base_step_s", "prefill_s_per_token", "decode_s_per_sequence"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
+        if self.num_blocks * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"a cache of num_blocks * block_size = {self.num_blocks * self.block_size} tokens cannot hold one "
+                f"request of max_model_len = {self.max_model_len}: raise num_blocks or lower max_model_len"
+            )
+        if self.model in self.adapters or len(set(self.adapters)) < len(self.adapters):
+            raise ValueError(f"adapters must have names of their own, unlike the model {self.model!r}: {self.adapters}")
+        if self.kv_events is not None and self.kv_events.publisher not in ("zmq", "null"):
+            raise ValueError(f"kv_events.publisher must be zmq or null, not {self.kv_events.publisher!r}")

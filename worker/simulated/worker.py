@@ -1,0 +1,68 @@
+"""A simulated worker without its HTTP side: an engine and an event stream for each DP rank, and what they share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from worker.publisher import EventPublisher, NullEventPublisher, ZmqEventPublisher
+from worker.simulated.completions import Completions
+from worker.simulated.engine import SimulatedEngine
+from worker.simulated.metrics import WorkerMetrics
+from worker.simulated.settings import SimulatedWorkerSettings
+from worker.simulated.tokens import ChatTokenizer
+
+
+class SimulatedWorker:
+    """Opens the event streams; `running` is what starts the engines and, in the end, closes everything.
+
+    Raises OSError when an event endpoint is in use or the tokenizer cannot be found.
+    """
+
+    def __init__(self, settings: SimulatedWorkerSettings) -> None:
+        self.settings = settings
+        self.tokenizer = ChatTokenizer(settings.tokenizer)
+        self.publishers: list[EventPublisher] = []
+        try:
+            for rank in range(settings.dp_size):
+                self.publishers.append(_publisher(settings, rank))
+        except BaseException:
+            self._close_publishers()
+            raise
+        self.engines = [SimulatedEngine(settings, publisher) for publisher in self.publishers]
+        self.metrics = WorkerMetrics(settings, self.engines)
+        self.completions = Completions(settings, self.tokenizer, self.engines, self.metrics)
+        self._loops: list[asyncio.Task[None]] = []
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every engine is running."""
+        return bool(self._loops) and not any(loop.done() for loop in self._loops)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the engines within the block; once only."""
+        try:
+            self._loops = [asyncio.create_task(engine.run()) for engine in self.engines]
+            yield
+        finally:
+            for loop in self._loops:
+                loop.cancel()
+            await asyncio.gather(*self._loops, return_exceptions=True)
+            await asyncio.to_thread(self._close_publishers)
+
+    def _close_publishers(self) -> None:
+        for publisher in self.publishers:
+            publisher.shutdown()
+
+
+def _publisher(settings: SimulatedWorkerSettings, rank: int) -> EventPublisher:
+    config = settings.kv_events
+    if config is None or config.publisher == "null":
+        return NullEventPublisher()
+    fields = msgspec.structs.asdict(config)
+    del fields["publisher"]
+    return ZmqEventPublisher(rank, bind=True, **fields)
