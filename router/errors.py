@@ -1,40 +1,11 @@
-"""The router's errors, and the body OpenAI's clients expect of one."""
+"""Errors inside the router. What a client sees of a bad request is `indexer.errors.RequestError`."""
 
 from __future__ import annotations
 
-import msgspec
+from indexer.errors import RequestError, error_body
 
-
-class RequestError(Exception):
-    """A request that cannot be served: what to answer the client.
-
-    `status` is the HTTP status; `type`, `param` and `code` are those of OpenAI's error body. `param` names the field at
-    fault, None when it is the body as a whole or no field at all.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.type = type
-        self.param = param
-        self.code = code
+__all__ = ["RequestError", "TokenizerUnavailableError", "error_body"]
 
 
 class TokenizerUnavailableError(Exception):
     """The token ids of a prompt cannot be known now, through no fault of the client: route it by load alone."""
-
-
-def error_body(error: RequestError) -> bytes:
-    """The JSON of `{"error": {"message", "type", "param", "code"}}`."""
-    return msgspec.json.encode(
-        {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
-    )

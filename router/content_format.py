@@ -1,0 +1,92 @@
+"""Read a chat template to tell what it expects a message's content to be: one string, or a list of parts.
+
+vLLM guesses that from the template and prepares the messages accordingly, so the router must guess alike: the rules
+here are vLLM's, down to what they overlook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jinja2 import nodes
+
+
+def loops_over_parts(root: nodes.Template) -> bool:
+    """Whether the template goes through the parts of a content (vLLM's "openai" format), or takes a string."""
+    try:
+        return any(_part_loops(root))
+    except _UnfollowableError:
+        return False
+
+
+class _UnfollowableError(Exception):
+    """A loop or an assignment whose target is not one plain name: vLLM gives up on the template then."""
+
+
+def _part_loops(root: nodes.Template) -> Iterator[bool]:
+    """For each loop of the template, in its order, whether it is over the parts of a content."""
+    lists = _aliases(root, "messages")
+    loops = list(root.find_all(nodes.For))
+    messages = [_target(loop) for loop in loops if any(_reads(loop.iter, name) for name in lists)]
+    content_params = _macro_params_given_content(root, messages)
+    for loop in loops:
+        over_content = any(_reads(loop.iter, name, "content") for name in messages)
+        if not over_content and isinstance(loop.iter, nodes.Name):
+            over_content = loop.iter.name in content_params.get(id(loop), {"content"})
+        if over_content:
+            _target(loop)
+        yield over_content
+
+
+def _aliases(root: nodes.Template, name: str) -> list[str]:
+    """The name and all that is assigned from it: `{% set turns = messages[1:] %}`."""
+    names = [name]
+    for known in names:  # grows meanwhile
+        for assignment in root.find_all(nodes.Assign):
+            if _reads(assignment.node, known):
+                alias = _target(assignment)
+                if alias not in names:
+                    names.append(alias)
+    return names
+
+
+def _macro_params_given_content(root: nodes.Template, messages: list[str]) -> dict[int, set[str]]:
+    """For each loop inside a macro (by its id): the macro's parameters that some call gives a message's content."""
+    params: dict[int, set[str]] = {}
+    for macro in root.find_all(nodes.Macro):
+        names = [arg.name for arg in macro.args]
+        given: set[str] = set()
+        for call in root.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
+                arguments = [*zip(names, call.args, strict=False), *((kwarg.key, kwarg.value) for kwarg in call.kwargs)]
+                given |= {
+                    name
+                    for name, value in arguments
+                    if name in names and any(_reads(value, message, "content") for message in messages)
+                }
+        for loop in macro.find_all(nodes.For):
+            params[id(loop)] = given
+    return params
+
+
+def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
+    """Whether an expression is this variable (or this key of it), perhaps filtered, tested or sliced."""
+    if isinstance(node, (nodes.Filter, nodes.Test)):
+        return _reads(node.node, name, key)
+    if isinstance(node, nodes.Getitem):
+        if isinstance(node.arg, nodes.Slice):
+            return _reads(node.node, name, key)
+        return key is not None and isinstance(node.arg, nodes.Const) and node.arg.value == key and _is(node.node, name)
+    if isinstance(node, nodes.Getattr):
+        return key is not None and node.attr == key and _is(node.node, name)
+    return key is None and _is(node, name)
+
+
+def _is(node: nodes.Node | None, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+
+
+def _target(node: nodes.For | nodes.Assign) -> str:
+    if not isinstance(node.target, nodes.Name):
+        raise _UnfollowableError
+    return node.target.name

@@ -1,0 +1,83 @@
+"""A model's own tokenizer and chat template, in this process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from router.chat_template import ChatTemplate
+from router.errors import TokenizerUnavailableError
+from router.requests import ChatPrompt
+
+
+class LocalTokenizer:
+    """Makes the same token ids as vLLM does of the same request. Any number of threads may use one.
+
+    `vocab_size` is one more than the largest token id the model takes.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int = 0) -> None:
+        """`tokenizer` is one of transformers, of the fast kind; `vocab_size` what the model's configuration says."""
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._template = _template(tokenizer, None)
+        self._tools_template = _template(tokenizer, [])
+        # Models pad their vocabulary, and tokenizers have tokens of their own: the larger one counts, as in vLLM.
+        self.vocab_size = max(vocab_size, max(tokenizer.get_vocab().values()) + 1)
+
+    @classmethod
+    def load(cls, path_or_name: str) -> LocalTokenizer:
+        """The tokenizer of a model's directory or, over the network, of a name on the Hugging Face Hub.
+
+        Slow: call it in a thread. Raises TokenizerUnavailableError, saying why.
+        """
+        # It takes seconds, which who has no local tokenizer need not wait; and it advises to install PyTorch.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from transformers import AutoTokenizer, PreTrainedConfig
+
+        options = {"local_files_only": Path(path_or_name).is_dir()}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path_or_name, **options)
+        except Exception as error:
+            # Whatever it meets in a stranger's files it raises in its own way.
+            raise TokenizerUnavailableError(f"no tokenizer can be loaded from {path_or_name!r}: {error}") from error
+        if not tokenizer.is_fast:
+            raise TokenizerUnavailableError(
+                f"the tokenizer of {path_or_name!r} is {type(tokenizer).__name__}, which has no tokenizer.json; "
+                "let a worker tokenize for this model"
+            )
+        try:
+            config, _ = PreTrainedConfig.get_config_dict(path_or_name, **options)
+        except OSError:
+            config = {}
+        return cls(tokenizer, config.get("text_config", config).get("vocab_size") or 0)
+
+    def render(self, chat: ChatPrompt) -> str:
+        """The text that the model's chat template makes of a conversation.
+
+        Raises RequestError (400) when the template refuses it, TokenizerUnavailableError when the request brings its
+        own template (a program, which only a worker told to trust it runs) or the model has none.
+        """
+        if chat.chat_template is not None or (chat.chat_template_kwargs or {}).get("chat_template") is not None:
+            raise TokenizerUnavailableError("the request brings its own chat template")
+        template = self._template if chat.tools is None else self._tools_template
+        if template is None:
+            raise TokenizerUnavailableError("the model has no chat template")
+        return template.render(chat)
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The token ids of each text. Special tokens that stand in a text are read as such."""
+        # Unlike `encode`, this lets other threads run; and it skips the offsets, a third of the work.
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+
+def _template(tokenizer: Any, tools: list[Any] | None) -> ChatTemplate | None:
+    """The template for conversations with these tools: some models have one of its own for them."""
+    try:
+        source = tokenizer.get_chat_template(tools=tools)
+    except ValueError:
+        return None
+    return ChatTemplate(source, tokenizer)
