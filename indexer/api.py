@@ -3,7 +3,6 @@
 `POST /match`       who would serve how much of a prompt from its cache
 `POST /register`    follow a stream          `POST /unregister`   forget it
 `POST /query`       who holds how much of a token sequence, by tenant and instance
-`GET  /workers`     every registered target, its stream and what it holds
 """
 
 from __future__ import annotations
@@ -100,10 +99,6 @@ def index_routes(indexer: Indexer, read_match: ReadMatch) -> APIRouter:
         body = _decode(await request.body(), QueryBody)
         asked = MatchQuery(body.model, body.token_ids, body.lora_name, body.cache_salt, body.tenant_id)
         return _json({body.tenant_id: _by_instance(_ask(indexer.longest, asked))})
-
-    @routes.get("/workers")
-    async def workers() -> Response:
-        return _json({"workers": workers_report(indexer)})
 
     return routes
 

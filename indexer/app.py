@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from indexer.api import ReadMatch, add_error_handlers, index_routes
+from indexer.api import ReadMatch, add_error_handlers, index_routes, workers_report
 from indexer.indexer import Indexer
 from indexer.metrics import IndexCollector
 
@@ -27,6 +28,11 @@ def indexer_app(indexer: Indexer, read_match: ReadMatch) -> FastAPI:
     add_error_handlers(app)
     registry = CollectorRegistry()
     registry.register(IndexCollector(indexer))
+
+    @app.get("/workers")
+    async def workers() -> dict[str, Any]:
+        """Every registered target, its streams and what it holds."""
+        return {"workers": workers_report(indexer)}
 
     @app.get("/health")
     async def health() -> dict[str, str]:

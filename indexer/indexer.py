@@ -128,6 +128,18 @@ class Indexer:
             return None
         return TargetReport(registration, self._reader.status(target), holdings)
 
+    def serves(self, model: str, tenant: str = DEFAULT_TENANT) -> bool:
+        """Whether any registered target serves this model for this tenant."""
+        return (tenant, model) in self._served
+
+    def block_size(self, target: Target) -> int | None:
+        """A target's block size in tokens: what its events said, or else its registration."""
+        seen = self.index.block_sizes([target])
+        if seen:
+            return max(seen)
+        registration = self._served.get((target.tenant, target.model), {}).get(target)
+        return registration.block_size if registration else None
+
     def block_sizes(self, model: str, tenant: str = DEFAULT_TENANT) -> set[int]:
         """The block sizes, in tokens, that the workers of a model use."""
         served = self._served.get((tenant, model), {})

@@ -1,0 +1,5 @@
+"""`python -m kvrouter`."""
+
+from kvrouter.cli import main
+
+main()

@@ -1,0 +1,108 @@
+"""The `kvrouter` command and its subcommands."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    help="Routes LLM requests to the worker whose KV cache already holds their prefix.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="Settings file, such as config.yaml.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+def main() -> None:
+    """The entry point of the `kvrouter` command."""
+    app()
+
+
+@app.command()
+def serve(
+    config: ConfigFile = None,
+    worker: Annotated[list[str] | None, typer.Option("--worker", "-w", help="URL of a worker; repeatable.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.  [default: 8080]")] = None,
+    policy: Annotated[str | None, typer.Option(help="kv_aware (the default), least_loaded or round_robin.")] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run the router, with the index inside."""
+    from kvrouter.serving import serve_router
+
+    overrides: dict[str, Any] = _given(server=_given(host=host, port=port), policy=_given(name=policy))
+    if worker:
+        overrides["workers"] = [{"url": url} for url in worker]
+    settings = _settings(config, overrides)
+    if not settings.workers:
+        _fail("no workers: name them under workers: in the settings file, or with --worker URL")
+    _run(serve_router(settings), log_level)
+
+
+@app.command()
+def indexer(
+    config: ConfigFile = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8090,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run the index alone: workers are registered over HTTP."""
+    from kvrouter.serving import serve_indexer
+
+    _run(serve_indexer(_settings(config, {"server": {"host": host, "port": port}})), log_level)
+
+
+@app.command()
+def match(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    model: Annotated[str, typer.Option(help="The model's name.")],
+    url: Annotated[str, typer.Option(help="The router or indexer to ask.")] = "http://127.0.0.1:8080",
+    chat: Annotated[bool, typer.Option(help="The prompt is a user's message, rendered with the chat template.")] = True,
+) -> None:
+    """Ask who holds how much of a prompt."""
+    from kvrouter.match import print_matches
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    body = (
+        {"model": model, "messages": [{"role": "user", "content": text}]} if chat else {"model": model, "prompt": text}
+    )
+    try:
+        print_matches(url, body)
+    except ConnectionError as error:
+        _fail(str(error))
+
+
+def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
+    from router.settings import ConfigError, load_settings
+
+    try:
+        return load_settings(config, overrides)
+    except ConfigError as error:
+        _fail(str(error))
+
+
+def _run(service: Any, log_level: str) -> None:
+    from kvrouter.logs import log_to_stderr
+    from router.errors import TokenizerUnavailableError
+
+    log_to_stderr(log_level)
+    try:
+        asyncio.run(service)
+    except (OSError, TokenizerUnavailableError) as error:
+        _fail(str(error))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given: not None, and not an empty section."""
+    return {name: value for name, value in options.items() if value is not None and value != {}}
+
+
+def _fail(message: str) -> Any:
+    typer.echo(f"kvrouter: {message}", err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,69 @@
+"""Running the services until they are told to stop."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import uvicorn
+from fastapi import FastAPI
+
+from indexer import Indexer
+from indexer.app import indexer_app
+from indexer.errors import RequestError
+from indexer.sequence import SequenceSettings
+from router.app import running_router
+from router.match_requests import match_reader
+from router.settings import Settings
+from router.tokenizer_source import configured_tokenizers
+
+
+async def serve_router(settings: Settings) -> None:
+    """Run the router until SIGINT or SIGTERM. Raises OSError when its address cannot be bound."""
+    listening = listen(settings.server.host, settings.server.port)
+    async with running_router(settings) as app:
+        await _run_app(app, listening, settings.server.shutdown_timeout, "kvrouter")
+
+
+async def serve_indexer(settings: Settings) -> None:
+    """Run the index alone. Raises OSError for the address, TokenizerUnavailableError for a configured tokenizer."""
+    listening = listen(settings.server.host, settings.server.port)
+    indexer = Indexer(
+        settings.index.secret, settings.index.orphan_blocks, SequenceSettings(**settings.events.model_dump())
+    )
+
+    def resolve(name: str, tenant: str) -> tuple[str, str | None]:
+        if not indexer.serves(name, tenant):
+            raise RequestError(f"no registered worker serves model {name!r}", status=404, param="model")
+        return name, None
+
+    tokenizers = await configured_tokenizers(settings.models, settings.tokenizer)
+    app = indexer_app(indexer, match_reader(tokenizers, resolve))
+    await _run_app(app, listening, settings.server.shutdown_timeout, "kvrouter indexer")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+async def _run_app(app: FastAPI, listening: socket.socket, shutdown_timeout: float, name: str) -> None:
+    """Serve on a bound socket; at the end requests in flight have `shutdown_timeout` seconds to finish."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(shutdown_timeout),
+    )
+    host, port = listening.getsockname()[:2]
+    print(f"{name} listens on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+    await uvicorn.Server(config).serve(sockets=[listening])

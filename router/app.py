@@ -1,0 +1,169 @@
+"""The router as one FastAPI application: the OpenAI-compatible proxy, and the index API beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import Any
+
+import aiohttp
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.routing import Route
+
+from indexer import Indexer
+from indexer.api import ReadMatch, add_error_handlers, index_routes, workers_report
+from indexer.metrics import IndexCollector
+from indexer.sequence import SequenceSettings
+from router.fleet import Fleet, Worker
+from router.load import LoadTable
+from router.match_requests import match_reader
+from router.metrics import FleetCollector, RequestMetrics
+from router.policy import KvWeights, Policy, kv_aware, least_loaded, round_robin
+from router.proxy import Proxy
+from router.routing import Router
+from router.settings import PolicyName, PolicySettings, Settings
+from router.speculation import SpeculativeHoldings
+from router.tokenizer_source import TokenizerSource
+from router.tokens import Tokenizers
+
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+@asynccontextmanager
+async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
+    """The application with everything behind it started; all of it ends with the context."""
+    async with AsyncExitStack() as stack:
+        indexer = _indexer(settings)
+        indexer.start()
+        stack.callback(indexer.stop)
+        session = await stack.enter_async_context(_client_session())
+        tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
+        stack.push_async_callback(tokenizers.close)
+        source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer.timeout)
+        fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
+        await fleet.start()
+        stack.push_async_callback(fleet.stop)
+        load = LoadTable()
+        registry = CollectorRegistry()
+        registry.register(IndexCollector(indexer))
+        registry.register(FleetCollector(fleet, load))
+        router = Router(
+            fleet,
+            indexer,
+            tokenizers,
+            policy_named(settings.policy),
+            load,
+            SpeculativeHoldings(settings.proxy.speculation_seconds),
+        )
+        proxy = Proxy(router, fleet, session, settings.proxy, settings.server.max_body_bytes, RequestMetrics(registry))
+        yield _app(indexer, match_reader(tokenizers, router.resolve), fleet, load, proxy, registry, session)
+
+
+def policy_named(settings: PolicySettings) -> Policy:
+    """The policy that the settings name."""
+    match settings.name:
+        case PolicyName.KV_AWARE:
+            weights = KvWeights(settings.interference, settings.interference_per_request, settings.context)
+            return kv_aware(weights, Random())
+        case PolicyName.LEAST_LOADED:
+            return least_loaded(Random())
+        case PolicyName.ROUND_ROBIN:
+            return round_robin()
+
+
+def _indexer(settings: Settings) -> Indexer:
+    return Indexer(
+        settings.index.secret, settings.index.orphan_blocks, SequenceSettings(**settings.events.model_dump())
+    )
+
+
+def _client_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+
+
+def _app(
+    indexer: Indexer,
+    read_match: ReadMatch,
+    fleet: Fleet,
+    load: LoadTable,
+    proxy: Proxy,
+    registry: CollectorRegistry,
+    session: aiohttp.ClientSession,
+) -> FastAPI:
+    app = FastAPI(title="kvrouter")
+    app.include_router(index_routes(indexer, read_match))
+    add_error_handlers(app)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """Every model and adapter that a worker serves."""
+        return {"object": "list", "data": list(_model_cards(fleet).values())}
+
+    @app.get("/workers")
+    async def workers() -> dict[str, Any]:
+        """Every worker: whether it is used, its load, its streams and what it holds."""
+        by_url = {worker.url: worker for worker in fleet.workers}
+        report = workers_report(indexer)
+        for entry in report:
+            if worker := by_url.get(entry["worker"]):
+                entry |= _worker_status(worker)
+                for rank in entry["ranks"]:
+                    now = load.of(worker.url, rank["dp_rank"])
+                    rank["load"] = {"requests": now.requests, "pending": now.pending, "context": now.context}
+        known = {entry["worker"] for entry in report}
+        silent = [{"worker": w.url, "ranks": []} | _worker_status(w) for w in fleet.workers if w.url not in known]
+        return {"workers": report + silent}
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """Whether the router runs, and how many of its workers answer."""
+        up = sum(worker.up for worker in fleet.workers)
+        return {"status": "ok" if up else "no worker answers", "workers": len(fleet.workers), "workers_up": up}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, Any]:
+        """Reset the cache of every worker. Engines tell of it late, so the index forgets at once."""
+        statuses = await asyncio.gather(*(_reset(worker, indexer, session) for worker in fleet.workers))
+        return {"workers": dict(zip((worker.url for worker in fleet.workers), statuses, strict=True))}
+
+    app.router.routes.append(Route("/{path:path}", proxy, methods=_METHODS))
+    return app
+
+
+def _model_cards(fleet: Fleet) -> dict[str, dict[str, Any]]:
+    cards: dict[str, dict[str, Any]] = {}
+    for worker in fleet.workers:
+        for served in worker.description.models.values() if worker.description else ():
+            card = {"id": served.name, "object": "model", "owned_by": "kvrouter", "root": served.root}
+            cards.setdefault(served.name, card | {"parent": served.model if served.adapter else None})
+    return cards
+
+
+def _worker_status(worker: Worker) -> dict[str, Any]:
+    return {"up": worker.up, "problem": worker.problem}
+
+
+async def _reset(worker: Worker, indexer: Indexer, session: aiohttp.ClientSession) -> str:
+    try:
+        timeout = aiohttp.ClientTimeout(total=10)
+        async with session.post(f"{worker.url}/reset_prefix_cache", timeout=timeout) as response:
+            if response.status != 200:
+                return f"refused with status {response.status}"
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return str(error) or type(error).__name__
+    for target in worker.targets:
+        indexer.clear(target)
+    return "reset"

@@ -1,0 +1,144 @@
+"""Ask a worker what it is: its models, its event streams, its block size.
+
+vLLM answers `/v1/models`, `/kv_event_sources` and `/metrics`; SGLang `/v1/models` and `/server_info`. Any other
+OpenAI-compatible server answers `/v1/models` at least, and is routed to by load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvevents import EventSource
+from kvevents.sources import sglang_sources, vllm_sources
+from router.settings import WorkerSettings
+
+
+class Engine(StrEnum):
+    """What a worker runs, as far as routing must know."""
+
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
+    OTHER = "other"
+
+
+class DiscoveryError(Exception):
+    """A worker could not be asked, or gave an answer that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A name that requests may use: the model behind it, and the adapter if the name is one's."""
+
+    name: str
+    model: str
+    adapter: str | None = None
+    root: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """What a worker said of itself. `block_size` in tokens; `models` by the name requests use."""
+
+    engine: Engine
+    models: dict[str, ServedModel]
+    streams: tuple[EventSource, ...] = ()
+    block_size: int | None = None
+    ranks: tuple[int, ...] = (0,)
+
+    def base_models(self) -> list[ServedModel]:
+        """The models, without adapters and other names."""
+        return [served for served in self.models.values() if served.name == served.model]
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]
+
+
+async def describe_worker(session: aiohttp.ClientSession, worker: WorkerSettings) -> WorkerDescription:
+    """Ask a worker; what its settings say wins. Raises DiscoveryError."""
+    url = str(worker.url).rstrip("/")
+    try:
+        models = _models(await _get_json(session, f"{url}/v1/models"), worker.model)
+        description = await _streams(session, url, models)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise DiscoveryError(f"{url}: {error or type(error).__name__}") from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise DiscoveryError(f"{url}: an answer that cannot be read: {error}") from error
+    if worker.streams is not None:
+        streams = tuple(EventSource(s.dp_rank, s.endpoint, s.replay_endpoint, s.topic) for s in worker.streams)
+        description = replace(description, streams=streams, ranks=_ranks(streams))
+    if worker.block_size is not None:
+        description = replace(description, block_size=worker.block_size)
+    return description
+
+
+async def _streams(session: aiohttp.ClientSession, url: str, models: dict[str, ServedModel]) -> WorkerDescription:
+    """Find out which engine answers, and where its streams are."""
+    host = urlsplit(url).hostname or ""
+    try:
+        streams = tuple(vllm_sources(await _get_json(session, f"{url}/kv_event_sources"), host))
+        block_size = _vllm_block_size(await _get_text(session, f"{url}/metrics"))
+        return WorkerDescription(Engine.VLLM, models, streams, block_size, _ranks(streams))
+    except aiohttp.ClientResponseError:
+        pass
+    try:
+        sources, block_size = sglang_sources(await _get_json(session, f"{url}/server_info"), host)
+        return WorkerDescription(Engine.SGLANG, models, tuple(sources), block_size, _ranks(tuple(sources)))
+    except aiohttp.ClientResponseError:
+        return WorkerDescription(Engine.OTHER, models)
+
+
+def _ranks(streams: tuple[EventSource, ...]) -> tuple[int, ...]:
+    return tuple(source.dp_rank for source in streams) or (0,)
+
+
+def _models(body: Any, only: str | None) -> dict[str, ServedModel]:
+    """The names in `/v1/models`. Names with the same root are one model; an adapter has a parent."""
+    cards = msgspec.convert(body, _ModelList).data
+    first_of_root: dict[str, str] = {}
+    for card in cards:
+        if card.parent is None:
+            first_of_root.setdefault(card.root or card.id, card.id)
+    models = {}
+    for card in sorted(cards, key=lambda card: card.parent is not None):
+        if card.parent is None:
+            models[card.id] = ServedModel(card.id, first_of_root[card.root or card.id], None, card.root)
+        else:
+            base = models.get(card.parent)
+            models[card.id] = ServedModel(card.id, base.model if base else card.parent, card.id, card.root)
+    if only is None:
+        return models
+    root = next((model.root for model in models.values() if model.adapter is None), None)
+    return {only: ServedModel(only, only, None, root)}
+
+
+def _vllm_block_size(metrics: str) -> int | None:
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name.startswith("vllm:cache_config_info"):
+                size = sample.labels.get("block_size", "")
+                return int(size) if size.isdigit() else None
+    return None
+
+
+async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
+    return msgspec.json.decode(await _get_text(session, url))
+
+
+async def _get_text(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(url) as response:
+        response.raise_for_status()
+        return await response.text()

@@ -1,0 +1,249 @@
+"""Requests to workers and their answers back, byte for byte. A plain ASGI application; nothing is buffered.
+
+A request goes to another worker when its own cannot be reached, as long as nothing of an answer has come. Its load is
+released on every path: answered, failed, or left by the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable
+
+import aiohttp
+import msgspec
+import structlog
+from multidict import CIMultiDict
+from starlette.types import Receive, Scope, Send
+from yarl import URL
+
+from indexer.errors import RequestError, error_body
+from router.discovery import Engine
+from router.fleet import Fleet, Worker
+from router.metrics import RequestMetrics
+from router.requests import Endpoint, decode_request
+from router.routing import Placement, RoutedPrompt, Router, unread_prompt
+from router.settings import ProxySettings
+
+log = structlog.get_logger()
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+# RFC 9110, 7.6.1: these are about one connection, not about the message.
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
+)
+_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
+_RANK_HEADER = "X-data-parallel-rank"
+_ROUTED_PATHS = frozenset(Endpoint)
+
+
+class WorkerUnreachableError(Exception):
+    """A worker could not be reached, or hung up before it answered."""
+
+
+class _ClientGoneError(Exception):
+    """The client left before its request was complete."""
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+class Proxy:
+    """Forwards requests to the workers that `router` chooses."""
+
+    def __init__(
+        self,
+        router: Router,
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+        settings: ProxySettings,
+        max_body_bytes: int,
+        metrics: RequestMetrics,
+    ) -> None:
+        self._router = router
+        self._fleet = fleet
+        self._session = session
+        self._settings = settings
+        self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout, sock_read=settings.idle_timeout
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await _read_body(receive, self._max_body_bytes)
+            await _unless_client_leaves(self._serve(scope, body, send), receive)
+        except RequestError as error:
+            self._metrics.refused.labels(str(error.status)).inc()
+            await _send_error(send, error)
+        except _ClientGoneError:
+            self._metrics.abandoned.inc()
+
+    async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Send a request to one worker after the other, until one answers. Raises RequestError when none does."""
+        arrived = time.monotonic()
+        prompt = await self._read_prompt(scope, body)
+        unreachable: set[Worker] = set()
+        for _ in range(self._settings.attempts):
+            placement = self._router.place(prompt, unreachable)
+            try:
+                await self._exchange(scope, body, prompt, placement, arrived, send)
+            except WorkerUnreachableError as error:
+                unreachable.add(placement.worker)
+                self._fleet.report_failure(placement.worker, str(error))
+                self._metrics.retried.labels(placement.worker.url).inc()
+            else:
+                return
+            finally:
+                placement.release()
+        raise RequestError(
+            f"{len(unreachable)} workers could not be reached. Try again later.",
+            status=503,
+            type="service_unavailable",
+            code="no_worker_available",
+        )
+
+    async def _read_prompt(self, scope: Scope, body: bytes) -> RoutedPrompt:
+        if scope["path"] in _ROUTED_PATHS and scope["method"] == "POST":
+            return await self._router.read(decode_request(Endpoint(scope["path"]), body), len(body))
+        try:
+            name = msgspec.json.decode(body, type=_Named).model
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            name = None  # a path that the router does not know may carry anything
+        return unread_prompt(name, len(body))
+
+    async def _exchange(
+        self, scope: Scope, body: bytes, prompt: RoutedPrompt, placement: Placement, arrived: float, send: Send
+    ) -> None:
+        """One attempt. Raises WorkerUnreachableError while nothing of an answer has come, RequestError on a timeout."""
+        request = self._session.request(
+            scope["method"],
+            _upstream_url(placement.worker, scope),
+            headers=_upstream_headers(scope["headers"], placement),
+            data=body or None,
+            timeout=self._timeout,
+            allow_redirects=False,
+        )
+        try:
+            response = await request
+        except aiohttp.ConnectionTimeoutError as error:
+            raise WorkerUnreachableError(f"no connection within {self._settings.connect_timeout} s") from error
+        except TimeoutError as error:
+            raise RequestError(
+                f"The worker did not answer within {self._settings.idle_timeout} s.", status=504, type="timeout_error"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise WorkerUnreachableError(str(error) or type(error).__name__) from error
+        model = prompt.name or ""
+        async with response:
+            self._metrics.answered.labels(model, placement.worker.url, str(response.status)).inc()
+            self._metrics.prompt_tokens.labels(model).inc(prompt.tokens)
+            self._metrics.overlap_tokens.labels(model).inc(placement.overlap)
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": response.status,
+                    "headers": _client_headers(response.raw_headers, placement),
+                }
+            )
+            try:
+                async for chunk in response.content.iter_any():
+                    if arrived:
+                        placement.first_byte()
+                        self._metrics.first_byte.labels(model).observe(time.monotonic() - arrived)
+                        arrived = 0.0
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except (aiohttp.ClientError, TimeoutError) as error:
+                await self._break_off(response, placement.worker, error, send)
+                return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _break_off(self, response: aiohttp.ClientResponse, worker: Worker, error: Exception, send: Send) -> None:
+        """Tell a client that its answer will not be finished."""
+        self._metrics.broken.labels(worker.url).inc()
+        reason = str(error) or type(error).__name__
+        log.warning("answer broken off", worker=worker.url, reason=reason)
+        if response.content_type != "text/event-stream":
+            return  # returning before the end of the body makes the server close the connection
+        failure = RequestError("The worker broke off its answer.", status=502, type="upstream_error")
+        event = b"data: " + error_body(failure) + b"\n\n"
+        await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+async def _read_body(receive: Receive, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _ClientGoneError
+        chunk = message.get("body", b"")
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
+            raise RequestError(
+                f"The body is larger than {limit} bytes. Send less, or raise server.max_body_bytes.", status=413
+            )
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def _unless_client_leaves(work: Coroutine[None, None, None], receive: Receive) -> None:
+    """Do the work, but cancel it when the client disconnects: then raise _ClientGoneError."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _ClientGoneError
+    finally:
+        leaving.cancel()
+        working.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+    working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_error(send: Send, error: RequestError) -> None:
+    body = error_body(error)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _upstream_url(worker: Worker, scope: Scope) -> URL:
+    query = scope["query_string"]
+    path = scope["raw_path"] + (b"?" + query if query else b"")
+    return URL(worker.url + path.decode("latin-1"), encoded=True)
+
+
+def _upstream_headers(headers: RawHeaders, placement: Placement) -> CIMultiDict[str]:
+    forwarded = CIMultiDict(_end_to_end(headers, _NOT_FORWARDED))
+    worker = placement.worker
+    description = worker.description
+    if description and description.engine is Engine.VLLM and len(worker.ranks()) > 1:
+        forwarded.setdefault(_RANK_HEADER, str(placement.target.dp_rank))
+    return forwarded
+
+
+def _client_headers(headers: RawHeaders, placement: Placement) -> list[tuple[bytes, bytes]]:
+    target = placement.target
+    returned = [(name.lower(), value) for name, value in headers if name.lower() not in _NOT_RETURNED]
+    returned.append((b"x-kvrouter-worker", target.worker.encode()))
+    returned.append((b"x-kvrouter-overlap-tokens", str(placement.overlap).encode()))
+    if len(placement.worker.ranks()) > 1:
+        returned.append((b"x-kvrouter-dp-rank", str(target.dp_rank).encode()))
+    return returned
+
+
+def _end_to_end(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[str, str]]:
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name.lower() not in dropped]

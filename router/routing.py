@@ -1,0 +1,198 @@
+"""Choosing a target for a request: what it asks, what each target holds and has to do, and the reservation."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import structlog
+
+from indexer import Indexer, MatchQuery, Target, UnknownModelError
+from indexer.errors import RequestError
+from router.fleet import Fleet, Worker
+from router.load import LoadTable, Reservation
+from router.policy import Candidate, Decision, Policy
+from router.requests import RoutedRequest
+from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
+from router.tokens import Tokenizers, TokenizerUnavailableError
+
+log = structlog.get_logger()
+
+
+class _Served(NamedTuple):
+    """What a worker serves under the name a request uses."""
+
+    model: str
+    adapter: str | None
+
+
+# For prompts whose tokens are not known: English text has about this many bytes a token.
+_BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """What routing knows of a request.
+
+    `name`: the model or adapter it asks for, None when any worker will do. `tokens`: the length of its prompts, which
+    is an estimate when `token_ids` is empty.
+    """
+
+    name: str | None
+    tokens: int
+    token_ids: list[list[int]] = field(default_factory=list)
+    cache_salt: str | None = None
+
+
+def unread_prompt(name: str | None, body_bytes: int) -> RoutedPrompt:
+    """A prompt whose tokens are not known, routed by load alone."""
+    return RoutedPrompt(name, body_bytes // _BYTES_PER_TOKEN)
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where a request goes, and its share of that target's load until `release`."""
+
+    worker: Worker
+    target: Target
+    decision: Decision
+    reservation: Reservation
+    on_release: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def overlap(self) -> int:
+        """Tokens of the prompt that the target is expected to serve from its cache."""
+        return self.decision.choice.overlap
+
+    def first_byte(self) -> None:
+        """The answer began."""
+        self.reservation.first_byte()
+
+    def release(self) -> None:
+        """The request ended, however it did. Only the first call counts."""
+        self.reservation.release()
+        while self.on_release:
+            self.on_release.pop()()
+
+
+class Router:
+    """Places requests on targets."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        indexer: Indexer,
+        tokenizers: Tokenizers,
+        policy: Policy,
+        load: LoadTable,
+        speculation: SpeculativeHoldings,
+    ) -> None:
+        self._fleet = fleet
+        self._indexer = indexer
+        self._tokenizers = tokenizers
+        self._policy = policy
+        self._load = load
+        self._speculation = speculation
+
+    def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
+        """The model and adapter behind a name. Raises RequestError (404) when nobody serves it."""
+        serving = self._fleet.serving(name)
+        if serving:
+            return serving[0][1].model, serving[0][1].adapter
+        if self._indexer.serves(name, tenant):
+            return name, None
+        raise self._unknown_model(name)
+
+    async def read(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
+        """Tokenize a request's prompts. Raises RequestError for a model nobody serves and for a prompt that is none."""
+        serving = self._fleet.serving(request.model)
+        if not serving:
+            raise self._unknown_model(request.model)
+        try:
+            token_ids = await self._tokenizers.token_ids(serving[0][1].model, request.prompt)
+        except TokenizerUnavailableError as error:
+            log.debug("routed by load alone", model=request.model, reason=str(error))
+            return unread_prompt(request.model, body_bytes)
+        return RoutedPrompt(request.model, sum(map(len, token_ids)), token_ids, request.cache_salt)
+
+    def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Placement:
+        """Choose a target and reserve its load, in one step. Raises RequestError (503) when no worker is left."""
+        candidates: list[Candidate] = []
+        options: dict[Target, tuple[Worker, list[array[int]]]] = {}
+        for served, workers in self._able(prompt.name, without).items():
+            matched = [self._matched(served, token_ids, prompt.cache_salt) for token_ids in prompt.token_ids]
+            hashes = [
+                prompt_hashes(served.model, served.adapter, prompt.cache_salt, token_ids)
+                for token_ids in prompt.token_ids
+            ]
+            for worker in workers:
+                for dp_rank in worker.ranks():
+                    target = Target(worker.url, dp_rank, served.model)
+                    options[target] = (worker, hashes)
+                    overlap = sum(
+                        max(held.get(target, 0), self._expected(target, known, len(token_ids)))
+                        for held, known, token_ids in zip(matched, hashes, prompt.token_ids, strict=True)
+                    )
+                    load = self._load.of(worker.url, dp_rank)
+                    candidates.append(Candidate(target, overlap, load.requests, load.pending, load.context))
+        if not candidates:
+            if prompt.name is not None and not self._fleet.serving(prompt.name):
+                raise self._unknown_model(prompt.name)
+            raise RequestError(
+                f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached. Try again later.",
+                status=503,
+                type="service_unavailable",
+                code="no_worker_available",
+            )
+        decision = self._policy(candidates, prompt.tokens)
+        target = decision.choice.target
+        worker, hashes = options[target]
+        load = self._load.of(target.worker, target.dp_rank)
+        reservation = Reservation(load, max(prompt.tokens - decision.choice.overlap, 1), prompt.tokens)
+        return Placement(
+            worker, target, decision, reservation, [self._speculation.hold(target, known) for known in hashes]
+        )
+
+    def _able(self, name: str | None, without: Collection[Worker]) -> dict[_Served, list[Worker]]:
+        """The workers that could take a request now, by what they serve under its name."""
+        able: dict[_Served, list[Worker]] = {}
+        for worker in self._fleet.workers:
+            if not worker.up or worker in without:
+                continue
+            if name is None:
+                able.setdefault(_Served("", None), []).append(worker)
+            elif served := worker.served(name):
+                able.setdefault(_Served(served.model, served.adapter), []).append(worker)
+        return able
+
+    def _matched(self, served: _Served, token_ids: list[int], cache_salt: str | None) -> dict[Target, int]:
+        """How many tokens of a prompt each target holds, by the index."""
+        try:
+            matches = self._indexer.match(MatchQuery(served.model, token_ids, served.adapter, cache_salt))
+        except UnknownModelError:
+            return {}
+        return {match.target: match.matched_tokens for match in matches}
+
+    def _expected(self, target: Target, hashes: array[int], tokens: int) -> int:
+        """How many tokens of a prompt a target will hold once it has seen what is in flight to it: full blocks."""
+        shared = min(self._speculation.overlap(target, hashes), tokens - 1)
+        return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS)
+
+    def _unknown_model(self, name: str) -> RequestError:
+        known = sorted(self._fleet.names())
+        if not known:
+            return RequestError(
+                "No worker has answered yet, so no model is known. Try again later.",
+                status=503,
+                type="service_unavailable",
+                code="no_worker_available",
+            )
+        return RequestError(
+            f"The model {name!r} does not exist. Send one of: {', '.join(known)}.",
+            status=404,
+            type="not_found_error",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,182 @@
+"""Every setting, with its default. `config.yaml` at the root of the project lists them with a line on why each exists.
+
+Environment variables override the file: `KVROUTER_SERVER__PORT=9000`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import AnyHttpUrl, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the message names the file, the field and what is wrong."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PolicyName(StrEnum):
+    """How a worker is chosen."""
+
+    KV_AWARE = "kv_aware"
+    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round_robin"
+
+
+class ServerSettings(_Section):
+    """Where the router listens, and what it takes in."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    max_body_bytes: PositiveInt = 64 * 2**20
+    shutdown_timeout: NonNegative = 30.0
+
+
+class StreamSettings(_Section):
+    """An explicit event stream of one DP rank of a worker."""
+
+    dp_rank: Annotated[int, Field(ge=0)] = 0
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class WorkerSettings(_Section):
+    """A worker. Only the URL is needed: the rest is asked of the worker, and what is given here wins."""
+
+    url: AnyHttpUrl
+    model: str | None = None
+    block_size: PositiveInt | None = None
+    streams: list[StreamSettings] | None = None
+
+
+class ModelSettings(_Section):
+    """What the router cannot ask a worker about a model. `tokenizer` is a folder or the name of a cached model."""
+
+    tokenizer: str | None = None
+
+
+class PolicySettings(_Section):
+    """The weights of the cost of sending a prompt to a worker, all in prefill tokens."""
+
+    name: PolicyName = PolicyName.KV_AWARE
+    interference: NonNegative = 1.0
+    interference_per_request: NonNegative = 0.06
+    context: NonNegative = 0.05
+
+
+class IndexSettings(_Section):
+    """The prefix index."""
+
+    secret: str = ""
+    orphan_blocks: PositiveInt = 65_536
+
+
+class EventSettings(_Section):
+    """The reading of event streams. Times in seconds."""
+
+    replay_timeout: PositiveFloat = 1.0
+    replay_rounds: PositiveInt = 3
+    idle_check: PositiveFloat = 30.0
+    pending_batches: PositiveInt = 20_000
+
+
+class FleetSettings(_Section):
+    """How workers are watched. Times in seconds."""
+
+    probe_interval: PositiveFloat = 5.0
+    retry_interval: PositiveFloat = 1.0
+    probe_timeout: PositiveFloat = 5.0
+    failed_probes: PositiveInt = 3
+
+
+class ProxySettings(_Section):
+    """How requests reach workers. Times in seconds."""
+
+    connect_timeout: PositiveFloat = 3.0
+    idle_timeout: PositiveFloat = 600.0
+    attempts: PositiveInt = 3
+    speculation_seconds: NonNegative = 2.0
+
+
+class TokenizerSettings(_Section):
+    """How prompts are turned into token ids. Times in seconds."""
+
+    threads: PositiveInt = 2
+    timeout: PositiveFloat = 5.0
+
+
+class Settings(BaseSettings):
+    """All settings of `kvrouter serve`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVROUTER_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
+    )
+
+    server: ServerSettings = ServerSettings()
+    workers: list[WorkerSettings] = []
+    models: dict[str, ModelSettings] = {}
+    policy: PolicySettings = PolicySettings()
+    index: IndexSettings = IndexSettings()
+    events: EventSettings = EventSettings()
+    fleet: FleetSettings = FleetSettings()
+    proxy: ProxySettings = ProxySettings()
+    tokenizer: TokenizerSettings = TokenizerSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment wins over what the file says."""
+        return env_settings, init_settings
+
+
+def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
+    """Read a YAML file (None: the defaults). The environment overrides the file, and `overrides`, in the file's shape,
+    override both.
+
+    Raises ConfigError.
+    """
+    fields: Any = {}
+    if path is not None:
+        try:
+            fields = yaml.safe_load(path.read_text()) or {}
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeError) as error:
+            raise ConfigError(f"{path}: not YAML: {error}") from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{path}: expected sections such as server: and workers:")
+    try:
+        settings = Settings(**fields)
+        return Settings.model_validate(_merged(settings.model_dump(mode="json"), overrides)) if overrides else settings
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path or 'settings'}: {place}: {first['msg']} (found {first['input']!r})") from error
+
+
+def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in overrides.items():
+        known = merged.get(name)
+        merged[name] = _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,78 @@
+"""Prompts in flight count as cached soon: an engine's events arrive around a request's first byte, or later.
+
+Until then siblings of a prompt would scatter. So every routed prompt is held here for its target, as hashes of its
+prefixes, until it ended and its events have had the time to arrive.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+
+from sortedcontainers import SortedDict
+
+from indexer import Target
+from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
+
+# Finer than most engines' blocks, so that rounding down to a block loses nothing.
+CHUNK_TOKENS = 16
+
+
+def prompt_hashes(model: str, adapter: str | None, cache_salt: str | None, token_ids: list[int]) -> array[int]:
+    """A hash for each prefix of a prompt that is a whole number of chunks."""
+    namespace = Namespace(model, "", adapter, cache_salt, CHUNK_TOKENS)
+    hashes: array[int] = array("Q")
+    chunks = len(token_ids) // CHUNK_TOKENS
+    extend_prefix_hashes(hashes, namespace_hash(namespace), pack_tokens(token_ids), CHUNK_TOKENS, chunks)
+    return hashes
+
+
+class SpeculativeHoldings:
+    """The prompts in flight, by target. A prompt is let go `linger` seconds after it ended."""
+
+    def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._linger = linger
+        self._clock = clock
+        self._held: dict[Target, Counter[int]] = {}
+        self._numbers = count()
+        self._ended: SortedDict[tuple[float, int], tuple[Target, array[int]]] = SortedDict()
+
+    def hold(self, target: Target, hashes: array[int]) -> Callable[[], None]:
+        """Hold a prompt for a target. Returns what to call when the request ended."""
+        self._held.setdefault(target, Counter()).update(hashes)
+
+        def ended() -> None:
+            self._ended[self._clock() + self._linger, next(self._numbers)] = (target, hashes)
+            self._expire()
+
+        return ended
+
+    def overlap(self, target: Target, hashes: array[int]) -> int:
+        """How many tokens of a prompt other prompts in flight on this target share from its start on."""
+        self._expire()
+        held = self._held.get(target)
+        if not held:
+            return 0
+        # Whoever holds a prefix holds all shorter ones too, so the longest is found by bisection.
+        return CHUNK_TOKENS * bisect_left(hashes, True, key=lambda known: known not in held)
+
+    def __len__(self) -> int:
+        """The number of held prefixes."""
+        self._expire()
+        return sum(map(len, self._held.values()))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._ended and self._ended.peekitem(0)[0][0] <= now:
+            _, (target, hashes) = self._ended.popitem(0)
+            held = self._held[target]
+            for known in hashes:
+                held[known] -= 1
+                if not held[known]:
+                    del held[known]
+            if not held:
+                del self._held[target]
