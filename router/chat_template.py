@@ -10,9 +10,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from indexer.errors import RequestError
 from router.content_format import loops_over_parts
 from router.conversation import prepare_messages, prepare_tools
-from router.errors import RequestError
 from router.requests import ChatPrompt
 
 # What the renderer itself fills in.

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from indexer.errors import RequestError, error_body
-
-__all__ = ["RequestError", "TokenizerUnavailableError", "error_body"]
-
 
 class TokenizerUnavailableError(Exception):
     """The token ids of a prompt cannot be known now, through no fault of the client: route it by load alone."""

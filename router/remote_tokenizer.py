@@ -7,8 +7,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from indexer.errors import RequestError
 from router.chat_template import template_variables
-from router.errors import RequestError, TokenizerUnavailableError
+from router.errors import TokenizerUnavailableError
 from router.requests import ChatPrompt, TextPrompts
 
 

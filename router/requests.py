@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from router.errors import RequestError
+from indexer.errors import RequestError
 
 MAX_TOKEN_ID = 2**32 - 1
 # OpenAI's default for /v1/completions. A chat has none.

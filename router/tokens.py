@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from router.errors import RequestError, TokenizerUnavailableError
+from indexer.errors import RequestError
+from router.errors import TokenizerUnavailableError
 from router.local_tokenizer import LocalTokenizer
 from router.remote_tokenizer import RemoteTokenizer
 from router.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation

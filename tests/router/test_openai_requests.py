@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.errors import RequestError, error_body
+from indexer.errors import RequestError, error_body
 from router.requests import (
     ChatPrompt,
     Endpoint,
