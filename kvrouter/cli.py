@@ -78,6 +78,60 @@ def match(
         _fail(str(error))
 
 
+@app.command()
+def simulate(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 0,
+    model: Annotated[str, typer.Option(help="Name of the served model.")] = "simulated",
+    adapter: Annotated[list[str] | None, typer.Option(help="Name of a LoRA adapter; repeatable.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
+    blocks: Annotated[int, typer.Option(help="Blocks in the cache of each DP rank.")] = 4096,
+    dp_size: Annotated[int, typer.Option(help="Number of DP ranks.")] = 1,
+    max_model_len: Annotated[int, typer.Option(help="Tokens of the longest prompt with its answer.")] = 32768,
+    prefill_ms: Annotated[float, typer.Option(help="Milliseconds to compute one uncached prompt token.")] = 0.15,
+    step_ms: Annotated[float, typer.Option(help="Milliseconds a step takes at least: the time of a token.")] = 5.0,
+    kv_events: Annotated[str | None, typer.Option(help="Publisher configuration in JSON, as SGLang takes it.")] = None,
+) -> None:
+    """Run a simulated worker: real cache, scheduler, events and API, made-up words."""
+    from worker.publisher import PublisherConfig
+    from worker.simulated import SimulatedWorkerSettings, run
+
+    given = _given(kv_events=kv_events and PublisherConfig.from_json(kv_events))
+    try:
+        settings = SimulatedWorkerSettings(
+            host=host,
+            port=port,
+            model=model,
+            adapters=tuple(adapter or ()),
+            block_size=block_size,
+            num_blocks=blocks,
+            dp_size=dp_size,
+            max_model_len=max_model_len,
+            prefill_s_per_token=prefill_ms / 1000,
+            base_step_s=step_ms / 1000,
+            **given,
+        )
+        run(settings)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+@app.command()
+def demo(
+    workers: Annotated[int, typer.Option(min=1, help="Simulated workers.")] = 4,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations to play, each of several requests.")] = 48,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the router up at the end.")] = False,
+) -> None:
+    """Compare kv-aware routing with round robin on simulated workers."""
+    from kvrouter.demo import run_demo
+    from kvrouter.demo.run import DemoError
+
+    try:
+        run_demo(workers, conversations, keep)
+    except DemoError as error:
+        _fail(str(error))
+
+
 def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
     from router.settings import ConfigError, load_settings
 

@@ -32,10 +32,15 @@ class TokenizerSource:
         self._models = models
         self._session = session
         self._remote_timeout = remote_timeout
+        self._one_at_a_time = asyncio.Lock()
         self._asked: dict[str, Worker | None] = {}  # by model: the worker whose /tokenize is used, None for a local one
 
     async def provide(self, worker: Worker, served: ServedModel) -> None:
         """Make sure that a model which an answering worker serves has a tokenizer."""
+        async with self._one_at_a_time:  # workers of one model ask for the same, and loading is not thread-safe
+            await self._provide(worker, served)
+
+    async def _provide(self, worker: Worker, served: ServedModel) -> None:
         model = served.model
         if model in self._asked:
             asked = self._asked[model]

@@ -1,0 +1,63 @@
+"""The demo's processes: simulated workers and a router, started with this Python and ended with the demo."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+START_TIMEOUT = 60.0  # seconds; a cold disk may take a while to import everything
+STOP_TIMEOUT = 10.0
+
+_READY = re.compile(r"(?:listens on|ready at) (https?://\S+)")
+
+
+class ProcessError(Exception):
+    """A process of the demo did not start; the message holds the end of what it printed."""
+
+
+class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
+    """A `kvrouter` subcommand in a process of its own, which prints its URL when it listens."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._name = arguments[0]
+        number, path = tempfile.mkstemp(prefix=f"kvrouter-{self._name}-", suffix=".log")
+        self._log = Path(path)
+        command = [sys.executable, "-m", "kvrouter", *arguments]
+        with open(number, "wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def wait_until_listening(self) -> str:
+        """The URL, once the process printed it. Raises ProcessError when it ends or the deadline passes first."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline:
+            if ready := _READY.search(self._output()):
+                return ready.group(1)
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise ProcessError(f"kvrouter {self._name} did not start:\n{self._output()[-2000:]}")
+
+    def _output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.unlink()
+
+    def __enter__(self) -> Self:
+        return self
