@@ -30,6 +30,10 @@ class _RawBatch(msgspec.Struct, array_like=True):
     dp_rank: int | None = None
 
 
+class _SglangExtras(msgspec.Struct):
+    cache_salt: str | None = None
+
+
 class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None = None
@@ -38,7 +42,7 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False)
     lora_id: int | None = None
     medium: str | None = None
     # vLLM's lora_name; SGLang 0.5.18 and 0.5.19 put a map with the cache salt in the same place.
-    lora_name_or_salt: str | dict[str, Any] | None = None
+    lora_name_or_salt: str | _SglangExtras | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -46,8 +50,8 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False)
 
     def event(self) -> BlockStored:
         named = self.lora_name_or_salt
-        lora_name = None if isinstance(named, dict) else named
-        cache_salt = named.get("cache_salt") if isinstance(named, dict) else None
+        lora_name = None if isinstance(named, _SglangExtras) else named
+        cache_salt = named.cache_salt if isinstance(named, _SglangExtras) else None
         return BlockStored(
             self.block_hashes,
             self.parent_block_hash,

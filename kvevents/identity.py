@@ -6,6 +6,7 @@ sequence's first block; SGLang sends the salt as `cache_salt`. Here both become 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,8 +27,12 @@ class BlockIdentity(NamedTuple):
     keys: list[bytes | None] | None
 
 
-def identity_of(event: BlockStored) -> BlockIdentity:
-    """Read the identity of an event's blocks. Raises ValueError when `extra_keys` has not one entry a block."""
+def identity_of(event: BlockStored, adapters: Collection[str] = ()) -> BlockIdentity:
+    """Read the identity of an event's blocks. Raises ValueError when `extra_keys` has not one entry a block.
+
+    `adapters` are those already known: an event that goes on from a parent may name one in no other way than by a
+    string that could as well be an image's.
+    """
     extra = event.extra_keys
     adapter = event.lora_name
     if not extra or not any(extra):
@@ -38,10 +43,11 @@ def identity_of(event: BlockStored) -> BlockIdentity:
         raise ValueError(f"extra_keys has {len(extra)} entries for {len(event.block_hashes)} blocks")
     rest = [list(keys or ()) for keys in extra]
     if adapter is None:
-        adapter = _adapter_in_keys(rest, event.lora_id)
-    for keys in rest:
-        if adapter in keys:
-            keys.remove(adapter)
+        adapter = _adapter_in_keys(event, rest, adapters)
+    if adapter is not None:
+        for keys in rest:
+            if adapter in keys:
+                keys.remove(adapter)
     salt = event.cache_salt
     if salt is None and event.parent_block_hash is None:
         salt = next((key for key in reversed(rest[0]) if isinstance(key, str)), None)
@@ -55,13 +61,16 @@ def encode_keys(keys: list[Any]) -> bytes | None:
     return _encode(keys) if keys else None
 
 
-def _adapter_in_keys(keys_by_block: list[list[Any]], lora_id: int | None) -> str | None:
+def _adapter_in_keys(event: BlockStored, keys_by_block: list[list[Any]], adapters: Collection[str]) -> str | None:
     """The adapter's name when an engine gives it only among the extra keys.
 
-    It stands first in every block's keys. A lone string in a single block is an adapter only if the engine also sent
-    an adapter id: without one it is a salt.
+    It stands first in every block's keys. So may a salt, in a sequence that starts with a single block, and so may an
+    image, further on: there, only an adapter id or a name already known tells.
     """
     first = [keys[0] if keys and isinstance(keys[0], str) else None for keys in keys_by_block]
-    if first[0] is not None and first.count(first[0]) == len(first) and (lora_id is not None or len(first) > 1):
-        return first[0]
-    return None if lora_id is None else f"lora_id:{lora_id}"
+    name = first[0]
+    if name is not None and first.count(name) == len(first):
+        starts = event.parent_block_hash is None
+        if event.lora_id is not None or name in adapters or (starts and len(first) > 1):
+            return name
+    return None if event.lora_id is None else f"lora_id:{event.lora_id}"

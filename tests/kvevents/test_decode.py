@@ -1,0 +1,301 @@
+"""What engines send is read as it was meant, and one thing that cannot be read costs only itself."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvevents import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    MalformedBatchError,
+    WireForm,
+    decode_batch,
+    encode_batch,
+)
+from kvevents.decode import batch_time
+
+encode = msgspec.msgpack.encode
+
+u64 = st.integers(0, 2**64 - 1)
+i64 = st.integers(-(2**63), 2**63 - 1)
+hashes = st.one_of(u64, i64, st.binary(min_size=32, max_size=32))
+names = st.none() | st.text(max_size=8)
+extra_keys = st.none() | st.lists(st.none() | st.lists(st.text(max_size=4) | i64 | st.binary(max_size=4), max_size=2))
+stored = st.builds(
+    BlockStored,
+    block_hashes=st.lists(hashes, max_size=3),
+    parent_block_hash=st.none() | hashes,
+    token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=6),
+    block_size=st.integers(0, 128),
+    lora_id=st.none() | st.integers(0, 9),
+    medium=names,
+    lora_name=names,
+    extra_keys=extra_keys,
+    group_idx=st.none() | st.integers(0, 9),
+    kv_cache_spec_kind=names,
+    kv_cache_spec_sliding_window=st.none() | st.integers(0, 4096),
+    cache_salt=names,
+    session_id=names,
+)
+removed = st.builds(
+    BlockRemoved,
+    block_hashes=st.lists(hashes, max_size=3),
+    medium=names,
+    group_idx=st.none() | st.integers(0, 9),
+)
+cleared = st.builds(AllBlocksCleared, medium=names)
+batches = st.builds(
+    EventBatch,
+    ts=st.floats(0, 2e9),
+    events=st.lists(st.one_of(stored, removed, cleared), max_size=4),
+    dp_rank=st.none() | st.integers(0, 63),
+    rejected=st.just([]),
+)
+anything = st.recursive(
+    st.none() | st.booleans() | i64 | st.floats(allow_nan=False) | st.text(max_size=12) | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=12), inner, max_size=5),
+    max_leaves=20,
+)
+
+# What the array forms of both engines have no place for.
+NOT_IN_VLLM_ARRAYS = ("cache_salt", "session_id")
+NOT_IN_SGLANG_ARRAYS = (
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "session_id",
+)
+
+
+def decode_events(*events: Any) -> EventBatch:
+    return decode_batch(encode([1.5, list(events), 0]))
+
+
+def without(batch: EventBatch, fields: tuple[str, ...]) -> EventBatch:
+    """A batch whose events lack these fields, and whose clears are of everything."""
+    events = [
+        AllBlocksCleared()
+        if isinstance(event, AllBlocksCleared)
+        else msgspec.structs.replace(event, **{name: None for name in fields if hasattr(event, name)})
+        for event in batch.events
+    ]
+    return EventBatch(batch.ts, events, batch.dp_rank)
+
+
+@given(batches, st.sampled_from([WireForm.VLLM_MAPS, WireForm.SGLANG_MAPS]))
+def test_a_batch_of_tagged_maps_is_read_back_whole(batch: EventBatch, form: WireForm) -> None:
+    assert decode_batch(encode_batch(batch, form)) == batch
+
+
+@given(batches)
+def test_vllms_tagged_arrays_carry_every_field_they_have_a_place_for(batch: EventBatch) -> None:
+    assert decode_batch(encode_batch(batch, WireForm.VLLM_ARRAYS)) == without(batch, NOT_IN_VLLM_ARRAYS)
+
+
+@given(batches)
+def test_sglangs_tagged_arrays_carry_the_salt_at_the_end(batch: EventBatch) -> None:
+    assert decode_batch(encode_batch(batch, WireForm.SGLANG_ARRAYS)) == without(batch, NOT_IN_SGLANG_ARRAYS)
+
+
+def test_position_7_is_vllms_adapter_or_sglangs_salt() -> None:
+    fields = [[11], None, [1, 2], 2, None, "GPU"]
+    vllm, sglang = decode_events(
+        ["BlockStored", *fields, "my-lora"], ["BlockStored", *fields, {"cache_salt": "t"}]
+    ).events
+    assert isinstance(vllm, BlockStored)
+    assert isinstance(sglang, BlockStored)
+    assert (vllm.lora_name, vllm.cache_salt) == ("my-lora", None)
+    assert (sglang.lora_name, sglang.cache_salt) == (None, "t")
+
+
+def test_a_salt_that_is_no_text_costs_its_event() -> None:
+    batch = decode_events(["BlockStored", [11], None, [1, 2], 2, None, "GPU", {"cache_salt": 5}])
+    assert batch.events == []
+    assert [event.index for event in batch.rejected] == [0]
+
+
+@pytest.mark.parametrize(
+    ("event", "read"),
+    [
+        (["BlockStored", [1], None, [5, 6], 2], BlockStored([1], None, [5, 6], 2)),
+        (["BlockStored", [1], 7, [5, 6], 2, 3], BlockStored([1], 7, [5, 6], 2, lora_id=3)),
+        (["BlockRemoved", [1]], BlockRemoved([1])),
+        (["BlockRemoved", [1], "CPU"], BlockRemoved([1], "CPU")),
+        (["AllBlocksCleared"], AllBlocksCleared()),
+        (["AllBlocksCleared", "GPU"], AllBlocksCleared("GPU")),
+        ({"type": "BlockStored", "block_hashes": [1]}, BlockStored([1])),
+        ({"type": "BlockRemoved", "block_hashes": [1]}, BlockRemoved([1])),
+        ({"type": "AllBlocksCleared"}, AllBlocksCleared()),
+    ],
+)
+def test_fields_that_older_releases_lack_may_be_missing(event: Any, read: Any) -> None:
+    assert decode_events(event).events == [read]
+
+
+@pytest.mark.parametrize(
+    ("event", "read"),
+    [
+        ({"type": "BlockRemoved", "block_hashes": [1], "locality": "local", "x": {"y": [1]}}, BlockRemoved([1])),
+        (["BlockRemoved", [1], "GPU", 0, "new", {"y": 1}], BlockRemoved([1], "GPU", 0)),
+        ({"type": "AllBlocksCleared", "ownership": None}, AllBlocksCleared()),
+    ],
+)
+def test_fields_of_newer_releases_are_passed_over(event: Any, read: Any) -> None:
+    assert decode_events(event).events == [read]
+
+
+def test_maps_and_arrays_may_share_a_batch() -> None:
+    batch = decode_events(["BlockRemoved", [1]], {"type": "BlockRemoved", "block_hashes": [2]})
+    assert batch.events == [BlockRemoved([1]), BlockRemoved([2])]
+
+
+@pytest.mark.parametrize("rank", [[], [None]])
+def test_the_rank_may_be_missing_or_null(rank: list[None]) -> None:
+    assert decode_batch(encode([1.5, [["AllBlocksCleared"]], *rank])) == EventBatch(1.5, [AllBlocksCleared()])
+
+
+def test_the_rank_is_read_and_what_follows_it_passed_over() -> None:
+    assert decode_batch(encode([2, [], 3, "more"])) == EventBatch(2.0, [], 3)
+
+
+@pytest.mark.parametrize("block", [0, 2**64 - 1, -(2**63), b"\x01" * 32])
+@pytest.mark.parametrize("form", list(WireForm))
+def test_a_block_hash_is_any_64_bit_number_or_bytes(block: int | bytes, form: WireForm) -> None:
+    batch = EventBatch(1.0, [BlockStored([block], block, [1], 1), BlockRemoved([block])])
+    assert decode_batch(encode_batch(batch, form)) == batch
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"type": "BlockMoved", "block_hashes": [1]},
+        ["BlockMoved", [1]],
+        {"block_hashes": [1]},
+        {"type": "BlockStored"},
+        {"type": "BlockStored", "block_hashes": "1"},
+        {"type": "BlockStored", "block_hashes": [1.5]},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [[1, 2]]},
+        ["BlockStored"],
+        ["BlockStored", [1], None, "tokens", 2],
+        {"type": "BlockRemoved", "block_hashes": [1], "medium": msgspec.Raw(b"\xa1\xff")},
+        {"type": "BlockStored", "block_hashes": [1], "extra_keys": [[msgspec.Raw(b"\x81\x80\x01")]]},
+        [],
+        {},
+        None,
+        5,
+        "BlockStored",
+    ],
+)
+@pytest.mark.parametrize("good", [["BlockRemoved", [1]], {"type": "BlockRemoved", "block_hashes": [1]}])
+def test_an_event_that_cannot_be_read_costs_itself_alone(bad: Any, good: Any) -> None:
+    batch = decode_events(good, bad, good)
+    assert batch.events == [BlockRemoved([1])] * 2
+    assert [event.index for event in batch.rejected] == [1]
+    assert batch.rejected[0].reason
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        encode(None),
+        encode("text"),
+        encode({"ts": 1.0, "events": []}),
+        encode([]),
+        encode([1.0]),
+        encode(["now", []]),
+        encode([1.0, {}]),
+        encode([1.0, [], "rank"]),
+        encode([1.0, []]) + b"\x00",
+        encode([1.0, [["BlockRemoved", [1]]]])[:-1],
+        b"\x91" * 100_000 + b"\x01",
+        encode([1.0, [msgspec.Raw(b"\x91" * 100_000 + b"\x01")]]),
+    ],
+)
+def test_what_is_no_batch_is_malformed(payload: bytes) -> None:
+    with pytest.raises(MalformedBatchError):
+        decode_batch(payload)
+
+
+@given(st.one_of(st.binary(max_size=64), anything.map(encode), st.lists(anything, max_size=4).map(encode)))
+@example(b"\x92\xcb")
+def test_garbage_is_malformed_or_a_batch_and_nothing_else(payload: bytes) -> None:
+    try:
+        batch = decode_batch(payload)
+    except MalformedBatchError:
+        return
+    assert batch_time(payload) == batch.ts
+
+
+@given(batches, st.sampled_from(WireForm), st.data())
+def test_a_damaged_batch_is_malformed_or_a_batch(batch: EventBatch, form: WireForm, data: st.DataObject) -> None:
+    payload = bytearray(encode_batch(batch, form))
+    for at in data.draw(st.lists(st.integers(0, len(payload) - 1), max_size=4)):
+        payload[at] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(MalformedBatchError):
+        decode_batch(bytes(payload))
+
+
+@given(st.lists(anything, max_size=5))
+def test_every_event_of_a_batch_is_either_read_or_rejected(events: list[Any]) -> None:
+    batch = decode_events(*events)
+    assert len(batch.events) + len(batch.rejected) == len(events)
+
+
+def test_the_time_of_a_batch_is_read_alone() -> None:
+    assert batch_time(encode([12.5, "no events at all"])) == 12.5
+    assert batch_time(b"\xc1") is None
+    assert batch_time(encode(["now"])) is None
+
+
+@pytest.mark.parametrize(
+    ("form", "event", "sent"),
+    [
+        (WireForm.VLLM_MAPS, AllBlocksCleared(), {"type": "AllBlocksCleared"}),
+        (
+            WireForm.VLLM_MAPS,
+            BlockStored([1], None, [5], 1),
+            {
+                "type": "BlockStored",
+                "block_hashes": [1],
+                "parent_block_hash": None,
+                "token_ids": [5],
+                "block_size": 1,
+                "lora_id": None,
+                "medium": None,
+                "lora_name": None,
+            },
+        ),
+        (
+            WireForm.SGLANG_MAPS,
+            BlockStored([1], 2, [5], 1, medium="GPU", cache_salt="t"),
+            {
+                "type": "BlockStored",
+                "block_hashes": [1],
+                "parent_block_hash": 2,
+                "token_ids": [5],
+                "block_size": 1,
+                "lora_id": None,
+                "medium": "GPU",
+                "cache_salt": "t",
+            },
+        ),
+        (WireForm.SGLANG_ARRAYS, BlockStored([1], 2, [5], 1), ["BlockStored", [1], 2, [5], 1, None, None]),
+        (WireForm.SGLANG_ARRAYS, BlockRemoved([1], "GPU"), ["BlockRemoved", [1], "GPU"]),
+        (WireForm.VLLM_ARRAYS, BlockRemoved([1], "GPU", 2), ["BlockRemoved", [1], "GPU", 2]),
+        (WireForm.VLLM_ARRAYS, AllBlocksCleared(), ["AllBlocksCleared"]),
+    ],
+)
+def test_events_are_laid_out_as_the_engines_decoders_require(form: WireForm, event: Any, sent: Any) -> None:
+    assert msgspec.msgpack.decode(encode_batch(EventBatch(1.0, [event], 3), form)) == [1.0, [sent], 3]

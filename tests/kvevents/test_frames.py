@@ -1,0 +1,65 @@
+"""The frames of streams and replays, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.frames import (
+    MalformedFrameError,
+    StreamFrame,
+    encode_seq,
+    end_of_replay_frames,
+    live_frames,
+    parse_live,
+    parse_replay,
+    parse_replay_request,
+    replay_frames,
+    replay_request,
+)
+
+seqs = st.integers(0, 2**64 - 2)
+
+
+def test_the_bytes_of_a_message() -> None:
+    assert live_frames(b"kv", 258, b"payload") == [b"kv", b"\0\0\0\0\0\0\1\2", b"payload"]
+    assert replay_request(258) == [b"", b"\0\0\0\0\0\0\1\2"]
+    assert replay_frames(b"me", b"kv", 258, b"payload") == [b"me", b"", b"kv", b"\0\0\0\0\0\0\1\2", b"payload"]
+    assert end_of_replay_frames(b"me", b"kv") == [b"me", b"", b"kv", b"\xff" * 8, b""]
+
+
+@given(seqs, st.binary(max_size=8), st.binary(max_size=8))
+def test_what_is_sent_is_read(seq: int, topic: bytes, payload: bytes) -> None:
+    frame = StreamFrame(seq, payload)
+    assert parse_live(live_frames(topic, seq, payload)) == frame
+    # ZeroMQ puts the client's identity before a request, and takes it away before an answer.
+    assert parse_replay_request([b"me", *replay_request(seq)]) == (b"me", seq)
+    assert parse_replay(replay_frames(b"me", topic, seq, payload)[1:]) == frame
+    assert parse_replay([b"", encode_seq(seq), payload]) == frame
+
+
+def test_a_replay_ends_with_or_without_a_topic() -> None:
+    assert parse_replay(end_of_replay_frames(b"me", b"kv")[1:]) is None
+    assert parse_replay([b"", b"\xff" * 8, b""]) is None
+
+
+SEQ = encode_seq(1)
+
+
+@pytest.mark.parametrize("parts", [[], [SEQ], [SEQ, b""], [b"", SEQ, b"", b""], [b"", b"", b""], [b"", b"1" * 9, b""]])
+def test_a_message_of_another_shape_is_malformed(parts: list[bytes]) -> None:
+    with pytest.raises(MalformedFrameError):
+        parse_live(parts)
+
+
+@pytest.mark.parametrize("parts", [[], [SEQ, b""], [b""] * 5, [b"", b"12", b""], [b"", b"", b"", b""]])
+def test_a_replay_message_of_another_shape_is_malformed(parts: list[bytes]) -> None:
+    with pytest.raises(MalformedFrameError):
+        parse_replay(parts)
+
+
+@pytest.mark.parametrize("parts", [[], [b"me", SEQ], [b"me", b"", b"12"], [b"me", b"", SEQ, b""]])
+def test_a_replay_request_of_another_shape_is_malformed(parts: list[bytes]) -> None:
+    with pytest.raises(MalformedFrameError):
+        parse_replay_request(parts)

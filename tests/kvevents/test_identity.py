@@ -1,0 +1,101 @@
+"""Adapters and salts are found in every form engines send them, and the rest of the keys is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvevents import BlockStored
+from kvevents.identity import BlockIdentity, encode_keys, identity_of
+
+IMAGE = ["0a1b", 12]  # an image's identifier and its offset within the block
+
+
+def stored(*keys: list[Any] | None, parent: int | None = None, blocks: int | None = None, **fields: Any) -> BlockStored:
+    count = len(keys) if blocks is None else blocks
+    return BlockStored(list(range(1, count + 1)), parent, extra_keys=list(keys) or None, **fields)
+
+
+def key(*keys: Any) -> bytes:
+    return msgspec.msgpack.encode(list(keys))
+
+
+def test_nothing_but_tokens() -> None:
+    for event in (stored(blocks=2), stored(None, None), stored([], None)):
+        assert identity_of(event) == BlockIdentity(None, None, None)
+
+
+@pytest.mark.parametrize("parent", [None, 7])
+@pytest.mark.parametrize(
+    ("event", "adapter"),
+    [
+        (stored(blocks=2, lora_name="sql"), "sql"),
+        (stored(["sql"], ["sql"], lora_id=1, lora_name="sql"), "sql"),
+        (stored(["sql"], lora_id=1, lora_name="sql"), "sql"),
+        (stored(["sql"], ["sql"], lora_id=1), "sql"),
+        (stored(["sql"], lora_id=1), "sql"),
+        (stored(blocks=2, lora_id=1), "lora_id:1"),
+        (stored(None, None, lora_id=0), "lora_id:0"),
+    ],
+)
+def test_an_adapter_by_name_by_id_or_among_the_keys(event: BlockStored, parent: int | None, adapter: str) -> None:
+    event.parent_block_hash = parent
+    assert identity_of(event) == BlockIdentity(adapter, None, None)
+
+
+def test_an_adapter_only_among_the_keys_stands_in_every_block() -> None:
+    assert identity_of(stored(["sql"], ["sql"])) == BlockIdentity("sql", None, None)
+    assert identity_of(stored(["sql", "tenant"], ["sql"])) == BlockIdentity("sql", "tenant", None)
+
+
+def test_further_on_only_a_known_name_is_an_adapter() -> None:
+    event = stored(["sql"], parent=7)
+    assert identity_of(event, {"sql"}) == BlockIdentity("sql", None, None)
+    assert identity_of(event) == BlockIdentity(None, None, [key("sql")])
+
+
+def test_one_image_over_several_blocks_is_no_adapter() -> None:
+    assert identity_of(stored(["image"], ["image"], parent=7)) == BlockIdentity(None, None, [key("image")] * 2)
+
+
+@pytest.mark.parametrize(
+    ("event", "adapter"),
+    [
+        (stored(["tenant"]), None),
+        (stored(["tenant"], None, None), None),
+        (stored(blocks=2, cache_salt="tenant"), None),
+        (stored(["sql", "tenant"], ["sql"], lora_name="sql"), "sql"),
+        (stored(["sql", "tenant"], lora_id=1), "sql"),
+        (stored(blocks=1, cache_salt="tenant", lora_name="sql"), "sql"),
+        (stored(blocks=1, cache_salt="tenant", lora_id=1), "lora_id:1"),
+    ],
+)
+def test_a_salt_from_either_engine_with_or_without_an_adapter(event: BlockStored, adapter: str | None) -> None:
+    assert identity_of(event) == BlockIdentity(adapter, "tenant", None)
+
+
+def test_what_else_tells_blocks_apart_stays_with_its_block() -> None:
+    event = stored(["sql", IMAGE, "tenant"], ["sql", IMAGE], ["sql"], lora_name="sql")
+    assert identity_of(event) == BlockIdentity("sql", "tenant", [key(IMAGE), key(IMAGE), None])
+
+
+def test_keys_that_are_null_are_kept() -> None:
+    assert identity_of(stored([None, 5], parent=7)) == BlockIdentity(None, None, [key(None, 5)])
+
+
+def test_the_event_is_left_as_it_was() -> None:
+    event = stored(["sql", "tenant"], ["sql"], lora_name="sql")
+    identity_of(event)
+    assert event.extra_keys == [["sql", "tenant"], ["sql"]]
+
+
+def test_keys_for_another_number_of_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 entries for 3 blocks"):
+        identity_of(stored(["a"], None, blocks=3))
+
+
+def test_no_keys_have_no_bytes() -> None:
+    assert encode_keys([]) is None
+    assert encode_keys(["a"]) == key("a")

@@ -1,0 +1,102 @@
+"""Recorded streams of real engines are read to the last event, in every generation of the wire."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from kvevents import AllBlocksCleared, BlockStored, EventBatch, decode_batch
+from kvevents.frames import parse_live, parse_replay
+from kvevents.recording import Channel, Record, TornRecordingError, read_recording
+
+DATA = Path(__file__).parents[1] / "data"
+RECORDINGS = sorted(DATA.rglob("*.kvrec"), key=str)
+
+
+def batches(path: Path, channel: Channel) -> list[tuple[int, int, EventBatch]]:
+    """Source, sequence number and batch of every message of a channel; ends of replays are left out."""
+    parse = parse_live if channel is Channel.LIVE else parse_replay
+    found = []
+    for record in read_recording(path):
+        if record.channel is channel and (frame := parse(record.frames)) is not None:
+            found.append((record.source, frame.seq, decode_batch(frame.payload)))
+    return found
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_every_event_of_a_recording_is_read(path: Path) -> None:
+    live, replayed = batches(path, Channel.LIVE), batches(path, Channel.REPLAY)
+    assert live
+    for _, _, batch in live + replayed:
+        assert batch.events
+        assert batch.rejected == []
+        assert batch.ts > 1.7e9
+        for event in batch.events:
+            if isinstance(event, BlockStored) and event.kv_cache_spec_kind in (None, "full_attention"):
+                assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+                assert event.medium in (None, "GPU")
+
+
+def test_a_replay_repeats_what_was_live_then_ends() -> None:
+    path = DATA / "a_shared_system_prompt_2workers.kvrec"
+    assert sorted(batches(path, Channel.REPLAY), key=lambda found: found[:2]) == sorted(
+        batches(path, Channel.LIVE), key=lambda found: found[:2]
+    )
+    ends = [r for r in read_recording(path) if r.channel is Channel.REPLAY and parse_replay(r.frames) is None]
+    assert [record.source for record in ends] == [0, 1]
+
+
+@pytest.mark.parametrize("release", ["vllm-0.16.0", "vllm-0.22.0", "vllm-0.24.0"])
+def test_older_vllm_releases_say_the_same(release: str) -> None:
+    now = batches(DATA / "c_pressure_evictions.kvrec", Channel.LIVE)
+    then = batches(DATA / "old_wire" / f"c_pressure_evictions.{release}.kvrec", Channel.LIVE)
+    for (_, _, new), (_, _, old) in zip(now, then, strict=True):
+        assert [type(event) for event in old.events] == [type(event) for event in new.events]
+        for ours, theirs in zip(old.events, new.events, strict=True):
+            if isinstance(ours, BlockStored) and isinstance(theirs, BlockStored):
+                assert ours.block_hashes == theirs.block_hashes
+                assert ours.parent_block_hash == theirs.parent_block_hash
+                assert ours.token_ids == theirs.token_ids
+
+
+def test_the_replays_of_older_releases_have_no_topic() -> None:
+    path = DATA / "old_wire" / "s1_sglang_radix_page16_evict.sglang-0.4.6.post5.kvrec"
+    assert len(batches(path, Channel.REPLAY)) == 293
+
+
+def test_sglangs_first_event_clears() -> None:
+    _, seq, first = batches(DATA / "s3_sglang_salt_page32.kvrec", Channel.LIVE)[0]
+    assert seq == 0
+    assert first.events[0] == AllBlocksCleared()
+
+
+def test_an_empty_recording_has_no_records(tmp_path: Path) -> None:
+    path = tmp_path / "empty.kvrec"
+    path.write_bytes(b"")
+    assert list(read_recording(path)) == []
+
+
+def test_a_record_is_read_as_the_format_says(tmp_path: Path) -> None:
+    path = tmp_path / "one.kvrec"
+    path.write_bytes(struct.pack(">dBBB", 1.5, 1, 7, 2) + struct.pack(">I", 3) + b"abc" + struct.pack(">I", 0))
+    assert list(read_recording(path)) == [Record(1.5, Channel.REPLAY, 7, [b"abc", b""])]
+
+
+def test_a_torn_recording_yields_what_is_whole_then_says_so(tmp_path: Path) -> None:
+    record = struct.pack(">dBBB", 1.5, 0, 0, 1) + struct.pack(">I", 4) + b"abcd"
+    path = tmp_path / "torn.kvrec"
+    for cut in range(1, len(record)):
+        path.write_bytes(record + record[:cut])
+        records = read_recording(path)
+        assert next(records).frames == [b"abcd"]
+        with pytest.raises(TornRecordingError, match=f"at byte {len(record)}"):
+            next(records)
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "text.kvrec"
+    path.write_text("this is no recording at all, but a text")
+    with pytest.raises(TornRecordingError):
+        list(read_recording(path))
