@@ -35,7 +35,7 @@ class LocalTokenizer:
         """
         # It takes seconds, which who has no local tokenizer need not wait; and it advises to install PyTorch.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        from transformers import AutoTokenizer, PreTrainedConfig
+        from transformers import AutoTokenizer, PretrainedConfig
 
         options = {"local_files_only": Path(path_or_name).is_dir()}
         try:
@@ -49,7 +49,7 @@ class LocalTokenizer:
                 "let a worker tokenize for this model"
             )
         try:
-            config, _ = PreTrainedConfig.get_config_dict(path_or_name, **options)
+            config, _ = PretrainedConfig.get_config_dict(path_or_name, **options)
         except OSError:
             config = {}
         return cls(tokenizer, config.get("text_config", config).get("vocab_size") or 0)

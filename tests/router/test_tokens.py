@@ -1,0 +1,179 @@
+"""The token ids of a request's prompts, whoever tokenizes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+import worker.simulated
+from indexer.errors import RequestError
+from router.local_tokenizer import LocalTokenizer
+from router.remote_tokenizer import RemoteTokenizer
+from router.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
+from router.tokens import INLINE_CHARACTERS, MAX_WAITING, Tokenizers, TokenizerUnavailableError
+
+T = TypeVar("T")
+
+USER = {"role": "user", "content": "What holds the cache?"}
+LONG = "the worker holds the prefix\n" * (INLINE_CHARACTERS // 20)
+
+
+@pytest.fixture(scope="module")
+def local() -> LocalTokenizer:
+    return LocalTokenizer.load(str(Path(worker.simulated.__file__).parent / "model"))
+
+
+def using(act: Callable[[Tokenizers], Awaitable[T]], timeout_seconds: float = 30) -> T:
+    """What becomes of tokenizers that are closed afterwards."""
+
+    async def main() -> T:
+        tokenizers = Tokenizers(timeout_seconds=timeout_seconds)
+        try:
+            return await act(tokenizers)
+        finally:
+            await tokenizers.close()
+
+    return asyncio.run(main())
+
+
+def ids_of(local: LocalTokenizer, prompt: Prompt) -> list[list[int]]:
+    async def act(tokenizers: Tokenizers) -> list[list[int]]:
+        tokenizers.add("m", local)
+        return await tokenizers.token_ids("m", prompt)
+
+    return using(act)
+
+
+@pytest.mark.parametrize("texts", [["the cache"], ["a", "b"], [LONG], [LONG, "a", LONG], [""]])
+def test_texts_short_and_long(local: LocalTokenizer, texts: list[str]) -> None:
+    assert ids_of(local, TextPrompts(texts)) == local.encode(texts, add_special_tokens=True)
+
+
+@pytest.mark.parametrize("content", ["hi", LONG])
+def test_a_chat_is_rendered_then_tokenized(local: LocalTokenizer, content: str) -> None:
+    chat = ChatPrompt([{"role": "user", "content": content}])
+    assert ids_of(local, chat) == local.encode([local.render(chat)], add_special_tokens=False)
+
+
+def test_token_ids_pass_through(local: LocalTokenizer) -> None:
+    assert ids_of(local, TokenPrompts([[5, 6], [7]])) == [[5, 6], [7]]
+    assert ids_of(local, TokenPrompts([])) == []
+    assert ids_of(local, TokenPrompts([[local.vocab_size - 1]])) == [[local.vocab_size - 1]]
+
+
+@pytest.mark.parametrize(
+    ("lists", "param", "place"),
+    [
+        ([[1, 10**9]], "prompt", "prompt[1]"),
+        ([[1], [10**9]], "prompt", "prompt[1][0]"),
+        ([[10**9]], "token_ids", "token_ids[0]"),
+    ],
+)
+def test_a_token_id_outside_the_vocabulary_is_refused(
+    local: LocalTokenizer, lists: list[list[int]], param: str, place: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        ids_of(local, TokenPrompts(lists, param=param))
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(f"{place} is 1000000000, which the model's vocabulary lacks.")
+    assert f"from 0 to {local.vocab_size - 1}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"),
+    [
+        (Truncation(2), [3, 4]),
+        (Truncation(2, "right"), [1, 2]),
+        (Truncation(9), [1, 2, 3, 4]),
+        (Truncation(9, "right"), [1, 2, 3, 4]),
+        (Truncation(0), []),
+        (Truncation(0, "right"), []),
+    ],
+)
+def test_truncation(local: LocalTokenizer, truncation: Truncation, expected: list[int]) -> None:
+    assert ids_of(local, TokenPrompts([[1, 2, 3, 4]], truncation)) == [expected]
+
+
+def test_texts_are_truncated_once_they_are_tokens(local: LocalTokenizer) -> None:
+    whole = ids_of(local, TextPrompts(["the worker holds the prefix"]))[0]
+    assert ids_of(local, TextPrompts(["the worker holds the prefix"], truncation=Truncation(3))) == [whole[-3:]]
+
+
+def test_a_prompt_that_the_template_refuses_is_a_request_error(local: LocalTokenizer) -> None:
+    with pytest.raises(RequestError, match="chat template refuses"):
+        ids_of(local, ChatPrompt([USER], continue_final_message=True))
+
+
+def test_without_a_tokenizer_the_ids_are_unknown(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        with pytest.raises(TokenizerUnavailableError, match="'other'"):
+            await tokenizers.token_ids("other", TextPrompts(["a"]))
+        # Token ids need no tokenizer.
+        assert await tokenizers.token_ids("other", TokenPrompts([[1]])) == [[1]]
+        tokenizers.remove("m")
+        tokenizers.remove("m")
+        with pytest.raises(TokenizerUnavailableError, match="'m'"):
+            await tokenizers.token_ids("m", TextPrompts(["a"]))
+
+    using(act)
+
+
+def test_a_worker_may_tokenize() -> None:
+    async def tokenize(_: web.Request) -> web.Response:
+        return web.json_response({"tokens": [4, 5, 6]})
+
+    async def act(tokenizers: Tokenizers) -> None:
+        app = web.Application()
+        app.router.add_post("/tokenize", tokenize)
+        async with TestServer(app) as server, aiohttp.ClientSession() as session:
+            tokenizers.add("m", RemoteTokenizer(session, str(server.make_url("")), "m"))
+            assert await tokenizers.token_ids("m", ChatPrompt([USER])) == [[4, 5, 6]]
+            assert await tokenizers.token_ids("m", ChatPrompt([USER], truncation=Truncation(1))) == [[6]]
+            # Nobody here knows its vocabulary.
+            assert await tokenizers.token_ids("m", TokenPrompts([[10**9]])) == [[10**9]]
+
+    using(act)
+
+
+def test_the_event_loop_goes_on_while_a_long_text_is_tokenized(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        tokenizing = asyncio.ensure_future(tokenizers.token_ids("m", TextPrompts([LONG * 200])))
+        turns = 0
+        while not tokenizing.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert len(tokenizing.result()[0]) > 100_000
+        assert turns > 20
+
+    using(act)
+
+
+def test_a_text_that_takes_too_long_leaves_the_ids_unknown(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        with pytest.raises(TokenizerUnavailableError, match=r"not tokenized within 0\.001 s"):
+            await tokenizers.token_ids("m", TextPrompts([LONG * 100]))
+
+    using(act, timeout_seconds=0.001)
+
+
+def test_only_so_many_wait(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        asked = [tokenizers.token_ids("m", TextPrompts([LONG])) for _ in range(MAX_WAITING + 10)]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, TokenizerUnavailableError)]
+        assert len(refused) == 10
+        # And there is room again.
+        assert await tokenizers.token_ids("m", TextPrompts([LONG])) == results[0]
+
+    using(act)
