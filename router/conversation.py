@@ -39,8 +39,9 @@ def _message(message: Message, wraps_parts: bool) -> Message:
     wrapped = [part for part in map(_wrapped_part, parts) if part is not None]
     result: Message = {"role": role, "content": wrapped if wraps_parts else _joined(wrapped)}
     if role == "assistant":
-        if message.get("tool_calls"):
-            result["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        calls = message.get("tool_calls")
+        if calls and isinstance(calls, list):
+            result["tool_calls"] = [_tool_call(call) for call in calls]
         reasoning = message.get("reasoning")
         if reasoning is None:
             reasoning = message.get("reasoning_content")
@@ -93,9 +94,9 @@ _MODALITY_OF = {
     "video_embeds": "video",
 }
 # Keys of a part that vLLM reads itself. Templates see the others, such as a cache_control.
-_OWN_KEYS = {"type", "text", "refusal", "thinking", "closed", "file", "data", "uuid", "name", *_MODALITY_OF} - {
-    "input_image"
-}
+_OWN_KEYS = {"type", "text", "refusal", "thinking", "closed", "file", "data", "uuid", "name"} | (
+    _MODALITY_OF.keys() - {"input_image"}
+)
 
 
 def _wrapped_part(part: str | dict[str, Any]) -> dict[str, Any] | None:
@@ -103,6 +104,8 @@ def _wrapped_part(part: str | dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") or next((key for key in _MODALITY_OF if key in part), None)
+    if not isinstance(kind, str):
+        return None
     if kind == "tool_reference":
         return {"type": "tool_reference", "name": part.get("name")}
     others = {key: value for key, value in part.items() if key not in _OWN_KEYS}
@@ -129,7 +132,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
     return arguments if isinstance(arguments, dict) else {}
 

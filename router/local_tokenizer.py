@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
+from indexer.errors import RequestError
 from router.chat_template import ChatTemplate
 from router.errors import TokenizerUnavailableError
 from router.requests import ChatPrompt
@@ -52,7 +55,7 @@ class LocalTokenizer:
             config, _ = PretrainedConfig.get_config_dict(path_or_name, **options)
         except OSError:
             config = {}
-        return cls(tokenizer, config.get("text_config", config).get("vocab_size") or 0)
+        return cls(tokenizer, (config.get("text_config") or config).get("vocab_size") or 0)
 
     def render(self, chat: ChatPrompt) -> str:
         """The text that the model's chat template makes of a conversation.
@@ -64,20 +67,25 @@ class LocalTokenizer:
             raise TokenizerUnavailableError("the request brings its own chat template")
         template = self._template if chat.tools is None else self._tools_template
         if template is None:
-            raise TokenizerUnavailableError("the model has no chat template")
+            raise TokenizerUnavailableError("the model has no chat template that can be read")
         return template.render(chat)
 
     def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """The token ids of each text. Special tokens that stand in a text are read as such."""
-        # Unlike `encode`, this lets other threads run; and it skips the offsets, a third of the work.
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        """The token ids of each text. Special tokens that stand in a text are read as such.
+
+        Raises RequestError (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
+        """
+        try:
+            # Unlike `encode`, this lets other threads run; and it skips the offsets, a third of the work.
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise RequestError("The prompt has half of a surrogate pair in it. Send valid Unicode.") from error
         return [encoding.ids for encoding in encodings]
 
 
 def _template(tokenizer: Any, tools: list[Any] | None) -> ChatTemplate | None:
-    """The template for conversations with these tools: some models have one of its own for them."""
+    """The template for conversations with these tools (some models have one of its own for them), if it can be read."""
     try:
-        source = tokenizer.get_chat_template(tools=tools)
-    except ValueError:
+        return ChatTemplate(tokenizer.get_chat_template(tools=tools), tokenizer)
+    except (ValueError, TemplateSyntaxError):
         return None
-    return ChatTemplate(source, tokenizer)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -289,3 +292,44 @@ def test_a_refusal_says_what_the_template_says(
         ChatTemplate(source, tokenizer).render(chat)
     assert (caught.value.status, caught.value.param) == (400, "messages")
     assert phrase in caught.value.message
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+PART = st.fixed_dictionaries({}, optional=dict.fromkeys(("type", "text", "refusal", "image_url", "name"), ANY_JSON))
+FUNCTION = st.fixed_dictionaries({}, optional=dict.fromkeys(("name", "arguments", "parameters"), ANY_JSON))
+TOOL = st.fixed_dictionaries(
+    {}, optional={"type": ANY_JSON, "function": FUNCTION | ANY_JSON, "defer_loading": ANY_JSON}
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer", "other"])},
+    optional={
+        "content": st.none() | st.text(max_size=5) | st.lists(st.text(max_size=5) | PART, max_size=3),
+        "tool_calls": st.lists(TOOL | ANY_JSON, max_size=2) | ANY_JSON,
+        "tools": st.lists(TOOL | ANY_JSON, max_size=2) | ANY_JSON,
+        "reasoning": ANY_JSON,
+        "name": ANY_JSON,
+    },
+)
+
+
+# The machine may be busy: how long an example takes says nothing here.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    messages=st.lists(MESSAGE, min_size=1, max_size=3),
+    tools=st.none() | st.lists(TOOL | ANY_JSON, max_size=2),
+    variables=st.none() | st.dictionaries(st.sampled_from(["tools", "documents", "color", "messages"]), ANY_JSON),
+    source=st.sampled_from([SHOW, SHOW_PARTS, SHOW + "{# 'developer' #}"]),
+)
+def test_whatever_a_client_sends_is_rendered_or_refused(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    variables: dict[str, Any] | None,
+    source: str,
+) -> None:
+    with contextlib.suppress(RequestError):
+        ChatTemplate(source, tokenizer).render(ChatPrompt(messages, tools=tools, chat_template_kwargs=variables))

@@ -16,6 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import worker.simulated
+from indexer.errors import RequestError
 from router.errors import TokenizerUnavailableError
 from router.local_tokenizer import LocalTokenizer
 from router.requests import ChatPrompt
@@ -117,10 +118,19 @@ def test_some_models_have_a_template_for_tools() -> None:
     assert local.render(ChatPrompt([USER], tools=[])) == "tools"
 
 
-def test_a_model_without_a_template_renders_no_chat(tmp_path: Path) -> None:
-    tokenizer = LocalTokenizer.load(saved(tmp_path, trained()))
-    with pytest.raises(TokenizerUnavailableError, match="no chat template"):
-        tokenizer.render(ChatPrompt([USER]))
+@pytest.mark.parametrize("template", [None, "{% for %}"])
+def test_a_model_without_a_readable_template_renders_no_chat(template: str | None) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
+    tokenizer.chat_template = template
+    with pytest.raises(TokenizerUnavailableError, match="no chat template that can be read"):
+        LocalTokenizer(tokenizer).render(ChatPrompt([USER]))
+
+
+def test_half_of_a_surrogate_pair_is_refused(bundled: LocalTokenizer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"smile": "\\ud83d"}'}}
+    text = bundled.render(ChatPrompt([USER, {"role": "assistant", "tool_calls": [call]}]))
+    with pytest.raises(RequestError, match="surrogate"):
+        bundled.encode([text], add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +143,13 @@ def test_a_template_that_a_client_brings_is_not_run_here(bundled: LocalTokenizer
 
 @pytest.mark.parametrize(
     ("config", "size"),
-    [({}, None), ({"vocab_size": 512}, 512), ({"vocab_size": 7}, None), ({"text_config": {"vocab_size": 640}}, 640)],
+    [
+        ({}, None),
+        ({"vocab_size": 512}, 512),
+        ({"vocab_size": 512, "text_config": None}, 512),
+        ({"vocab_size": 7}, None),
+        ({"text_config": {"vocab_size": 640}}, 640),
+    ],
 )
 def test_the_vocabulary_is_the_larger_of_the_models_and_the_tokenizers(
     tmp_path: Path, config: dict[str, object], size: int | None
