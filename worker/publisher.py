@@ -73,6 +73,9 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class EventPublisher(ABC):
     """Takes the event batches of one DP rank, in order."""
 
+    def __init__(self, attn_dp_rank: int = 0) -> None:
+        self._attn_dp_rank = attn_dp_rank
+
     @abstractmethod
     def publish(self, batch: EventBatch) -> None:
         """Send a batch; its `dp_rank` is filled in where it is None. Never waits."""
@@ -112,12 +115,12 @@ class ZmqEventPublisher(EventPublisher):
         bind: bool | None = None,
         wire_form: WireForm = WireForm.VLLM_MAPS,
     ) -> None:
+        super().__init__(attn_dp_rank)
         self.endpoint = rank_endpoint(endpoint, attn_dp_rank)
         self.replay_endpoint = rank_endpoint(replay_endpoint, attn_dp_rank) if replay_endpoint else None
         self.dropped = 0  # batches that never reached the stream
         self.malformed_requests = 0
         self.abandoned_replays = 0
-        self._dp_rank = attn_dp_rank
         self._topic = topic.encode()
         self._wire_form = wire_form
 
@@ -157,7 +160,7 @@ class ZmqEventPublisher(EventPublisher):
     def publish(self, batch: EventBatch) -> None:
         """Queue a batch for sending; it may be changed afterwards. Raises RuntimeError after shutdown."""
         if batch.dp_rank is None:
-            batch = EventBatch(batch.ts, batch.events, self._dp_rank)
+            batch = EventBatch(batch.ts, batch.events, self._attn_dp_rank)
         payload = encode_batch(batch, self._wire_form)
         with self._lock:
             if self._closing:
@@ -196,7 +199,7 @@ class ZmqEventPublisher(EventPublisher):
                 self._accept_replays()
                 progressed = self._serve_replays()
         except Exception:
-            logger.exception("the KV event publisher of DP rank %d stopped", self._dp_rank)
+            logger.exception("the KV event publisher of DP rank %d stopped", self._attn_dp_rank)
         finally:
             self._close_sockets(linger_ms=int(SHUTDOWN_TIMEOUT_S * 1000))
 

@@ -50,9 +50,9 @@ class Completions:
         ]
         if not all(prompts) or not prompts:
             raise ApiError(HTTPStatus.BAD_REQUEST, "prompt must be given and must not be empty.", "prompt")
-        for token in (token for prompt in prompts for token in prompt):
-            if token >= self._tokenizer.vocabulary_size:
-                raise ApiError(HTTPStatus.BAD_REQUEST, f"prompt: token {token} is not in the vocabulary.", "prompt")
+        highest = max(map(max, prompts))
+        if highest >= self._tokenizer.vocabulary_size:
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"prompt: token {highest} is not in the vocabulary.", "prompt")
         max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         return await self._reply(http, body, prompts, max_tokens)
 
