@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
 from indexer.tree import PrefixTree, Run, Span
@@ -14,6 +15,8 @@ from kvevents.identity import identity_of
 
 # Groups of these kinds (or of none) hold every block of a prefix; the others keep only a part of it.
 _WHOLE_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,15 @@ class UnusableEventError(ValueError):
 
 @dataclass(eq=False, slots=True)
 class Holder:
-    """The blocks a target holds in one medium for one cache group."""
+    """The blocks a target holds in one medium for one cache group: where in the tree each engine hash is."""
 
     owner: Holdings
     tier: Tier
-    blocks: int = 0
+    positions: dict[EngineHash, int] = field(default_factory=dict)
     # Engines may keep a block in several physical copies and report the removal of each: copies beyond the first.
-    extra_copies: dict[int, int] = field(default_factory=dict)
+    extra_copies: dict[EngineHash, int] = field(default_factory=dict)
+    # An engine may tell blocks apart that are one to us: engine hashes beyond the first, by their place.
+    namesakes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -73,8 +78,8 @@ class Holdings:
         self.counters = HoldingsCounters()
         self._tree = tree
         self._secret = secret
-        self._positions: dict[EngineHash, int] = {}
-        self._holders: dict[tuple[int, str | None], Holder] = {}
+        self._holders: dict[tuple[int, str], Holder] = {}
+        self._adapters_in_keys: set[str] = set()
         self._orphan_limit = orphan_blocks
         self._orphans: OrderedDict[EngineHash, list[_Parked]] = OrderedDict()  # by the missing parent
         self._orphan_blocks: dict[EngineHash, _Parked] = {}
@@ -88,7 +93,7 @@ class Holdings:
         """Blocks held in each tier; a block in two tiers counts in both."""
         counts = dict.fromkeys(Tier, 0)
         for holder in self._holders.values():
-            counts[holder.tier] += holder.blocks
+            counts[holder.tier] += len(holder.positions)
         return counts
 
     def store(self, event: BlockStored) -> None:
@@ -98,99 +103,104 @@ class Holdings:
         """
         if event.kv_cache_spec_kind not in _WHOLE_PREFIX_KINDS or not event.block_hashes:
             return
+        if not event.token_ids:
+            self._store_known(event)
+            return
         pending = [_Parked(event)]
+        removals: list[BlockRemoved] = []  # last, so that what hangs from a removed block finds its place
         while pending:
             parked = pending.pop()
-            if not self._place(parked.event):
-                continue
-            for removal in parked.removals:
-                self.remove(removal)
-            for engine_hash in parked.event.block_hashes:
-                pending.extend(self._unpark(engine_hash))
+            if self._place(parked.event):
+                removals += parked.removals
+                for engine_hash in parked.event.block_hashes:
+                    pending.extend(self._unpark(engine_hash))
+        for removal in removals:
+            self.remove(removal)
 
     def remove(self, event: BlockRemoved) -> None:
         """Take away one copy of each block of an event."""
-        holder = self._holders.get((event.group_idx or 0, event.medium))
+        holder = self._holders.get(_kind(event))
         for engine_hash in event.block_hashes:
-            position = self._positions.get(engine_hash)
-            if position is not None and holder is not None:
-                self._drop_copy(holder, engine_hash, position)
+            if holder is not None and engine_hash in holder.positions:
+                self._drop_copy(holder, engine_hash)
             elif parked := self._orphan_blocks.get(engine_hash):
                 parked.removals.append(BlockRemoved([engine_hash], event.medium, event.group_idx))
             else:
                 self.counters.unknown_removed += 1
 
     def clear_medium(self, medium: str) -> None:
-        """Take away every block held in one medium."""
-        gone = [holder for (_, name), holder in self._holders.items() if name == medium]
-        kept = [holder for (_, name), holder in self._holders.items() if name != medium]
-        self._holders = {key: holder for key, holder in self._holders.items() if key[1] != medium}
-        positions: dict[EngineHash, int] = {}
-        touched: dict[int, Run[Holder]] = {}
-        for engine_hash, position in self._positions.items():
-            place = self._tree.find(position)
-            if place is None:
-                continue
-            run, offset = place
-            touched[run.number] = run
-            if any(run.held.get(holder, 0) >> offset & 1 for holder in kept):
-                positions[engine_hash] = position
-        self._positions = positions
-        for run in touched.values():
-            for holder in gone:
-                run.held.pop(holder, None)
-            self._tree.release(run)
+        """Take away every block held in one medium, or parked for it."""
+        for kind in [kind for kind in self._holders if kind[1] == medium]:
+            holder = self._holders.pop(kind)
+            while holder.positions:
+                self._release_run(holder)
+        for parent, waiting in list(self._orphans.items()):
+            if any(_kind(parked.event)[1] == medium for parked in waiting):
+                for parked in self._unpark(parent):
+                    if _kind(parked.event)[1] != medium:
+                        self._park(parked)
 
     def release_some(self, limit: int) -> bool:
         """Give back up to `limit` blocks to the tree; True when none is left. For holdings that are dropped whole."""
-        for _ in range(limit):
-            if not self._positions:
-                self._holders.clear()
-                return True
-            _, position = self._positions.popitem()
-            place = self._tree.find(position)
-            if place is None:
-                continue
-            run, _ = place
-            mine = [holder for holder in self._holders.values() if run.held.pop(holder, 0)]
-            if mine:
-                self._tree.release(run)
-        return not self._positions
+        for holder in self._holders.values():
+            while holder.positions:
+                if limit == 0:
+                    return False
+                limit -= 1
+                self._release_run(holder)
+        return True
 
     def _place(self, event: BlockStored) -> bool:
         """Put an event's blocks into the tree; False when its parent is unknown and it was parked."""
         tokens, block_size = self._blocks_of(event)
         try:
-            adapter, salt, keys = identity_of(event)
+            adapter, salt, keys = identity_of(event, self._adapters_in_keys)
         except ValueError as error:
             raise UnusableEventError(str(error)) from error
         after: tuple[Run[Holder], int] | None
         if event.parent_block_hash is None:
             after = None
             self.block_sizes.add(block_size)
+            if adapter is not None and event.lora_name is None and event.lora_id is None:
+                self._adapters_in_keys.add(adapter)
             target = self.target
             namespace = Namespace(target.model, target.tenant, adapter or self.adapter, salt, block_size)
             seed = namespace_hash(namespace, self._secret)
         else:
-            position = self._positions.get(event.parent_block_hash)
-            after = None if position is None else self._tree.find(position)
+            after = self._find(event.parent_block_hash)
             if after is None:
-                self._park(event)
+                self._park(_Parked(event))
                 return False
             run, offset = after
             seed = run.hashes[offset]
         hashes: array[int] = array("Q")
         extend_prefix_hashes(hashes, seed, tokens, block_size, len(event.block_hashes), keys)
-        holder = self._holder(event.group_idx or 0, event.medium)
+        holder = self._holder(event)
+        left: list[int] = []
         done = 0
         for span in self._tree.insert(after, hashes):
-            self._hold(holder, span, event.block_hashes[done : done + span.count])
+            left += self._hold(holder, span, event.block_hashes[done : done + span.count])
             done += span.count
+        for position in left:
+            self._vacate(holder, position)
         return True
+
+    def _store_known(self, event: BlockStored) -> None:
+        """An event without tokens: blocks that are known by now have one more copy, offloaded to another medium."""
+        holder = self._holder(event)
+        for engine_hash in event.block_hashes:
+            place = self._find(engine_hash)
+            if place is None:
+                self.counters.orphans_dropped += 1
+                continue
+            for position in self._hold(holder, Span(*place, 1), [engine_hash]):
+                self._vacate(holder, position)
 
     def _blocks_of(self, event: BlockStored) -> tuple[bytes, int]:
         """The packed tokens and the block size of an event."""
         count = len(event.block_hashes)
+        if len(set(event.block_hashes)) != count:
+            raise UnusableEventError("block_hashes names a block twice")
         block_size = event.block_size or len(event.token_ids) // count
         if block_size <= 0 or len(event.token_ids) != count * block_size:
             raise UnusableEventError(
@@ -201,58 +211,69 @@ class Holdings:
         except (OverflowError, TypeError) as error:
             raise UnusableEventError(f"token_ids has an id that is no unsigned 32-bit number: {error}") from error
 
-    def _hold(self, holder: Holder, span: Span[Holder], engine_hashes: Sequence[EngineHash]) -> None:
+    def _hold(self, holder: Holder, span: Span[Holder], engine_hashes: Sequence[EngineHash]) -> list[int]:
+        """Mark a span as held. Returns the places where its engine hashes were before, if not here."""
         before = span.run.held.get(holder, 0)
-        bits = span.bits
-        again = before & bits
-        span.run.held[holder] = before | bits
-        self._positions.update(zip(engine_hashes, span.positions, strict=True))
-        new = span.count - again.bit_count()
-        holder.blocks += new
-        self.counters.stored += new
-        while again:
-            lowest = again & -again
-            position = span.run.position(lowest.bit_length() - 1)
-            holder.extra_copies[position] = holder.extra_copies.get(position, 0) + 1
-            again ^= lowest
+        span.run.held[holder] = before | span.bits
+        places = zip(engine_hashes, span.positions, strict=True)
+        if not before & span.bits and holder.positions.keys().isdisjoint(engine_hashes):
+            holder.positions.update(places)
+            self.counters.stored += span.count
+            return []
+        left: list[int] = []
+        for offset, (engine_hash, position) in enumerate(places, span.start):
+            known = holder.positions.get(engine_hash)
+            if known == position:
+                holder.extra_copies[engine_hash] = holder.extra_copies.get(engine_hash, 0) + 1
+                continue
+            if known is None:
+                self.counters.stored += 1
+            else:
+                left.append(known)
+            holder.positions[engine_hash] = position
+            if before >> offset & 1:
+                holder.namesakes[position] = holder.namesakes.get(position, 0) + 1
+        return left
 
-    def _drop_copy(self, holder: Holder, engine_hash: EngineHash, position: int) -> None:
-        copies = holder.extra_copies.get(position)
-        if copies is None:
-            self._drop(holder, engine_hash, position)
-        elif copies == 1:
-            del holder.extra_copies[position]
-        else:
-            holder.extra_copies[position] = copies - 1
+    def _drop_copy(self, holder: Holder, engine_hash: EngineHash) -> None:
+        if not _take_one(holder.extra_copies, engine_hash):
+            self.counters.removed += 1
+            self._vacate(holder, holder.positions.pop(engine_hash))
 
-    def _drop(self, holder: Holder, engine_hash: EngineHash, position: int) -> None:
+    def _vacate(self, holder: Holder, position: int) -> None:
+        """An engine hash is at a place no longer; with the last one the place is free."""
+        if _take_one(holder.namesakes, position):
+            return
         place = self._tree.find(position)
-        if place is None:
-            del self._positions[engine_hash]
-            return
+        assert place is not None, "a place that somebody holds"
         run, offset = place
-        bit = 1 << offset
-        held = run.held.get(holder, 0)
-        if not held & bit:
-            self.counters.unknown_removed += 1
-            return
-        if held == bit:
-            del run.held[holder]
-        else:
-            run.held[holder] = held ^ bit
-        holder.blocks -= 1
-        self.counters.removed += 1
-        if not any(run.held.get(other, 0) & bit for other in self._holders.values()):
-            del self._positions[engine_hash]
-        if held == bit or offset == len(run.hashes) - 1:
+        left = run.held.pop(holder) ^ 1 << offset
+        if left:
+            run.held[holder] = left
+        if not left or offset == len(run.hashes) - 1:
             self._tree.release(run)
 
-    def _park(self, event: BlockStored) -> None:
+    def _release_run(self, holder: Holder) -> None:
+        """Forget one block, and that its run is held, for a holder that is given up whole."""
+        _, position = holder.positions.popitem()
+        place = self._tree.find(position)
+        if place is not None and place[0].held.pop(holder, 0):
+            self._tree.release(place[0])
+
+    def _find(self, engine_hash: EngineHash) -> tuple[Run[Holder], int] | None:
+        """The place of a block that is held in any medium."""
+        for holder in self._holders.values():
+            position = holder.positions.get(engine_hash)
+            if position is not None:
+                return self._tree.find(position)
+        return None
+
+    def _park(self, parked: _Parked) -> None:
         """Keep an event until its parent comes; the oldest ones go when there are too many."""
-        assert event.parent_block_hash is not None
-        parked = _Parked(event)
-        self._orphans.setdefault(event.parent_block_hash, []).append(parked)
-        self._orphan_blocks.update(dict.fromkeys(event.block_hashes, parked))
+        parent = parked.event.parent_block_hash
+        assert parent is not None
+        self._orphans.setdefault(parent, []).append(parked)
+        self._orphan_blocks.update(dict.fromkeys(parked.event.block_hashes, parked))
         while len(self._orphan_blocks) > self._orphan_limit:
             oldest = next(iter(self._orphans))
             self.counters.orphans_dropped += sum(len(dropped.event.block_hashes) for dropped in self._unpark(oldest))
@@ -262,11 +283,26 @@ class Holdings:
         waiting = self._orphans.pop(parent, [])
         for parked in waiting:
             for engine_hash in parked.event.block_hashes:
-                self._orphan_blocks.pop(engine_hash, None)
+                if self._orphan_blocks.get(engine_hash) is parked:
+                    del self._orphan_blocks[engine_hash]
         return waiting
 
-    def _holder(self, group: int, medium: str | None) -> Holder:
-        holder = self._holders.get((group, medium))
+    def _holder(self, event: BlockStored) -> Holder:
+        kind = _kind(event)
+        holder = self._holders.get(kind)
         if holder is None:
-            holder = self._holders[group, medium] = Holder(self, tier_of(medium))
+            holder = self._holders[kind] = Holder(self, tier_of(event.medium))
         return holder
+
+
+def _kind(event: BlockStored | BlockRemoved) -> tuple[int, str]:
+    """The cache group and the medium of an event; no medium is the engine's own memory."""
+    return event.group_idx or 0, event.medium or "GPU"
+
+
+def _take_one(counts: dict[K, int], key: K) -> bool:
+    """Lower a count that is there, forgetting it at 0; False when there is none."""
+    count = counts.pop(key, 0)
+    if count > 1:
+        counts[key] = count - 1
+    return count > 0

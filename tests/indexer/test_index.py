@@ -1,0 +1,404 @@
+"""What the index says of each target, event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer import Index, Match, Target
+from indexer.hashing import Namespace, pack_tokens
+from indexer.tree import RUN_BLOCKS
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
+
+A, B = Target("a", 0, "m"), Target("b", 0, "m")
+BASE = Namespace("m", "default", None, None, 2)
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.fixture
+def index() -> Index:
+    index = Index()
+    index.add(A)
+    index.add(B)
+    return index
+
+
+def stored(hashes: list[Any], tokens: list[int], parent: Any = None, **fields: Any) -> BlockStored:
+    return BlockStored(hashes, parent, tokens, len(tokens) // len(hashes), **fields)
+
+
+def apply(index: Index, target: Target, *events: Event) -> list[RejectedEvent]:
+    rejected = index.apply(target, EventBatch(0.0, list(events)))
+    index.check_integrity()
+    return rejected
+
+
+def match(index: Index, tokens: list[int] = PROMPT, namespace: Namespace = BASE) -> dict[Target, int]:
+    return {found.target: found.matched_tokens for found in index.match(namespace, pack_tokens(tokens))}
+
+
+def blocks(index: Index, target: Target = A) -> dict[Tier, int]:
+    status = index.status(target)
+    assert status is not None
+    return {tier: count for tier, count in status.blocks.items() if count}
+
+
+def drop_all(index: Index, *targets: Target) -> None:
+    for target in targets:
+        index.drop(target)
+    for _ in range(100):
+        index.sweep()
+    index.check_integrity()
+
+
+def test_each_target_matches_as_far_as_it_holds_every_block(index: Index) -> None:
+    apply(index, A, stored([1, 2, 3, 4], PROMPT))
+    apply(index, B, stored([1, 2], PROMPT[:4]))
+    assert match(index) == {A: 8, B: 4}
+    assert match(index, [1, 2, 3, 4, 9, 9]) == {A: 4, B: 4}
+    assert match(index, [9, 9]) == {}
+
+
+def test_only_full_blocks_count(index: Index) -> None:
+    apply(index, A, stored([1, 2], PROMPT[:4]))
+    assert match(index, PROMPT[:3]) == {A: 2}
+    assert match(index, [1]) == {}
+    assert match(index, []) == {}
+
+
+def test_a_match_may_be_limited_to_the_first_blocks(index: Index) -> None:
+    apply(index, A, stored([1, 2, 3, 4], PROMPT))
+    assert [found.matched_tokens for found in index.match(BASE, pack_tokens(PROMPT), 3)] == [6]
+    assert index.match(BASE, pack_tokens(PROMPT), 0) == []
+
+
+def test_blocks_hang_from_the_parent_their_engine_names(index: Index) -> None:
+    apply(index, A, stored([1, 2], [1, 2, 3, 4]), stored([3], [5, 6], 2), stored([9], [9, 9], 1))
+    assert match(index) == {A: 6}
+    assert match(index, [1, 2, 9, 9]) == {A: 4}
+
+
+def test_an_engines_hashes_mean_nothing_to_another_engine(index: Index) -> None:
+    apply(index, A, stored([1], [1, 2]))
+    apply(index, B, stored([1], [3, 4]), stored([2], [5, 6], 1))
+    assert match(index, [1, 2, 5, 6]) == {A: 2}
+    assert match(index, [3, 4, 5, 6]) == {B: 4}
+
+
+@pytest.mark.parametrize("name", [2**64 - 1, -5, b"\xab" * 32])
+def test_a_hash_may_be_of_any_kind(index: Index, name: int | bytes) -> None:
+    apply(index, A, stored([name], [1, 2]), stored([7], [3, 4], name))
+    assert match(index) == {A: 4}
+    apply(index, A, BlockRemoved([name]))
+    assert match(index) == {}
+
+
+def test_a_block_is_gone_with_its_last_copy(index: Index) -> None:
+    apply(index, A, *[stored([1, 2], PROMPT[:4])] * 3)
+    apply(index, A, BlockRemoved([2]), BlockRemoved([2]))
+    assert match(index) == {A: 4}
+    apply(index, A, BlockRemoved([2]))
+    assert match(index) == {A: 2}
+
+
+def test_a_parent_that_comes_back_has_its_children_again(index: Index) -> None:
+    apply(index, A, stored([1, 2, 3, 4], PROMPT))
+    apply(index, A, BlockRemoved([2]))
+    assert match(index) == {A: 2}
+    apply(index, A, stored([2], [3, 4], 1))
+    assert match(index) == {A: 8}
+
+
+def test_a_hole_counts_in_the_prompts_that_avoid_it(index: Index) -> None:
+    apply(index, A, stored([1, 2, 3], PROMPT[:6]), stored([9], [9, 9], 1), BlockRemoved([2]))
+    assert match(index, [1, 2, 9, 9]) == {A: 4}
+
+
+def test_blocks_wait_for_an_unknown_parent(index: Index) -> None:
+    apply(index, A, stored([4], [7, 8], 3), stored([3], [5, 6], 2))
+    assert match(index) == {}
+    status = index.status(A)
+    assert status is not None
+    assert status.orphans == 2
+    apply(index, A, stored([1, 2], PROMPT[:4]))
+    assert match(index) == {A: 8}
+    assert index.status(A).orphans == 0  # type: ignore[union-attr]
+
+
+def test_what_is_removed_while_it_waits_stays_removed(index: Index) -> None:
+    apply(index, A, stored([3, 4], [5, 6, 7, 8], 2), BlockRemoved([4]), stored([1, 2], PROMPT[:4]))
+    assert match(index) == {A: 6}
+
+
+def test_what_hangs_from_a_block_removed_while_it_waited_finds_its_place(index: Index) -> None:
+    apply(index, A, stored([2], [3, 4], 1), stored([3], [5, 6], 2), BlockRemoved([2]), stored([1], [1, 2]))
+    assert match(index) == {A: 2}
+    apply(index, A, stored([2], [3, 4], 1))
+    assert match(index) == {A: 6}
+
+
+def test_the_oldest_orphans_go_when_there_are_too_many() -> None:
+    index = Index(orphan_blocks=2)
+    index.add(A)
+    apply(index, A, stored([2], [3, 4], 1), stored([12], [3, 4], 11), stored([22], [3, 4], 21))
+    status = index.status(A)
+    assert status is not None
+    assert (status.orphans, status.counters.orphans_dropped) == (2, 1)
+    apply(index, A, stored([1], [1, 2]), stored([21], [5, 6]))
+    assert match(index) == {A: 2}
+    assert match(index, [5, 6, 3, 4]) == {A: 4}
+
+
+def test_a_copy_still_waiting_is_known_after_another_was_dropped() -> None:
+    index = Index(orphan_blocks=3)
+    index.add(A)
+    apply(index, A, stored([2, 3], [3, 4, 5, 6], 1), stored([3], [5, 6], 2))
+    apply(index, A, stored([12, 13], [1] * 4, 11))  # too many: the event that waits for block 1 goes
+    apply(index, A, BlockRemoved([3]), stored([1, 2], PROMPT[:4]))
+    assert match(index) == {A: 4}
+
+
+def test_each_block_counts_in_its_fastest_tier(index: Index) -> None:
+    apply(index, A, stored([1, 2, 3, 4], PROMPT, medium="CPU"), stored([1, 2], PROMPT[:4], medium="GPU"))
+    apply(index, A, stored([3], [5, 6], 2, medium="STORAGE"), BlockRemoved([3], "CPU"))
+    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    assert found == Match(A, 8, {Tier.GPU: 4, Tier.CPU: 2, Tier.DISK: 2, Tier.UNKNOWN: 0})
+    assert blocks(index) == {Tier.GPU: 2, Tier.CPU: 3, Tier.DISK: 1}
+
+
+def test_a_block_leaves_one_medium_and_stays_in_another(index: Index) -> None:
+    apply(index, A, stored([1], [1, 2], medium="GPU"), stored([1], [1, 2], medium="CPU"), BlockRemoved([1], "GPU"))
+    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    assert found.tiers[Tier.CPU] == found.matched_tokens == 2
+
+
+def test_an_unknown_medium_is_a_tier_of_its_own(index: Index) -> None:
+    apply(index, A, stored([1], [1, 2], medium="CXL"))
+    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    assert found.tiers == {Tier.GPU: 0, Tier.CPU: 0, Tier.DISK: 0, Tier.UNKNOWN: 2}
+
+
+def test_no_medium_is_the_engines_own_memory(index: Index) -> None:
+    apply(index, A, stored([1], [1, 2]), BlockRemoved([1], "GPU"))
+    assert match(index) == {}
+
+
+def test_an_offloaded_block_may_be_told_without_its_tokens(index: Index) -> None:
+    apply(index, A, stored([1, 2], PROMPT[:4]), BlockStored([1, 2, 77], medium="CPU"), BlockRemoved([1, 2]))
+    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    assert found.tiers[Tier.CPU] == 4
+    assert index.status(A).counters.orphans_dropped == 1  # type: ignore[union-attr]
+
+
+def test_a_clear_leaves_nothing_and_others_untouched(index: Index) -> None:
+    for target in (A, B):
+        apply(index, target, stored([1], [1, 2]), stored([3], [5, 6], 2))
+    apply(index, A, AllBlocksCleared())
+    assert match(index) == {B: 2}
+    apply(index, A, stored([2], [3, 4], 1))
+    assert match(index) == {B: 2}, "its parent is gone"
+    status = index.status(A)
+    assert status is not None
+    assert (status.orphans, status.counters.cleared) == (1, 1)
+
+
+def test_a_clear_of_one_medium_leaves_the_others(index: Index) -> None:
+    apply(index, A, stored([1, 2], PROMPT[:4]), stored([1], [1, 2], medium="CPU"))
+    apply(index, A, stored([4], [7, 8], 3), stored([4], [7, 8], 3, medium="CPU"))
+    apply(index, A, AllBlocksCleared("GPU"))
+    assert match(index) == {A: 2}
+    assert blocks(index) == {Tier.CPU: 1}
+    apply(index, A, stored([2, 3], [3, 4, 5, 6], 1, medium="DISK"))
+    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    assert found.tiers == {Tier.GPU: 0, Tier.CPU: 4, Tier.DISK: 4, Tier.UNKNOWN: 0}
+
+
+def test_the_clear_of_a_target_from_outside(index: Index) -> None:
+    apply(index, A, stored([1], [1, 2]))
+    index.clear(A)
+    index.clear(Target("nobody", 0, "m"))
+    assert match(index) == {}
+
+
+def test_events_for_an_unknown_target_are_passed_over(index: Index) -> None:
+    index.drop(A)
+    assert apply(index, A, stored([1], [1, 2])) == []
+    assert index.status(A) is None
+    assert index.runs == 0
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (BlockStored([1, 2], None, [1, 2, 3], 2), "3 ids for 2 blocks of block_size 2"),
+        (BlockStored([1, 2], None, [1, 2, 3]), "3 ids for 2 blocks"),
+        (BlockStored([1], None, [1, 2], -2), "block_size -2"),
+        (BlockStored([1], None, [1, -2], 2), "unsigned 32-bit"),
+        (BlockStored([1], None, [1, 2**32], 2), "unsigned 32-bit"),
+        (BlockStored([1, 1], None, [1, 2, 3, 4], 2), "twice"),
+        (BlockStored([1, 2], None, [1, 2, 3, 4], 2, extra_keys=[["a"]]), "1 entries for 2 blocks"),
+    ],
+)
+def test_an_event_that_makes_no_sense_is_rejected_alone(index: Index, event: BlockStored, reason: str) -> None:
+    (rejected,) = apply(index, A, stored([8], [1, 2]), event, stored([9], [3, 4], 8))
+    assert rejected.index == 1
+    assert reason in rejected.reason
+    assert match(index) == {A: 4}
+    assert blocks(index) == {Tier.GPU: 2}
+
+
+def test_a_missing_block_size_is_what_the_tokens_say(index: Index) -> None:
+    apply(index, A, BlockStored([1, 2], None, [1, 2, 3, 4]))
+    assert match(index) == {A: 4}
+    assert index.block_sizes([A, B]) == {2}
+
+
+def test_groups_that_keep_a_part_of_the_prefix_teach_nothing(index: Index) -> None:
+    window = stored([1, 2], PROMPT[:4], group_idx=1, kv_cache_spec_kind="sliding_window")
+    full = stored([1, 2], PROMPT[:4], group_idx=0, kv_cache_spec_kind="full_attention")
+    apply(index, A, window)
+    assert index.runs == 0
+    apply(index, A, full, BlockRemoved([1], group_idx=1))
+    assert match(index) == {A: 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapter", "salt"),
+    [
+        ({"lora_name": "sql"}, "sql", None),
+        ({"lora_id": 4}, "lora_id:4", None),
+        ({"extra_keys": [["sql"], ["sql"]]}, "sql", None),
+        ({"cache_salt": "s"}, None, "s"),
+        ({"extra_keys": [["s"], None]}, None, "s"),
+        ({"lora_name": "sql", "extra_keys": [["sql", "s"], ["sql"]]}, "sql", "s"),
+    ],
+)
+def test_blocks_of_an_adapter_or_a_salt_match_only_their_own(
+    index: Index, fields: dict[str, Any], adapter: str | None, salt: str | None
+) -> None:
+    later = {**fields, "extra_keys": fields["extra_keys"][1:]} if "extra_keys" in fields else fields
+    apply(index, A, stored([1, 2], PROMPT[:4], **fields), stored([3], [5, 6], 2, **later))
+    assert match(index) == {}
+    assert match(index, namespace=Namespace("m", "default", adapter, salt, 2)) == {A: 6}
+
+
+def test_a_target_of_one_adapter_needs_no_name_in_its_events() -> None:
+    index = Index()
+    index.add(A, "sql")
+    apply(index, A, stored([1], [1, 2]), AllBlocksCleared(), stored([1], [1, 2]))
+    assert match(index) == {}
+    assert match(index, namespace=Namespace("m", "default", "sql", None, 2)) == {A: 2}
+
+
+def test_two_images_on_the_same_tokens_do_not_match_each_other(index: Index) -> None:
+    apply(index, A, stored([1, 2], PROMPT[:4], extra_keys=[None, [["image-1", 0]]]))
+    apply(index, B, stored([1, 2], PROMPT[:4], extra_keys=[None, [["image-2", 0]]]))
+    assert match(index) == {A: 2, B: 2}
+
+
+def test_blocks_that_only_the_engine_tells_apart_are_each_removed(index: Index) -> None:
+    for first, second in ((1, 11), (11, 1)):
+        apply(index, A, stored([1], [1, 2]), stored([11], [1, 2]), BlockRemoved([first]))
+        assert match(index) == {A: 2}
+        apply(index, A, BlockRemoved([second]))
+        assert match(index) == {}
+        assert index.runs == 0
+    apply(index, A, stored([2], [3, 4], 1), stored([5], [5, 6]))
+    assert match(index, [5, 6, 3, 4]) == {A: 2}, "block 1 is unknown, and what hangs from it waits"
+
+
+def test_a_block_that_moved_leaves_nothing_behind(index: Index) -> None:
+    apply(index, A, stored([1], [1, 2]), stored([1], [5, 6]))
+    assert match(index) == {}
+    assert match(index, [5, 6]) == {A: 2}
+    apply(index, A, BlockRemoved([1]))
+    assert index.runs == 0
+
+
+def test_removals_of_unknown_blocks_are_counted(index: Index) -> None:
+    apply(index, A, BlockRemoved([1, 2]), stored([1], [1, 2]), BlockRemoved([1], "CPU"))
+    status = index.status(A)
+    assert status is not None
+    assert (status.counters.stored, status.counters.removed, status.counters.unknown_removed) == (1, 0, 3)
+
+
+def test_a_secret_leaves_matches_as_they_are() -> None:
+    index = Index(secret="s")
+    index.add(A)
+    apply(index, A, stored([1, 2], PROMPT[:4]))
+    assert match(index) == {A: 4}
+    assert index.prefix_hashes(BASE, pack_tokens(PROMPT), 4) != Index().prefix_hashes(BASE, pack_tokens(PROMPT), 4)
+
+
+def test_adding_a_known_target_changes_nothing(index: Index) -> None:
+    apply(index, A, stored([1], [1, 2]))
+    index.add(A, "other")
+    assert match(index) == {A: 2}
+
+
+def test_everything_is_freed_with_its_targets(index: Index) -> None:
+    for target in (A, B):
+        apply(index, target, stored([1, 2, 3], PROMPT[:6]), stored([7], [7, 7], 1), stored([1], [1, 2], medium="CPU"))
+    drop_all(index, A)
+    assert match(index) == {B: 6}
+    drop_all(index, B)
+    assert index.runs == 0
+
+
+def test_a_large_holding_is_freed_little_by_little_and_matches_no_longer(index: Index) -> None:
+    tokens = [[number, 1] for number in range(9000)]
+    for number, block in enumerate(tokens):
+        index.apply(A, EventBatch(0.0, [stored([number], block)]))
+    index.drop(A)
+    assert index.runs > 0
+    assert match(index, tokens[0]) == {}
+    drop_all(index)
+    assert index.runs == 0
+
+
+# Around the bounds of runs, the largest pieces of the tree.
+lengths = st.sampled_from([1, RUN_BLOCKS - 1, RUN_BLOCKS, RUN_BLOCKS + 1, 2 * RUN_BLOCKS, 2 * RUN_BLOCKS + 500])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(lengths, st.integers(0, 2)), min_size=1, max_size=4), lengths)
+def test_long_prompts_cross_the_bounds_of_runs(prompts: list[tuple[int, int]], asked: int) -> None:
+    """Prompts that share a first part of some length and then differ, each held by a target of its own."""
+    index = Index()
+    targets = [Target(str(number), 0, "m") for number in range(len(prompts))]
+    long = [[0] * blocks + [1 + branch] * 600 for blocks, branch in prompts]
+    for target, prompt in zip(targets, long, strict=True):
+        index.add(target)
+        for start in range(0, len(prompt), 700):
+            hashes = list(range(start + 1, min(start + 700, len(prompt)) + 1))
+            tokens = prompt[start : start + 700]
+            apply(index, target, BlockStored(hashes, start or None, tokens, 1))
+    question = [0] * asked + [1] * 700
+    expected = {
+        target: common
+        for target, prompt in zip(targets, long, strict=True)
+        if (
+            common := next(
+                (n for n, pair in enumerate(zip(prompt, question, strict=False)) if pair[0] != pair[1]),
+                min(len(prompt), len(question)),
+            )
+        )
+        > 0
+    }
+    assert match(index, question, Namespace("m", "default", None, None, 1)) == expected
+    drop_all(index, *targets)
+    assert index.runs == 0
+
+
+def test_prompts_that_part_within_a_run_share_what_is_before(index: Index) -> None:
+    long = list(range(2000))
+    apply(index, A, BlockStored(list(range(1000)), None, long, 2))
+    for parting in (1, 7, 500, 999):
+        name = 10_000 + parting
+        apply(index, B, BlockStored([name, name + 1], None, [*long[:2], 9, 9], 2))
+        apply(index, A, BlockStored([name], parting - 1, [9, 9], 2))
+        assert match(index, [*long[: 2 * parting], 9, 9])[A] == 2 * parting + 2
+    assert match(index, long)[A] == 2000

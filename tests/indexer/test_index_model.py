@@ -1,0 +1,216 @@
+"""The index agrees with a naive model of the engines, whatever they do.
+
+The model keeps, for each target, how many copies of which block are in which medium, and matches a prompt block by
+block. A block is named by the whole prompt up to its end; engines give it a hash of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from indexer import Index, Target
+from indexer.hashing import Namespace, pack_tokens
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Tier, tier_of
+
+# A prompt is a path of symbols, each of which stands for a stretch of blocks; a block is its prompt's symbols up to it
+# and its number within the last stretch. Engines may have two hashes for a block that differ in what we cannot see.
+Path: TypeAlias = tuple[int, ...]
+Block: TypeAlias = tuple[Path, int]
+Name: TypeAlias = int
+
+TARGETS = [Target("a", 0, "m"), Target("a", 1, "m"), Target("b", 0, "m")]
+MEDIA = ["GPU", "CPU", "STORAGE"]
+BLOCK_SIZE = 2
+NAMESPACE = Namespace("m", "default", None, None, BLOCK_SIZE)
+
+targets = st.sampled_from(TARGETS)
+media = st.sampled_from(MEDIA[:2])
+paths = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
+
+
+@dataclass
+class Parked:
+    """A stored event whose parent nobody has seen, and what was removed of it since."""
+
+    parent: Name
+    names: list[Name]
+    medium: str
+    removals: list[tuple[Name, str]] = field(default_factory=list)
+
+
+@dataclass
+class Engine:
+    """What one target holds."""
+
+    copies: Counter[tuple[Name, str]] = field(default_factory=Counter)
+    parked: list[Parked] = field(default_factory=list)
+
+    def knows(self, name: Name) -> bool:
+        return any(self.copies[name, medium] for medium in MEDIA)
+
+    def store(self, parent: Name | None, names: list[Name], medium: str) -> None:
+        if parent is not None and not self.knows(parent):
+            self.parked.append(Parked(parent, names, medium))
+            return
+        self.copies.update((name, medium) for name in names)
+        removals = []
+        while found := next((parked for parked in self.parked if self.knows(parked.parent)), None):
+            self.parked.remove(found)
+            self.copies.update((name, found.medium) for name in found.names)
+            removals += found.removals
+        for name, gone in removals:
+            self.remove(name, gone)
+
+    def remove(self, name: Name, medium: str) -> None:
+        if self.copies[name, medium]:
+            self.copies[name, medium] -= 1
+        elif waiting := [parked for parked in self.parked if name in parked.names]:
+            waiting[-1].removals.append((name, medium))
+
+    def clear(self, medium: str | None = None) -> None:
+        if medium is None:
+            self.copies.clear()
+            self.parked.clear()
+        for key in [key for key in self.copies if key[1] == medium]:
+            del self.copies[key]
+        self.parked = [parked for parked in self.parked if parked.medium != medium]
+
+
+class RandomEngines(RuleBasedStateMachine):
+    """Engines that store, evict, lose events, and come and go; `stretch` blocks a symbol."""
+
+    stretch = 1
+
+    @initialize()
+    def begin(self) -> None:
+        self.index = Index()
+        self.engines = {target: Engine() for target in TARGETS}
+        self.names: dict[tuple[Target, Block, bool], Name] = {}
+        self.blocks: dict[Name, Block] = {}
+        for target in TARGETS:
+            self.index.add(target)
+
+    @rule(who=targets, path=paths, start=st.integers(0, 4), medium=media, alias=st.booleans(), cut=st.integers(0, 9))
+    def store(self, who: Target, path: Path, start: int, medium: str, alias: bool, cut: int) -> None:
+        """Store the last part of a prompt; its first part may never have been seen."""
+        alias = alias and cut == 0
+        blocks = self.blocks_of(path)
+        first = min(start * self.stretch + cut % self.stretch, len(blocks) - 1)
+        names = [self.name(who, block, alias) for block in blocks]
+        parent = names[first - 1] if first else None
+        tokens = self.tokens_of(path)[first * BLOCK_SIZE :]
+        self.apply(who, BlockStored(list(names[first:]), parent, tokens, BLOCK_SIZE, medium=medium))
+        self.engines[who].store(parent, names[first:], medium)
+
+    @rule(who=targets, medium=media, data=st.data(), count=st.integers(1, 4))
+    def evict_from_the_leaves(self, who: Target, medium: str, data: st.DataObject, count: int) -> None:
+        for _ in range(count * self.stretch):
+            engine = self.engines[who]
+            held = [name for name, where in +engine.copies if where == medium]
+            if not held:
+                return
+            longest = max(len(self.blocks[name][0]) for name in held)
+            leaves = sorted(name for name in held if len(self.blocks[name][0]) == longest)
+            self.evict(who, data.draw(st.sampled_from(leaves)) if self.stretch == 1 else leaves[-1], medium)
+
+    @rule(who=targets, medium=media, data=st.data())
+    def evict_any(self, who: Target, medium: str, data: st.DataObject) -> None:
+        """Whatever the engine ever named: a hole, a block that waits, or one that is gone."""
+        names = [name for (owner, _, _), name in self.names.items() if owner == who]
+        if names:
+            self.evict(who, data.draw(st.sampled_from(names)), medium)
+
+    @rule(who=targets, medium=st.none() | media)
+    def clear(self, who: Target, medium: str | None) -> None:
+        self.apply(who, AllBlocksCleared(medium))
+        self.engines[who].clear(medium)
+
+    @rule(who=targets)
+    def come_back_empty(self, who: Target) -> None:
+        self.index.drop(who)
+        self.index.add(who)
+        self.engines[who] = Engine()
+
+    @rule(path=paths, missing=st.integers(0, 3))
+    def ask(self, path: Path, missing: int) -> None:
+        tokens = self.tokens_of(path)
+        self.agree(path, tokens[: max(len(tokens) - missing, 0)])
+
+    @invariant()
+    def the_tree_is_sound(self) -> None:
+        self.index.check_integrity()
+        self.agree((0, 1, 2), self.tokens_of((0, 1, 2)))
+
+    def teardown(self) -> None:
+        for target, engine in self.engines.items():
+            status = self.index.status(target)
+            assert status is not None
+            for medium in MEDIA:
+                held = sum(1 for name, where in +engine.copies if where == medium)
+                assert status.blocks[tier_of(medium)] == held
+            waiting = {name for parked in engine.parked for name in parked.names}
+            assert status.orphans == len(waiting)
+        for target in self.engines:
+            self.index.drop(target)
+        for _ in range(20):
+            self.index.sweep()
+        self.index.check_integrity()
+        assert self.index.runs == 0
+
+    def blocks_of(self, path: Path) -> list[Block]:
+        return [(path[: depth + 1], number) for depth in range(len(path)) for number in range(self.stretch)]
+
+    def tokens_of(self, path: Path) -> list[int]:
+        return [token for symbol in path for number in range(self.stretch) for token in (symbol, number)]
+
+    def name(self, target: Target, block: Block, alias: bool) -> Name:
+        name = self.names.setdefault((target, block, alias), len(self.names) - 2**63)
+        self.blocks[name] = block
+        return name
+
+    def evict(self, target: Target, name: Name, medium: str) -> None:
+        self.apply(target, BlockRemoved([name], medium))
+        self.engines[target].remove(name, medium)
+
+    def apply(self, target: Target, event: Event) -> None:
+        assert self.index.apply(target, EventBatch(0.0, [event])) == []
+
+    def agree(self, path: Path, tokens: list[int]) -> None:
+        found = {match.target: match for match in self.index.match(NAMESPACE, pack_tokens(tokens))}
+        whole = self.blocks_of(path)[: len(tokens) // BLOCK_SIZE]
+        for target, engine in self.engines.items():
+            expected: Counter[Tier] = Counter()
+            held: dict[Block, Tier] = {}
+            for name, medium in +engine.copies:
+                held[self.blocks[name]] = min(held.get(self.blocks[name], Tier.UNKNOWN), tier_of(medium))
+            for block in whole:
+                if block not in held:
+                    break
+                expected[held[block]] += BLOCK_SIZE
+            match = found.get(target)
+            if match is None:
+                assert not expected
+                continue
+            assert match.tiers == {tier: expected[tier] for tier in Tier}
+            assert match.matched_tokens == sum(match.tiers.values()) > 0
+
+
+class LongStretches(RandomEngines):
+    """The same with prompts of thousands of blocks, which take several runs."""
+
+    stretch = 700
+
+
+def case_of(machine: Any, examples: int, steps: int) -> Any:
+    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    return machine.TestCase
+
+
+TestRandomEngines = case_of(RandomEngines, 80, 40)
+TestLongStretches = case_of(LongStretches, 6, 8)
