@@ -59,7 +59,7 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             SpeculativeHoldings(settings.proxy.speculation_seconds),
         )
         proxy = Proxy(router, fleet, session, settings.proxy, settings.server.max_body_bytes, RequestMetrics(registry))
-        yield _app(indexer, match_reader(tokenizers, router.resolve), fleet, load, proxy, registry, session)
+        yield _app(indexer, match_reader(tokenizers, router.resolve), fleet, load, router, proxy, registry, session)
 
 
 def policy_named(settings: PolicySettings) -> Policy:
@@ -94,6 +94,7 @@ def _app(
     read_match: ReadMatch,
     fleet: Fleet,
     load: LoadTable,
+    router: Router,
     proxy: Proxy,
     registry: CollectorRegistry,
     session: aiohttp.ClientSession,
@@ -135,8 +136,8 @@ def _app(
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> dict[str, Any]:
-        """Reset the cache of every worker. Engines tell of it late, so the index forgets at once."""
-        statuses = await asyncio.gather(*(_reset(worker, indexer, session) for worker in fleet.workers))
+        """Reset the cache of every worker, and forget what they held."""
+        statuses = await asyncio.gather(*(_reset(worker, router, session) for worker in fleet.workers))
         return {"workers": dict(zip((worker.url for worker in fleet.workers), statuses, strict=True))}
 
     app.router.routes.append(Route("/{path:path}", proxy, methods=_METHODS))
@@ -156,7 +157,7 @@ def _worker_status(worker: Worker) -> dict[str, Any]:
     return {"up": worker.up, "problem": worker.problem}
 
 
-async def _reset(worker: Worker, indexer: Indexer, session: aiohttp.ClientSession) -> str:
+async def _reset(worker: Worker, router: Router, session: aiohttp.ClientSession) -> str:
     try:
         timeout = aiohttp.ClientTimeout(total=10)
         async with session.post(f"{worker.url}/reset_prefix_cache", timeout=timeout) as response:
@@ -164,6 +165,5 @@ async def _reset(worker: Worker, indexer: Indexer, session: aiohttp.ClientSessio
                 return f"refused with status {response.status}"
     except (aiohttp.ClientError, TimeoutError) as error:
         return str(error) or type(error).__name__
-    for target in worker.targets:
-        indexer.clear(target)
+    router.forget(worker)
     return "reset"

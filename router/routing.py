@@ -155,6 +155,12 @@ class Router:
             worker, target, decision, reservation, [self._speculation.hold(target, known) for known in hashes]
         )
 
+    def forget(self, worker: Worker) -> None:
+        """A worker's cache was reset. Engines tell of it late, so what it held is forgotten at once."""
+        for target in worker.targets:
+            self._indexer.clear(target)
+            self._speculation.forget(target)
+
     def _able(self, name: str | None, without: Collection[Worker]) -> dict[_Served, list[Worker]]:
         """The workers that could take a request now, by what they serve under its name."""
         able: dict[_Served, list[Worker]] = {}

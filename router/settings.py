@@ -11,7 +11,13 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import AnyHttpUrl, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -118,13 +124,7 @@ class TokenizerSettings(_Section):
 class Settings(BaseSettings):
     """All settings of `kvrouter serve`."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="KVROUTER_",
-        env_nested_delimiter="__",
-        extra="forbid",
-        frozen=True,
-        nested_model_default_partial_update=True,
-    )
+    model_config = SettingsConfigDict(env_prefix="KVROUTER_", env_nested_delimiter="__", extra="forbid", frozen=True)
 
     server: ServerSettings = ServerSettings()
     workers: list[WorkerSettings] = []
@@ -141,12 +141,12 @@ class Settings(BaseSettings):
         cls,
         settings_cls: type[BaseSettings],  # noqa: ARG003
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment wins over what the file says."""
-        return env_settings, init_settings
+        """Nothing but what is given: `load_settings` reads the rest."""
+        return (init_settings,)
 
 
 def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
@@ -155,23 +155,40 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
 
     Raises ConfigError.
     """
-    fields: Any = {}
-    if path is not None:
+    fields: dict[str, Any] = {}
+    settings = Settings()
+    for source, given in (
+        (path, _read_file(path) if path else {}),
+        ("environment", _read_environment()),
+        ("options", overrides or {}),
+    ):
+        fields = _merged(fields, given)
         try:
-            fields = yaml.safe_load(path.read_text()) or {}
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeError) as error:
-            raise ConfigError(f"{path}: not YAML: {error}") from error
-        if not isinstance(fields, dict):
-            raise ConfigError(f"{path}: expected sections such as server: and workers:")
+            settings = Settings(**fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{source}: {place}: {first['msg']} (found {first['input']!r})") from error
+    return settings
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        settings = Settings(**fields)
-        return Settings.model_validate(_merged(settings.model_dump(mode="json"), overrides)) if overrides else settings
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path or 'settings'}: {place}: {first['msg']} (found {first['input']!r})") from error
+        fields = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise ConfigError(f"{path}: expected sections such as server: and workers:")
+    return fields
+
+
+def _read_environment() -> dict[str, Any]:
+    try:
+        return EnvSettingsSource(Settings)()
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error}") from error
 
 
 def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

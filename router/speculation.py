@@ -39,14 +39,15 @@ class SpeculativeHoldings:
         self._clock = clock
         self._held: dict[Target, Counter[int]] = {}
         self._numbers = count()
-        self._ended: SortedDict[tuple[float, int], tuple[Target, array[int]]] = SortedDict()
+        self._ended: SortedDict[tuple[float, int], tuple[Counter[int], array[int]]] = SortedDict()
 
     def hold(self, target: Target, hashes: array[int]) -> Callable[[], None]:
         """Hold a prompt for a target. Returns what to call when the request ended."""
-        self._held.setdefault(target, Counter()).update(hashes)
+        held = self._held.setdefault(target, Counter())
+        held.update(hashes)
 
         def ended() -> None:
-            self._ended[self._clock() + self._linger, next(self._numbers)] = (target, hashes)
+            self._ended[self._clock() + self._linger, next(self._numbers)] = (held, hashes)
             self._expire()
 
         return ended
@@ -60,6 +61,10 @@ class SpeculativeHoldings:
         # Whoever holds a prefix holds all shorter ones too, so the longest is found by bisection.
         return CHUNK_TOKENS * bisect_left(hashes, True, key=lambda known: known not in held)
 
+    def forget(self, target: Target) -> None:
+        """Nothing is expected of a target any more, because its cache was reset."""
+        self._held.pop(target, None)
+
     def __len__(self) -> int:
         """The number of held prefixes."""
         self._expire()
@@ -68,11 +73,8 @@ class SpeculativeHoldings:
     def _expire(self) -> None:
         now = self._clock()
         while self._ended and self._ended.peekitem(0)[0][0] <= now:
-            _, (target, hashes) = self._ended.popitem(0)
-            held = self._held[target]
+            _, (held, hashes) = self._ended.popitem(0)
             for known in hashes:
                 held[known] -= 1
                 if not held[known]:
                     del held[known]
-            if not held:
-                del self._held[target]

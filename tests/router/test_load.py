@@ -1,0 +1,61 @@
+"""What is in flight on each target."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.load import LoadTable, Reservation, TargetLoad
+
+
+def test_a_request_from_its_choice_to_its_end() -> None:
+    load = TargetLoad()
+    reservation = Reservation(load, uncached=30, context=100)
+    assert load == TargetLoad(requests=1, pending=30, context=100)
+    reservation.first_byte()
+    assert load == TargetLoad(requests=1, pending=0, context=100)
+    reservation.release()
+    assert load == TargetLoad()
+
+
+def test_a_request_that_ends_without_an_answer() -> None:
+    load = TargetLoad()
+    Reservation(load, 30, 100).release()
+    assert load == TargetLoad()
+
+
+def test_every_rank_of_a_worker_has_a_load_of_its_own() -> None:
+    table = LoadTable()
+    Reservation(table.of("w", 0), 1, 1)
+    assert table.of("w", 0).requests == 1
+    assert table.of("w", 1).requests == 0
+    assert table.of("v", 0).requests == 0
+
+
+tokens = st.integers(0, 10_000)
+requests_lists = st.lists(st.tuples(tokens, tokens, st.lists(st.sampled_from(["first byte", "release"]))), max_size=8)
+
+
+@given(requests_lists, st.randoms(use_true_random=False))
+def test_the_load_is_that_of_the_requests_that_have_not_ended(
+    requests: list[tuple[int, int, list[str]]], random: object
+) -> None:
+    """Whatever is called how often, in any order."""
+    load = TargetLoad()
+    reservations = [Reservation(load, uncached, context) for uncached, context, _ in requests]
+    calls = [(number, call) for number, (_, _, calls) in enumerate(requests) for call in calls]
+    random.shuffle(calls)  # type: ignore[attr-defined]
+    begun: set[int] = set()
+    ended: set[int] = set()
+    for number, call in calls:
+        if call == "release":
+            reservations[number].release()
+            ended.add(number)
+        else:
+            reservations[number].first_byte()
+            begun.add(number)
+        assert load == TargetLoad(
+            sum(number not in ended for number in range(len(requests))),
+            sum(uncached for number, (uncached, _, _) in enumerate(requests) if number not in begun | ended),
+            sum(context for number, (_, context, _) in enumerate(requests) if number not in ended),
+        )

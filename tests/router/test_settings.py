@@ -1,0 +1,160 @@
+"""Settings: their defaults, the file, the environment, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from router.settings import ConfigError, PolicyName, Settings, load_settings
+
+CONFIG_YAML = Path(__file__).parents[2] / "config.yaml"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "config.yaml"
+
+
+def listed_fields(section: type[BaseModel], given: dict[str, Any], path: str = "") -> None:
+    """Assert that a mapping names every field of a section, with its default, and no other."""
+    assert set(given) == set(section.model_fields), path
+    for name, field in section.model_fields.items():
+        default = field.get_default()
+        if isinstance(default, BaseModel):
+            listed_fields(type(default), given[name], f"{path}{name}.")
+        else:
+            assert given[name] == default, f"{path}{name}"
+
+
+def test_config_yaml_lists_every_setting_with_its_default() -> None:
+    listed_fields(Settings, yaml.safe_load(CONFIG_YAML.read_text()))
+    assert load_settings(CONFIG_YAML) == Settings()
+
+
+def test_without_a_file_there_are_defaults() -> None:
+    assert load_settings(None) == Settings()
+
+
+def test_an_empty_file_changes_nothing(file: Path) -> None:
+    file.write_text("# nothing yet\n")
+    assert load_settings(file) == Settings()
+
+
+def test_a_file_changes_what_it_names(file: Path) -> None:
+    file.write_text(
+        """
+        server: {port: 9000}
+        policy: {name: round_robin}
+        models: {m: {tokenizer: /models/m}}
+        workers:
+          - url: http://10.0.0.1:8000
+          - url: http://10.0.0.2:8000
+            model: m
+            block_size: 32
+            streams: [{endpoint: "tcp://10.0.0.2:5557"}]
+        """
+    )
+    settings = load_settings(file)
+    assert (settings.server.port, settings.server.host) == (9000, "127.0.0.1")
+    assert settings.policy.name is PolicyName.ROUND_ROBIN
+    assert settings.models["m"].tokenizer == "/models/m"
+    assert [str(worker.url) for worker in settings.workers] == ["http://10.0.0.1:8000/", "http://10.0.0.2:8000/"]
+    (stream,) = settings.workers[1].streams or []
+    assert (stream.dp_rank, stream.endpoint, stream.replay_endpoint, stream.topic) == (
+        0,
+        "tcp://10.0.0.2:5557",
+        None,
+        "",
+    )
+
+
+def test_the_environment_wins_over_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("server: {port: 9000, host: 127.0.0.2}")
+    monkeypatch.setenv("KVROUTER_SERVER__PORT", "9001")
+    monkeypatch.setenv("KVROUTER_POLICY__NAME", "least_loaded")
+    settings = load_settings(file)
+    assert (settings.server.port, settings.server.host) == (9001, "127.0.0.2")
+    assert settings.policy.name is PolicyName.LEAST_LOADED
+
+
+def test_the_environment_may_name_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVROUTER_WORKERS", '[{"url": "http://10.0.0.1:8000"}]')
+    assert [str(worker.url) for worker in load_settings(None).workers] == ["http://10.0.0.1:8000/"]
+
+
+def test_overrides_win_over_file_and_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("server: {port: 9000, host: 127.0.0.2}\npolicy: {name: round_robin}")
+    monkeypatch.setenv("KVROUTER_SERVER__PORT", "9001")
+    monkeypatch.setenv("KVROUTER_SERVER__MAX_BODY_BYTES", "1000")
+    settings = load_settings(file, {"server": {"port": 9002}, "workers": [{"url": "http://w:1"}]})
+    assert (settings.server.port, settings.server.host) == (9002, "127.0.0.2")
+    assert settings.server.max_body_bytes == 1000
+    assert settings.policy.name is PolicyName.ROUND_ROBIN
+    assert [str(worker.url) for worker in settings.workers] == ["http://w:1/"]
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("server: {prot: 1}", "server.prot"),
+        ("sever: {port: 1}", "sever"),
+        ("server: {port: many}", "server.port"),
+        ("server: {port: 70000}", "server.port"),
+        ("server: 8080", "server"),
+        ("policy: {name: best}", "policy.name"),
+        ("policy: {context: -1}", "policy.context"),
+        ("proxy: {attempts: 0}", "proxy.attempts"),
+        ("workers: [{url: 10.0.0.1:8000}]", "workers.0.url"),
+        ("workers: [{url: 'ftp://w:1'}]", "workers.0.url"),
+        ("workers: [{url: 'http://w:1'}, {model: m}]", "workers.1.url"),
+        ("workers: [{url: 'http://w:1', streams: [{dp_rank: -1, endpoint: x}]}]", "workers.0.streams.0.dp_rank"),
+        ("workers: http://w:1", "workers"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_file(file: Path, text: str, field: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_settings(file)
+    assert str(refused.value).startswith(f"{file}: {field}: ")
+
+
+@pytest.mark.parametrize("text", ["- a list", "just words", "8080: {port: 1}", "server: {port: 1", "\x00"])
+def test_a_file_that_is_no_mapping_is_refused(file: Path, text: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=str(file)):
+        load_settings(file)
+
+
+def test_a_file_that_is_not_there_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{file}: No such file"):
+        load_settings(file)
+
+
+def test_a_file_that_is_no_text_is_refused(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match=f"{file}: not YAML"):
+        load_settings(file)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "field"),
+    [
+        ("KVROUTER_SERVER__PORT", "many", "server.port"),
+        ("KVROUTER_SERVER__PROT", "1", "server.prot"),
+        ("KVROUTER_WORKERS", "http://w:1", "workers"),
+    ],
+)
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, field: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"^environment: .*{field}"):
+        load_settings(None)
+
+
+def test_bad_overrides_are_named(file: Path) -> None:
+    file.write_text("policy: {name: round_robin}")
+    with pytest.raises(ConfigError, match=r"^options: policy.name: .*'best'"):
+        load_settings(file, {"policy": {"name": "best"}})
