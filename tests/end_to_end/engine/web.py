@@ -1,0 +1,36 @@
+"""JSON over HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+
+def get_json(url: str) -> Any:
+    """The JSON a URL answers, None for an empty body. Raises HTTPError, OSError."""
+    return _json(Request(url))
+
+
+def post_json(url: str, body: Any = None) -> Any:
+    """What a URL answers to a JSON body. Raises HTTPError, OSError."""
+    return _json(Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"))
+
+
+def answers(url: str) -> bool:
+    """Whether a URL answers 200."""
+    try:
+        get_json(url)
+    except HTTPError as error:
+        error.close()
+        return False
+    except (URLError, OSError):
+        return False
+    return True
+
+
+def _json(request: Request) -> Any:
+    with urlopen(request, timeout=30) as response:
+        body = response.read()
+    return json.loads(body) if body else None
