@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -71,7 +70,7 @@ async def describe_worker(session: aiohttp.ClientSession, worker: WorkerSettings
     """Ask a worker; what its settings say wins. Raises DiscoveryError."""
     url = str(worker.url).rstrip("/")
     try:
-        models = _models(await _get_json(session, f"{url}/v1/models"), worker.model)
+        models = _models(await _get(session, f"{url}/v1/models"), worker.model)
         description = await _streams(session, url, models)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise DiscoveryError(f"{url}: {error or type(error).__name__}") from error
@@ -88,26 +87,24 @@ async def describe_worker(session: aiohttp.ClientSession, worker: WorkerSettings
 async def _streams(session: aiohttp.ClientSession, url: str, models: dict[str, ServedModel]) -> WorkerDescription:
     """Find out which engine answers, and where its streams are."""
     host = urlsplit(url).hostname or ""
-    try:
-        streams = tuple(vllm_sources(await _get_json(session, f"{url}/kv_event_sources"), host))
-        block_size = _vllm_block_size(await _get_text(session, f"{url}/metrics"))
+    if (sources := await _get_if_there(session, f"{url}/kv_event_sources")) is not None:
+        streams = tuple(vllm_sources(msgspec.json.decode(sources), host))
+        block_size = _vllm_block_size(await _get_if_there(session, f"{url}/metrics") or "")
         return WorkerDescription(Engine.VLLM, models, streams, block_size, _ranks(streams))
-    except aiohttp.ClientResponseError:
-        pass
-    try:
-        sources, block_size = sglang_sources(await _get_json(session, f"{url}/server_info"), host)
-        return WorkerDescription(Engine.SGLANG, models, tuple(sources), block_size, _ranks(tuple(sources)))
-    except aiohttp.ClientResponseError:
-        return WorkerDescription(Engine.OTHER, models)
+    if (info := await _get_if_there(session, f"{url}/server_info")) is not None:
+        found, block_size = sglang_sources(msgspec.json.decode(info), host)
+        streams = tuple(found)
+        return WorkerDescription(Engine.SGLANG, models, streams, block_size, _ranks(streams))
+    return WorkerDescription(Engine.OTHER, models)
 
 
 def _ranks(streams: tuple[EventSource, ...]) -> tuple[int, ...]:
     return tuple(source.dp_rank for source in streams) or (0,)
 
 
-def _models(body: Any, only: str | None) -> dict[str, ServedModel]:
+def _models(body: str, only: str | None) -> dict[str, ServedModel]:
     """The names in `/v1/models`. Names with the same root are one model; an adapter has a parent."""
-    cards = msgspec.convert(body, _ModelList).data
+    cards = msgspec.json.decode(body, type=_ModelList).data
     first_of_root: dict[str, str] = {}
     for card in cards:
         if card.parent is None:
@@ -134,11 +131,17 @@ def _vllm_block_size(metrics: str) -> int | None:
     return None
 
 
-async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
-    return msgspec.json.decode(await _get_text(session, url))
+async def _get_if_there(session: aiohttp.ClientSession, url: str) -> str | None:
+    """None when the server has no such path. A server in trouble may have it: that is an error."""
+    try:
+        return await _get(session, url)
+    except aiohttp.ClientResponseError as error:
+        if error.status >= 500:
+            raise
+        return None
 
 
-async def _get_text(session: aiohttp.ClientSession, url: str) -> str:
+async def _get(session: aiohttp.ClientSession, url: str) -> str:
     async with session.get(url) as response:
         response.raise_for_status()
         return await response.text()

@@ -1,0 +1,210 @@
+"""What the router learns of a worker by asking it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from kvevents import EventSource
+from router.discovery import DiscoveryError, Engine, ServedModel, WorkerDescription, describe_worker
+from router.settings import WorkerSettings
+
+pytestmark = pytest.mark.anyio
+
+MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "root": "/models/m", "parent": None}]}
+VLLM = {
+    "/v1/models": MODELS,
+    "/kv_event_sources": {
+        "0": {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557", "topic": "kv", "hwm": 100000},
+        "1": {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5558", "replay_endpoint": "tcp://127.0.0.1:5658"},
+    },
+    "/metrics": 'vllm:cache_config_info{block_size="32",engine="0"} 1.0\n',
+}
+SGLANG = {
+    "/v1/models": MODELS,
+    "/server_info": {
+        "page_size": 1,
+        "kv_events": {
+            "publisher": "zmq",
+            "endpoint": "tcp://127.0.0.1:5557",
+            "replay_endpoint": "tcp://127.0.0.1:6557",
+            "topic": "kv",
+            "block_size": 16,
+            "dp_size": 2,
+        },
+    },
+}
+
+
+@asynccontextmanager
+async def server(answers: dict[str, Any]) -> AsyncIterator[str]:
+    """A server that answers paths with JSON, text, a status or bytes; all others with 404."""
+
+    async def answer(request: web.Request) -> web.Response:
+        given = answers.get(request.path, 404)
+        if isinstance(given, int):
+            return web.Response(status=given)
+        if isinstance(given, bytes):
+            return web.Response(body=given, content_type="application/json", charset="utf-8")
+        return web.Response(text=given) if isinstance(given, str) else web.json_response(given)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as running:
+        yield str(running.make_url("")).rstrip("/")
+
+
+async def describe(answers: dict[str, Any], **settings: Any) -> WorkerDescription:
+    async with server(answers) as url, aiohttp.ClientSession() as session:
+        return await describe_worker(session, WorkerSettings(url=url, **settings))
+
+
+async def test_a_vllm_worker() -> None:
+    assert await describe(VLLM) == WorkerDescription(
+        engine=Engine.VLLM,
+        models={"m": ServedModel("m", "m", None, "/models/m")},
+        streams=(
+            EventSource(0, "tcp://127.0.0.1:5557", None, "kv"),
+            EventSource(1, "tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658", ""),
+        ),
+        block_size=32,
+        ranks=(0, 1),
+    )
+
+
+async def test_a_vllm_worker_without_events() -> None:
+    description = await describe(VLLM | {"/kv_event_sources": {}})
+    assert (description.engine, description.streams, description.ranks) == (Engine.VLLM, (), (0,))
+    assert description.block_size == 32
+
+
+@pytest.mark.parametrize("metrics", ["", 'vllm:cache_config_info{block_size="None"} 1.0\n', "up 1\n"])
+async def test_a_block_size_that_is_not_told_is_left_to_the_events(metrics: str) -> None:
+    assert (await describe(VLLM | {"/metrics": metrics})).block_size is None
+
+
+async def test_an_sglang_worker() -> None:
+    assert await describe(SGLANG) == WorkerDescription(
+        engine=Engine.SGLANG,
+        models={"m": ServedModel("m", "m", None, "/models/m")},
+        streams=(
+            EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv"),
+            EventSource(1, "tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558", "kv"),
+        ),
+        block_size=16,
+        ranks=(0, 1),
+    )
+
+
+async def test_an_sglang_worker_without_events() -> None:
+    description = await describe(SGLANG | {"/server_info": {"page_size": 64, "kv_events": None}})
+    assert (description.engine, description.streams, description.block_size) == (Engine.SGLANG, (), 64)
+
+
+async def test_any_other_server_is_known_by_its_models_alone() -> None:
+    description = await describe({"/v1/models": {"object": "list", "data": [{"id": "m"}, {"id": "n"}]}})
+    assert description == WorkerDescription(Engine.OTHER, {"m": ServedModel("m", "m"), "n": ServedModel("n", "n")})
+
+
+@pytest.mark.parametrize("wildcard", ["*", "0.0.0.0", "[::]"])
+async def test_a_wildcard_address_is_reached_at_the_workers_host(wildcard: str) -> None:
+    sources = {"0": {"endpoint": f"tcp://{wildcard}:5557", "replay_endpoint": f"tcp://{wildcard}:5558"}}
+    description = await describe(VLLM | {"/kv_event_sources": sources})
+    assert description.streams == (EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558", ""),)
+
+
+async def test_adapters_have_a_parent() -> None:
+    cards = [
+        {"id": "poet", "root": "/adapters/poet", "parent": "m"},
+        {"id": "m", "root": "/models/m", "parent": None},
+    ]
+    description = await describe({"/v1/models": {"data": cards}})
+    assert description.models == {
+        "m": ServedModel("m", "m", None, "/models/m"),
+        "poet": ServedModel("poet", "m", "poet", "/adapters/poet"),
+    }
+    assert description.base_models() == [ServedModel("m", "m", None, "/models/m")]
+
+
+async def test_names_with_one_root_are_one_model() -> None:
+    cards = [
+        {"id": "m", "root": "/models/m"},
+        {"id": "alias", "root": "/models/m"},
+        {"id": "poet", "root": "/adapters/poet", "parent": "alias"},
+        {"id": "other", "root": "/models/other"},
+    ]
+    description = await describe({"/v1/models": {"data": cards}})
+    assert {name: (served.model, served.adapter) for name, served in description.models.items()} == {
+        "m": ("m", None),
+        "alias": ("m", None),
+        "poet": ("m", "poet"),
+        "other": ("other", None),
+    }
+    assert [served.name for served in description.base_models()] == ["m", "other"]
+
+
+async def test_what_the_settings_say_of_a_worker_wins() -> None:
+    description = await describe(
+        VLLM,
+        model="mine",
+        block_size=64,
+        streams=[{"endpoint": "tcp://10.0.0.1:1"}, {"dp_rank": 3, "endpoint": "tcp://10.0.0.1:2", "topic": "t"}],
+    )
+    assert description == WorkerDescription(
+        engine=Engine.VLLM,
+        models={"mine": ServedModel("mine", "mine", None, "/models/m")},
+        streams=(EventSource(0, "tcp://10.0.0.1:1"), EventSource(3, "tcp://10.0.0.1:2", None, "t")),
+        block_size=64,
+        ranks=(0, 3),
+    )
+
+
+async def test_streams_may_be_given_for_a_worker_that_cannot_tell_them() -> None:
+    description = await describe({"/v1/models": MODELS}, streams=[{"endpoint": "tcp://10.0.0.1:1"}])
+    assert (description.engine, description.streams) == (Engine.OTHER, (EventSource(0, "tcp://10.0.0.1:1"),))
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {},
+        {"/v1/models": 500},
+        {"/v1/models": "<html>"},
+        {"/v1/models": b"\xff"},
+        {"/v1/models": []},
+        {"/v1/models": {"data": [{"name": "m"}]}},
+        {"/v1/models": {"data": [{"id": 1}]}},
+        VLLM | {"/kv_event_sources": "soon"},
+        VLLM | {"/kv_event_sources": {"rank": {"endpoint": "tcp://127.0.0.1:1"}}},
+        VLLM | {"/kv_event_sources": {"0": {"topic": ""}}},
+        VLLM | {"/metrics": "{ no metric\n"},
+        SGLANG | {"/server_info": []},
+        SGLANG | {"/server_info": {"kv_events": {"endpoint": "tcp://127.0.0.1:65535", "dp_size": 2}}},
+        SGLANG | {"/server_info": {"kv_events": {"endpoint": "5557"}}},
+    ],
+)
+async def test_an_answer_that_makes_no_sense_is_an_error(answers: dict[str, Any]) -> None:
+    with pytest.raises(DiscoveryError, match=r"http://127\.0\.0\.1:"):
+        await describe(answers)
+
+
+@pytest.mark.parametrize(
+    "answers", [VLLM | {"/kv_event_sources": 500}, VLLM | {"/metrics": 503}, SGLANG | {"/server_info": 500}]
+)
+async def test_a_worker_in_trouble_is_not_taken_for_one_without_streams(answers: dict[str, Any]) -> None:
+    with pytest.raises(DiscoveryError, match="50[03]"):
+        await describe(answers)
+
+
+async def test_nobody_there_is_an_error() -> None:
+    async with server({}) as url:
+        pass
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(DiscoveryError, match=url):
+            await describe_worker(session, WorkerSettings(url=url))

@@ -1,0 +1,252 @@
+"""Watching workers that come, go, and come back as others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from math import inf
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from indexer import Indexer, MatchQuery, Target
+from kvevents import BlockStored, EventBatch
+from router.discovery import ServedModel
+from router.fleet import Fleet, Worker
+from router.settings import FleetSettings, WorkerSettings
+from worker import ZmqEventPublisher
+
+pytestmark = pytest.mark.anyio
+
+QUICK = FleetSettings(probe_interval=0.05, retry_interval=0.05, probe_timeout=1.0, failed_probes=3)
+TOKENS = list(range(33))
+
+
+async def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class WorkerServer:
+    """A vLLM server at one address that can be stopped, started again, and made to fail."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, Any] = {}
+        self.models = ["m"]
+        self.failures: float = 0  # to come
+        self.asked = 0
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._answer(lambda: {"data": [{"id": name} for name in self.models]}))
+        app.router.add_get("/kv_event_sources", self._answer(lambda: self.sources))
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def _answer(self, body: Callable[[], Any]) -> Callable[[web.Request], Any]:
+        async def handler(request: web.Request) -> web.Response:
+            if request.path == "/v1/models":
+                self.asked += 1
+                if self.failures:
+                    self.failures -= 1
+                    return web.Response(status=500)
+            return web.json_response(body())
+
+        return handler
+
+
+class Watched:
+    """A fleet of one worker, and what its users see."""
+
+    def __init__(self, server: WorkerServer, indexer: Indexer, session: aiohttp.ClientSession, **settings: Any) -> None:
+        self.told: list[ServedModel] = []
+        self.indexer = indexer
+        self.fleet = Fleet(
+            [WorkerSettings(url=server.url)], QUICK.model_copy(update=settings), indexer, session, self._on_model
+        )
+        self.worker = self.fleet.workers[0]
+
+    async def _on_model(self, worker: Worker, model: ServedModel) -> None:
+        assert worker is self.worker
+        self.told.append(model)
+
+    def matched(self) -> int:
+        """Tokens that the index says the worker holds."""
+        return max(match.matched_tokens for match in self.indexer.match(MatchQuery("m", TOKENS)))
+
+
+@asynccontextmanager
+async def watching(server: WorkerServer, **settings: Any) -> AsyncIterator[Watched]:
+    indexer = Indexer()
+    indexer.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            watched = Watched(server, indexer, session, **settings)
+            await watched.fleet.start()
+            try:
+                yield watched
+            finally:
+                await watched.fleet.stop()
+    finally:
+        await asyncio.to_thread(indexer.stop)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[WorkerServer]:
+    server = WorkerServer()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@asynccontextmanager
+async def stream(*stored: BlockStored) -> AsyncIterator[dict[str, Any]]:
+    """An event stream that tells of blocks; its description as vLLM gives it."""
+    publisher = ZmqEventPublisher(0, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", bind=True)
+    if stored:
+        publisher.publish(EventBatch(time.time(), list(stored)))
+    try:
+        yield {"0": {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}}
+    finally:
+        await asyncio.to_thread(publisher.shutdown)
+
+
+def blocks(count: int) -> BlockStored:
+    return BlockStored(
+        block_hashes=list(range(count)), parent_block_hash=None, token_ids=TOKENS[: 16 * count], block_size=16
+    )
+
+
+async def test_a_worker_that_answers_is_used(server: WorkerServer) -> None:
+    async with watching(server) as watched:
+        assert watched.worker.up
+        assert watched.fleet.names() == {"m"}
+        assert watched.fleet.serving("m") == [(watched.worker, ServedModel("m", "m"))]
+        assert watched.fleet.serving("n") == []
+        assert watched.told == [ServedModel("m", "m")]
+        assert [known.target for known in watched.indexer.registered()] == [Target(server.url, 0, "m")]
+
+
+async def test_a_worker_may_come_later(server: WorkerServer) -> None:
+    await server.stop()
+    async with watching(server) as watched:
+        assert not watched.worker.up
+        assert watched.worker.problem is not None
+        assert server.url in watched.worker.problem
+        assert watched.fleet.names() == set()
+        await server.start()
+        await until(lambda: watched.worker.up)
+        assert watched.fleet.names() == {"m"}
+
+
+async def test_its_stream_is_followed(server: WorkerServer) -> None:
+    async with stream(blocks(2)) as server.sources, watching(server) as watched:
+        await until(lambda: watched.matched() == 32)
+
+
+async def test_a_worker_that_comes_back_at_another_event_port_holds_only_what_it_says_then(
+    server: WorkerServer,
+) -> None:
+    async with stream(blocks(2)) as server.sources, watching(server) as watched:
+        await until(lambda: watched.matched() == 32)
+        await server.stop()
+        await until(lambda: not watched.worker.up)
+        async with stream(blocks(1)) as server.sources:
+            await server.start()
+            await until(lambda: watched.matched() == 16)
+        (registration,) = watched.indexer.registered()
+        assert registration.source is not None
+        assert registration.source.endpoint == server.sources["0"]["endpoint"]
+
+
+async def test_ranks_that_are_gone_are_forgotten(server: WorkerServer) -> None:
+    async with stream() as first, stream() as second:
+        server.sources = {"0": first["0"], "1": second["0"]}
+        async with watching(server) as watched:
+            assert watched.worker.ranks() == (0, 1)
+            assert {known.target.dp_rank for known in watched.indexer.registered()} == {0, 1}
+            server.sources = {"0": first["0"]}
+            await until(lambda: watched.worker.ranks() == (0,))
+            assert {known.target.dp_rank for known in watched.indexer.registered()} == {0}
+
+
+async def test_a_model_that_is_loaded_later_is_found(server: WorkerServer) -> None:
+    async with watching(server) as watched:
+        server.models = ["m", "n"]
+        await until(lambda: watched.fleet.names() == {"m", "n"})
+        assert ServedModel("n", "n") in watched.told
+
+
+async def test_a_worker_is_left_out_after_three_failed_probes_in_a_row(server: WorkerServer) -> None:
+    async with watching(server) as watched:
+        asked = server.asked
+        server.failures = inf
+        await until(lambda: not watched.worker.up)
+        assert server.asked - asked >= QUICK.failed_probes
+        assert "500" in (watched.worker.problem or "")
+        server.failures = 0
+        await until(lambda: watched.worker.up)
+
+
+async def test_a_worker_that_fails_twice_is_kept(server: WorkerServer) -> None:
+    async with watching(server) as watched:
+        for _ in range(2):
+            server.failures = 2
+
+            def recovered() -> bool:
+                assert watched.worker.up
+                return server.failures == 0 and watched.worker.failed_probes == 0
+
+            await until(recovered)
+
+
+async def test_a_worker_that_does_not_answer_in_time_failed(server: WorkerServer) -> None:
+    async with watching(server, probe_timeout=0.000001) as watched:
+        assert not watched.worker.up
+        assert watched.worker.problem == "no answer within 1e-06 s"
+
+
+async def test_a_worker_that_a_request_could_not_reach_is_left_out_at_once_and_looked_at_again(
+    server: WorkerServer,
+) -> None:
+    async with watching(server, probe_interval=3600) as watched:
+        watched.fleet.report_failure(watched.worker, "connection refused")
+        assert not watched.worker.up
+        assert watched.worker.problem == "connection refused"
+        await until(lambda: watched.worker.up)
+
+
+async def test_what_a_worker_held_is_kept_while_it_is_out(server: WorkerServer) -> None:
+    """It may only have been late; a restarted one says so in its stream."""
+    async with stream(blocks(2)) as server.sources, watching(server) as watched:
+        await until(lambda: watched.matched() == 32)
+        watched.fleet.report_failure(watched.worker, "connection reset")
+        await until(lambda: watched.worker.up)
+        assert watched.matched() == 32
+
+
+async def test_a_stream_that_cannot_be_followed_leaves_the_worker_in_use(server: WorkerServer) -> None:
+    server.sources = {"0": {"endpoint": "nowhere"}}
+    async with watching(server) as watched:
+        assert watched.worker.up
+        assert watched.indexer.registered() == []
