@@ -198,7 +198,7 @@ async def test_an_answer_that_makes_no_sense_is_an_error(answers: dict[str, Any]
     "answers", [VLLM | {"/kv_event_sources": 500}, VLLM | {"/metrics": 503}, SGLANG | {"/server_info": 500}]
 )
 async def test_a_worker_in_trouble_is_not_taken_for_one_without_streams(answers: dict[str, Any]) -> None:
-    with pytest.raises(DiscoveryError, match="50[03]"):
+    with pytest.raises(DiscoveryError, match=r"50[03]"):
         await describe(answers)
 
 
