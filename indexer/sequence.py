@@ -81,7 +81,7 @@ class SequenceCounters:
 class _Replay:
     """A replay under way."""
 
-    start: int
+    known: StreamFrame | None  # what it starts from, and must still begin with
     heard_at: float
     rounds_left: int
     answered: bool = False  # anything came at all, in this round
@@ -102,8 +102,10 @@ class StreamSequence:
         self._settings = settings or SequenceSettings()
         self._can_replay = can_replay
         self._replay_answers = True
+        self._replays_batches = False
         self._replay: _Replay | None = None
         self._last_frame: StreamFrame | None = None
+        self._unconfirmed: StreamFrame | None = None  # the last one before a reconnection: same publisher still?
         self._last_live_seq: int | None = None
         self._pending: SortedDict[int, StreamFrame] = SortedDict()
         self._incomplete = False
@@ -118,7 +120,9 @@ class StreamSequence:
     def on_connected(self, now: float) -> list[Action]:
         """The live socket reached the publisher, for the first time or again."""
         self._check_after = _FIRST_CHECK
-        if self._can_replay and self._replay is None:
+        self._unconfirmed = self._unconfirmed or self._last_frame
+        if self._can_replay:
+            self._pending.clear()  # maybe of an earlier life; otherwise they come again
             return self._ask(now)
         if self.state is StreamState.CONNECTING:
             self._settle(now)
@@ -133,7 +137,7 @@ class StreamSequence:
             actions += self._restart()
             self._last_live_seq = frame.seq
         elif self.last_seq is not None and frame.seq <= self.last_seq:
-            if not self._newer_than_last(frame):  # the replay was faster than the live socket
+            if not _newer(frame, self._last_frame):  # the replay was faster than the live socket
                 self.counters.duplicates += 1
                 return actions
             actions += self._restart()
@@ -163,8 +167,11 @@ class StreamSequence:
         if frame is None:
             return self._end_of_round(replay, now)
         replay.answered = True
-        if frame.seq == self.last_seq and self._newer_than_last(frame):
-            return self._restart() + self._ask(now)
+        self._replays_batches = True
+        if replay.known is not None and frame.seq == replay.known.seq:
+            if _newer(frame, replay.known):
+                return self._restart() + self._ask(now)
+            self._unconfirmed = None
         if (self.last_seq is not None and frame.seq <= self.last_seq) or frame.seq in self._pending:
             return []
         replay.progress = True
@@ -194,21 +201,24 @@ class StreamSequence:
         """Ask for everything from the last batch on: that one again, to see that it is still the same."""
         if self._pending or self.state is StreamState.CONNECTING:
             self.state = StreamState.REPLAYING
-        start = self.last_seq or 0
-        self._replay = _Replay(start, now, self._settings.replay_rounds if rounds_left is None else rounds_left)
+        known = self._unconfirmed or self._last_frame
+        rounds_left = self._settings.replay_rounds if rounds_left is None else rounds_left
+        self._replay = _Replay(known, now, rounds_left)
         self.counters.replays += 1
-        return [AskReplay(start)]
+        return [AskReplay(known.seq if known else 0)]
 
     def _end_of_round(self, replay: _Replay, now: float) -> list[Action]:
         """A replay ended, or fell silent. Ask again while something is missing and there is hope."""
         rounds_left = self._settings.replay_rounds if replay.progress else replay.rounds_left - 1
-        if self._pending:
-            return self._ask(now, rounds_left) if rounds_left else self._give_up(now)
-        if not replay.answered and self.last_seq is not None:
-            # Not even our last batch: dropped on the way, or the publisher never sent it in its present life.
-            if rounds_left:
-                return self._ask(now, rounds_left)
+        ignored = replay.known is not None and not replay.answered
+        if rounds_left and (self._pending or self._unconfirmed or ignored):
+            return self._ask(now, rounds_left)
+        reconnected, self._unconfirmed = self._unconfirmed is not None, None
+        if ignored and (reconnected or self._replays_batches):
+            # Not even our last batch: the publisher keeps none for replay, or has not sent it in its present life.
             return self._restart() + self._ask(now)
+        if self._pending:
+            return self._give_up(now)
         self._settle(now)
         return []
 
@@ -233,8 +243,10 @@ class StreamSequence:
         """The publisher began again at 0."""
         known = self.last_seq is not None
         self.counters.restarts += known
+        self.state = StreamState.CONNECTING
         self.last_seq = None
         self._last_frame = None
+        self._unconfirmed = None
         self._last_live_seq = None
         self._pending.clear()
         self._replay = None
@@ -255,9 +267,10 @@ class StreamSequence:
     def _next_seq(self) -> int:
         return 0 if self.last_seq is None else self.last_seq + 1
 
-    def _newer_than_last(self, frame: StreamFrame) -> bool:
-        """Whether a batch was made after the last one applied, although its number is not higher: a restart."""
-        if self._last_frame is None or frame.payload == self._last_frame.payload:
-            return False
-        made, last_made = batch_time(frame.payload), batch_time(self._last_frame.payload)
-        return made is not None and last_made is not None and made > last_made
+
+def _newer(frame: StreamFrame, last: StreamFrame | None) -> bool:
+    """Whether a batch was made after one already applied, although its number is not higher: a restart."""
+    if last is None or frame.payload == last.payload:
+        return False
+    made, last_made = batch_time(frame.payload), batch_time(last.payload)
+    return made is not None and last_made is not None and made > last_made

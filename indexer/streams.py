@@ -83,12 +83,13 @@ class StreamReader:
         self._index = index
         self._settings = settings
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.setsockopt(zmq.IPV6, 1)
         self._streams: dict[Target, Stream] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
         self._poller = zmq.Poller()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wake_in, self._wake_out = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._wake_in.set_hwm(0)  # commands never wait, not even before the start
+        self._wake_out.set_hwm(0)
         self._wake_out.bind("inproc://wake")
         self._wake_in.connect("inproc://wake")
         self._waking = Lock()
@@ -191,8 +192,7 @@ class StreamReader:
             return
 
     def _follow(self, stream: Stream) -> None:
-        if self._leave(stream.target):
-            self._index.clear(stream.target)
+        self._leave(stream.target)
         self._streams[stream.target] = stream
         self._handlers[stream.live] = lambda: self._read_live(stream)
         self._handlers[stream.monitor] = lambda: self._read_monitor(stream)
@@ -201,15 +201,15 @@ class StreamReader:
         for socket in stream.sockets():
             self._poller.register(socket, zmq.POLLIN)
 
-    def _leave(self, target: Target) -> bool:
+    def _leave(self, target: Target) -> None:
         stream = self._streams.pop(target, None)
         if stream is None:
-            return False
+            return
         for socket in stream.sockets():
             self._poller.unregister(socket)
             del self._handlers[socket]
         self._close(stream)
-        return True
+        self._index.clear(target)  # the target may have been added anew while this stream was still read
 
     def _close(self, stream: Stream) -> None:
         stream.live.disable_monitor()
@@ -220,6 +220,8 @@ class StreamReader:
         parts = _receive(stream.live)
         if parts is None:
             return False
+        while self._read_monitor(stream):  # a reconnection must be known before what came by it
+            pass
         try:
             frame = parse_live(parts)
         except MalformedFrameError as error:
@@ -243,9 +245,10 @@ class StreamReader:
         return True
 
     def _read_monitor(self, stream: Stream) -> bool:
-        if not stream.monitor.poll(0):
+        if not int(stream.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return False
         recv_monitor_message(stream.monitor)
+        _discard(stream.replay)
         self._act(stream, stream.sequence.on_connected(time.monotonic()))
         return True
 
@@ -257,6 +260,7 @@ class StreamReader:
                 case Clear():
                     log.info("worker restarted its event stream", **_names(stream.target))
                     self._index.clear(stream.target)
+                    _discard(stream.replay)
                 case AskReplay(start):
                     self._ask(stream, start)
 
@@ -291,6 +295,8 @@ class StreamReader:
 
 def _connect(socket: zmq.Socket[bytes], endpoint: str, field_name: str) -> None:
     try:
+        # With it, a name that has an IPv6 address is reached there only, and engines listen on IPv4.
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         raise ValueError(
@@ -303,6 +309,12 @@ def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
         return socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
         return None
+
+
+def _discard(replay: zmq.Socket[bytes] | None) -> None:
+    """Throw away what a publisher may have replayed in an earlier life; it is asked again."""
+    while replay is not None and _receive(replay) is not None:
+        pass
 
 
 def _drain(read: Callable[[], bool]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from array import array
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -26,7 +25,7 @@ def prefix_hashes(seed: int, tokens: list[int], block_size: int, keys: list[byte
 
 @given(token_ids, st.integers(0, 2**64 - 1), st.integers(1, 5))
 def test_a_blocks_hash_is_seeded_with_the_one_before(tokens: list[int], seed: int, block_size: int) -> None:
-    expected = []
+    expected: list[int] = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
         seed_of_block = expected[-1] if expected else seed
         block = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])
@@ -57,13 +56,13 @@ def test_the_root_is_the_hash_of_the_namespace() -> None:
 
 def test_whatever_differs_between_namespaces_gives_another_root() -> None:
     others = [
-        replace(NAMESPACE, model="qwen"),
-        replace(NAMESPACE, tenant="acme"),
-        replace(NAMESPACE, adapter="sql"),
-        replace(NAMESPACE, cache_salt="sql"),
-        replace(NAMESPACE, adapter=""),
-        replace(NAMESPACE, block_size=4),
-        replace(NAMESPACE, model="default", tenant="llama"),
+        NAMESPACE._replace(model="qwen"),
+        NAMESPACE._replace(tenant="acme"),
+        NAMESPACE._replace(adapter="sql"),
+        NAMESPACE._replace(cache_salt="sql"),
+        NAMESPACE._replace(adapter=""),
+        NAMESPACE._replace(block_size=4),
+        NAMESPACE._replace(model="default", tenant="llama"),
     ]
     roots = {namespace_hash(namespace) for namespace in [NAMESPACE, *others]}
     assert len(roots) == 1 + len(others)

@@ -97,7 +97,7 @@ def test_a_hash_may_be_of_any_kind(index: Index, name: int | bytes) -> None:
 
 
 def test_a_block_is_gone_with_its_last_copy(index: Index) -> None:
-    apply(index, A, *[stored([1, 2], PROMPT[:4])] * 3)
+    apply(index, A, stored([1], PROMPT[:2]), *[stored([2], PROMPT[2:4], 1)] * 3)
     apply(index, A, BlockRemoved([2]), BlockRemoved([2]))
     assert match(index) == {A: 4}
     apply(index, A, BlockRemoved([2]))

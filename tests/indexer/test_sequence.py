@@ -1,0 +1,263 @@
+"""How one event stream is kept in order, step by step. Times are seconds; nothing here waits."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from indexer.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
+from kvevents.frames import StreamFrame
+
+SETTINGS = SequenceSettings(replay_timeout=1.0, replay_rounds=3, idle_check=30.0, pending_batches=10)
+
+
+def frame(seq: int, life: int = 0) -> StreamFrame:
+    return StreamFrame(seq, msgspec.msgpack.encode([1000.0 * life + seq, []]))
+
+
+def applied(actions: list[Action]) -> list[int]:
+    return [action.frame.seq for action in actions if isinstance(action, Apply)]
+
+
+def live_at(seq: int, can_replay: bool = True) -> StreamSequence:
+    """A stream that is live and has applied the batches up to `seq`."""
+    sequence = StreamSequence(can_replay, SETTINGS)
+    sequence.on_connected(0.0)
+    for number in range(seq + 1):
+        assert applied(sequence.on_live(frame(number), 0.0)) == [number]
+    if can_replay:
+        sequence.on_replay(frame(0), 0.0)
+        sequence.on_replay(None, 0.0)
+    assert sequence.state is StreamState.LIVE
+    assert sequence.last_seq == seq
+    return sequence
+
+
+def test_batches_are_applied_as_they_come() -> None:
+    sequence = StreamSequence(False, SETTINGS)
+    assert sequence.state is StreamState.CONNECTING
+    assert sequence.on_connected(0.0) == []
+    assert sequence.state is StreamState.LIVE
+    assert sequence.on_live(frame(0), 0.0) == [Apply(frame(0))]
+    assert sequence.on_live(frame(1), 0.0) == [Apply(frame(1))]
+    assert (sequence.last_seq, sequence.counters.batches) == (1, 2)
+
+
+def test_a_new_subscriber_asks_for_everything() -> None:
+    sequence = StreamSequence(True, SETTINGS)
+    assert sequence.on_connected(0.0) == [AskReplay(0)]
+    assert sequence.state is StreamState.REPLAYING
+    assert sequence.on_live(frame(2), 0.0) == []
+    assert sequence.pending == 1
+    assert applied(sequence.on_replay(frame(0), 0.0)) == [0]
+    assert applied(sequence.on_replay(frame(1), 0.0)) == [1, 2]
+    assert sequence.on_replay(None, 0.0) == []
+    assert sequence.state is StreamState.LIVE
+
+
+def test_a_publisher_that_sent_nothing_yet_is_live() -> None:
+    sequence = StreamSequence(True, SETTINGS)
+    sequence.on_connected(0.0)
+    assert sequence.on_replay(None, 0.0) == []
+    assert sequence.state is StreamState.LIVE
+
+
+def test_a_gap_is_asked_for_from_the_last_batch_on() -> None:
+    sequence = live_at(3)
+    assert sequence.on_live(frame(6), 0.0) == [AskReplay(3)]
+    assert sequence.on_live(frame(7), 0.0) == []
+    for seq in (3, 4):
+        sequence.on_replay(frame(seq), 0.0)
+    assert applied(sequence.on_replay(frame(5), 0.0)) == [5, 6, 7]
+    assert sequence.counters.gaps == 1
+
+
+def test_what_came_twice_is_applied_once() -> None:
+    sequence = live_at(3)
+    sequence.on_live(frame(5), 0.0)
+    assert [applied(sequence.on_replay(frame(seq), 0.0)) for seq in (3, 4, 5)] == [[], [4, 5], []]
+    sequence.on_replay(frame(6), 0.0)
+    assert sequence.on_live(frame(6), 0.0) == []
+    assert sequence.counters.duplicates == 1
+
+
+def test_a_replay_with_holes_is_asked_for_again() -> None:
+    sequence = live_at(0)
+    assert sequence.on_live(frame(4), 0.0) == [AskReplay(0)]
+    sequence.on_replay(frame(0), 0.0)
+    assert applied(sequence.on_replay(frame(1), 0.0)) == [1]
+    assert applied(sequence.on_replay(frame(3), 0.0)) == []
+    assert sequence.on_replay(None, 0.0) == [AskReplay(1)]
+    assert applied(sequence.on_replay(frame(2), 0.0)) == [2, 3, 4]
+
+
+def test_a_replay_that_breaks_off_is_asked_for_again() -> None:
+    sequence = live_at(0)
+    sequence.on_live(frame(4), 0.0)
+    sequence.on_replay(frame(1), 1.0)
+    assert sequence.on_tick(1.9) == []
+    assert sequence.on_tick(2.0) == [AskReplay(1)]
+
+
+def test_what_a_truncated_replay_lacks_is_lost() -> None:
+    """The publisher keeps batches from 25 on only."""
+    sequence = StreamSequence(True, SETTINGS)
+    sequence.on_connected(0.0)
+    actions: list[Action] = []
+    for _ in range(1 + SETTINGS.replay_rounds):
+        for seq in range(25, 30):
+            actions += sequence.on_replay(frame(seq), 0.0)
+        actions += sequence.on_replay(None, 0.0)
+    assert applied(actions) == [25, 26, 27, 28, 29]
+    assert sequence.state is StreamState.LOST
+    assert sequence.counters.lost_batches == 25
+    assert applied(sequence.on_live(frame(30), 0.0)) == [30]
+    assert sequence.state is StreamState.LOST
+
+
+def test_a_silent_replay_delays_live_batches_by_its_timeout_at_most() -> None:
+    sequence = live_at(0)
+    assert sequence.on_live(frame(2), 10.0) == [AskReplay(0)]
+    assert sequence.on_live(frame(3), 10.5) == []
+    assert sequence.on_tick(10.9) == []
+    assert applied(sequence.on_tick(11.0)) == [2, 3]
+    assert (sequence.state, sequence.counters.lost_batches) == (StreamState.LOST, 1)
+    assert sequence.counters.replays_unanswered == 1
+
+
+def test_after_a_silent_replay_gaps_delay_nothing_until_it_answers_again() -> None:
+    sequence = live_at(0)
+    sequence.on_live(frame(2), 10.0)
+    sequence.on_tick(11.0)
+    assert applied(sequence.on_live(frame(4), 11.0)) == [4]
+    assert sequence.on_tick(60.0) == [AskReplay(4)]
+    sequence.on_replay(frame(4), 60.0)
+    sequence.on_replay(None, 60.0)
+    assert sequence.on_live(frame(6), 60.0) == [AskReplay(4)]
+
+
+def test_without_a_replay_a_gap_is_lost_at_once() -> None:
+    sequence = live_at(0, can_replay=False)
+    assert applied(sequence.on_live(frame(3), 0.0)) == [3]
+    assert (sequence.state, sequence.counters.lost_batches) == (StreamState.LOST, 2)
+
+
+def test_no_more_than_a_bound_waits() -> None:
+    sequence = live_at(0)
+    waiting = [applied(sequence.on_live(frame(seq), 0.0)) for seq in range(2, 13)]
+    assert waiting == [[]] * 10 + [list(range(2, 13))]
+    assert sequence.counters.lost_batches == 1
+
+
+def test_a_replay_of_more_than_may_wait_goes_on() -> None:
+    sequence = StreamSequence(True, SETTINGS)
+    sequence.on_connected(0.0)
+    actions = [action for seq in range(5, 16) for action in sequence.on_replay(frame(seq), 0.0)]
+    assert applied(actions) == list(range(5, 16))
+
+
+@pytest.mark.parametrize("can_replay", [True, False])
+def test_a_lower_number_is_a_restart(can_replay: bool) -> None:
+    sequence = live_at(5, can_replay)
+    assert sequence.on_live(frame(0, life=1), 0.0) == [Clear(), Apply(frame(0, life=1))]
+    assert (sequence.last_seq, sequence.counters.restarts) == (0, 1)
+
+
+def test_the_same_number_again_is_a_restart() -> None:
+    sequence = live_at(0)
+    assert sequence.on_live(frame(0, life=1), 0.0) == [Clear(), Apply(frame(0, life=1))]
+
+
+def test_a_restart_is_complete_even_when_its_first_batches_were_missed() -> None:
+    sequence = live_at(5)
+    assert sequence.on_live(frame(2, life=1), 0.0) == [Clear(), AskReplay(0)]
+    actions = [action for seq in range(3) for action in sequence.on_replay(frame(seq, life=1), 0.0)]
+    assert actions == [Apply(frame(seq, life=1)) for seq in range(3)]
+
+
+def test_a_restart_makes_good_what_was_lost() -> None:
+    sequence = live_at(0, can_replay=False)
+    sequence.on_live(frame(3), 0.0)
+    assert sequence.state is StreamState.LOST
+    sequence.on_live(frame(0, life=1), 0.0)
+    assert sequence.state is StreamState.LIVE
+
+
+def test_a_restart_that_looks_contiguous_shows_in_the_replay() -> None:
+    """The new life has passed the old number when we are connected again."""
+    sequence = live_at(5)
+    assert sequence.on_connected(0.0) == [AskReplay(5)]
+    assert applied(sequence.on_live(frame(6, life=1), 0.0)) == [6]
+    assert sequence.on_replay(frame(5, life=1), 0.0) == [Clear(), AskReplay(0)]
+    assert sequence.state is StreamState.REPLAYING
+    actions = [action for seq in range(7) for action in sequence.on_replay(frame(seq, life=1), 0.0)]
+    assert applied(actions) == list(range(7))
+
+
+def test_a_restart_that_looks_contiguous_shows_even_in_a_replay_that_answers_late() -> None:
+    sequence = live_at(5)
+    sequence.on_connected(0.0)
+    sequence.on_live(frame(6, life=1), 0.0)
+    sequence.on_tick(1.0)
+    assert sequence.on_tick(60.0) == [AskReplay(5)], "the batch before the reconnection is still to be confirmed"
+    assert sequence.on_replay(frame(5, life=1), 60.0) == [Clear(), AskReplay(0)]
+
+
+def test_a_reconnection_to_the_same_publisher_clears_nothing() -> None:
+    sequence = live_at(5)
+    assert sequence.on_connected(0.0) == [AskReplay(5)]
+    assert [sequence.on_replay(frame(seq), 0.0) for seq in (5, 6)] == [[], [Apply(frame(6))]]
+    assert sequence.on_replay(None, 0.0) == []
+    assert sequence.counters.restarts == 0
+
+
+def test_a_restarted_publisher_with_nothing_to_replay_clears() -> None:
+    sequence = live_at(5)
+    assert sequence.on_connected(0.0) == [AskReplay(5)]
+    for _ in range(2):
+        assert sequence.on_replay(None, 0.0) == [AskReplay(5)], "it may have been dropped on the way"
+    assert sequence.on_replay(None, 0.0) == [Clear(), AskReplay(0)]
+    assert sequence.on_replay(None, 0.0) == []
+    assert (sequence.state, sequence.last_seq) == (StreamState.LIVE, None)
+
+
+def test_a_publisher_that_keeps_nothing_for_replay_is_not_taken_for_a_restart() -> None:
+    sequence = StreamSequence(True, SETTINGS)
+    sequence.on_connected(0.0)
+    sequence.on_replay(None, 0.0)
+    sequence.on_live(frame(0), 0.0)
+    for now in (10.0, 50.0, 90.0):
+        actions = sequence.on_tick(now)
+        while AskReplay(0) in actions:
+            actions = sequence.on_replay(None, now)
+            assert Clear() not in actions
+    assert sequence.state is StreamState.LIVE
+
+
+def test_a_lost_tail_is_found_when_the_stream_is_idle() -> None:
+    sequence = live_at(2)
+    assert sequence.on_tick(0.5) == []
+    assert sequence.on_tick(1.0) == [AskReplay(2)]
+    sequence.on_replay(frame(2), 1.0)
+    assert applied(sequence.on_replay(frame(3), 1.0)) == [3]
+
+
+def test_idle_checks_come_ever_later_up_to_the_bound() -> None:
+    sequence = live_at(2)
+    checks = []
+    for tenth in range(1500):
+        now = tenth / 10
+        if sequence.on_tick(now):
+            checks.append(now)
+            sequence.on_replay(frame(2), now)
+            sequence.on_replay(None, now)
+    assert checks == [1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0, 121.0]
+
+
+def test_what_comes_of_a_replay_that_was_given_up_is_passed_over() -> None:
+    sequence = live_at(0)
+    sequence.on_live(frame(2), 0.0)
+    sequence.on_tick(1.0)
+    assert sequence.on_replay(frame(1), 2.0) == []
+    assert sequence.on_replay(None, 2.0) == []
+    assert applied(sequence.on_live(frame(3), 2.0)) == [3]
