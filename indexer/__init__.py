@@ -1,8 +1,9 @@
 """Who holds what: workers' event streams, the prefix tree, and the API that answers `/match`."""
 
 from indexer.holdings import Target
-from indexer.index import Index, Match
+from indexer.index import Index
 from indexer.indexer import DEFAULT_TENANT, Indexer, MatchQuery, Registration, UnknownModelError
+from indexer.matching import Match
 
 __all__ = [
     "DEFAULT_TENANT",

@@ -16,8 +16,8 @@ from fastapi import APIRouter, FastAPI, Request, Response
 
 from indexer.errors import RequestError, error_body
 from indexer.holdings import Target
-from indexer.index import Match
 from indexer.indexer import DEFAULT_TENANT, Indexer, MatchQuery, Registration, TargetReport, UnknownModelError
+from indexer.matching import Match
 from kvevents import EventSource, Tier
 
 # Reads the body of `/match`, tokenizing its prompt. Raises RequestError.

@@ -9,18 +9,18 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 TOKEN_BYTES = 4
+_BIG_ENDIAN = sys.byteorder == "big"
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(NamedTuple):
     """What two prompts must share before their blocks can be the same."""
 
     model: str
@@ -32,24 +32,13 @@ class Namespace:
 
 def namespace_hash(namespace: Namespace, secret: str = "") -> int:
     """The root of a namespace's prefix hashes. With a secret, nobody without it can predict them."""
-    return xxh3_64_intdigest(
-        _encode(
-            [
-                secret,
-                namespace.model,
-                namespace.tenant,
-                namespace.adapter,
-                namespace.cache_salt,
-                namespace.block_size,
-            ]
-        )
-    )
+    return xxh3_64_intdigest(_encode((secret, *namespace)))
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Token ids as little-endian u32. Raises OverflowError or TypeError for anything that is no such id."""
     packed = array("I", token_ids)
-    if sys.byteorder == "big":
+    if _BIG_ENDIAN:
         packed.byteswap()
     return packed.tobytes()
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
+from xxhash import xxh3_64_intdigest
+
 from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
-from indexer.tree import PrefixTree, Run, Span
+from indexer.orphans import Orphan, Orphans
+from indexer.tree import PrefixTree, Run
 from kvevents import BlockRemoved, BlockStored, EngineHash, Tier, tier_of
 from kvevents.identity import identity_of
 
-# Groups of these kinds (or of none) hold every block of a prefix; the others keep only a part of it.
+# Cache groups of hybrid models. These hold every block of a prefix, and so tell what a block's prefix is …
 _WHOLE_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+# … these only the blocks in reach of the last token …
+_SLIDING_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+# … and these only the state after a block.
+_STATE_KINDS = frozenset({"mamba", "linear_attention"})
 
 K = TypeVar("K")
 
@@ -35,10 +42,15 @@ class UnusableEventError(ValueError):
 
 @dataclass(eq=False, slots=True)
 class Holder:
-    """The blocks a target holds in one medium for one cache group: where in the tree each engine hash is."""
+    """The blocks a target holds in one medium for one cache group: where in the tree each engine hash is.
+
+    `window`: None for a group that needs every block of a prefix, else how many of the last blocks it needs.
+    """
 
     owner: Holdings
+    group: int
     tier: Tier
+    window: int | None = None
     positions: dict[EngineHash, int] = field(default_factory=dict)
     # Engines may keep a block in several physical copies and report the removal of each: copies beyond the first.
     extra_copies: dict[EngineHash, int] = field(default_factory=dict)
@@ -55,45 +67,63 @@ class HoldingsCounters:
     cleared: int = 0
     unknown_removed: int = 0
     orphans_dropped: int = 0
-
-
-@dataclass(slots=True)
-class _Parked:
-    """A stored event whose parent is not known yet, and what was removed of it since."""
-
-    event: BlockStored
-    removals: list[BlockRemoved] = field(default_factory=list)
+    over_capacity: int = 0
+    ignored: int = 0
 
 
 class Holdings:
-    """One target's blocks in the shared tree. `adapter` is the one of events that name none."""
+    """One target's blocks in the shared tree.
+
+    `adapter` is the one of events that name none. `capacity`: the blocks the engine's own memory has, None if unknown.
+    """
 
     def __init__(
-        self, tree: PrefixTree[Holder], target: Target, adapter: str | None, secret: str, orphan_blocks: int
+        self,
+        tree: PrefixTree[Holder],
+        target: Target,
+        secret: str,
+        orphan_blocks: int,
+        adapter: str | None = None,
+        capacity: int | None = None,
     ) -> None:
         self.target = target
         self.adapter = adapter
+        self.capacity = capacity
         self.alive = True
+        self.hybrid = False
         self.block_sizes: set[int] = set()
         self.counters = HoldingsCounters()
         self._tree = tree
         self._secret = secret
         self._holders: dict[tuple[int, str], Holder] = {}
         self._adapters_in_keys: set[str] = set()
-        self._orphan_limit = orphan_blocks
-        self._orphans: OrderedDict[EngineHash, list[_Parked]] = OrderedDict()  # by the missing parent
-        self._orphan_blocks: dict[EngineHash, _Parked] = {}
+        self._orphans = Orphans(orphan_blocks)
+        self._early: dict[EngineHash, list[Holder]] = {}  # blocks of a window group that came before their prefix
 
     @property
     def orphans(self) -> int:
         """Blocks that wait for their parent."""
-        return len(self._orphan_blocks)
+        return len(self._orphans)
+
+    @property
+    def whole_groups(self) -> set[int]:
+        """The cache groups that need every block of a prefix."""
+        return {holder.group for holder in self._holders.values() if holder.window is None}
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """How many of the last blocks the other cache groups need, by group."""
+        return {holder.group: holder.window for holder in self._holders.values() if holder.window is not None}
 
     def blocks_by_tier(self) -> dict[Tier, int]:
-        """Blocks held in each tier; a block in two tiers counts in both."""
+        """Blocks held in each tier; a block in two tiers counts in both, one in several groups once."""
         counts = dict.fromkeys(Tier, 0)
-        for holder in self._holders.values():
-            counts[holder.tier] += len(holder.positions)
+        for tier in Tier:
+            in_groups: dict[int, int] = {}
+            for holder in self._holders.values():
+                if holder.tier is tier:
+                    in_groups[holder.group] = in_groups.get(holder.group, 0) + len(holder.positions)
+            counts[tier] = max(in_groups.values(), default=0)
         return counts
 
     def store(self, event: BlockStored) -> None:
@@ -101,31 +131,28 @@ class Holdings:
 
         Raises UnusableEventError; the holdings are then as before.
         """
-        if event.kv_cache_spec_kind not in _WHOLE_PREFIX_KINDS or not event.block_hashes:
+        if len(event.block_hashes) == 1 and self._append(event):
             return
-        if not event.token_ids:
+        if event.kv_cache_spec_kind not in _WHOLE_PREFIX_KINDS:
+            self._store_window(event)
+        elif not event.block_hashes:
+            self.counters.ignored += 1
+        elif not event.token_ids:
             self._store_known(event)
-            return
-        pending = [_Parked(event)]
-        removals: list[BlockRemoved] = []  # last, so that what hangs from a removed block finds its place
-        while pending:
-            parked = pending.pop()
-            if self._place(parked.event):
-                removals += parked.removals
-                for engine_hash in parked.event.block_hashes:
-                    pending.extend(self._unpark(engine_hash))
-        for removal in removals:
-            self.remove(removal)
+        elif not self._place(event):
+            self.counters.orphans_dropped += self._orphans.park(Orphan(event))
+        elif self._orphans:
+            self._adopt(event.block_hashes)
 
     def remove(self, event: BlockRemoved) -> None:
         """Take away one copy of each block of an event."""
         holder = self._holders.get(_kind(event))
         for engine_hash in event.block_hashes:
             if holder is not None and engine_hash in holder.positions:
-                self._drop_copy(holder, engine_hash)
-            elif parked := self._orphan_blocks.get(engine_hash):
-                parked.removals.append(BlockRemoved([engine_hash], event.medium, event.group_idx))
-            else:
+                if not _take_one(holder.extra_copies, engine_hash):
+                    self.counters.removed += 1
+                    self._vacate(holder, holder.positions.pop(engine_hash))
+            elif not self._forget_early(holder, engine_hash) and not self._orphans.remove(engine_hash, event):
                 self.counters.unknown_removed += 1
 
     def clear_medium(self, medium: str) -> None:
@@ -134,11 +161,22 @@ class Holdings:
             holder = self._holders.pop(kind)
             while holder.positions:
                 self._release_run(holder)
-        for parent, waiting in list(self._orphans.items()):
-            if any(_kind(parked.event)[1] == medium for parked in waiting):
-                for parked in self._unpark(parent):
-                    if _kind(parked.event)[1] != medium:
-                        self._park(parked)
+            self._early = {
+                name: left for name, early in self._early.items() if (left := [h for h in early if h is not holder])
+            }
+        self._orphans.clear_medium(medium)
+
+    def keep_within_capacity(self) -> None:
+        """Drop the oldest blocks beyond what the engine's memory holds: their removal got lost."""
+        if self.capacity is None or self.hybrid:
+            return
+        for holder in self._holders.values():
+            excess = len(holder.positions) - self.capacity
+            if holder.tier is Tier.GPU and excess > 0:
+                self.counters.over_capacity += excess
+                for engine_hash in list(islice(holder.positions, excess)):
+                    holder.extra_copies.pop(engine_hash, None)
+                    self._vacate(holder, holder.positions.pop(engine_hash))
 
     def release_some(self, limit: int) -> bool:
         """Give back up to `limit` blocks to the tree; True when none is left. For holdings that are dropped whole."""
@@ -150,40 +188,91 @@ class Holdings:
                 self._release_run(holder)
         return True
 
-    def _place(self, event: BlockStored) -> bool:
-        """Put an event's blocks into the tree; False when its parent is unknown and it was parked."""
-        tokens, block_size = self._blocks_of(event)
+    def _append(self, event: BlockStored) -> bool:
+        """The commonest event by far, in the fewest steps: a new block behind the last one of its run.
+
+        False, and nothing is done, when the event is anything else.
+        """
+        (engine_hash,) = event.block_hashes
+        holder = self._holders.get((event.group_idx or 0, event.medium or "GPU"))
+        if holder is None or holder.window is not None or (event.extra_keys and any(event.extra_keys)):
+            return False
+        positions = holder.positions
+        parent = positions.get(event.parent_block_hash)  # type: ignore[arg-type]
+        if parent is None or engine_hash in positions or self._orphans or self._early:
+            return False
+        run = self._tree.growing(parent)
+        token_ids = event.token_ids
+        if run is None or not token_ids or len(token_ids) != event.block_size:
+            return False
         try:
-            adapter, salt, keys = identity_of(event, self._adapters_in_keys)
-        except ValueError as error:
-            raise UnusableEventError(str(error)) from error
-        after: tuple[Run[Holder], int] | None
-        if event.parent_block_hash is None:
-            after = None
-            self.block_sizes.add(block_size)
-            if adapter is not None and event.lora_name is None and event.lora_id is None:
-                self._adapters_in_keys.add(adapter)
-            target = self.target
-            namespace = Namespace(target.model, target.tenant, adapter or self.adapter, salt, block_size)
-            seed = namespace_hash(namespace, self._secret)
+            prefix_hash = xxh3_64_intdigest(pack_tokens(token_ids), run.hashes[-1])
+        except (OverflowError, TypeError):
+            return False
+        run.held[holder] = run.held.get(holder, 0) | 1 << len(run.hashes)
+        run.hashes.append(prefix_hash)
+        positions[engine_hash] = parent + 1
+        self.counters.stored += 1
+        return True
+
+    def _place(self, event: BlockStored) -> bool:
+        """Put an event's blocks into the tree; False when its parent is unknown."""
+        engine_hashes = event.block_hashes
+        parent = event.parent_block_hash
+        tokens, block_size = self._blocks_of(event)
+        keys: list[bytes | None] | None = None
+        place: tuple[Run[Holder], int] | None = None
+        if parent is None:
+            seed, keys = self._start(event, block_size)
         else:
-            after = self._find(event.parent_block_hash)
-            if after is None:
-                self._park(_Parked(event))
+            place = self._find(parent)
+            if place is None:
                 return False
-            run, offset = after
-            seed = run.hashes[offset]
+            seed = place[0].hashes[place[1]]
+            if event.extra_keys and any(event.extra_keys):
+                keys = self._identity(event)[2]
         hashes: array[int] = array("Q")
-        extend_prefix_hashes(hashes, seed, tokens, block_size, len(event.block_hashes), keys)
+        extend_prefix_hashes(hashes, seed, tokens, block_size, len(engine_hashes), keys)
         holder = self._holder(event)
         left: list[int] = []
         done = 0
-        for span in self._tree.insert(after, hashes):
-            left += self._hold(holder, span, event.block_hashes[done : done + span.count])
-            done += span.count
+        recounts = self.hybrid or parent is not None or not _all_in(engine_hashes, holder.positions)
+        for run, start, count in self._tree.insert(place, hashes):
+            left += self._hold(holder, run, start, engine_hashes[done : done + count], recounts)
+            done += count
         for position in left:
             self._vacate(holder, position)
+        if self._early:
+            self._hold_early(engine_hashes)
         return True
+
+    def _start(self, event: BlockStored, block_size: int) -> tuple[int, list[bytes | None] | None]:
+        """The seed and the extra keys of blocks that start a prompt."""
+        self.block_sizes.add(block_size)
+        adapter, salt, keys = self._identity(event)
+        if adapter is not None and event.lora_name is None and event.lora_id is None:
+            self._adapters_in_keys.add(adapter)
+        target = self.target
+        namespace = Namespace(target.model, target.tenant, adapter or self.adapter, salt, block_size)
+        return namespace_hash(namespace, self._secret), keys
+
+    def _identity(self, event: BlockStored) -> tuple[str | None, str | None, list[bytes | None] | None]:
+        try:
+            return identity_of(event, self._adapters_in_keys)
+        except ValueError as error:
+            raise UnusableEventError(str(error)) from error
+
+    def _adopt(self, engine_hashes: Sequence[EngineHash]) -> None:
+        """Place the orphans that waited for these blocks, and those that waited for them."""
+        pending = self._orphans.adopt(engine_hashes)
+        removals: list[BlockRemoved] = []  # last, so that what hangs from a removed block finds its place
+        while pending:
+            orphan = pending.pop()
+            if self._place(orphan.event):
+                removals += orphan.removals
+                pending += self._orphans.adopt(orphan.event.block_hashes)
+        for removal in removals:
+            self.remove(removal)
 
     def _store_known(self, event: BlockStored) -> None:
         """An event without tokens: blocks that are known by now have one more copy, offloaded to another medium."""
@@ -192,14 +281,47 @@ class Holdings:
             place = self._find(engine_hash)
             if place is None:
                 self.counters.orphans_dropped += 1
-                continue
-            for position in self._hold(holder, Span(*place, 1), [engine_hash]):
-                self._vacate(holder, position)
+            else:
+                self._hold_at(holder, engine_hash, place)
+
+    def _store_window(self, event: BlockStored) -> None:
+        """Blocks of a group that keeps only the last ones: their places are known from a whole-prefix group."""
+        window = _window_blocks(event)
+        if window is None:
+            self.counters.ignored += 1
+            return
+        self.hybrid = True
+        holder = self._holder(event)
+        holder.window = window
+        for engine_hash in event.block_hashes:
+            place = self._find(engine_hash)
+            if place is not None:
+                self._hold_at(holder, engine_hash, place)
+            elif len(self._early) < self._orphans.limit:
+                self._early.setdefault(engine_hash, []).append(holder)
+            else:
+                self.counters.orphans_dropped += 1
+
+    def _hold_early(self, engine_hashes: Sequence[EngineHash]) -> None:
+        for engine_hash in engine_hashes:
+            for holder in self._early.pop(engine_hash, ()):
+                place = self._find(engine_hash)
+                assert place is not None, "a block that was just placed"
+                self._hold_at(holder, engine_hash, place)
+
+    def _forget_early(self, holder: Holder | None, engine_hash: EngineHash) -> bool:
+        early = self._early.get(engine_hash)
+        if holder is None or early is None or holder not in early:
+            return False
+        early.remove(holder)
+        if not early:
+            del self._early[engine_hash]
+        return True
 
     def _blocks_of(self, event: BlockStored) -> tuple[bytes, int]:
         """The packed tokens and the block size of an event."""
         count = len(event.block_hashes)
-        if len(set(event.block_hashes)) != count:
+        if count > 1 and len(set(event.block_hashes)) != count:
             raise UnusableEventError("block_hashes names a block twice")
         block_size = event.block_size or len(event.token_ids) // count
         if block_size <= 0 or len(event.token_ids) != count * block_size:
@@ -211,34 +333,42 @@ class Holdings:
         except (OverflowError, TypeError) as error:
             raise UnusableEventError(f"token_ids has an id that is no unsigned 32-bit number: {error}") from error
 
-    def _hold(self, holder: Holder, span: Span[Holder], engine_hashes: Sequence[EngineHash]) -> list[int]:
-        """Mark a span as held. Returns the places where its engine hashes were before, if not here."""
-        before = span.run.held.get(holder, 0)
-        span.run.held[holder] = before | span.bits
-        places = zip(engine_hashes, span.positions, strict=True)
-        if not before & span.bits and holder.positions.keys().isdisjoint(engine_hashes):
-            holder.positions.update(places)
-            self.counters.stored += span.count
+    def _hold_at(self, holder: Holder, engine_hash: EngineHash, place: tuple[Run[Holder], int]) -> None:
+        for position in self._hold(holder, *place, [engine_hash], recounts=True):
+            self._vacate(holder, position)
+
+    def _hold(
+        self, holder: Holder, run: Run[Holder], start: int, engine_hashes: Sequence[EngineHash], recounts: bool
+    ) -> list[int]:
+        """Mark blocks of a run, from `start` on, as held; one that is held already is another copy if `recounts`.
+
+        Returns the places where the engine hashes were before, if not here.
+        """
+        count = len(engine_hashes)
+        before = run.held.get(holder, 0)
+        bits = ((1 << count) - 1) << start
+        run.held[holder] = before | bits
+        positions = holder.positions
+        first = run.position(start)
+        if not before & bits and positions.keys().isdisjoint(engine_hashes):
+            positions.update(zip(engine_hashes, range(first, first + count), strict=True))
+            self.counters.stored += count
             return []
         left: list[int] = []
-        for offset, (engine_hash, position) in enumerate(places, span.start):
-            known = holder.positions.get(engine_hash)
+        for position, engine_hash in enumerate(engine_hashes, first):
+            known = positions.get(engine_hash)
             if known == position:
-                holder.extra_copies[engine_hash] = holder.extra_copies.get(engine_hash, 0) + 1
+                if recounts:
+                    holder.extra_copies[engine_hash] = holder.extra_copies.get(engine_hash, 0) + 1
                 continue
             if known is None:
                 self.counters.stored += 1
             else:
                 left.append(known)
-            holder.positions[engine_hash] = position
-            if before >> offset & 1:
+            positions[engine_hash] = position
+            if before >> start + position - first & 1:
                 holder.namesakes[position] = holder.namesakes.get(position, 0) + 1
         return left
-
-    def _drop_copy(self, holder: Holder, engine_hash: EngineHash) -> None:
-        if not _take_one(holder.extra_copies, engine_hash):
-            self.counters.removed += 1
-            self._vacate(holder, holder.positions.pop(engine_hash))
 
     def _vacate(self, holder: Holder, position: int) -> None:
         """An engine hash is at a place no longer; with the last one the place is free."""
@@ -268,36 +398,36 @@ class Holdings:
                 return self._tree.find(position)
         return None
 
-    def _park(self, parked: _Parked) -> None:
-        """Keep an event until its parent comes; the oldest ones go when there are too many."""
-        parent = parked.event.parent_block_hash
-        assert parent is not None
-        self._orphans.setdefault(parent, []).append(parked)
-        self._orphan_blocks.update(dict.fromkeys(parked.event.block_hashes, parked))
-        while len(self._orphan_blocks) > self._orphan_limit:
-            oldest = next(iter(self._orphans))
-            self.counters.orphans_dropped += sum(len(dropped.event.block_hashes) for dropped in self._unpark(oldest))
-
-    def _unpark(self, parent: EngineHash) -> list[_Parked]:
-        """The events that wait for a parent, which are not kept any longer."""
-        waiting = self._orphans.pop(parent, [])
-        for parked in waiting:
-            for engine_hash in parked.event.block_hashes:
-                if self._orphan_blocks.get(engine_hash) is parked:
-                    del self._orphan_blocks[engine_hash]
-        return waiting
-
     def _holder(self, event: BlockStored) -> Holder:
         kind = _kind(event)
         holder = self._holders.get(kind)
         if holder is None:
-            holder = self._holders[kind] = Holder(self, tier_of(event.medium))
+            holder = self._holders[kind] = Holder(self, kind[0], tier_of(event.medium))
+            self.hybrid = self.hybrid or len({known.group for known in self._holders.values()}) > 1
         return holder
 
 
 def _kind(event: BlockStored | BlockRemoved) -> tuple[int, str]:
     """The cache group and the medium of an event; no medium is the engine's own memory."""
     return event.group_idx or 0, event.medium or "GPU"
+
+
+def _window_blocks(event: BlockStored) -> int | None:
+    """How many of the last blocks an event's group needs for a hit; None for a kind of group we do not know."""
+    if event.kv_cache_spec_kind in _STATE_KINDS:
+        return 1
+    window = event.kv_cache_spec_sliding_window
+    if event.kv_cache_spec_kind in _SLIDING_KINDS and window and event.block_size:
+        return -(-(window - 1) // event.block_size)
+    return None
+
+
+def _all_in(engine_hashes: Sequence[EngineHash], positions: dict[EngineHash, int]) -> bool:
+    """Whether an event that starts a prompt only tells again of blocks that are held.
+
+    An engine computes a second copy of a prompt's last block alone, which has a parent; a hybrid one of more.
+    """
+    return engine_hashes[0] in positions and all(engine_hash in positions for engine_hash in engine_hashes)
 
 
 def _take_one(counts: dict[K, int], key: K) -> bool:

@@ -1,7 +1,7 @@
 """The index: which target holds which prefix.
 
 Four verbs: apply a batch of events to a target, clear a target, drop a target, match a prompt. Safe to call from
-several threads; each call holds the lock for one event or one match at most.
+several threads; the lock is held for a few events or one match at a time.
 """
 
 from __future__ import annotations
@@ -14,23 +14,14 @@ from threading import Lock
 
 from indexer.hashing import TOKEN_BYTES, Namespace, extend_prefix_hashes, namespace_hash
 from indexer.holdings import Holder, Holdings, HoldingsCounters, Target, UnusableEventError
-from indexer.tree import PrefixTree, Span
-from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, RejectedEvent, Tier
+from indexer.matching import Match, follow
+from indexer.tree import PrefixTree
+from kvevents import BlockRemoved, BlockStored, EventBatch, RejectedEvent, Tier
 
 # How much of a dropped target is freed with each batch: keeps every pause short.
 _SWEEP_BLOCKS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What one target holds of a prompt, in tokens.
-
-    `tiers` counts each matched block once, in the fastest tier that has it: the counts add up to `matched_tokens`.
-    """
-
-    target: Target
-    matched_tokens: int
-    tiers: dict[Tier, int]
+# Events applied before a match may come in between.
+_EVENTS_A_TURN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +45,39 @@ class Index:
         self._holdings: dict[Target, Holdings] = {}
         self._dropped: deque[Holdings] = deque()
 
-    def add(self, target: Target, adapter: str | None = None) -> None:
+    def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
         """Make a target known; it holds nothing yet. Does nothing when it is known.
 
-        Events that name no adapter are taken to be about `adapter`.
+        Events that name no adapter are taken to be about `adapter`. `capacity`: how many blocks its engine's own
+        memory has, None if that is not known.
         """
         with self._lock:
             if target not in self._holdings:
-                self._holdings[target] = self._empty(target, adapter)
+                self._holdings[target] = self._empty(target, adapter, capacity)
 
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
         """Apply a batch in order. Returns the events that made no sense; the others are applied."""
         rejected: list[RejectedEvent] = []
-        for number, event in enumerate(batch.events):
+        for first in range(0, len(batch.events), _EVENTS_A_TURN):
             with self._lock:
-                holdings = self._holdings.get(target)
-                if holdings is None:
-                    return rejected
-                try:
-                    match event:
-                        case BlockStored():
+                for number, event in enumerate(batch.events[first : first + _EVENTS_A_TURN], first):
+                    holdings = self._holdings.get(target)
+                    if holdings is None:
+                        return rejected
+                    try:
+                        if type(event) is BlockStored:
                             holdings.store(event)
-                        case BlockRemoved():
+                        elif type(event) is BlockRemoved:
                             holdings.remove(event)
-                        case AllBlocksCleared():
-                            if event.medium is None:
-                                self._replace(target)
-                            else:
-                                holdings.clear_medium(event.medium)
-                except UnusableEventError as error:
-                    rejected.append(RejectedEvent(number, str(error)))
+                        elif event.medium is None:
+                            self._replace(target)
+                        else:
+                            holdings.clear_medium(event.medium)
+                    except UnusableEventError as error:
+                        rejected.append(RejectedEvent(number, str(error)))
+        with self._lock:
+            if holdings := self._holdings.get(target):
+                holdings.keep_within_capacity()
         self.sweep()
         return rejected
 
@@ -115,7 +109,7 @@ class Index:
                 extend_prefix_hashes(hashes, seed, tokens, namespace.block_size, end)
 
         with self._lock:
-            return _matches(self._tree.walk(hashes, limit, extend), namespace.block_size)
+            return follow(self._tree.walk(hashes, limit, extend), namespace.block_size)
 
     def prefix_hashes(self, namespace: Namespace, tokens: bytes, blocks: int) -> array[int]:
         """The prefix hashes of a packed prompt's first blocks."""
@@ -157,12 +151,12 @@ class Index:
         """The size of the tree in runs of blocks."""
         return len(self._tree)
 
-    def _empty(self, target: Target, adapter: str | None) -> Holdings:
-        return Holdings(self._tree, target, adapter, self._secret, self._orphan_blocks)
+    def _empty(self, target: Target, adapter: str | None, capacity: int | None) -> Holdings:
+        return Holdings(self._tree, target, self._secret, self._orphan_blocks, adapter, capacity)
 
     def _replace(self, target: Target) -> None:
         old = self._holdings[target]
-        new = self._holdings[target] = self._empty(target, old.adapter)
+        new = self._holdings[target] = self._empty(target, old.adapter, old.capacity)
         new.block_sizes = old.block_sizes
         new.counters = old.counters
         new.counters.cleared += 1
@@ -172,48 +166,3 @@ class Index:
         holdings.alive = False
         if not holdings.release_some(_SWEEP_BLOCKS):
             self._dropped.append(holdings)
-
-
-def _matches(spans: list[Span[Holder]], block_size: int) -> list[Match]:
-    """Follow each target along the spans of a prompt, as far as it holds every block."""
-    counts: dict[Holdings, dict[Tier, int]] = {}
-    following: set[Holdings] = set()
-    for number, span in enumerate(spans):
-        held = _held_by_owner(span)
-        if number == 0:
-            counts = {owner: dict.fromkeys(Tier, 0) for owner in held}
-            following = set(held)
-        for owner in tuple(following):
-            by_tier = held.get(owner, {})
-            reach = _leading_blocks(by_tier, span.count)
-            left = (1 << reach) - 1
-            for tier in sorted(by_tier):
-                here = by_tier[tier] & left
-                counts[owner][tier] += here.bit_count() * block_size
-                left ^= here
-            if reach < span.count:
-                following.discard(owner)
-        if not following:
-            break
-    return [
-        Match(owner.target, matched, tiers) for owner, tiers in counts.items() if (matched := sum(tiers.values())) > 0
-    ]
-
-
-def _held_by_owner(span: Span[Holder]) -> dict[Holdings, dict[Tier, int]]:
-    """The blocks of a span that each target holds, a bit a block, by tier."""
-    held: dict[Holdings, dict[Tier, int]] = {}
-    for holder, bits in span.run.held.items():
-        if holder.owner.alive:
-            by_tier = held.setdefault(holder.owner, {})
-            by_tier[holder.tier] = by_tier.get(holder.tier, 0) | bits & span.bits
-    return held
-
-
-def _leading_blocks(by_tier: dict[Tier, int], count: int) -> int:
-    """How many of the first `count` blocks are held without a hole."""
-    union = 0
-    for bits in by_tier.values():
-        union |= bits
-    missing = ~union & ((1 << count) - 1)
-    return count if not missing else (missing & -missing).bit_length() - 1

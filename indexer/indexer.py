@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from indexer.hashing import Namespace, pack_tokens
 from indexer.holdings import Target
-from indexer.index import Index, Match, TargetStatus
+from indexer.index import Index, TargetStatus
+from indexer.matching import Match
 from indexer.sequence import SequenceSettings
 from indexer.streams import StreamReader, StreamStatus
 from kvevents import EventSource, Tier

@@ -13,9 +13,8 @@ cleared bit, so a block that comes back has its children again.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeAlias, TypeVar
 
 # Bounds what one bit operation touches, and how far a prompt is hashed beyond its last match.
 RUN_BLOCKS = 1024
@@ -43,22 +42,8 @@ class Run(Generic[HolderT]):
         return self.number << _OFFSET_BITS | offset
 
 
-@dataclass(frozen=True, slots=True)
-class Span(Generic[HolderT]):
-    """`count` blocks of a run, from `start` on."""
-
-    run: Run[HolderT]
-    start: int
-    count: int
-
-    @property
-    def bits(self) -> int:
-        return ((1 << self.count) - 1) << self.start
-
-    @property
-    def positions(self) -> range:
-        first = self.run.position(self.start)
-        return range(first, first + self.count)
+# A run, the first of some blocks in it, and how many they are.
+Span: TypeAlias = tuple[Run[HolderT], int, int]
 
 
 class PrefixTree(Generic[HolderT]):
@@ -78,11 +63,18 @@ class PrefixTree(Generic[HolderT]):
         run = self._runs.get(position >> _OFFSET_BITS)
         return None if run is None else (run, position & _OFFSET_MASK)
 
-    def insert(self, after: tuple[Run[HolderT], int] | None, hashes: array[int]) -> Iterator[Span[HolderT]]:
+    def growing(self, position: int) -> Run[HolderT] | None:
+        """The run that ends with this block, if it can be made longer; None when the path behind it may be known."""
+        run = self._runs.get(position >> _OFFSET_BITS)
+        length = (position & _OFFSET_MASK) + 1
+        return run if run is not None and length == len(run.hashes) < RUN_BLOCKS and not run.children else None
+
+    def insert(self, after: tuple[Run[HolderT], int] | None, hashes: array[int]) -> list[Span[HolderT]]:
         """Find or make the place of consecutive blocks after a given block (None: at the start of a prompt).
 
-        Yields the spans they lie in, in order. The caller marks each span as held before asking for the next.
+        Returns the spans they lie in, in order; the caller marks them as held.
         """
+        spans: list[Span[HolderT]] = []
         run, offset = after or (self._root, -1)
         done = 0
         while done < len(hashes):
@@ -97,9 +89,10 @@ class PrefixTree(Generic[HolderT]):
                     run, start = self._branch(run, start, hashes[done]), 0
                 count = min(len(hashes) - done, RUN_BLOCKS - start)
                 run.hashes.extend(hashes[done : done + count])
-            yield Span(run, start, count)
+            spans.append((run, start, count))
             done += count
             offset = start + count - 1
+        return spans
 
     def walk(self, hashes: array[int], limit: int, extend: Callable[[int], None]) -> list[Span[HolderT]]:
         """The spans that the first `limit` blocks of a prompt lie in, as far as the tree knows them.
@@ -123,7 +116,7 @@ class PrefixTree(Generic[HolderT]):
                     count = _common(run.hashes, 0, hashes[: done + reach], done)
                     break
                 count = reach
-            spans.append(Span(run, 0, count))
+            spans.append((run, 0, count))
             done += count
         return spans
 

@@ -402,3 +402,68 @@ def test_prompts_that_part_within_a_run_share_what_is_before(index: Index) -> No
         apply(index, A, BlockStored([name], parting - 1, [9, 9], 2))
         assert match(index, [*long[: 2 * parting], 9, 9])[A] == 2 * parting + 2
     assert match(index, long)[A] == 2000
+
+
+def test_blocks_told_of_again_from_the_start_of_a_prompt_are_no_copies(index: Index) -> None:
+    apply(index, A, stored([1, 2, 3], PROMPT[:6]), stored([1, 2], PROMPT[:4]))
+    apply(index, A, BlockRemoved([2]))
+    assert match(index) == {A: 2}
+    assert blocks(index) == {Tier.GPU: 2}
+
+
+def window(hashes: list[Any], tokens: list[int], group: int = 0) -> BlockStored:
+    """Blocks of a group whose window of four tokens needs the last two blocks."""
+    return BlockStored(
+        hashes,
+        None,
+        tokens,
+        2,
+        medium="GPU",
+        group_idx=group,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=4,
+    )
+
+
+def test_a_hit_ends_where_the_window_groups_still_have_its_last_blocks(index: Index) -> None:
+    whole = stored([1, 2, 3, 4], PROMPT, group_idx=1, medium="GPU", kv_cache_spec_kind="full_attention")
+    apply(index, A, window([3, 4], PROMPT), whole)  # the window's blocks come first, and only the last ones
+    assert match(index) == {A: 8}
+    assert match(index, PROMPT[:6]) == {}, "blocks 2 and 3 would be needed, 2 is not there"
+    apply(index, A, window([1, 2], PROMPT))
+    assert match(index, PROMPT[:6]) == {A: 6}
+    assert match(index, PROMPT[:2]) == {A: 2}, "a prompt shorter than the window needs all its blocks"
+    apply(index, A, BlockRemoved([4], "GPU", 0))
+    assert match(index) == {A: 6}, "the whole-prefix group still has block 4"
+    apply(index, A, BlockRemoved([1], "GPU", 1))
+    assert match(index) == {}
+
+
+def test_a_state_group_needs_the_state_after_the_last_block(index: Index) -> None:
+    state = BlockStored([2], None, PROMPT, 2, medium="GPU", group_idx=0, kv_cache_spec_kind="mamba")
+    apply(index, A, stored([1, 2, 3, 4], PROMPT, group_idx=1, medium="GPU"), state)
+    assert match(index) == {A: 4}
+
+
+def test_a_group_of_an_unknown_kind_is_counted_and_ignored(index: Index) -> None:
+    unknown = BlockStored([1], None, PROMPT, 2, medium="GPU", group_idx=1, kv_cache_spec_kind="crystal_ball")
+    apply(index, A, stored([1, 2], PROMPT[:4]), unknown)
+    assert match(index) == {A: 4}
+    status = index.status(A)
+    assert status is not None
+    assert status.counters.ignored == 1
+
+
+def test_a_window_block_removed_before_its_prefix_came_is_not_held(index: Index) -> None:
+    whole = stored([1, 2, 3, 4], PROMPT, group_idx=1, medium="GPU")
+    apply(index, A, window([3, 4], PROMPT), BlockRemoved([4], "GPU", 0), whole)
+    assert match(index) == {}
+
+
+def test_holdings_never_exceed_the_memory_of_the_engine() -> None:
+    index = Index()
+    index.add(A, capacity=3)
+    apply(index, A, stored([1, 2, 3], PROMPT[:6]), stored([7, 8], [7, 7, 8, 8]))
+    assert blocks(index) == {Tier.GPU: 3}
+    assert match(index, [7, 7, 8, 8]) == {A: 4}, "the oldest ones go"
+    assert match(index) == {}

@@ -58,7 +58,8 @@ class Engine:
         if parent is not None and not self.knows(parent):
             self.parked.append(Parked(parent, names, medium))
             return
-        self.copies.update((name, medium) for name in names)
+        if parent is not None or not all(self.copies[name, medium] for name in names):  # else it tells of them again
+            self.copies.update((name, medium) for name in names)
         removals = []
         while found := next((parked for parked in self.parked if self.knows(parked.parent)), None):
             self.parked.remove(found)

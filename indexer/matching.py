@@ -1,0 +1,111 @@
+"""From the walk of a prompt to what each target would serve of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from indexer.holdings import Holder, Holdings, Target
+from indexer.tree import Span
+from kvevents import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What one target holds of a prompt, in tokens.
+
+    `tiers` counts each matched block once, in the fastest tier that has it: the counts add up to `matched_tokens`.
+    """
+
+    target: Target
+    matched_tokens: int
+    tiers: dict[Tier, int]
+
+
+# A target's holders in one span and the bits of the blocks each holds there.
+_Held: TypeAlias = list[tuple[Holder, int]]
+
+
+def follow(spans: Sequence[Span[Holder]], block_size: int) -> list[Match]:
+    """Follow each target along the spans of a prompt, as far as it holds what a hit needs."""
+    trails: dict[Holdings, list[tuple[int, _Held]]] = {}  # by target: blocks matched in each span, and who holds them
+    following: set[Holdings] = set()
+    for number, (run, _, count) in enumerate(spans):
+        held: dict[Holdings, _Held] = {}
+        for holder, bits in run.held.items():
+            if holder.owner.alive:
+                held.setdefault(holder.owner, []).append((holder, bits))
+        if number == 0:
+            following = set(held)
+            trails = {owner: [] for owner in held}
+        for owner in tuple(following):
+            here = held.get(owner, [])
+            reach = _leading_ones(_whole_prefix_bits(owner, here), count)
+            trails[owner].append((reach, here))
+            if reach < count:
+                following.discard(owner)
+        if not following:
+            break
+    matches = []
+    for owner, trail in trails.items():
+        blocks = sum(reach for reach, _ in trail)
+        if owner.hybrid and blocks:
+            blocks = _within_windows(owner.windows, trail, blocks)
+        if blocks:
+            matches.append(Match(owner.target, blocks * block_size, _tiers(trail, blocks, block_size)))
+    return matches
+
+
+def _whole_prefix_bits(owner: Holdings, held: _Held) -> int:
+    """The blocks that every whole-prefix group of a target holds, in whatever medium."""
+    if len(held) == 1 and not owner.hybrid:
+        return held[0][1]
+    by_group = dict.fromkeys(owner.whole_groups, 0)
+    for holder, bits in held:
+        if holder.window is None:
+            by_group[holder.group] |= bits
+    common = -1 if by_group else 0
+    for bits in by_group.values():
+        common &= bits
+    return common
+
+
+def _within_windows(windows: dict[int, int], trail: list[tuple[int, _Held]], blocks: int) -> int:
+    """The longest hit of at most so many blocks after which every window group still has the blocks it needs."""
+    possible = (1 << blocks + 1) - 1  # bit n: a hit of n blocks
+    for group, window in windows.items():
+        live, before = 0, 0
+        for reach, held in trail:
+            for holder, bits in held:
+                if holder.group == group:
+                    live |= (bits & (1 << reach) - 1) << before
+            before += reach
+        # Shorter hits than the window need only what there is: pretend that the blocks before the prompt are live.
+        run = live << window | (1 << window) - 1
+        length = 1
+        while length < window:  # bit n: the blocks n - length + 1 … n are live
+            step = min(length, window - length)
+            run &= run << step
+            length += step
+        possible &= run >> window - 1 if window else possible
+    return possible.bit_length() - 1
+
+
+def _tiers(trail: list[tuple[int, _Held]], blocks: int, block_size: int) -> dict[Tier, int]:
+    """The matched tokens by the fastest tier that has them."""
+    tokens = dict.fromkeys(Tier, 0)
+    for reach, held in trail:
+        left = (1 << min(reach, blocks)) - 1
+        blocks -= min(reach, blocks)
+        for holder, bits in sorted(held, key=lambda pair: pair[0].tier) if len(held) > 1 else held:
+            if holder.window is None:
+                tokens[holder.tier] += (bits & left).bit_count() * block_size
+                left &= ~bits
+    return tokens
+
+
+def _leading_ones(bits: int, count: int) -> int:
+    """How many of the lowest `count` bits are set without a gap."""
+    missing = ~bits & (1 << count) - 1
+    return count if not missing else (missing & -missing).bit_length() - 1
