@@ -21,7 +21,7 @@ class Registration:
     """A stream to follow: one DP rank of a worker, serving one model for one tenant.
 
     `engine` is informative. `block_size` (tokens) is only needed before the first event has told it. Events that name
-    no adapter are taken to be about `adapter`.
+    no adapter are taken to be about `adapter`. `capacity`: the blocks that the engine's own memory has.
     """
 
     target: Target
@@ -29,6 +29,7 @@ class Registration:
     engine: str = ""
     block_size: int | None = None
     adapter: str | None = None
+    capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Indexer:
         if known is not None:
             self._reader.remove(target)
             self.index.drop(target)
-        self.index.add(target, registration.adapter)
+        self.index.add(target, registration.adapter, registration.capacity)
         if stream is not None:
             self._reader.follow(stream)
         self._served.setdefault((target.tenant, target.model), {})[target] = registration

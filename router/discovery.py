@@ -43,12 +43,13 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """What a worker said of itself. `block_size` in tokens; `models` by the name requests use."""
+    """What a worker said of itself. `models` by the name requests use, `block_size` in tokens, `capacity` in blocks."""
 
     engine: Engine
     models: dict[str, ServedModel]
     streams: tuple[EventSource, ...] = ()
     block_size: int | None = None
+    capacity: int | None = None
     ranks: tuple[int, ...] = (0,)
 
     def base_models(self) -> list[ServedModel]:
@@ -89,12 +90,12 @@ async def _streams(session: aiohttp.ClientSession, url: str, models: dict[str, S
     host = urlsplit(url).hostname or ""
     if (sources := await _get_if_there(session, f"{url}/kv_event_sources")) is not None:
         streams = tuple(vllm_sources(msgspec.json.decode(sources), host))
-        block_size = _vllm_block_size(await _get_if_there(session, f"{url}/metrics") or "")
-        return WorkerDescription(Engine.VLLM, models, streams, block_size, _ranks(streams))
+        block_size, capacity = _vllm_cache(await _get_if_there(session, f"{url}/metrics") or "")
+        return WorkerDescription(Engine.VLLM, models, streams, block_size, capacity, _ranks(streams))
     if (info := await _get_if_there(session, f"{url}/server_info")) is not None:
         found, block_size = sglang_sources(msgspec.json.decode(info), host)
         streams = tuple(found)
-        return WorkerDescription(Engine.SGLANG, models, streams, block_size, _ranks(streams))
+        return WorkerDescription(Engine.SGLANG, models, streams, block_size, None, _ranks(streams))
     return WorkerDescription(Engine.OTHER, models)
 
 
@@ -122,13 +123,14 @@ def _models(body: str, only: str | None) -> dict[str, ServedModel]:
     return {only: ServedModel(only, only, None, root)}
 
 
-def _vllm_block_size(metrics: str) -> int | None:
+def _vllm_cache(metrics: str) -> tuple[int | None, int | None]:
+    """The block size and the number of blocks of a rank, from vLLM's metrics."""
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
             if sample.name.startswith("vllm:cache_config_info"):
-                size = sample.labels.get("block_size", "")
-                return int(size) if size.isdigit() else None
-    return None
+                size, blocks = (sample.labels.get(name, "") for name in ("block_size", "num_gpu_blocks"))
+                return int(size) if size.isdigit() else None, int(blocks) if blocks.isdigit() else None
+    return None, None
 
 
 async def _get_if_there(session: aiohttp.ClientSession, url: str) -> str | None:

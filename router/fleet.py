@@ -131,7 +131,13 @@ class Fleet:
         """Tell the indexer of a worker's streams as they are now."""
         streams = {source.dp_rank: source for source in description.streams}
         registrations = [
-            Registration(Target(worker.url, rank, model), streams.get(rank), description.engine, description.block_size)
+            Registration(
+                Target(worker.url, rank, model),
+                streams.get(rank),
+                description.engine,
+                description.block_size,
+                capacity=description.capacity,
+            )
             for model in {served.model for served in description.base_models()}
             for rank in description.ranks
         ]
