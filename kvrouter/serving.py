@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import uvicorn
 from fastapi import FastAPI
@@ -43,27 +45,33 @@ async def serve_indexer(settings: Settings) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises OSError."""
+    """A listening socket; port 0 takes a free one. Who connects early waits. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application; at its end requests in flight have `shutdown_timeout` seconds to finish."""
+
+    def __init__(self, app: FastAPI, shutdown_timeout: float) -> None:
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(shutdown_timeout),
+        )
+        super().__init__(config)
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()  # uvicorn would raise them again at its end, before ours
 
 
 async def _run_app(app: FastAPI, listening: socket.socket, shutdown_timeout: float, name: str) -> None:
-    """Serve on a bound socket; at the end requests in flight have `shutdown_timeout` seconds to finish."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(shutdown_timeout),
-    )
+    """Serve on a listening socket until SIGINT or SIGTERM."""
+    server = HttpServer(app, shutdown_timeout)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, server.handle_exit)
     host, port = listening.getsockname()[:2]
     print(f"{name} listens on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
-    await uvicorn.Server(config).serve(sockets=[listening])
+    await server.serve(sockets=[listening])

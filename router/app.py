@@ -29,6 +29,8 @@ from router.speculation import SpeculativeHoldings
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
 
+# vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
+_KEEPALIVE_SECONDS = 4
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
@@ -82,7 +84,7 @@ def _indexer(settings: Settings) -> Indexer:
 
 def _client_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),

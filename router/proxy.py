@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable
+from io import BytesIO
 
 import aiohttp
 import msgspec
@@ -18,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from indexer.errors import RequestError, error_body
-from router.discovery import Engine
 from router.fleet import Fleet, Worker
 from router.metrics import RequestMetrics
 from router.requests import Endpoint, decode_request
@@ -36,7 +36,7 @@ _HOP_BY_HOP = frozenset(
 )
 _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
-_RANK_HEADER = "X-data-parallel-rank"
+_RANK_HEADER = "X-data-parallel-rank"  # vLLM and SGLang read it
 _ROUTED_PATHS = frozenset(Endpoint)
 
 
@@ -125,7 +125,7 @@ class Proxy:
             scope["method"],
             _upstream_url(placement.worker, scope),
             headers=_upstream_headers(scope["headers"], placement),
-            data=body or None,
+            data=BytesIO(body) if body else None,  # aiohttp writes it in pieces
             timeout=self._timeout,
             allow_redirects=False,
         )
@@ -171,7 +171,7 @@ class Proxy:
         if response.content_type != "text/event-stream":
             return  # returning before the end of the body makes the server close the connection
         failure = RequestError("The worker broke off its answer.", status=502, type="upstream_error")
-        event = b"data: " + error_body(failure) + b"\n\n"
+        event = b"\n\ndata: " + error_body(failure) + b"\n\n"  # what came last may have been half an event
         await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -227,17 +227,19 @@ def _upstream_url(worker: Worker, scope: Scope) -> URL:
 
 
 def _upstream_headers(headers: RawHeaders, placement: Placement) -> CIMultiDict[str]:
-    forwarded = CIMultiDict(_end_to_end(headers, _NOT_FORWARDED))
-    worker = placement.worker
-    description = worker.description
-    if description and description.engine is Engine.VLLM and len(worker.ranks()) > 1:
-        forwarded.setdefault(_RANK_HEADER, str(placement.target.dp_rank))
+    # aiohttp writes names and values in UTF-8
+    end_to_end = _end_to_end(headers, _NOT_FORWARDED)
+    forwarded = CIMultiDict(
+        (name.decode(errors="replace"), value.decode(errors="replace")) for name, value in end_to_end
+    )
+    if len(placement.worker.ranks()) > 1:
+        forwarded[_RANK_HEADER] = str(placement.target.dp_rank)
     return forwarded
 
 
 def _client_headers(headers: RawHeaders, placement: Placement) -> list[tuple[bytes, bytes]]:
     target = placement.target
-    returned = [(name.lower(), value) for name, value in headers if name.lower() not in _NOT_RETURNED]
+    returned = _end_to_end(headers, _NOT_RETURNED)
     returned.append((b"x-kvrouter-worker", target.worker.encode()))
     returned.append((b"x-kvrouter-overlap-tokens", str(placement.overlap).encode()))
     if len(placement.worker.ranks()) > 1:
@@ -245,5 +247,8 @@ def _client_headers(headers: RawHeaders, placement: Placement) -> list[tuple[byt
     return returned
 
 
-def _end_to_end(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[str, str]]:
-    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name.lower() not in dropped]
+def _end_to_end(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+    """The headers that are about the message, with their names in lower case."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    named = {part.strip().lower() for name, value in lowered if name == b"connection" for part in value.split(b",")}
+    return [(name, value) for name, value in lowered if name not in dropped and name not in named]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import Any
 
 import aiohttp
@@ -52,7 +53,7 @@ class RemoteTokenizer:
         ]
 
     async def _ask(self, body: dict[str, Any]) -> list[int]:
-        data = msgspec.json.encode({"model": self._model} | body)
+        data = BytesIO(msgspec.json.encode({"model": self._model} | body))  # aiohttp writes it in pieces
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(self._url, data=data, headers=headers, timeout=self._timeout) as response:

@@ -1,0 +1,142 @@
+"""A worker whose every byte the test decides, and which keeps every byte it got."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+MODEL = "m"
+
+
+@dataclass
+class Exchange:
+    """One request, and the connection to answer it on. `connection` numbers the connections from 0."""
+
+    method: str
+    target: str
+    headers: list[tuple[str, bytes]]
+    body: bytes
+    connection: int
+    reader: StreamReader
+    writer: StreamWriter
+
+    def header(self, name: str) -> list[bytes]:
+        """The values of a header."""
+        return [value for known, value in self.headers if known == name]
+
+    async def send(self, data: bytes) -> None:
+        """Bytes, as they are."""
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self, body: bytes = b"{}", status: str = "200 OK", headers: bytes = b"") -> None:
+        """A whole answer; `headers` with their line ends."""
+        head = b"HTTP/1.1 %b\r\ncontent-length: %d\r\n%b\r\n" % (status.encode(), len(body), headers)
+        await self.send(head if self.method == "HEAD" else head + body)
+
+    async def begin_chunks(self, content_type: str = "text/event-stream") -> None:
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ntransfer-encoding: chunked\r\n\r\n"
+        await self.send(head.encode())
+
+    async def chunk(self, data: bytes) -> None:
+        """A chunk; an empty one ends the answer."""
+        await self.send(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def hang_up(self) -> None:
+        """Close the connection, whatever is missing."""
+        self.writer.transport.abort()
+
+    async def left(self) -> None:
+        """Wait until the router closes the connection."""
+        with suppress(ConnectionError):
+            assert await self.reader.read() == b""
+
+
+Script = Callable[[Exchange], Awaitable[None]]
+
+
+class ScriptedWorker:
+    """Serves the model `m`, without events; `script` answers all but the questions of what it is."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.exchanges: list[Exchange] = []
+        self._server: asyncio.Server | None = None
+        self._port = 0
+        self._connections: list[asyncio.Task[None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def last(self) -> Exchange:
+        return self.exchanges[-1]
+
+    async def start(self) -> None:
+        """Listen; after a stop at the same address."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Close every connection and refuse new ones."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.append(task)
+        number = len(self._connections) - 1
+        try:
+            while exchange := await _receive(reader, writer, number):
+                if not await _discovery(exchange):
+                    self.exchanges.append(exchange)
+                    await self.script(exchange)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.transport.abort()
+
+
+@asynccontextmanager
+async def scripted_worker(script: Script = Exchange.answer) -> AsyncIterator[ScriptedWorker]:
+    """A running worker."""
+    worker = ScriptedWorker(script)
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+
+
+async def _receive(reader: StreamReader, writer: StreamWriter, connection: int) -> Exchange | None:
+    """The next request of a connection; None at its end."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError:
+        return None
+    first, *lines = head[:-4].split(b"\r\n")
+    method, target, _ = first.decode("latin-1").split(" ")
+    headers = [(name.decode().lower(), value) for name, _, value in (line.partition(b": ") for line in lines)]
+    length = next((int(value) for name, value in headers if name == "content-length"), 0)
+    return Exchange(method, target, headers, await reader.readexactly(length), connection, reader, writer)
+
+
+async def _discovery(exchange: Exchange) -> bool:
+    """Answer what a router asks every worker; False for any other request."""
+    match exchange.method, exchange.target:
+        case "GET", "/v1/models":
+            await exchange.answer(json.dumps({"data": [{"id": MODEL}]}).encode())
+        case ("GET", "/kv_event_sources" | "/server_info") | ("POST", "/tokenize"):
+            await exchange.answer(status="404 Not Found")
+        case _:
+            return False
+    return True

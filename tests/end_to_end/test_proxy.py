@@ -1,0 +1,533 @@
+"""Requests to workers and their answers back, byte for byte, whatever either side does."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+from collections.abc import AsyncIterator
+from io import BytesIO
+from urllib.parse import urlsplit
+
+import aiohttp
+import openai
+import pytest
+from router_under_test import RouterUnderTest, router, until
+from scripted_worker import Exchange, ScriptedWorker, scripted_worker
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+BODY = b'{ "model":"m",\n "prompt" : "\\u00e9t\xc3\xa9", "unknown": [1.0, 1e2, null] }\n'
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ScriptedWorker]:
+    async with scripted_worker() as worker:
+        yield worker
+
+
+@pytest.fixture
+async def routed(worker: ScriptedWorker) -> AsyncIterator[RouterUnderTest]:
+    async with router(worker.url) as routed:
+        yield routed
+
+
+async def raw(routed: RouterUnderTest, request: bytes) -> tuple[list[bytes], bytes]:
+    """Send bytes; the lines of the answer's head, and its body. The request asks for the connection to be closed."""
+    address = urlsplit(routed.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        writer.write(request)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        return head.split(b"\r\n"), body
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+# Bytes
+
+
+async def test_a_request_arrives_as_it_was_sent(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    headers = (
+        b"Content-Type: application/json; charset=utf-8\r\nAuthorization: Bearer secret\r\nX-Name: Zo\xc3\xab\r\n"
+        b"X-Twice: 1\r\nCookie: a=b\r\nX-Twice: 2\r\nUser-Agent: test/1.0\r\nX-Empty: \r\n"
+    )
+    await raw(
+        routed,
+        b"POST /v1/completions?debug=1&q=a%20b HTTP/1.1\r\nHost: public.example\r\nConnection: close\r\n"
+        + headers
+        + b"Content-Length: %d\r\n\r\n" % len(BODY)
+        + BODY,
+    )
+    (request,) = worker.exchanges
+    assert (request.method, request.target) == ("POST", "/v1/completions?debug=1&q=a%20b")
+    assert request.body == BODY
+    own = {"host", "content-length"}
+    assert [(name, value) for name, value in request.headers if name not in own] == [
+        (name.decode().lower(), value) for name, _, value in (line.partition(b": ") for line in headers.splitlines())
+    ]
+    assert request.header("host") == [worker.url.removeprefix("http://").encode()]
+    assert request.header("content-length") == [b"%d" % len(BODY)]
+
+
+async def test_an_answer_arrives_as_it_was_sent(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    body = bytes(range(256))
+    headers = b"content-type: application/x-odd\r\nset-cookie: a=1\r\nset-cookie: b=2\r\nx-name: Zo\xc3\xab\r\n"
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(body, "418 I'm a teapot", headers)
+
+    worker.script = script
+    head, received = await raw(routed, b"GET /teapot HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+    assert received == body
+    assert head[0].startswith(b"HTTP/1.1 418")
+    own = (b"date:", b"connection:", b"x-kvrouter-")
+    assert [line for line in head[1:] if not line.lower().startswith(own)] == [
+        b"content-length: 256",
+        *headers.splitlines(),
+    ]
+    assert b"x-kvrouter-worker: " + worker.url.encode() in head
+    assert b"x-kvrouter-overlap-tokens: 0" in head
+
+
+HOP_BY_HOP = {
+    "connection": "X-Hop, keep-alive",
+    "keep-alive": "timeout=5",
+    "proxy-authenticate": "Basic",
+    "proxy-authorization": "Basic eDp5",
+    "te": "trailers",
+    "trailer": "x-checksum",
+    "upgrade": "h2c",
+    "x-hop": "named by Connection",
+}
+
+
+async def test_headers_about_the_connection_are_not_forwarded(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    reply = await routed.call(PATH, BODY, headers=HOP_BY_HOP | {"Expect": "100-continue", "x-end": "to end"})
+    assert reply.status == 200
+    names = {name for name, _ in worker.last.headers}
+    assert "x-end" in names
+    assert not names & {*HOP_BY_HOP, "expect", "transfer-encoding"}
+
+
+async def test_headers_about_the_connection_are_not_returned(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    async def script(exchange: Exchange) -> None:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in HOP_BY_HOP.items() if name != "upgrade")
+        await exchange.answer(b"{}", headers=lines.encode() + b"x-end: to end\r\nserver: engine\r\ndate: then\r\n")
+
+    worker.script = script
+    reply = await routed.call(PATH, BODY)
+    assert reply.headers["x-end"] == "to end"
+    assert not {name.lower() for name in reply.headers} & {*HOP_BY_HOP, "server"}
+    assert reply.headers.getall("date") != ["then"]
+    assert len(reply.headers.getall("date")) == 1
+
+
+@pytest.mark.parametrize(
+    "target", ["/a%2Fb%20c/%C3%A9?x=%26&y=1+2", "//double", "/dot/../dot/./x", "/q?", "/semi;colon", "/v1/files/a%00b"]
+)
+async def test_paths_and_queries_are_left_alone(worker: ScriptedWorker, routed: RouterUnderTest, target: str) -> None:
+    await raw(routed, b"GET %b HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n" % target.encode())
+    assert worker.last.target == target.removesuffix("?")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+async def test_other_paths_pass_with_any_method(worker: ScriptedWorker, routed: RouterUnderTest, method: str) -> None:
+    reply = await routed.call("/v1/files/1", method=method)
+    assert (worker.last.method, worker.last.target) == (method, "/v1/files/1")
+    assert (reply.status, reply.body) == (200, b"" if method == "HEAD" else b"{}")
+    assert reply.headers["content-length"] == "2"
+
+
+async def test_what_a_worker_refuses_is_refused_in_its_words(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(b"no such path", "404 Not Found", b"content-type: text/plain\r\nretry-after: 7\r\n")
+
+    worker.script = script
+    reply = await routed.call("/v1/embeddings", {"model": "m", "input": "x"})
+    assert (reply.status, reply.body, reply.headers["retry-after"]) == (404, b"no such path", "7")
+
+
+async def test_a_redirect_is_the_clients_to_follow(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(b"", "307 Temporary Redirect", b"location: /elsewhere\r\n")
+
+    worker.script = script
+    reply = await routed.call(PATH, BODY)
+    assert (reply.status, reply.headers["location"]) == (307, "/elsewhere")
+    assert len(worker.exchanges) == 1
+
+
+async def test_compressed_bodies_stay_so(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    packed = gzip.compress(b"x" * 1000)
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(exchange.body, headers=b"content-encoding: gzip\r\n")
+
+    worker.script = script
+    headers = {"content-encoding": "gzip", "accept-encoding": "gzip, br"}
+    reply = await routed.call("/v1/audio", packed, headers=headers)
+    assert (worker.last.body, reply.body) == (packed, packed)
+    assert worker.last.header("accept-encoding") == [b"gzip, br"]
+
+
+async def test_a_chunked_request_arrives_whole(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield BODY[:10]
+        yield BODY[10:]
+
+    async with routed.session.post(routed.url + PATH, data=pieces()) as response:
+        assert response.status == 200
+    assert worker.last.body == BODY
+    assert worker.last.header("content-length") == [b"%d" % len(BODY)]
+
+
+async def test_large_bodies_both_ways(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    body = b'{"model":"m","prompt":"' + os.urandom(2_500_000).hex().encode() + b'"}'
+    answer = os.urandom(20_000_000)
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(answer)
+
+    worker.script = script
+    async with routed.session.post(routed.url + PATH, data=BytesIO(body)) as response:
+        assert await response.read() == answer
+    assert worker.last.body == body
+
+
+async def test_a_body_over_the_limit_is_refused(worker: ScriptedWorker) -> None:
+    async with router(worker.url, server={"max_body_bytes": 1000}) as routed:
+        assert (await routed.call("/any", b"x" * 1000)).status == 200
+        reply = await routed.call(PATH, b"x" * 1_000_000)
+        assert reply.status == 413
+        assert "1000 bytes" in reply.error["message"]
+        assert len(worker.exchanges) == 1
+        assert await routed.metric("kvrouter_requests_refused_total", status="413") == 1
+
+
+# Streaming
+
+
+async def test_a_stream_is_passed_on_piece_by_piece(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    """The worker sends a piece only when the client got the one before."""
+    received: asyncio.Queue[bytes] = asyncio.Queue()
+    pieces = [b"data: %d\n\n" % number for number in range(5)]
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        for piece in pieces:
+            await exchange.chunk(piece)
+            assert await received.get() == piece
+        await exchange.chunk(b"")
+
+    worker.script = script
+    async with asyncio.timeout(10), routed.request(PATH, BODY) as response:
+        assert response.content_type == "text/event-stream"
+        async for piece in response.content.iter_any():
+            received.put_nowait(piece)
+    assert received.empty()
+
+
+async def test_the_head_of_an_answer_does_not_wait_for_its_body(
+    worker: ScriptedWorker, routed: RouterUnderTest
+) -> None:
+    begun = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await begun.wait()
+        await exchange.chunk(b"")
+
+    worker.script = script
+    async with asyncio.timeout(10), routed.request(PATH, BODY) as response:
+        begun.set()
+        assert await response.read() == b""
+
+
+async def test_a_client_that_does_not_read_holds_the_worker_back(
+    worker: ScriptedWorker, routed: RouterUnderTest
+) -> None:
+    size, piece, sent = 100_000_000, b"x" * 100_000, 0
+
+    async def script(exchange: Exchange) -> None:
+        nonlocal sent
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+        while sent < size:
+            await exchange.send(piece)
+            sent += len(piece)
+
+    async def held_back() -> bool:
+        before = sent
+        await asyncio.sleep(0.2)
+        return sent == before
+
+    worker.script = script
+    async with routed.request(PATH, BODY) as response:
+        await until(held_back)
+        assert 0 < sent < size / 2
+        received = 0
+        async for data in response.content.iter_any():
+            received += len(data)
+        assert received == size
+
+
+async def test_a_prefill_is_pending_until_the_first_byte(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    first, last = asyncio.Event(), asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await first.wait()
+        await exchange.chunk(b"data: 1\n\n")
+        await last.wait()
+        await exchange.chunk(b"")
+
+    worker.script = script
+    tokens = len(BODY) // 4
+    async with routed.request(PATH, BODY) as response:
+        assert await routed.loads() == [{"requests": 1, "pending": tokens, "context": tokens}]
+        first.set()
+        await response.content.readany()
+        assert await routed.loads() == [{"requests": 1, "pending": 0, "context": tokens}]
+        last.set()
+        await response.read()
+    await routed.until_released()
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_leaves_takes_its_request_along(
+    worker: ScriptedWorker, routed: RouterUnderTest, begun: bool
+) -> None:
+    arrived, left = asyncio.Event(), asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        if begun:
+            await exchange.begin_chunks()
+            await exchange.chunk(b"data: 1\n\n")
+        arrived.set()
+        await exchange.left()
+        left.set()
+
+    async def ask() -> None:
+        async with routed.request(PATH, BODY) as response:
+            await response.read()
+
+    worker.script = script
+    asking = asyncio.create_task(ask())
+    async with asyncio.timeout(10):
+        await arrived.wait()
+        assert await routed.requests_in_flight() == 1
+        asking.cancel()
+        await left.wait()
+    await routed.until_released()
+    assert await routed.metric("kvrouter_requests_abandoned_total") == 1
+    assert (await routed.workers())[0]["up"]
+
+
+async def test_a_client_that_leaves_before_its_request_is_complete_is_never_routed(
+    worker: ScriptedWorker, routed: RouterUnderTest
+) -> None:
+    address = urlsplit(routed.url)
+    _, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 100\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+
+    async def abandoned() -> bool:
+        return await routed.metric("kvrouter_requests_abandoned_total") == 1
+
+    await until(abandoned)
+    assert worker.exchanges == []
+
+
+# Workers that fail
+
+
+async def test_a_worker_that_refuses_connections_is_passed_over() -> None:
+    async with (
+        scripted_worker() as alive,
+        scripted_worker() as dead,
+        router(alive.url, dead.url, policy={"name": "round_robin"}, fleet={}) as routed,
+    ):
+        await dead.stop()
+        replies = [await routed.call(PATH, BODY) for _ in range(4)]
+        assert [(reply.status, reply.worker) for reply in replies] == [(200, alive.url)] * 4
+        report = {worker["worker"]: worker for worker in await routed.workers()}
+        assert (report[alive.url]["up"], report[dead.url]["up"]) == (True, False)
+        assert report[dead.url]["problem"]
+        await routed.until_released()
+        assert await routed.metric("kvrouter_requests_retried_total", worker=dead.url) == 1
+
+
+async def test_a_worker_that_hangs_up_without_an_answer_is_passed_over() -> None:
+    async with (
+        scripted_worker(Exchange.hang_up) as bad,
+        scripted_worker() as good,
+        router(bad.url, good.url, policy={"name": "round_robin"}) as routed,
+    ):
+        reply = await routed.call(PATH, BODY)
+        assert (reply.status, reply.worker) == (200, good.url)
+        assert (bad.last.body, good.last.body) == (BODY, BODY)
+        await routed.until_released()
+
+
+async def test_when_no_worker_is_left_the_client_is_told_to_come_back() -> None:
+    async with (
+        scripted_worker(Exchange.hang_up) as one,
+        scripted_worker(Exchange.hang_up) as two,
+        router(one.url, two.url, fleet={}) as routed,
+    ):
+        reply = await routed.call(PATH, BODY)
+        assert reply.status == 503
+        assert (reply.error["type"], reply.error["code"]) == ("service_unavailable", "no_worker_available")
+        assert (len(one.exchanges), len(two.exchanges)) == (1, 1)
+        with pytest.raises(openai.InternalServerError) as refused:
+            await routed.openai.completions.create(model="m", prompt="x")
+        assert refused.value.status_code == 503
+        await routed.until_released()
+
+
+async def test_a_request_is_tried_on_so_many_workers() -> None:
+    async with (
+        scripted_worker(Exchange.hang_up) as one,
+        scripted_worker(Exchange.hang_up) as two,
+        scripted_worker(Exchange.hang_up) as three,
+        router(one.url, two.url, three.url, proxy={"attempts": 2}) as routed,
+    ):
+        assert (await routed.call(PATH, BODY)).status == 503
+        assert sum(len(worker.exchanges) for worker in (one, two, three)) == 2
+
+
+async def test_a_worker_that_comes_back_is_used_again() -> None:
+    async with scripted_worker(Exchange.hang_up) as worker, router(worker.url) as routed:
+        assert (await routed.call(PATH, BODY)).status == 503
+        worker.script = Exchange.answer
+
+        async def answered() -> bool:
+            return (await routed.call(PATH, BODY)).status == 200
+
+        await until(answered)
+
+
+async def test_a_connection_that_was_idle_for_long_is_not_used_again(worker: ScriptedWorker) -> None:
+    """Engines close theirs after 5 seconds; a request sent at that moment would be lost."""
+    async with router(worker.url, fleet={"probe_interval": 60}) as routed:
+        await routed.call(PATH, BODY)
+        await routed.call(PATH, BODY)
+        await asyncio.sleep(4.5)
+        await routed.call(PATH, BODY)
+    first, second, third = (exchange.connection for exchange in worker.exchanges)
+    assert first == second != third
+
+
+async def break_off(exchange: Exchange, content_type: str, sent: bytes) -> None:
+    await exchange.begin_chunks(content_type)
+    await exchange.chunk(sent)
+    await exchange.hang_up()
+
+
+@pytest.mark.parametrize("sent", [b'data: {"choices": []}\n\n', b'data: {"choi'])
+async def test_an_event_stream_that_breaks_off_ends_with_an_error_event(
+    worker: ScriptedWorker, routed: RouterUnderTest, sent: bytes
+) -> None:
+    async def script(exchange: Exchange) -> None:
+        await break_off(exchange, "text/event-stream", sent)
+
+    worker.script = script
+    reply = await routed.call(PATH, BODY)
+    assert reply.body.startswith(sent)
+    events = reply.body.split(b"\n\n")
+    assert json.loads(events[-2].removeprefix(b"data: "))["error"]["type"] == "upstream_error"
+    assert events[-1] == b""
+    await routed.until_released()
+    assert await routed.metric("kvrouter_answers_broken_total", worker=worker.url) == 1
+
+
+async def test_the_openai_client_raises_the_error_event(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    async def script(exchange: Exchange) -> None:
+        await break_off(exchange, "text/event-stream; charset=utf-8", b'data: {"choices": []}\n\n')
+
+    worker.script = script
+    stream = await routed.openai.completions.create(model="m", prompt="x", stream=True)
+    with pytest.raises(openai.APIError, match="broke off"):
+        async for _ in stream:
+            pass
+
+
+@pytest.mark.parametrize("framing", ["chunked", "content-length"])
+async def test_any_other_answer_that_breaks_off_closes_the_connection(
+    worker: ScriptedWorker, routed: RouterUnderTest, framing: str
+) -> None:
+    async def script(exchange: Exchange) -> None:
+        if framing == "chunked":
+            await break_off(exchange, "application/json", b'{"choices"')
+        else:
+            await exchange.send(b'HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"choices"')
+            await exchange.hang_up()
+
+    worker.script = script
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await routed.call(PATH, BODY)
+    await routed.until_released()
+    assert (await routed.workers())[0]["up"]
+
+
+async def test_a_worker_that_stays_silent_is_given_up(worker: ScriptedWorker) -> None:
+    worker.script = Exchange.left
+    async with router(worker.url, proxy={"idle_timeout": 0.2}) as routed:
+        reply = await routed.call(PATH, BODY)
+        assert reply.status == 504
+        assert reply.error["type"] == "timeout_error"
+        assert len(worker.exchanges) == 1
+        await routed.until_released()
+
+
+async def test_a_stream_that_falls_silent_is_given_up(worker: ScriptedWorker) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await exchange.left()
+
+    worker.script = script
+    async with router(worker.url, proxy={"idle_timeout": 0.2}) as routed:
+        reply = await routed.call(PATH, BODY)
+        assert reply.body.startswith(b"data: 1\n\n")
+        assert b"upstream_error" in reply.body
+        await routed.until_released()
+
+
+async def test_a_long_answer_is_no_silence(worker: ScriptedWorker) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            await exchange.chunk(b"data: 1\n\n")
+        await exchange.chunk(b"")
+
+    worker.script = script
+    async with router(worker.url, proxy={"idle_timeout": 0.5}) as routed:
+        assert (await routed.call(PATH, BODY)).body == b"data: 1\n\n" * 8
+
+
+# Ranks
+
+
+async def test_the_chosen_rank_is_told_to_a_worker_that_has_several(worker: ScriptedWorker) -> None:
+    streams = [{"dp_rank": rank, "endpoint": f"tcp://127.0.0.1:{rank + 1}"} for rank in range(3)]
+    workers = [{"url": worker.url, "streams": streams}]
+    async with router(workers=workers, policy={"name": "round_robin"}) as routed:
+        replies = [await routed.call(PATH, BODY, headers={"X-Data-Parallel-Rank": "7"}) for _ in range(3)]
+    assert [exchange.header("x-data-parallel-rank") for exchange in worker.exchanges] == [[b"0"], [b"1"], [b"2"]]
+    assert [reply.headers["x-kvrouter-dp-rank"] for reply in replies] == ["0", "1", "2"]
+
+
+async def test_a_worker_of_one_rank_is_told_none(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    reply = await routed.call(PATH, BODY)
+    assert worker.last.header("x-data-parallel-rank") == []
+    assert "x-kvrouter-dp-rank" not in reply.headers
