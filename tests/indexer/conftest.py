@@ -1,0 +1,94 @@
+"""A publisher of event streams as an engine has it, and an indexer served over HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import uvicorn
+import zmq
+from engine_publisher import Publisher, eventually
+from index_client import Client
+
+from indexer import Indexer, MatchQuery, Target
+from indexer.app import indexer_app
+from indexer.errors import RequestError
+from indexer.sequence import SequenceSettings, StreamState
+from indexer.streams import StreamStatus
+
+
+async def read_match(body: bytes) -> MatchQuery:
+    """A `/match` body that gives the prompt's token ids."""
+    try:
+        return msgspec.json.decode(body, type=MatchQuery)
+    except msgspec.DecodeError as error:
+        raise RequestError(str(error)) from error
+
+
+@pytest.fixture
+def publishers() -> Iterator[Callable[..., Publisher]]:
+    """Makes publishers that are closed at the end."""
+    made: list[Publisher] = []
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+
+        def make(topic: bytes = b"") -> Publisher:
+            made.append(Publisher(context, topic))
+            return made[-1]
+
+        yield make
+        for publisher in made:
+            publisher.close()
+
+
+@pytest.fixture
+def publisher(publishers: Callable[..., Publisher]) -> Publisher:
+    return publishers()
+
+
+@pytest.fixture
+def indexer() -> Indexer:
+    """An indexer with short deadlines; `client` starts and stops it."""
+    return Indexer(sequence=SequenceSettings(replay_timeout=0.3, idle_check=1.0))
+
+
+@pytest.fixture
+def client(indexer: Indexer) -> Iterator[Client]:
+    """A client of the indexer's HTTP API."""
+    indexer.start()
+    app = indexer_app(indexer, read_match)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    eventually(lambda: server.started)
+    client = Client(server.servers[0].sockets[0].getsockname()[1])
+    yield client
+    client.close()
+    server.should_exit = True
+    thread.join()
+    indexer.stop()
+
+
+@pytest.fixture
+def stream(indexer: Indexer) -> Callable[[Target], StreamStatus]:
+    """How the stream of a target stands."""
+
+    def status(target: Target) -> StreamStatus:
+        eventually(lambda: (report := indexer.report(target)) is not None and report.stream is not None)
+        report = indexer.report(target)
+        assert report is not None
+        assert report.stream is not None
+        return report.stream
+
+    return status
+
+
+@pytest.fixture
+def caught_up(stream: Callable[[Target], StreamStatus]) -> Callable[..., None]:
+    """Waits until a target has applied a batch, and its stream is in a state if one is given."""
+
+    def wait(target: Target, seq: int | None, state: StreamState | None = None) -> None:
+        eventually(lambda: (status := stream(target)).last_seq == seq and state in (None, status.state))
+
+    return wait

@@ -1,0 +1,118 @@
+"""What an engine shows to its subscribers: a live stream of batches, and a replay of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from kvevents import Event, EventBatch, encode_batch
+from kvevents.frames import end_of_replay_frames, live_frames, parse_replay_request, replay_frames
+
+DEADLINE_S = 15.0
+
+
+def eventually(condition: Callable[[], Any]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
+
+
+class Publisher:
+    """One rank's PUB socket, and a ROUTER that answers replay requests from the batches published so far.
+
+    `silent`: replay requests stay unanswered. `keep`: how many batches a replay can still bring. `dropped`: sequence
+    numbers that the next replay leaves out. `legacy`: replay messages carry no topic.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], topic: bytes = b"") -> None:
+        self.topic = topic
+        self.silent = False
+        self.legacy = False
+        self.keep: int | None = None
+        self.dropped: set[int] = set()
+        self.requests: list[int] = []
+        self.batches: list[tuple[int, bytes]] = []
+        self._context = context
+        self.endpoint = self.replay_endpoint = "tcp://127.0.0.1:*"
+        self._open()
+
+    def publish(self, *events: Event, lost: bool = False) -> int:
+        """Publish a batch of events; a lost one is only to be had by replay. Returns its sequence number."""
+        seq = self.batches[-1][0] + 1 if self.batches else 0
+        self.send(seq, encode_batch(EventBatch(time.time(), list(events))), lost)
+        return seq
+
+    def send(self, seq: int, payload: bytes, lost: bool = False) -> None:
+        self.batches.append((seq, payload))
+        if not lost:
+            self.send_raw(live_frames(self.topic, seq, payload))
+
+    def send_raw(self, frames: list[bytes]) -> None:
+        self._live.send_multipart(frames)
+
+    def wait_for_subscriber(self) -> None:
+        """Wait until a subscriber is connected and has subscribed."""
+        subscribed = False
+        while not subscribed:
+            assert self._live.poll(int(DEADLINE_S * 1000)), "nobody subscribed"
+            subscribed = self._live.recv()[:1] == b"\x01"
+
+    def restart(self) -> None:
+        """Begin a new life at the same endpoints, with nothing published."""
+        self.close()
+        self.batches = []
+        self._open()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._live.close(0)
+        self._router.close(0)
+
+    def _open(self) -> None:
+        self._closing = threading.Event()
+        self._live, self._router = self._context.socket(zmq.XPUB), self._context.socket(zmq.ROUTER)
+        self._live.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of every subscriber, not only of the first
+        self.endpoint = _bind(self._live, self.endpoint)
+        self.replay_endpoint = _bind(self._router, self.replay_endpoint)
+        self._thread = threading.Thread(target=self._answer, args=(self._router, self._closing))
+        self._thread.start()
+
+    def _answer(self, router: zmq.Socket[bytes], closing: threading.Event) -> None:
+        while not closing.is_set():
+            if not router.poll(5):
+                continue
+            client, start = parse_replay_request(router.recv_multipart())
+            self.requests.append(start)
+            if self.silent:
+                continue
+            dropped, self.dropped = self.dropped, set()
+            for seq, payload in self.batches[-self.keep :] if self.keep else list(self.batches):
+                if seq >= start and seq not in dropped:
+                    self._reply(router, replay_frames(client, self.topic, seq, payload))
+            self._reply(router, end_of_replay_frames(client, self.topic))
+
+    def _reply(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        if self.legacy:
+            del frames[2]
+        router.send_multipart(frames)
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind, waiting for a predecessor to leave the port."""
+    socket.set_hwm(0)
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        else:
+            return socket.getsockopt_string(zmq.LAST_ENDPOINT)

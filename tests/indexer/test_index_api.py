@@ -1,0 +1,325 @@
+"""The index over HTTP: what is asked, what is answered, and what a client is told of a mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_publisher import Publisher, eventually
+from index_client import Client
+from prometheus_client.parser import text_string_to_metric_families
+
+from indexer import Target
+from kvevents import BlockRemoved, BlockStored, Event
+
+Worker = Callable[..., Publisher]
+
+
+@pytest.fixture
+def worker(client: Client, publishers: Callable[..., Publisher], caught_up: Callable[..., None]) -> Worker:
+    """Registers a rank, whose publisher says these events, and waits until they are applied."""
+
+    def worker(instance: str, *events: Event, **fields: Any) -> Publisher:
+        publisher = publishers()
+        body = {
+            "instance_id": instance,
+            "modelname": "m",
+            "endpoint": publisher.endpoint,
+            "replay_endpoint": publisher.replay_endpoint,
+            **fields,
+        }
+        if events:
+            publisher.publish(*events)
+        status, answer = client.post("/register", body)
+        assert (status, answer["status"]) == (201, "registered")
+        tenant = fields.get("tenant_id", "default")
+        target = Target(instance, fields.get("dp_rank", 0), body["modelname"], tenant)
+        caught_up(target, 0 if events else None)
+        return publisher
+
+    return worker
+
+
+def stored(*tokens: int, block_size: int = 2, medium: str | None = "GPU", **fields: Any) -> BlockStored:
+    """The blocks of a prompt, from its start; an engine's hash of a block is its number."""
+    hashes: list[int | bytes] = list(range(1, len(tokens) // block_size + 1))
+    return BlockStored(hashes, None, list(tokens), block_size, medium=medium, **fields)
+
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_match_answers_for_every_target_the_best_first(client: Client, worker: Worker) -> None:
+    worker("little", stored(1, 2))
+    worker("much", stored(1, 2, 3, 4, 5, 6), stored(1, 2, medium="CPU"), BlockRemoved([1], "GPU"))
+    worker("nothing")
+    worker("ranked", stored(1, 2, 3, 4), dp_rank=3)
+    status, answer = client.post("/match", {"model": "m", "token_ids": PROMPT})
+    nothing = {"gpu": 0, "cpu": 0, "disk": 0, "unknown": 0}
+    assert status == 200
+    assert answer == {
+        "model": "m",
+        "tokens": 9,
+        "matches": [
+            {"worker": "much", "dp_rank": 0, "matched_tokens": 6, "tiers": {**nothing, "gpu": 4, "cpu": 2}},
+            {"worker": "ranked", "dp_rank": 3, "matched_tokens": 4, "tiers": {**nothing, "gpu": 4}},
+            {"worker": "little", "dp_rank": 0, "matched_tokens": 2, "tiers": {**nothing, "gpu": 2}},
+            {"worker": "nothing", "dp_rank": 0, "matched_tokens": 0, "tiers": nothing},
+        ],
+    }
+
+
+@pytest.mark.parametrize(("tokens", "matched"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (8, 6), (9, 8)])
+def test_a_prompts_last_token_is_always_computed(client: Client, worker: Worker, tokens: int, matched: int) -> None:
+    worker("w", stored(*PROMPT[:8]))
+    _, answer = client.post("/match", {"model": "m", "token_ids": PROMPT[:tokens]})
+    assert answer["matches"][0]["matched_tokens"] == matched
+
+
+def test_an_adapter_and_a_salt_are_matched_apart(client: Client, worker: Worker) -> None:
+    worker("base", stored(1, 2))
+    worker("adapter", stored(1, 2, lora_name="sql"))
+    worker("salted", stored(1, 2, cache_salt="s"))
+    worker("named", stored(1, 2), lora_name="sql")
+
+    def holders(**fields: str) -> set[str]:
+        _, answer = client.post("/match", {"model": "m", "token_ids": [1, 2, 3], **fields})
+        return {match["worker"] for match in answer["matches"] if match["matched_tokens"]}
+
+    assert holders() == {"base"}
+    assert holders(adapter="sql") == {"adapter", "named"}
+    assert holders(cache_salt="s") == {"salted"}
+    assert holders(adapter="sql", cache_salt="s") == set()
+
+
+def test_query_answers_by_tenant_instance_and_rank(client: Client, worker: Worker) -> None:
+    worker("a", stored(1, 2, 3, 4), dp_rank=0)
+    worker("a", stored(1, 2, 3, 4, 5, 6), stored(1, 2, medium="STORAGE"), BlockRemoved([1], "GPU"), dp_rank=1)
+    worker("b", stored(9, 9, medium="CPU"))
+    status, answer = client.post("/query", {"model": "m", "token_ids": PROMPT[:6]})
+    assert status == 200
+    assert answer == {
+        "default": {
+            "a": {"longest_matched": 6, "GPU": 4, "CPU": 0, "DISK": 2, "DP": {"0": 4, "1": 6}},
+            "b": {"longest_matched": 0, "GPU": 0, "CPU": 0, "DISK": 0, "DP": {"0": 0}},
+        }
+    }
+
+
+def test_query_takes_an_adapter_and_a_salt(client: Client, worker: Worker) -> None:
+    worker("a", stored(1, 2, lora_name="sql", cache_salt="s"))
+    body = {"model": "m", "token_ids": [1, 2]}
+    _, plain = client.post("/query", body)
+    _, exact = client.post("/query", {**body, "lora_name": "sql", "cache_salt": "s"})
+    assert plain["default"]["a"]["longest_matched"] == 0
+    assert exact["default"]["a"]["longest_matched"] == 2
+
+
+def test_tenants_do_not_see_each_other(client: Client, worker: Worker) -> None:
+    worker("a", stored(1, 2), tenant_id="red")
+    worker("a", stored(3, 4), tenant_id="blue")
+    _, red = client.post("/query", {"model": "m", "token_ids": [1, 2], "tenant_id": "red"})
+    _, blue = client.post("/query", {"model": "m", "token_ids": [1, 2], "tenant_id": "blue"})
+    assert red["red"]["a"]["longest_matched"] == 2
+    assert blue["blue"]["a"]["longest_matched"] == 0
+    assert client.post("/query", {"model": "m", "token_ids": [1, 2]})[0] == 404
+    assert client.post("/unregister", {"instance_id": "a"})[0] == 404
+
+
+def test_one_instance_may_serve_two_models(client: Client, worker: Worker) -> None:
+    worker("a", stored(1, 2), modelname="llama")
+    worker("a", stored(3, 4), modelname="qwen")
+    for model, tokens in (("llama", [1, 2]), ("qwen", [3, 4])):
+        _, answer = client.post("/query", {"model": model, "token_ids": tokens})
+        assert answer["default"]["a"]["longest_matched"] == 2
+        _, answer = client.post("/query", {"model": model, "token_ids": [5 - tokens[0], 5 - tokens[1]]})
+        assert answer["default"]["a"]["longest_matched"] == 0
+    assert client.post("/unregister", {"instance_id": "a", "modelname": "llama"})[1]["targets"] == 1
+    assert client.post("/query", {"model": "llama", "token_ids": []})[0] == 404
+    assert client.post("/query", {"model": "qwen", "token_ids": []})[0] == 200
+
+
+def test_one_model_may_have_two_block_sizes(client: Client, worker: Worker) -> None:
+    worker("fine", stored(*PROMPT[:6], block_size=2))
+    worker("coarse", stored(*PROMPT[:8], block_size=4))
+    _, answer = client.post("/match", {"model": "m", "token_ids": PROMPT})
+    assert [(match["worker"], match["matched_tokens"]) for match in answer["matches"]] == [("coarse", 8), ("fine", 6)]
+
+
+def test_registering_again_changes_nothing(client: Client, worker: Worker) -> None:
+    publisher = worker("a", stored(1, 2))
+    body = {
+        "instance_id": "a",
+        "modelname": "m",
+        "endpoint": publisher.endpoint,
+        "replay_endpoint": publisher.replay_endpoint,
+    }
+    answer = {"status": "registered", "instance_id": "a", "dp_rank": 0}
+    assert client.post("/register", body) == (201, answer)
+    assert client.post("/query", {"model": "m", "token_ids": [1, 2]})[1]["default"]["a"]["longest_matched"] == 2
+
+
+def test_unregistering_forgets_a_rank_or_all_of_an_instance(client: Client, worker: Worker) -> None:
+    for rank in range(3):
+        worker("a", stored(1, 2), dp_rank=rank)
+    worker("b")
+    assert client.post("/unregister", {"instance_id": "a", "dp_rank": 1}) == (
+        200,
+        {"status": "unregistered", "instance_id": "a", "targets": 1},
+    )
+    _, answer = client.post("/query", {"model": "m", "token_ids": [1, 2]})
+    assert answer["default"]["a"]["DP"] == {"0": 2, "2": 2}
+    assert client.post("/unregister", {"instance_id": "a"})[1]["targets"] == 2
+    _, answer = client.post("/query", {"model": "m", "token_ids": [1, 2]})
+    assert list(answer["default"]) == ["b"]
+    status, answer = client.post("/unregister", {"instance_id": "a"})
+    assert (status, answer["error"]["param"]) == (404, "instance_id")
+
+
+REGISTRATION = {"endpoint": "tcp://127.0.0.1:5557", "modelname": "m", "instance_id": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        *[
+            ("/register", {name: value for name, value in REGISTRATION.items() if name != missing}, missing)
+            for missing in REGISTRATION
+        ],
+        *[("/register", {**REGISTRATION, name: ""}, name) for name in REGISTRATION],
+        *[("/register", {**REGISTRATION, name: 5}, name) for name in REGISTRATION],
+        ("/register", {**REGISTRATION, "tenant_id": ""}, "tenant_id"),
+        ("/register", {**REGISTRATION, "dp_rank": -1}, "dp_rank"),
+        ("/register", {**REGISTRATION, "dp_rank": "0"}, "dp_rank"),
+        ("/register", {**REGISTRATION, "block_size": 0}, "block_size"),
+        ("/register", {**REGISTRATION, "type": "Other"}, "type"),
+        ("/register", {**REGISTRATION, "endpoint": "not an endpoint"}, "endpoint"),
+        ("/register", {**REGISTRATION, "replay_endpoint": "tcp://127.0.0.1"}, "replay_endpoint"),
+        ("/unregister", {}, "instance_id"),
+        ("/unregister", {"instance_id": "a", "dp_rank": 1.5}, "dp_rank"),
+        ("/query", {"token_ids": []}, "model"),
+        ("/query", {"model": "m"}, "token_ids"),
+        ("/query", {"model": "m", "token_ids": "1 2"}, "token_ids"),
+        ("/query", {"model": "m", "token_ids": [1, "2"]}, "token_ids"),
+        ("/query", {"model": "m", "token_ids": [1, -2]}, "token_ids"),
+        ("/query", {"model": "m", "token_ids": [2**32]}, "token_ids"),
+        ("/match", {"model": "m", "token_ids": [2**32]}, "token_ids"),
+    ],
+)
+def test_a_bad_field_is_named(client: Client, worker: Worker, path: str, body: dict[str, Any], param: str) -> None:
+    worker("known")
+    status, answer = client.post(path, body)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["param"] == param
+    assert param in answer["error"]["message"]
+    assert len(client.get("/workers")[1]["workers"]) == 1, "nothing was registered"
+
+
+@pytest.mark.parametrize("path", ["/register", "/unregister", "/query"])
+@pytest.mark.parametrize("body", [b"", b"{", b"not json", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(client: Client, path: str, body: bytes) -> None:
+    status, answer = client.post(path, body)
+    assert status == 400
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+    assert answer["error"]["param"] is None
+
+
+@pytest.mark.parametrize("path", ["/query", "/match"])
+def test_an_unknown_model_is_not_found(client: Client, worker: Worker, path: str) -> None:
+    worker("a")
+    status, answer = client.post(path, {"model": "other", "token_ids": [1]})
+    assert status == 404
+    assert answer["error"]["type"] == "not_found_error"
+    assert answer["error"]["param"] == "model"
+    assert "'other'" in answer["error"]["message"]
+
+
+def test_what_the_rfc_has_besides_is_passed_over(client: Client, worker: Worker) -> None:
+    worker("a", additionalsalt="x", type="SGLang")
+    assert client.post("/query", {"model": "m", "token_ids": [], "block_size": 16})[0] == 200
+
+
+def test_workers_tells_each_ranks_stream_and_blocks(client: Client, worker: Worker) -> None:
+    publisher = worker("a", stored(1, 2, 3, 4), stored(1, 2, medium="CPU"), BlockStored([9], 8, [1, 2], 2))
+    worker("a", dp_rank=1, block_size=16, topic="kv", lora_name="sql", type="SGLang")
+    eventually(lambda: client.get("/workers")[1]["workers"][0]["ranks"][0]["state"] == "live")
+    _, answer = client.get("/workers")
+    (found,) = answer["workers"]
+    assert (found["worker"], found["model"], found["tenant"]) == ("a", "m", "default")
+    first, second = found["ranks"]
+    assert first | {"batches": ..., "counters": ..., "seconds_since_event": ...} == {
+        "dp_rank": 0,
+        "engine": "vLLM",
+        "endpoint": publisher.endpoint,
+        "replay_endpoint": publisher.replay_endpoint,
+        "topic": "",
+        "adapter": None,
+        "block_sizes": [2],
+        "state": "live",
+        "last_seq": 0,
+        "seconds_since_event": ...,
+        "batches": ...,
+        "unreadable": {"bad_frames": 0, "bad_events": 0},
+        "blocks": {"gpu": 2, "cpu": 1, "disk": 0, "unknown": 0},
+        "orphans": 1,
+        "counters": ...,
+    }
+    assert first["batches"]["batches"] == 1
+    assert first["counters"]["stored"] == 3
+    assert (second["dp_rank"], second["block_sizes"], second["engine"]) == (1, [16], "SGLang")
+    assert (second["topic"], second["adapter"], second["last_seq"]) == ("kv", "sql", None)
+    assert second["seconds_since_event"] is None
+
+
+def test_workers_tells_how_long_a_stream_has_been_silent(client: Client, worker: Worker) -> None:
+    publisher = worker("a", stored(1, 2))
+    publisher.publish(stored(1, 2))
+
+    def silence() -> float | None:
+        silent: float | None = client.get("/workers")[1]["workers"][0]["ranks"][0]["seconds_since_event"]
+        return silent
+
+    eventually(lambda: silence() is not None)
+    assert 0 <= (silence() or 0) < 10
+
+
+def test_health(client: Client) -> None:
+    assert client.get("/health") == (200, {"status": "ok"})
+
+
+def test_metrics_are_prometheus(client: Client, worker: Worker) -> None:
+    worker("a", stored(1, 2, 3, 4), BlockStored([9], 8, [1, 2], 2), BlockStored([5, 5], None, [1, 2], 1), dp_rank=1)
+    eventually(lambda: client.get("/workers")[1]["workers"][0]["ranks"][0]["state"] == "live")
+    status, body = client.request("GET", "/metrics")
+    assert status == 200
+    samples = {
+        (sample.name, sample.labels.get("tier") or sample.labels.get("state") or sample.labels.get("what")): sample
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+    labels = {"worker": "a", "dp_rank": "1", "model": "m", "tenant": "default"}
+    for name, detail, value in (
+        ("kvrouter_index_blocks", "gpu", 2),
+        ("kvrouter_index_blocks", "unknown", 0),
+        ("kvrouter_index_orphan_blocks", None, 1),
+        ("kvrouter_stream_state", "live", 1),
+        ("kvrouter_stream_state", "lost", 0),
+        ("kvrouter_stream_batches_total", None, 1),
+        ("kvrouter_stream_gaps_total", None, 0),
+        ("kvrouter_stream_lost_batches_total", None, 0),
+        ("kvrouter_stream_restarts_total", None, 0),
+        ("kvrouter_stream_unreadable_total", "frame", 0),
+        ("kvrouter_stream_unreadable_total", "event", 1),
+    ):
+        sample = samples[name, detail]
+        assert sample.value == value
+        assert sample.labels.items() >= labels.items()
+
+
+def test_answers_are_json(client: Client) -> None:
+    status, body = client.request("POST", "/unregister", json.dumps({"instance_id": "nobody"}).encode())
+    assert status == 404
+    assert json.loads(body)["error"]["message"]

@@ -1,0 +1,340 @@
+"""Streams over real sockets: whatever happens on the way, the index ends up with what the publisher said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zmq
+from engine_publisher import Publisher, eventually
+from index_client import Client
+from structlog.testing import capture_logs
+
+from indexer import Indexer, MatchQuery, Registration, Target
+from indexer.sequence import StreamState
+from indexer.streams import StreamStatus
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventSource
+
+TARGET = Target("w", 0, "m")
+
+Stream = Callable[[Target], StreamStatus]
+CaughtUp = Callable[..., None]
+
+
+def block(number: int) -> BlockStored:
+    """The block after `number` others of one prompt, whose tokens are all alike."""
+    return BlockStored([number + 1], number or None, [7], 1)
+
+
+def matched(indexer: Indexer, target: Target = TARGET) -> int:
+    matches = indexer.match(MatchQuery(target.model, [7] * 1000))
+    return next(match.matched_tokens for match in matches if match.target == target)
+
+
+@pytest.fixture
+def running(client: Client, indexer: Indexer) -> Indexer:  # noqa: ARG001
+    """The indexer, started."""
+    return indexer
+
+
+@pytest.fixture
+def register(running: Indexer) -> Callable[..., None]:
+    def register(publisher: Publisher, replay: bool = True, target: Target = TARGET, **fields: Any) -> None:
+        replay_endpoint = publisher.replay_endpoint if replay else None
+        source = EventSource(target.dp_rank, publisher.endpoint, replay_endpoint, publisher.topic.decode())
+        running.register(Registration(target, source, **fields))
+        publisher.wait_for_subscriber()
+
+    return register
+
+
+def test_a_late_subscriber_gets_everything_by_replay(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
+) -> None:
+    for number in range(200):
+        publisher.publish(block(number))
+    register(publisher)
+    caught_up(TARGET, 199, StreamState.LIVE)
+    assert matched(indexer) == 200
+    assert stream(TARGET).sequence.batches == 200
+    assert stream(TARGET).received_at is None, "nothing came live"
+
+
+def test_a_late_subscriber_of_a_publisher_without_replay_is_lost_until_the_next_batch_tells(
+    publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
+) -> None:
+    publisher.publish(block(0))
+    register(publisher, replay=False)
+    eventually(lambda: stream(TARGET).state is StreamState.LIVE)
+    publisher.publish(block(1))
+    caught_up(TARGET, 1, StreamState.LOST)
+    assert stream(TARGET).sequence.lost_batches == 1
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_gap_is_replayed(
+    legacy: bool,
+    indexer: Indexer,
+    publisher: Publisher,
+    register: Callable[..., None],
+    caught_up: CaughtUp,
+    stream: Stream,
+) -> None:
+    publisher.legacy = legacy
+    register(publisher)
+    for number in range(10):
+        publisher.publish(block(number), lost=3 <= number < 7)
+    caught_up(TARGET, 9, StreamState.LIVE)
+    assert matched(indexer) == 10
+    assert stream(TARGET).sequence.lost_batches == 0
+
+
+def test_holes_in_a_replay_are_asked_for_again(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    for number in range(100):
+        publisher.publish(block(number))
+    publisher.dropped = {5, 6, 50, 99}
+    register(publisher)
+    caught_up(TARGET, 99, StreamState.LIVE)
+    assert matched(indexer) == 100
+    assert len(publisher.requests) > 1
+
+
+def test_a_lost_tail_is_found_when_the_stream_is_idle(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    register(publisher)
+    publisher.publish(block(0))
+    caught_up(TARGET, 0, StreamState.LIVE)
+    publisher.publish(block(1), lost=True)
+    caught_up(TARGET, 1, StreamState.LIVE)
+    assert matched(indexer) == 2
+
+
+def test_a_silent_replay_stalls_nothing(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
+) -> None:
+    publisher.silent = True
+    register(publisher)
+    publisher.publish(block(0))
+    publisher.publish(block(1), lost=True)
+    publisher.publish(block(2))
+    caught_up(TARGET, 2, StreamState.LOST)
+    assert matched(indexer) == 1
+    assert stream(TARGET).sequence.lost_batches == 1
+    assert publisher.requests
+
+
+def test_a_replay_endpoint_where_nobody_listens_stalls_nothing(
+    running: Indexer, publisher: Publisher, caught_up: CaughtUp
+) -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as socket:
+        free = socket.bind_to_random_port("tcp://127.0.0.1")
+    source = EventSource(0, publisher.endpoint, f"tcp://127.0.0.1:{free}")
+    running.register(Registration(TARGET, source))
+    publisher.wait_for_subscriber()
+    for number in range(3):
+        publisher.publish(block(number), lost=number == 1)
+    caught_up(TARGET, 2, StreamState.LOST)
+    publisher.publish(AllBlocksCleared(), block(0))
+    caught_up(TARGET, 3)
+    assert matched(running) == 1
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_restarted_publisher_begins_again_at_nothing(
+    replay: bool, indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    register(publisher, replay)
+    for number in range(5):
+        publisher.publish(block(number))
+    caught_up(TARGET, 4, StreamState.LIVE)
+    publisher.restart()
+    publisher.wait_for_subscriber()
+    publisher.publish(BlockStored([100], None, [9], 1))
+    publisher.publish(BlockStored([101], 100, [9], 1))
+    caught_up(TARGET, 1, StreamState.LIVE)
+    assert matched(indexer) == 0
+    assert indexer.match(MatchQuery("m", [9] * 3))[0].matched_tokens == 2
+
+
+def test_a_restart_is_noticed_before_the_new_life_says_anything(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
+) -> None:
+    register(publisher)
+    publisher.publish(block(0))
+    caught_up(TARGET, 0, StreamState.LIVE)
+    publisher.restart()
+    caught_up(TARGET, None)
+    assert matched(indexer) == 0
+    assert stream(TARGET).sequence.restarts == 1
+
+
+def test_a_restart_that_passed_the_old_number_meanwhile_is_noticed(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    register(publisher)
+    for number in range(3):
+        publisher.publish(block(number))
+    caught_up(TARGET, 2, StreamState.LIVE)
+    publisher.restart()
+    for _ in range(3):
+        publisher.publish(BlockStored([100], None, [9], 1), lost=True)
+    publisher.wait_for_subscriber()
+    publisher.publish(BlockStored([101], 100, [9], 1))
+    caught_up(TARGET, 3)
+    eventually(lambda: matched(indexer) == 0)
+    caught_up(TARGET, 3, StreamState.LIVE)
+    assert indexer.match(MatchQuery("m", [9] * 3))[0].matched_tokens == 2
+
+
+def test_what_cannot_be_read_is_counted_and_logged_once_and_the_stream_goes_on(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
+) -> None:
+    register(publisher)
+    with capture_logs() as logs:
+        publisher.publish(block(0))
+        publisher.send_raw([b"", b"one frame too few"])
+        publisher.send_raw([b"", b"short", b""])
+        publisher.send(1, b"\xc1 no batch at all")
+        publisher.publish(BlockStored([50, 50], None, [1, 2], 1), block(1), BlockRemoved([999]))
+        caught_up(TARGET, 2, StreamState.LIVE)
+    assert matched(indexer) == 2
+    assert stream(TARGET).unreadable.bad_frames == 3
+    assert stream(TARGET).unreadable.bad_events == 1
+    warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [(entry["event"], entry["worker"]) for entry in warnings] == [("stream message skipped", "w")]
+
+
+def test_only_the_topic_asked_for_is_read(
+    indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    publisher = publishers(b"kv-events")
+    register(publisher)
+    publisher.send_raw([b"other", b"\0" * 8, b"not for us"])
+    publisher.publish(block(0))
+    caught_up(TARGET, 0, StreamState.LIVE)
+    assert matched(indexer) == 1
+
+
+def test_the_streams_of_two_ranks_are_apart(
+    indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    ranks = [Target("w", rank, "m") for rank in range(2)]
+    for blocks, target in enumerate(ranks, 1):
+        publisher = publishers()
+        register(publisher, target=target)
+        for number in range(blocks):
+            publisher.publish(block(number))
+        caught_up(target, blocks - 1)
+    assert [matched(indexer, target) for target in ranks] == [1, 2]
+
+
+def test_a_known_registration_changes_nothing_and_another_starts_anew(
+    indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    first, second = publishers(), publishers()
+    register(first)
+    first.publish(block(0))
+    caught_up(TARGET, 0)
+    indexer.register(indexer.registered()[0])
+    assert matched(indexer) == 1
+    register(second)
+    caught_up(TARGET, None)
+    assert matched(indexer) == 0
+    second.publish(block(0))
+    first.publish(block(1))
+    caught_up(TARGET, 0)
+    assert matched(indexer) == 1
+
+
+def test_a_target_registered_anew_holds_nothing_of_the_old_stream(
+    indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    """However quickly it comes back, and whatever the old publisher says meanwhile."""
+    old, new = publishers(), publishers()
+    for round_ in range(20):
+        register(old, replay=False)
+        for _ in range(50):
+            old.publish(block(0))
+        indexer.unregister([TARGET])
+        register(new, replay=False)
+        new.publish(BlockStored([round_ + 1], None, [9], 1))
+        caught_up(TARGET, round_)
+        assert matched(indexer) == 0
+        indexer.unregister([TARGET])
+
+
+def test_an_unregistered_target_is_forgotten(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    register(publisher)
+    publisher.publish(block(0))
+    caught_up(TARGET, 0)
+    indexer.unregister([TARGET])
+    indexer.unregister([TARGET])
+    assert indexer.registered() == []
+    assert indexer.report(TARGET) is None
+    eventually(lambda: indexer.index.runs == 0)
+
+
+def test_a_target_without_a_stream_is_known_and_holds_nothing(running: Indexer) -> None:
+    running.register(Registration(TARGET, None, block_size=16))
+    report = running.report(TARGET)
+    assert report is not None
+    assert report.stream is None
+    assert matched(running) == 0
+    assert running.block_sizes("m") == {16}
+
+
+def test_a_clear_from_outside_is_seen_at_once(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    register(publisher)
+    publisher.publish(block(0))
+    caught_up(TARGET, 0)
+    indexer.clear(TARGET)
+    assert matched(indexer) == 0
+
+
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
+@pytest.mark.parametrize("bad", ["nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:port", "smoke://signals"])
+def test_an_endpoint_that_is_none_is_refused_by_name(running: Indexer, field: str, bad: str) -> None:
+    endpoints = {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558", field: bad}
+    with pytest.raises(ValueError, match=f"^{field}: .*{bad}"):
+        running.register(Registration(TARGET, EventSource(0, **endpoints)))
+    assert running.registered() == []
+
+
+def test_any_number_of_workers_may_be_registered_before_the_start() -> None:
+    indexer = Indexer()
+    for number in range(1500):
+        indexer.register(Registration(Target(f"w{number}", 0, "m"), None))
+        indexer.unregister([Target(f"w{number}", 0, "m")])
+    indexer.start()
+    indexer.stop()
+
+
+def test_a_worker_is_found_by_name_though_it_listens_on_ipv4_only(
+    running: Indexer, publisher: Publisher, caught_up: CaughtUp
+) -> None:
+    endpoint = publisher.endpoint.replace("127.0.0.1", "localhost")
+    running.register(Registration(TARGET, EventSource(0, endpoint)))
+    publisher.wait_for_subscriber()
+    publisher.publish(block(0))
+    caught_up(TARGET, 0)
+
+
+def test_a_worker_is_reached_by_ipv6(running: Indexer, caught_up: CaughtUp) -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as live:
+        live.setsockopt(zmq.IPV6, 1)
+        try:
+            port = live.bind_to_random_port("tcp://[::1]")
+        except zmq.ZMQError:
+            pytest.skip("no IPv6 here")
+        running.register(Registration(TARGET, EventSource(0, f"tcp://[::1]:{port}")))
+        assert live.poll(10_000)
+        live.send_multipart([b"", b"\0" * 8, b"\x92\x01\x90"])
+        caught_up(TARGET, 0)
