@@ -3,20 +3,32 @@
 `POST /match`       who would serve how much of a prompt from its cache
 `POST /register`    follow a stream          `POST /unregister`   forget it
 `POST /query`       who holds how much of a token sequence, by tenant and instance
+`POST /query_by_hash`   the same for prefix hashes
+`GET  /dump`        everything, for another indexer to begin with
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from secrets import compare_digest
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 
 from indexer.errors import RequestError, error_body
 from indexer.holdings import Target
-from indexer.indexer import DEFAULT_TENANT, Indexer, MatchQuery, Registration, TargetReport, UnknownModelError
+from indexer.indexer import (
+    DEFAULT_TENANT,
+    HashQuery,
+    Indexer,
+    MatchQuery,
+    Registration,
+    TargetReport,
+    UnknownModelError,
+)
 from indexer.matching import Match
 from kvevents import EventSource, Tier
 
@@ -50,6 +62,15 @@ class UnregisterBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
+class HashQueryBody(msgspec.Struct):
+    """`POST /query_by_hash`: the prefix hashes of consecutive blocks, from the start of a prompt."""
+
+    model: str
+    block_hashes: list[int]
+    block_size: int | None = None
+    tenant_id: str = DEFAULT_TENANT
+
+
 class QueryBody(msgspec.Struct):
     """`POST /query`: a token sequence."""
 
@@ -60,27 +81,28 @@ class QueryBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
-def index_routes(indexer: Indexer, read_match: ReadMatch) -> APIRouter:
-    """The routes of the index API."""
+def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRouter:
+    """The routes of the index API; those that change something want the token, unless it is empty."""
     routes = APIRouter()
+    protected = [Depends(token_check(token))]
 
     @routes.post("/match")
     async def match(request: Request) -> Response:
         query = await read_match(await request.body())
-        matches = _ask(indexer.match, query)
+        matches = _ask(indexer.match, query, "token_ids", 2**32 - 1)
         return _json({"model": query.model, "tokens": len(query.token_ids), "matches": [_match(m) for m in matches]})
 
-    @routes.post("/register", status_code=201)
+    @routes.post("/register", status_code=201, dependencies=protected)
     async def register(request: Request) -> Response:
         body = _decode(await request.body(), RegisterBody)
         registration = _registration(body)
         try:
             indexer.register(registration)
         except ValueError as error:
-            raise RequestError(str(error), param=str(error).partition(":")[0]) from error
+            raise RequestError(str(error), param=_named_first(error)) from error
         return _json({"status": "registered", "instance_id": body.instance_id, "dp_rank": body.dp_rank}, 201)
 
-    @routes.post("/unregister")
+    @routes.post("/unregister", dependencies=protected)
     async def unregister(request: Request) -> Response:
         body = _decode(await request.body(), UnregisterBody)
         targets = [known.target for known in indexer.registered() if _named(known.target, body)]
@@ -98,9 +120,35 @@ def index_routes(indexer: Indexer, read_match: ReadMatch) -> APIRouter:
     async def query(request: Request) -> Response:
         body = _decode(await request.body(), QueryBody)
         asked = MatchQuery(body.model, body.token_ids, body.lora_name, body.cache_salt, body.tenant_id)
-        return _json({body.tenant_id: _by_instance(_ask(indexer.longest, asked))})
+        return _json({body.tenant_id: _by_instance(_ask(indexer.longest, asked, "token_ids", 2**32 - 1))})
+
+    @routes.post("/query_by_hash")
+    async def query_by_hash(request: Request) -> Response:
+        body = _decode(await request.body(), HashQueryBody)
+        asked = HashQuery(body.model, body.block_hashes, body.block_size, body.tenant_id)
+        return _json({body.tenant_id: _by_instance(_ask(indexer.longest_by_hash, asked, "block_hashes", 2**64 - 1))})
+
+    @routes.get("/dump")
+    async def dump() -> StreamingResponse:
+        return StreamingResponse(indexer.dump(), media_type="application/x-ndjson")
 
     return routes
+
+
+def token_check(token: str) -> Callable[[Request], None]:
+    """A dependency that refuses requests without `Authorization: Bearer <token>`; an empty token lets all through."""
+
+    def check(request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if token and not (scheme.lower() == "bearer" and compare_digest(given.strip().encode(), token.encode())):
+            raise RequestError(
+                "This changes the state of the service. Send Authorization: Bearer with the token of server.token.",
+                status=401,
+                type="authentication_error",
+                param="authorization",
+            )
+
+    return check
 
 
 def workers_report(indexer: Indexer) -> list[dict[str, Any]]:
@@ -153,13 +201,16 @@ def _named(target: Target, body: UnregisterBody) -> bool:
     )
 
 
-def _ask(find: Callable[[MatchQuery], list[Match]], query: MatchQuery) -> list[Match]:
+def _ask(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int) -> list[Match]:
+    """Ask the indexer. Raises RequestError; `numbers` is the field whose numbers go from 0 to `highest`."""
     try:
         return find(query)
     except UnknownModelError as error:
         raise RequestError(str(error), status=404, type="not_found_error", param="model") from error
     except OverflowError as error:
-        raise RequestError(f"token_ids: every id must be from 0 to {2**32 - 1}", param="token_ids") from error
+        raise RequestError(f"{numbers}: every number must be from 0 to {highest}", param=numbers) from error
+    except ValueError as error:
+        raise RequestError(str(error), param=_named_first(error)) from error
 
 
 def _match(match: Match) -> dict[str, Any]:
@@ -211,6 +262,11 @@ def _decode(body: bytes, kind: type[T]) -> T:
         raise RequestError(f"{error}. Send a JSON object as the API describes.", param=_field(str(error))) from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RequestError(f"The body is not JSON: {error}. Send one JSON object.") from error
+
+
+def _named_first(error: ValueError) -> str:
+    """The field that an error of the indexer begins with."""
+    return str(error).partition(":")[0]
 
 
 def _field(message: str) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -14,17 +12,10 @@ from indexer.indexer import Indexer
 from indexer.metrics import IndexCollector
 
 
-def indexer_app(indexer: Indexer, read_match: ReadMatch) -> FastAPI:
-    """The application; it starts the indexer and stops it."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        indexer.start()
-        yield
-        indexer.stop()
-
-    app = FastAPI(title="kvrouter indexer", lifespan=lifespan)
-    app.include_router(index_routes(indexer, read_match))
+def indexer_app(indexer: Indexer, read_match: ReadMatch, token: str = "") -> FastAPI:
+    """The application. Whoever calls this starts the indexer and stops it."""
+    app = FastAPI(title="kvrouter indexer")
+    app.include_router(index_routes(indexer, read_match, token))
     add_error_handlers(app)
     registry = CollectorRegistry()
     registry.register(IndexCollector(indexer))

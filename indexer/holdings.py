@@ -5,14 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 from xxhash import xxh3_64_intdigest
 
+from indexer.dump import DumpedHolder, DumpedRun, DumpError, read_hash, written_hash
 from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
 from indexer.orphans import Orphan, Orphans
-from indexer.tree import PrefixTree, Run
+from indexer.tree import PrefixTree, Run, split_position
 from kvevents import BlockRemoved, BlockStored, EngineHash, Tier, tier_of
 from kvevents.identity import identity_of
 
@@ -177,6 +178,47 @@ class Holdings:
                 for engine_hash in list(islice(holder.positions, excess)):
                     holder.extra_copies.pop(engine_hash, None)
                     self._vacate(holder, holder.positions.pop(engine_hash))
+
+    def dump(self) -> tuple[list[DumpedRun], list[DumpedHolder]]:
+        """All blocks and the prefixes they end."""
+        runs = self._tree.lineage(chain.from_iterable(holder.positions.values() for holder in self._holders.values()))
+        places = {run.number: place for place, run in enumerate(runs)}
+        dumped = []
+        for run in runs:
+            parent = run.parent
+            assert parent is not None
+            offset = run.depth - parent.depth - 1
+            dumped.append(DumpedRun(places.get(parent.number, -1), offset, run.hashes.tolist()))
+        holders = []
+        for (group, medium), holder in self._holders.items():
+            blocks = []
+            for engine_hash, position in holder.positions.items():
+                number, offset = split_position(position)
+                blocks.append((written_hash(engine_hash), places[number], offset))
+            copies = [(written_hash(engine_hash), count) for engine_hash, count in holder.extra_copies.items()]
+            holders.append(DumpedHolder(group, medium, holder.window, blocks, copies))
+        return dumped, holders
+
+    def restore(self, runs: Sequence[DumpedRun], holders: Sequence[DumpedHolder]) -> None:
+        """Hold what a dump says; these holdings must be empty. Raises DumpError when it makes no sense."""
+        places: list[list[tuple[Run[Holder], int]]] = []
+        try:
+            for dumped in runs:
+                after = places[dumped.parent][dumped.offset] if dumped.parent >= 0 else None
+                spans = self._tree.insert(after, array("Q", dumped.hashes))
+                places.append([(run, start + step) for run, start, count in spans for step in range(count)])
+            for known in holders:
+                holder = Holder(self, known.group, tier_of(known.medium), known.window)
+                self._holders[known.group, known.medium] = holder
+                for name, number, offset in known.blocks:
+                    self._hold_at(holder, read_hash(name), places[number][offset])
+                holder.extra_copies = {read_hash(name): count for name, count in known.copies}
+        except (IndexError, OverflowError) as error:
+            raise DumpError(f"a block of {self.target} has no place") from error
+        finally:
+            for run in {place[-1][0].number: place[-1][0] for place in reversed(places) if place}.values():
+                self._tree.release(run)
+        self.hybrid = len({holder.group for holder in self._holders.values()}) > 1 or bool(self.windows)
 
     def release_some(self, limit: int) -> bool:
         """Give back up to `limit` blocks to the tree; True when none is left. For holdings that are dropped whole."""

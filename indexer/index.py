@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
 
+from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import TOKEN_BYTES, Namespace, extend_prefix_hashes, namespace_hash
 from indexer.holdings import Holder, Holdings, HoldingsCounters, Target, UnusableEventError
 from indexer.matching import Match, follow
@@ -111,12 +112,34 @@ class Index:
         with self._lock:
             return follow(self._tree.walk(hashes, limit, extend), namespace.block_size)
 
+    def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
+        """The same for a prompt whose prefix hashes are known. `block_size` in tokens."""
+        with self._lock:
+            return follow(self._tree.walk(hashes, len(hashes), lambda _: None), block_size)
+
     def prefix_hashes(self, namespace: Namespace, tokens: bytes, blocks: int) -> array[int]:
         """The prefix hashes of a packed prompt's first blocks."""
         hashes: array[int] = array("Q")
         seed = namespace_hash(namespace, self._secret)
         extend_prefix_hashes(hashes, seed, tokens, namespace.block_size, blocks)
         return hashes
+
+    def dump(self, target: Target) -> tuple[list[DumpedRun], list[DumpedHolder]]:
+        """What a target holds; nothing when it is not known."""
+        with self._lock:
+            holdings = self._holdings.get(target)
+            return holdings.dump() if holdings else ([], [])
+
+    def restore(self, target: Target, dump: TargetDump) -> None:
+        """Let a target that holds nothing yet hold what a dump says. Raises DumpError; it then holds nothing."""
+        with self._lock:
+            holdings = self._holdings[target]
+            holdings.block_sizes.update(dump.block_sizes)
+            try:
+                holdings.restore(dump.runs, dump.holders)
+            except DumpError:
+                self._replace(target)
+                raise
 
     def status(self, target: Target) -> TargetStatus | None:
         """What a target holds now; None when it is not known."""

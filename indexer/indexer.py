@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import structlog
+
+from indexer.dump import DumpedStream, DumpError, TargetDump, write_dump
 from indexer.hashing import Namespace, pack_tokens
 from indexer.holdings import Target
 from indexer.index import Index, TargetStatus
 from indexer.matching import Match
 from indexer.sequence import SequenceSettings
-from indexer.streams import StreamReader, StreamStatus
-from kvevents import EventSource, Tier
+from indexer.streams import Stream, StreamReader, StreamStatus
+from kvevents import EventBatch, EventSource, Tier, encode_batch
+from kvevents.decode import batch_time
+from kvevents.frames import StreamFrame
+
+log = structlog.get_logger()
 
 DEFAULT_TENANT = "default"
 
@@ -43,6 +51,16 @@ class MatchQuery:
     tenant: str = DEFAULT_TENANT
 
 
+@dataclass(frozen=True, slots=True)
+class HashQuery:
+    """Prefix hashes of consecutive blocks from the start of a prompt. `block_size` in tokens, if there are several."""
+
+    model: str
+    prefix_hashes: list[int]
+    block_size: int | None = None
+    tenant: str = DEFAULT_TENANT
+
+
 class UnknownModelError(LookupError):
     """Nobody registered serves this model for this tenant."""
 
@@ -61,6 +79,8 @@ class Indexer:
 
     def __init__(self, secret: str = "", orphan_blocks: int = 65_536, sequence: SequenceSettings | None = None) -> None:
         self.index = Index(secret, orphan_blocks)
+        self._secret = secret
+        self._saved: dict[Target, TargetDump] = {}
         self._reader = StreamReader(self.index, sequence)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
 
@@ -88,8 +108,72 @@ class Indexer:
             self.index.drop(target)
         self.index.add(target, registration.adapter, registration.capacity)
         if stream is not None:
+            if known is None:
+                self._resume(registration, stream)
             self._reader.follow(stream)
         self._served.setdefault((target.tenant, target.model), {})[target] = registration
+
+    def dump(self) -> Iterator[bytes]:
+        """The lines of a dump of everything that can be gone on with: targets whose stream can be replayed.
+
+        Raises TimeoutError when the reader has no time.
+        """
+        return write_dump(filter(None, map(self._dump_target, self.registered())), self._secret)
+
+    def use_dump(self, targets: Iterable[TargetDump]) -> None:
+        """Let targets that are registered from now on begin with what a dump says of them."""
+        self._saved = {Target(saved.worker, saved.dp_rank, saved.model, saved.tenant): saved for saved in targets}
+
+    def register_saved(self) -> None:
+        """Register all targets of the dump in use, as they were."""
+        for target, saved in list(self._saved.items()):
+            source = EventSource(target.dp_rank, saved.endpoint, saved.replay_endpoint, saved.topic)
+            self.register(Registration(target, source, saved.engine, saved.block_size, saved.adapter, saved.capacity))
+
+    def _dump_target(self, registration: Registration) -> TargetDump | None:
+        source, target = registration.source, registration.target
+        if source is None or source.replay_endpoint is None:
+            return None  # nobody could tell what it missed
+
+        def read(target: Target, last: StreamFrame | None) -> TargetDump | None:
+            status = self.index.status(target)
+            if last is None or status is None:
+                return None
+            runs, holders = self.index.dump(target)
+            return TargetDump(
+                target.worker,
+                target.dp_rank,
+                target.model,
+                target.tenant,
+                registration.engine,
+                source.endpoint,
+                source.replay_endpoint,
+                source.topic,
+                registration.block_size,
+                registration.adapter,
+                registration.capacity,
+                sorted(status.block_sizes),
+                DumpedStream(last.seq, batch_time(last.payload) or 0.0),
+                runs,
+                holders,
+            )
+
+        return self._reader.between_batches(read, target)
+
+    def _resume(self, registration: Registration, stream: Stream) -> None:
+        """Let a target begin with what the dump in use says of it, if its stream is where it was."""
+        saved = self._saved.pop(registration.target, None)
+        if saved is None or registration.source is None or saved.endpoint != registration.source.endpoint:
+            return
+        if registration.source.replay_endpoint is None:
+            return
+        try:
+            self.index.restore(registration.target, saved)
+        except DumpError as error:
+            log.warning("saved holdings not used", worker=registration.target.worker, reason=str(error))
+            return
+        last = EventBatch(saved.stream.last_time, [], registration.target.dp_rank)
+        stream.sequence.resume(StreamFrame(saved.stream.last_seq, encode_batch(last)))
 
     def unregister(self, targets: Iterable[Target]) -> None:
         """Forget targets, their streams and what they hold."""
@@ -122,6 +206,19 @@ class Indexer:
         """How much of a token sequence each registered target holds, the most first. Raises as `match` does."""
         return self._matches(query, len(query.token_ids))
 
+    def longest_by_hash(self, query: HashQuery) -> list[Match]:
+        """The same for prefix hashes: how much of the prefix they name each registered target holds.
+
+        Raises UnknownModelError, OverflowError for a hash that is none, and ValueError when the block size is not
+        given and not clear.
+        """
+        served = self._registered(query.model, query.tenant)
+        sizes = self.block_sizes(query.model, query.tenant)
+        if query.block_size is None and len(sizes) != 1:
+            raise ValueError(f"block_size: the workers of {query.model!r} use {sorted(sizes) or 'none yet'}; send one")
+        hashes = array("Q", query.prefix_hashes)
+        return _best_first(served, self.index.match_hashes(hashes, query.block_size or sizes.pop()))
+
     def report(self, target: Target) -> TargetReport | None:
         """What is known of a target; None when it is not registered."""
         registration = self._served.get((target.tenant, target.model), {}).get(target)
@@ -149,17 +246,26 @@ class Indexer:
         return sizes | self.index.block_sizes(served)
 
     def _matches(self, query: MatchQuery, tokens: int) -> list[Match]:
-        served = self._served.get((query.tenant, query.model))
-        if served is None:
-            raise UnknownModelError(f"no registered worker serves model {query.model!r} for tenant {query.tenant!r}")
+        served = self._registered(query.model, query.tenant)
         packed = pack_tokens(query.token_ids)
-        found: dict[Target, Match] = {}
+        found: list[Match] = []
         for block_size in self.block_sizes(query.model, query.tenant):
             namespace = Namespace(query.model, query.tenant, query.adapter, query.cache_salt, block_size)
-            for match in self.index.match(namespace, packed, max(tokens, 0) // block_size):
-                known = found.get(match.target)
-                if known is None or known.matched_tokens < match.matched_tokens:
-                    found[match.target] = match
-        nothing = dict.fromkeys(Tier, 0)
-        matches = [found.get(target) or Match(target, 0, nothing) for target in served]
-        return sorted(matches, key=lambda match: -match.matched_tokens)
+            found += self.index.match(namespace, packed, max(tokens, 0) // block_size)
+        return _best_first(served, found)
+
+    def _registered(self, model: str, tenant: str) -> dict[Target, Registration]:
+        served = self._served.get((tenant, model))
+        if served is None:
+            raise UnknownModelError(f"no registered worker serves model {model!r} for tenant {tenant!r}")
+        return served
+
+
+def _best_first(targets: Iterable[Target], found: Iterable[Match]) -> list[Match]:
+    """The best match of each target, or one of nothing; the most first."""
+    nothing = dict.fromkeys(Tier, 0)
+    best = {target: Match(target, 0, nothing) for target in targets}
+    for match in found:
+        if match.matched_tokens > best.get(match.target, match).matched_tokens:
+            best[match.target] = match
+    return sorted(best.values(), key=lambda match: -match.matched_tokens)

@@ -117,6 +117,16 @@ class StreamSequence:
         """Batches that wait for an earlier one."""
         return len(self._pending)
 
+    @property
+    def last_frame(self) -> StreamFrame | None:
+        """The last batch that was applied."""
+        return self._last_frame
+
+    def resume(self, last: StreamFrame) -> None:
+        """Go on after a batch that was applied before this stream was opened; first contact checks that it is so."""
+        self.last_seq = last.seq
+        self._last_frame = last
+
     def on_connected(self, now: float) -> list[Action]:
         """The live socket reached the publisher, for the first time or again."""
         self._check_after = _FIRST_CHECK

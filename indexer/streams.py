@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
+from typing import TypeVar
 
 import structlog
 import zmq
@@ -29,12 +31,15 @@ from indexer.sequence import (
     StreamState,
 )
 from kvevents import EventSource, MalformedBatchError, decode_batch
-from kvevents.frames import MalformedFrameError, parse_live, parse_replay, replay_request
+from kvevents.frames import MalformedFrameError, StreamFrame, parse_live, parse_replay, replay_request
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 _TICK_MS = 100  # between looks at the deadlines
 _MESSAGES_A_TURN = 64  # from one socket before the others have their turn
+_ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
 _RECEIVE_QUEUE = 100_000  # batches; beyond it ZeroMQ drops, and the gap is replayed
 
 
@@ -162,6 +167,23 @@ class StreamReader:
             sequence.counters,
             stream.counters,
         )
+
+    def between_batches(self, ask: Callable[[Target, StreamFrame | None], T], target: Target) -> T:
+        """Call `ask` with a target and the last batch applied to it, while no batch is being applied.
+
+        Raises TimeoutError when the reader has no time.
+        """
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            stream = self._streams.get(target)
+            try:
+                answer.set_result(ask(target, stream.sequence.last_frame if stream else None))
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._tell(call)
+        return answer.result(_ANSWER_TIMEOUT)
 
     def _tell(self, command: Callable[[], None]) -> None:
         with self._waking:  # sockets are not for two threads at once

@@ -13,7 +13,7 @@ cleared bit, so a block that comes back has its children again.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeAlias, TypeVar
 
 # Bounds what one bit operation touches, and how far a prompt is hashed beyond its last match.
@@ -40,6 +40,11 @@ class Run(Generic[HolderT]):
     def position(self, offset: int) -> int:
         """The number that names a block of this run for as long as anybody holds it."""
         return self.number << _OFFSET_BITS | offset
+
+
+def split_position(position: int) -> tuple[int, int]:
+    """The number of the run that a position lies in, and its offset there."""
+    return position >> _OFFSET_BITS, position & _OFFSET_MASK
 
 
 # A run, the first of some blocks in it, and how many they are.
@@ -120,9 +125,19 @@ class PrefixTree(Generic[HolderT]):
             done += count
         return spans
 
+    def lineage(self, positions: Iterable[int]) -> list[Run[HolderT]]:
+        """The runs that these blocks lie in and all runs before them, parents first."""
+        found: dict[int, Run[HolderT]] = {}
+        for number in {position >> _OFFSET_BITS for position in positions}:
+            run: Run[HolderT] | None = self._runs[number]
+            while run is not None and run.parent is not None and run.number not in found:
+                found[run.number] = run
+                run = run.parent
+        return sorted(found.values(), key=lambda run: run.depth)
+
     def release(self, run: Run[HolderT]) -> None:
         """Free what nobody holds any more at the end of a run, and the run itself, and its parents."""
-        while run.parent is not None:
+        while run.parent is not None and run.number in self._runs:
             needed = max((bits.bit_length() for bits in run.held.values()), default=0)
             for child in run.children.values():
                 needed = max(needed, child.depth - run.depth)

@@ -10,11 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 import uvicorn
 from fastapi import FastAPI
 
-from indexer import Indexer
 from indexer.app import indexer_app
 from indexer.errors import RequestError
-from indexer.sequence import SequenceSettings
 from router.app import running_router
+from router.embedded_index import running_indexer
 from router.match_requests import match_reader
 from router.settings import Settings
 from router.tokenizer_source import configured_tokenizers
@@ -30,18 +29,19 @@ async def serve_router(settings: Settings) -> None:
 async def serve_indexer(settings: Settings) -> None:
     """Run the index alone. Raises OSError for the address, TokenizerUnavailableError for a configured tokenizer."""
     listening = listen(settings.server.host, settings.server.port)
-    indexer = Indexer(
-        settings.index.secret, settings.index.orphan_blocks, SequenceSettings(**settings.events.model_dump())
-    )
-
-    def resolve(name: str, tenant: str) -> tuple[str, str | None]:
-        if not indexer.serves(name, tenant):
-            raise RequestError(f"no registered worker serves model {name!r}", status=404, param="model")
-        return name, None
-
     tokenizers = await configured_tokenizers(settings.models, settings.tokenizer)
-    app = indexer_app(indexer, match_reader(tokenizers, resolve))
-    await _run_app(app, listening, settings.server.shutdown_timeout, "kvrouter indexer")
+    with running_indexer(settings) as indexer:
+        indexer.register_saved()
+
+        def resolve(name: str, tenant: str) -> tuple[str, str | None]:
+            if not indexer.serves(name, tenant):
+                raise RequestError(
+                    f"no registered worker serves model {name!r}", status=404, type="not_found_error", param="model"
+                )
+            return name, None
+
+        app = indexer_app(indexer, match_reader(tokenizers, resolve), settings.server.token)
+        await _run_app(app, listening, settings.server.shutdown_timeout, "kvrouter indexer")
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,14 +9,14 @@ from random import Random
 from typing import Any
 
 import aiohttp
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.routing import Route
 
 from indexer import Indexer
-from indexer.api import ReadMatch, add_error_handlers, index_routes, workers_report
+from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check, workers_report
 from indexer.metrics import IndexCollector
-from indexer.sequence import SequenceSettings
+from router.embedded_index import running_indexer
 from router.fleet import Fleet, Worker
 from router.load import LoadTable
 from router.match_requests import match_reader
@@ -38,9 +38,7 @@ _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
     """The application with everything behind it started; all of it ends with the context."""
     async with AsyncExitStack() as stack:
-        indexer = _indexer(settings)
-        indexer.start()
-        stack.callback(indexer.stop)
+        indexer = stack.enter_context(running_indexer(settings))
         session = await stack.enter_async_context(_client_session())
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
@@ -61,7 +59,17 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             SpeculativeHoldings(settings.proxy.speculation_seconds),
         )
         proxy = Proxy(router, fleet, session, settings.proxy, settings.server.max_body_bytes, RequestMetrics(registry))
-        yield _app(indexer, match_reader(tokenizers, router.resolve), fleet, load, router, proxy, registry, session)
+        yield _app(
+            indexer,
+            match_reader(tokenizers, router.resolve),
+            fleet,
+            load,
+            router,
+            proxy,
+            registry,
+            session,
+            settings.server.token,
+        )
 
 
 def policy_named(settings: PolicySettings) -> Policy:
@@ -74,12 +82,6 @@ def policy_named(settings: PolicySettings) -> Policy:
             return least_loaded(Random())
         case PolicyName.ROUND_ROBIN:
             return round_robin()
-
-
-def _indexer(settings: Settings) -> Indexer:
-    return Indexer(
-        settings.index.secret, settings.index.orphan_blocks, SequenceSettings(**settings.events.model_dump())
-    )
 
 
 def _client_session() -> aiohttp.ClientSession:
@@ -100,9 +102,10 @@ def _app(
     proxy: Proxy,
     registry: CollectorRegistry,
     session: aiohttp.ClientSession,
+    token: str,
 ) -> FastAPI:
     app = FastAPI(title="kvrouter")
-    app.include_router(index_routes(indexer, read_match))
+    app.include_router(index_routes(indexer, read_match, token))
     add_error_handlers(app)
 
     @app.get("/v1/models")
@@ -136,7 +139,7 @@ def _app(
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.post("/reset_prefix_cache")
+    @app.post("/reset_prefix_cache", dependencies=[Depends(token_check(token))])
     async def reset_prefix_cache() -> dict[str, Any]:
         """Reset the cache of every worker, and forget what they held."""
         statuses = await asyncio.gather(*(_reset(worker, router, session) for worker in fleet.workers))

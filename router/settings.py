@@ -45,6 +45,7 @@ class ServerSettings(_Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     max_body_bytes: PositiveInt = 64 * 2**20
     shutdown_timeout: NonNegative = 30.0
+    token: str = ""
 
 
 class StreamSettings(_Section):
@@ -85,6 +86,9 @@ class IndexSettings(_Section):
 
     secret: str = ""
     orphan_blocks: PositiveInt = 65_536
+    snapshot: Path | None = None
+    snapshot_interval: PositiveFloat = 60.0
+    peer: AnyHttpUrl | None = None
 
 
 class EventSettings(_Section):

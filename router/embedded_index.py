@@ -1,0 +1,35 @@
+"""The indexer as the settings want it: it begins with a snapshot or another's dump, and writes snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from indexer import Indexer
+from indexer.sequence import SequenceSettings
+from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
+from router.settings import Settings
+
+
+@contextmanager
+def running_indexer(settings: Settings) -> Iterator[Indexer]:
+    """An indexer that reads its streams until the context ends."""
+    index = settings.index
+    indexer = Indexer(index.secret, index.orphan_blocks, SequenceSettings(**settings.events.model_dump()))
+    saved = load_snapshot(index.snapshot, index.secret) if index.snapshot else []
+    if not saved and index.peer:
+        saved = load_from_peer(str(index.peer), index.secret)
+    indexer.use_dump(saved)
+    indexer.start()
+    try:
+        if index.snapshot is None:
+            yield indexer
+            return
+        writer = SnapshotWriter(indexer, index.snapshot, index.snapshot_interval)
+        writer.start()
+        try:
+            yield indexer
+        finally:
+            writer.stop()
+    finally:
+        indexer.stop()
