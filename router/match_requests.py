@@ -7,7 +7,7 @@ from collections.abc import Callable
 from indexer import DEFAULT_TENANT, MatchQuery
 from indexer.api import ReadMatch
 from indexer.errors import RequestError
-from router.requests import decode_match
+from router.requests import ChatPrompt, decode_match
 from router.tokens import Tokenizers, TokenizerUnavailableError
 
 # The model and adapter behind a name. Raises RequestError (404) for a name that nobody serves.
@@ -25,7 +25,8 @@ def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
             (token_ids,) = await tokenizers.token_ids(model, asked.prompt)
         except TokenizerUnavailableError as error:
             raise RequestError(
-                f"{error}: send token_ids instead, or set models.{model}.tokenizer", param="prompt"
+                f"{error}: send token_ids instead, or set models.{model}.tokenizer",
+                param="messages" if isinstance(asked.prompt, ChatPrompt) else "prompt",
             ) from error
         except ValueError as error:
             raise RequestError("prompt: /match takes one prompt. Ask for each of them.", param="prompt") from error

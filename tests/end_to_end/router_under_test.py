@@ -61,12 +61,15 @@ class RouterUnderTest:
         self.session = session
         self.openai = client
 
-    def request(self, path: str, body: Any = None, method: str | None = None, **options: Any) -> Any:
+    def request(
+        self, path: str, body: Any = None, method: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> Any:
         """A request whose answer is read as it comes; bytes are sent as they are, anything else as JSON."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         method = method or ("GET" if body is None else "POST")
         url = URL(self.url + path, encoded=True)
-        return self.session.request(method, url, data=data, allow_redirects=False, **options)
+        headers = {"content-type": "application/json", **(headers or {})}
+        return self.session.request(method, url, data=data, headers=headers, allow_redirects=False)
 
     async def call(self, path: str, body: Any = None, method: str | None = None, **options: Any) -> Reply:
         """A request and its whole answer."""

@@ -1,0 +1,167 @@
+"""Requests that cannot be served: the router, and the indexer on its own, name the field in OpenAI's error body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from router_under_test import RouterUnderTest, router
+
+from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated.settings import BUNDLED_MODEL
+
+pytestmark = pytest.mark.anyio
+
+MODEL = "simulated"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+async def routed() -> AsyncIterator[RouterUnderTest]:
+    async with running(SimulatedWorkerSettings()) as worker, router(worker) as routed:
+        yield routed
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("indexer") / "config.yaml"
+    path.write_text(json.dumps({"models": {MODEL: {"tokenizer": str(BUNDLED_MODEL)}}}))
+    return path
+
+
+@pytest.fixture(scope="module")
+async def indexer_url(config: Path) -> AsyncIterator[str]:
+    """`kvrouter indexer`, told of a worker of a model it can tokenize, and of one it cannot."""
+    command = [sys.executable, "-m", "kvrouter", "indexer", "--port=0", f"--config={config}"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=PIPE)
+    assert process.stderr is not None
+    listens = re.search(r"listens on (\S+)", (await process.stderr.readline()).decode())
+    assert listens is not None
+    url = listens.group(1)
+    async with aiohttp.ClientSession() as session:
+        for model in (MODEL, "opaque"):
+            body = {"endpoint": "tcp://127.0.0.1:1", "modelname": model, "instance_id": "w"}
+            async with session.post(f"{url}/register", json=body) as response:
+                assert response.status == 201
+    yield url
+    process.terminate()
+    assert await process.wait() == 0
+
+
+async def refusal(url: str, body: Any) -> tuple[int, str | None]:
+    """The status and the field of a refusal, which says what is wrong."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with aiohttp.ClientSession() as session, session.post(url, data=data) as response:
+        answer = await response.json()
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert answer["error"]["message"]
+        assert answer["error"]["type"] == ("not_found_error" if response.status == 404 else "invalid_request_error")
+        return response.status, answer["error"]["param"]
+
+
+ANY_PROMPT: list[tuple[Any, int, str | None]] = [
+    (b"", 400, None),
+    (b"model=simulated", 400, None),
+    (b'{"model": "simulated", "prompt": "\xff"}', 400, None),
+    (b"[" * 100_000, 400, None),
+    ([], 400, None),
+    ({"prompt": "hi"}, 400, "model"),
+    ({"model": None, "prompt": "hi"}, 400, "model"),
+    ({"model": 1, "prompt": "hi"}, 400, "model"),
+    ({"model": "nobody", "prompt": "hi"}, 404, "model"),
+    ({"model": MODEL}, 400, "prompt"),
+    ({"model": MODEL, "prompt": ""}, 400, "prompt"),
+    ({"model": MODEL, "prompt": []}, 400, "prompt"),
+    ({"model": MODEL, "prompt": 5}, 400, "prompt"),
+    ({"model": MODEL, "prompt": {"text": "hi"}}, 400, "prompt"),
+    ({"model": MODEL, "prompt": ["hi", 5]}, 400, "prompt"),
+    ({"model": MODEL, "prompt": [1, -1]}, 400, "prompt"),
+    ({"model": MODEL, "prompt": [1, 2**32]}, 400, "prompt"),
+    ({"model": MODEL, "prompt": [1, 1_000_000]}, 400, "prompt"),
+    ({"model": MODEL, "prompt": "hi", "cache_salt": ""}, 400, "cache_salt"),
+    ({"model": MODEL, "prompt": "hi", "cache_salt": 5}, 400, "cache_salt"),
+]
+CHAT: list[tuple[Any, int, str | None]] = [
+    (b"{", 400, None),
+    ({"messages": MESSAGES}, 400, "model"),
+    ({"model": "nobody", "messages": MESSAGES}, 404, "model"),
+    ({"model": MODEL, "messages": "hi"}, 400, "messages"),
+    ({"model": MODEL, "messages": []}, 400, "messages"),
+    ({"model": MODEL, "messages": ["hi"]}, 400, "messages[0]"),
+    ({"model": MODEL, "messages": [*MESSAGES, {"content": "hi"}]}, 400, "messages[1].role"),
+    ({"model": MODEL, "messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
+]
+MATCH: list[tuple[Any, int, str | None]] = [
+    *ANY_PROMPT,
+    *CHAT,
+    ({"model": MODEL, "prompt": "hi", "messages": MESSAGES}, 400, "prompt"),
+    ({"model": MODEL, "prompt": "hi", "token_ids": [1]}, 400, "token_ids"),
+    ({"model": MODEL, "prompt": ["hi", "you"]}, 400, "prompt"),
+    ({"model": MODEL, "prompt": [[1], [2]]}, 400, "prompt"),
+    ({"model": MODEL, "token_ids": "hi"}, 400, "token_ids"),
+    ({"model": MODEL, "token_ids": []}, 400, "token_ids"),
+    ({"model": MODEL, "token_ids": [1, -1]}, 400, "token_ids"),
+    ({"model": MODEL, "token_ids": [1, 2**32]}, 400, "token_ids"),
+    ({"model": MODEL, "token_ids": [1, 1_000_000]}, 400, "token_ids"),
+    ({"model": MODEL, "prompt": "hi", "tenant_id": 5}, 400, "tenant_id"),
+    ({"model": MODEL, "prompt": "hi", "lora_name": ""}, 400, "lora_name"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param"), ANY_PROMPT)
+async def test_completions(routed: RouterUnderTest, body: Any, status: int, param: str | None) -> None:
+    assert await refusal(f"{routed.url}/v1/completions", body) == (status, param)
+
+
+@pytest.mark.parametrize(("body", "status", "param"), CHAT)
+async def test_chats(routed: RouterUnderTest, body: Any, status: int, param: str | None) -> None:
+    assert await refusal(f"{routed.url}/v1/chat/completions", body) == (status, param)
+
+
+@pytest.mark.parametrize(("body", "status", "param"), MATCH)
+async def test_matches_of_the_router(routed: RouterUnderTest, body: Any, status: int, param: str | None) -> None:
+    assert await refusal(f"{routed.url}/match", body) == (status, param)
+
+
+@pytest.mark.parametrize(("body", "status", "param"), MATCH)
+async def test_matches_of_the_indexer(indexer_url: str, body: Any, status: int, param: str | None) -> None:
+    assert await refusal(f"{indexer_url}/match", body) == (status, param)
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+async def test_a_model_that_cannot_be_tokenized_is_asked_about_by_token_ids(indexer_url: str, field: str) -> None:
+    body = {"model": "opaque", field: "hi" if field == "prompt" else MESSAGES}
+    assert await refusal(f"{indexer_url}/match", body) == (400, field)
+    async with aiohttp.ClientSession() as session:
+        asked = {"model": "opaque", "token_ids": [1, 2, 3]}
+        async with session.post(f"{indexer_url}/match", json=asked) as response:
+            assert response.status == 200
+            assert [match["worker"] for match in (await response.json())["matches"]] == ["w"]
+
+
+async def test_the_openai_client_raises_what_it_should(routed: RouterUnderTest) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"'nobody' does not exist\. Send one of: simulated") as unknown:
+        await routed.openai.completions.create(model="nobody", prompt="hi")
+    assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.BadRequestError) as refused:
+        await routed.openai.completions.create(model=MODEL, prompt=[10**9])
+    assert refused.value.param == "prompt"
+
+
+async def test_a_request_that_only_the_worker_can_judge_is_refused_by_it(routed: RouterUnderTest) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_tokens") as refused:
+        await routed.openai.completions.create(model=MODEL, prompt="hi", max_tokens=0)
+    assert "x-kvrouter-worker" in refused.value.response.headers
+
+
+async def test_an_unknown_model_is_unknown_on_every_path(routed: RouterUnderTest) -> None:
+    assert await refusal(f"{routed.url}/v1/embeddings", {"model": "nobody", "input": "hi"}) == (404, "model")

@@ -1,0 +1,425 @@
+"""A router in front of simulated workers, used as its clients use it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+from router_under_test import Reply, RouterUnderTest, router, until
+
+from worker.simulated import SimulatedWorkerSettings, running
+
+pytestmark = pytest.mark.anyio
+
+MODEL, ADAPTER, BLOCK = "simulated", "poet", 16
+FAST = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
+NO_SPECULATION = {"speculation_seconds": 0}
+
+numbers = count()
+
+
+@asynccontextmanager
+async def simulated(workers: int, **settings: Any) -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        each = SimulatedWorkerSettings(**(FAST | settings))
+        yield [await stack.enter_async_context(running(each)) for _ in range(workers)]
+
+
+@pytest.fixture(scope="module")
+async def workers() -> AsyncIterator[list[str]]:
+    async with simulated(2, adapters=(ADAPTER,)) as urls:
+        yield urls
+
+
+@pytest.fixture(scope="module")
+async def routed(workers: list[str]) -> AsyncIterator[RouterUnderTest]:
+    """What it predicts comes from the workers' events alone."""
+    async with router(*workers, proxy=NO_SPECULATION) as routed:
+        await until_followed(routed)
+        yield routed
+
+
+def text(words: int) -> str:
+    """So many words that no other text of these tests begins with."""
+    number = next(numbers)
+    return f"{number} begins. " + " ".join(f"word {number} {place}" for place in range(words // 3))
+
+
+async def until_followed(routed: RouterUnderTest) -> None:
+    """Wait until every event stream is live."""
+
+    async def live() -> bool:
+        return all(rank["state"] == "live" for worker in await routed.workers() for rank in worker["ranks"])
+
+    await until(live)
+
+
+async def match(routed: RouterUnderTest, **question: Any) -> dict[str, Any]:
+    reply = await routed.call("/match", {"model": MODEL} | question)
+    assert reply.status == 200, reply.body
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+async def until_held(routed: RouterUnderTest, reply: Reply, **prompt: Any) -> int:
+    """Wait until the index knows that a prompt's worker holds it; how many tokens of it a worker would reuse."""
+
+    async def held() -> bool:
+        answer = await match(routed, **prompt)
+        best = answer["matches"][0]
+        full = (answer["tokens"] - 1) // BLOCK * BLOCK
+        return (best["worker"], best["matched_tokens"]) == (reply.worker, full)
+
+    await until(held)
+    answer = await match(routed, **prompt)
+    tokens: int = answer["matches"][0]["matched_tokens"]
+    return tokens
+
+
+async def complete(routed: RouterUnderTest, prompt: Any, **options: Any) -> Reply:
+    reply = await routed.call("/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 4} | options)
+    assert reply.status == 200, reply.body
+    return reply
+
+
+async def chat(routed: RouterUnderTest, messages: list[dict[str, Any]], **options: Any) -> Reply:
+    body = {"model": MODEL, "messages": messages, "max_tokens": 20} | options
+    reply = await routed.call("/v1/chat/completions", body)
+    assert reply.status == 200, reply.body
+    return reply
+
+
+# The OpenAI client
+
+
+async def test_a_completion(routed: RouterUnderTest, workers: list[str]) -> None:
+    raw = await routed.openai.completions.with_raw_response.create(model=MODEL, prompt=text(30), max_tokens=8)
+    completion = raw.parse()
+    assert completion.choices[0].text
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 8
+    assert raw.headers["x-kvrouter-worker"] in workers
+    assert raw.headers["x-kvrouter-overlap-tokens"] == "0"
+
+
+async def test_a_chat(routed: RouterUnderTest) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": text(30)}]
+    answer = await routed.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=8)
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length"
+
+
+async def test_streams_tell_the_same_in_pieces(routed: RouterUnderTest) -> None:
+    prompt = text(30)
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": prompt}]
+    whole = await routed.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=8)
+    whole_chat = await routed.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=8)
+    pieces = await routed.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=8, stream=True)
+    assert "".join([piece.choices[0].text async for piece in pieces]) == whole.choices[0].text
+    pieces_chat = await routed.openai.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=8, stream=True, stream_options={"include_usage": True}
+    )
+    words, usage = [], None
+    async for piece in pieces_chat:
+        words += [choice.delta.content or "" for choice in piece.choices]
+        usage = piece.usage or usage
+    assert "".join(words) == whole_chat.choices[0].message.content
+    assert usage is not None
+    assert whole_chat.usage is not None
+    assert usage.prompt_tokens == whole_chat.usage.prompt_tokens
+
+
+async def test_the_models_are_those_of_the_workers(routed: RouterUnderTest) -> None:
+    models = {model.id: model async for model in await routed.openai.models.list()}
+    assert set(models) == {MODEL, ADAPTER}
+    cards = {card["id"]: card for card in (await routed.call("/v1/models")).json()["data"]}
+    assert (cards[MODEL]["parent"], cards[ADAPTER]["parent"]) == (None, MODEL)
+
+
+# Prefixes
+
+
+async def test_what_is_predicted_is_what_the_worker_finds(routed: RouterUnderTest) -> None:
+    prompt = text(300)
+    first = await complete(routed, prompt)
+    assert (first.overlap, first.cached) == (0, 0)
+    held = await until_held(routed, first, prompt=prompt)
+    longer = await complete(routed, prompt + " and " + text(30))
+    assert longer.worker == first.worker
+    assert longer.overlap == longer.cached
+    assert held - BLOCK <= longer.cached <= held + BLOCK
+
+
+async def test_a_conversation_stays_with_its_worker_answers_included(routed: RouterUnderTest) -> None:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text(200)}]
+    replies: list[Reply] = []
+    for _ in range(4):
+        messages.append({"role": "user", "content": text(20)})
+        reply = await chat(routed, messages)
+        replies.append(reply)
+        await until_held(routed, reply, messages=messages)
+        messages.append({"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]})
+    assert len({reply.worker for reply in replies}) == 1
+    assert [reply.overlap for reply in replies] == [reply.cached for reply in replies]
+    prompts = [reply.json()["usage"]["prompt_tokens"] for reply in replies]
+    assert all(reply.cached > before for reply, before in zip(replies[1:], prompts, strict=False))
+
+
+async def test_prompts_that_share_nothing_are_spread(routed: RouterUnderTest, workers: list[str]) -> None:
+    replies = await asyncio.gather(*(complete(routed, text(100)) for _ in range(16)))
+    assert {reply.worker for reply in replies} == set(workers)
+
+
+async def test_token_ids_are_a_prompt_like_any_other(routed: RouterUnderTest) -> None:
+    prompt = text(100)
+    token_ids = (await routed.call("/tokenize", {"model": MODEL, "prompt": prompt})).json()["tokens"]
+    first = await complete(routed, token_ids)
+    held = await until_held(routed, first, token_ids=token_ids)
+    second = await complete(routed, prompt)
+    assert (second.worker, second.overlap, second.cached) == (first.worker, held, held)
+
+
+async def test_the_prompts_of_a_batch_go_together_and_all_count(routed: RouterUnderTest) -> None:
+    prompts = [text(100), text(50), text(70)]
+    first = await complete(routed, prompts)
+    held = [await until_held(routed, first, prompt=prompt) for prompt in prompts]
+    second = await complete(routed, prompts)
+    assert (second.worker, second.overlap, second.cached) == (first.worker, sum(held), sum(held))
+
+
+async def test_an_adapter_shares_nothing_with_its_model(routed: RouterUnderTest) -> None:
+    prompt = text(200)
+    plain = await complete(routed, prompt)
+    await until_held(routed, plain, prompt=prompt)
+    first = await complete(routed, prompt, model=ADAPTER)
+    assert (first.overlap, first.cached) == (0, 0)
+    held = await until_held(routed, first, prompt=prompt, model=ADAPTER)
+    second = await complete(routed, prompt, model=ADAPTER)
+    assert (second.worker, second.overlap, second.cached) == (first.worker, held, held)
+    by_name, by_field = [
+        (await match(routed, prompt=prompt, **named))["matches"]
+        for named in ({"model": ADAPTER}, {"model": MODEL, "lora_name": ADAPTER})
+    ]
+    assert by_name == by_field
+
+
+async def test_a_cache_salt_keeps_prompts_apart(routed: RouterUnderTest) -> None:
+    prompt = text(200)
+    plain = await complete(routed, prompt)
+    await until_held(routed, plain, prompt=prompt)
+    first = await complete(routed, prompt, cache_salt="pepper")
+    assert (first.overlap, first.cached) == (0, 0)
+    held = await until_held(routed, first, prompt=prompt, cache_salt="pepper")
+    second = await complete(routed, prompt, cache_salt="pepper")
+    assert (second.worker, second.overlap, second.cached) == (first.worker, held, held)
+    assert (await complete(routed, prompt, cache_salt="salt")).cached == 0
+
+
+# Prompts in flight
+
+
+async def burst(workers: list[str], shared: int, own: int, **proxy: Any) -> Counter[str]:
+    """How many of 8 prompts with a common start, sent at once, each worker got."""
+    async with router(*workers, proxy=proxy) as routed:
+        await until_followed(routed)
+        start = text(shared)
+        replies = await asyncio.gather(*(complete(routed, start + text(own)) for _ in range(8)))
+        await routed.until_released()
+        return Counter(reply.worker for reply in replies)
+
+
+@pytest.fixture(scope="module")
+async def slow_workers() -> AsyncIterator[list[str]]:
+    """Their prefills outlast the sending of a burst."""
+    async with simulated(2, prefill_s_per_token=0.0002, base_step_s=0.001) as urls:
+        yield urls
+
+
+async def test_siblings_sent_at_once_stay_together(slow_workers: list[str]) -> None:
+    assert list((await burst(slow_workers, shared=1500, own=6)).values()) == [8]
+
+
+async def test_until_their_own_parts_weigh_more_than_what_they_share(slow_workers: list[str]) -> None:
+    spread = await burst(slow_workers, shared=60, own=600)
+    assert set(spread) == set(slow_workers)
+    assert min(spread.values()) >= 2
+
+
+async def test_a_sibling_counts_on_a_prompt_that_just_ended() -> None:
+    """Also when no event ever tells of it."""
+    async with simulated(2, kv_events=None) as silent, router(*silent) as routed:
+        prompt = text(100)
+        first = await complete(routed, prompt)
+        second = await complete(routed, prompt)
+        assert second.worker == first.worker
+        assert second.overlap == second.cached > 0
+
+
+async def test_short_prompts_at_once_are_answered(routed: RouterUnderTest) -> None:
+    replies = await asyncio.gather(*(complete(routed, "hi") for _ in range(20)))
+    assert {reply.overlap for reply in replies} == {0}
+
+
+# Ranks
+
+
+@pytest.fixture(scope="module")
+async def ranked() -> AsyncIterator[RouterUnderTest]:
+    """A router in front of one worker with two DP ranks."""
+    async with simulated(1, dp_size=2) as urls, router(*urls, proxy=NO_SPECULATION) as routed:
+        await until_followed(routed)
+        yield routed
+
+
+async def test_a_prompt_goes_back_to_its_rank(ranked: RouterUnderTest) -> None:
+    prompts = [text(100) for _ in range(8)]
+    replies = await asyncio.gather(*(complete(ranked, prompt) for prompt in prompts))
+    ranks = [reply.headers["x-kvrouter-dp-rank"] for reply in replies]
+    assert set(ranks) == {"0", "1"}
+    for prompt, first, rank in zip(prompts, replies, ranks, strict=True):
+        held = await until_held(ranked, first, prompt=prompt)
+        best, other = (await match(ranked, prompt=prompt))["matches"]
+        assert (str(best["dp_rank"]), other["matched_tokens"]) == (rank, 0)
+        again = await complete(ranked, prompt)
+        assert (again.headers["x-kvrouter-dp-rank"], again.overlap, again.cached) == (rank, held, held)
+
+
+# What the router does not route
+
+
+async def ask_worker(url: str, path: str, body: Any = None) -> tuple[int, bytes]:
+    async with aiohttp.ClientSession() as session:
+        method = "GET" if body is None else "POST"
+        async with session.request(method, url + path, json=body) as response:
+            return response.status, await response.read()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"model": MODEL, "prompt": "What holds the cache?"}),
+        ("/detokenize", {"model": MODEL, "tokens": [100, 200]}),
+        ("/version", None),
+        ("/v1/embeddings", {"model": MODEL, "input": "x"}),
+        ("/nothing/here", None),
+    ],
+)
+async def test_other_paths_are_answered_by_a_worker(
+    routed: RouterUnderTest, workers: list[str], path: str, body: Any
+) -> None:
+    reply = await routed.call(path, body)
+    assert (reply.status, reply.body) == await ask_worker(workers[0], path, body)
+    assert reply.worker in workers
+
+
+# The index
+
+
+async def test_a_question_may_be_asked_in_text_messages_or_token_ids(routed: RouterUnderTest) -> None:
+    prompt, messages = text(100), [{"role": "user", "content": text(100)}]
+    for form, tokenized, answered in (
+        ({"prompt": prompt}, {"prompt": prompt}, await complete(routed, prompt)),
+        ({"messages": messages}, {"messages": messages}, await chat(routed, messages)),
+    ):
+        await until_held(routed, answered, **form)
+        token_ids = (await routed.call("/tokenize", {"model": MODEL} | tokenized)).json()["tokens"]
+        answer = await match(routed, **form)
+        assert answer == await match(routed, token_ids=token_ids)
+        assert (answer["model"], answer["tokens"]) == (MODEL, len(token_ids))
+        best, other = answer["matches"]
+        assert best["worker"] == answered.worker
+        assert best["tiers"] == {"gpu": best["matched_tokens"], "cpu": 0, "disk": 0, "unknown": 0}
+        assert other["matched_tokens"] == 0
+
+
+async def test_a_reset_empties_every_cache_and_the_index_at_once(workers: list[str]) -> None:
+    async with router(*workers) as routed:
+        await until_followed(routed)
+        prompts = [text(100) for _ in range(8)]
+        replies = await asyncio.gather(*(complete(routed, prompt) for prompt in prompts))
+        for prompt, reply in zip(prompts, replies, strict=True):
+            await until_held(routed, reply, prompt=prompt)
+        reset = await routed.call("/reset_prefix_cache", method="POST")
+        assert reset.json() == {"workers": dict.fromkeys(workers, "reset")}
+        assert [rank["blocks"]["gpu"] for worker in await routed.workers() for rank in worker["ranks"]] == [0, 0]
+        again = await complete(routed, prompts[0])
+        assert (again.overlap, again.cached) == (0, 0)
+
+
+async def test_a_reset_tells_of_workers_it_did_not_reach(workers: list[str]) -> None:
+    async with simulated(1) as gone:
+        pass
+    async with router(workers[0], *gone) as routed:
+        statuses = (await routed.call("/reset_prefix_cache", method="POST")).json()["workers"]
+        assert statuses.pop(workers[0]) == "reset"
+        (problem,) = statuses.values()
+        assert "connect" in problem.lower()
+
+
+# What operators see
+
+
+async def test_the_workers_and_what_they_hold(routed: RouterUnderTest, workers: list[str]) -> None:
+    report = {worker["worker"]: worker for worker in await routed.workers()}
+    assert set(report) == set(workers)
+    for worker in report.values():
+        assert (worker["model"], worker["up"], worker["problem"]) == (MODEL, True, None)
+        (rank,) = worker["ranks"]
+        assert (rank["dp_rank"], rank["state"], rank["engine"]) == (0, "live", "vLLM")
+        assert rank["load"] == {"requests": 0, "pending": 0, "context": 0}
+        assert rank["block_sizes"] == [BLOCK]
+
+
+async def test_a_worker_that_never_answered_is_reported(workers: list[str]) -> None:
+    async with simulated(1) as gone:
+        pass
+    async with router(workers[0], *gone) as routed:
+        silent = next(worker for worker in await routed.workers() if worker["worker"] == gone[0])
+        assert (silent["up"], silent["ranks"]) == (False, [])
+        assert gone[0] in silent["problem"]
+        health = (await routed.call("/health")).json()
+        assert health == {"status": "ok", "workers": 2, "workers_up": 1}
+        assert await routed.metric("kvrouter_worker_up", worker=gone[0]) == 0
+        assert await routed.metric("kvrouter_worker_up", worker=workers[0]) == 1
+
+
+async def test_without_a_worker_the_router_runs_and_says_so() -> None:
+    async with simulated(1) as gone:
+        pass
+    async with router(*gone) as routed:
+        health = await routed.call("/health")
+        assert (health.status, health.json()["status"]) == (200, "no worker answers")
+        with pytest.raises(openai.InternalServerError, match="No worker has answered yet"):
+            await routed.openai.completions.create(model=MODEL, prompt="x")
+        assert (await routed.call("/anything")).status == 503
+
+
+async def test_the_metrics_of_routing(workers: list[str]) -> None:
+    async with router(*workers, proxy=NO_SPECULATION) as routed:
+        await until_followed(routed)
+        prompt = text(100)
+        first = await complete(routed, prompt)
+        held = await until_held(routed, first, prompt=prompt)
+        second = await complete(routed, prompt)
+        tokens = second.json()["usage"]["prompt_tokens"]
+        await routed.call("/v1/completions", {"model": "nobody", "prompt": "x"})
+        name = {"model": MODEL}
+        answered = {"worker": first.worker, "status": "200"} | name
+        assert await routed.metric("kvrouter_requests_total", **answered) == 2
+        assert await routed.metric("kvrouter_prompt_tokens_total", **name) == 2 * tokens
+        assert await routed.metric("kvrouter_overlap_tokens_total", **name) == held
+        assert await routed.metric("kvrouter_time_to_first_byte_seconds_count", **name) == 2
+        assert await routed.metric("kvrouter_requests_refused_total", status="404") == 1
+        assert await routed.metric("kvrouter_requests_in_flight") == 0
+        assert await routed.metric("kvrouter_prefill_tokens_in_flight") == 0
+        assert await routed.metric("kvrouter_worker_up") == 2
+        assert await routed.metric("kvrouter_index_blocks", worker=first.worker, tier="gpu") >= held / BLOCK
+        assert await routed.metric("kvrouter_stream_state", state="live") == 2
