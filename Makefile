@@ -3,13 +3,21 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
-.PHONY: demo test lint
+# Where `make test-engine` installs a real vLLM, and the file it writes its table to (none: only prints it).
+ENGINE_DIR ?= .engine
+ENGINE_TABLE ?=
+
+.PHONY: demo test test-engine lint
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
 
 test: .venv/installed
 	$(BIN)/pytest $(ARGS)
+
+test-engine: .venv/installed
+	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
+	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

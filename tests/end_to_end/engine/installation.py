@@ -74,7 +74,7 @@ class Installation:
         return [version.partition("+")[0] for version in answer.stdout.split()]
 
     def _made(self, name: str) -> bool:
-        return (self.model(name) / "generation_config.json").exists()  # the file that is written last
+        return (self.model(name) / "model.safetensors").exists()  # the file that is written last
 
 
 def python_311() -> str:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 
 VOCABULARY = 4096
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -36,7 +36,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096
     )
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -60,9 +60,9 @@ def make_model(directory: str, hidden_size: int, layers: int, heads: int, kv_hea
         tie_word_embeddings=True,
     )
     model = Qwen2ForCausalLM(config).bfloat16()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(directory)
-    generation = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    generation.save_pretrained(directory)
     print(f"{directory}: {model.num_parameters() / 1e6:.1f} million parameters")
 
 
