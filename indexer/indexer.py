@@ -216,6 +216,8 @@ class Indexer:
         sizes = self.block_sizes(query.model, query.tenant)
         if query.block_size is None and len(sizes) != 1:
             raise ValueError(f"block_size: the workers of {query.model!r} use {sorted(sizes) or 'none yet'}; send one")
+        if query.block_size is not None and query.block_size <= 0:
+            raise ValueError(f"block_size: {query.block_size} is no number of tokens; send one above 0")
         hashes = array("Q", query.prefix_hashes)
         return _best_first(served, self.index.match_hashes(hashes, query.block_size or sizes.pop()))
 

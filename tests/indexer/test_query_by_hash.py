@@ -1,0 +1,67 @@
+"""`/query_by_hash`: the prefix hashes are ones that anybody can compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from engine_publisher import Publisher
+from index_client import Client
+from xxhash import xxh3_64_intdigest
+
+from indexer import Indexer, Registration, Target
+from indexer.hashing import Namespace, namespace_hash
+from kvevents import BlockStored, EventSource
+
+TARGET = Target("w", 0, "m")
+TOKENS = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def served(client: Client, indexer: Indexer, publisher: Publisher, caught_up: Callable[..., None]) -> Client:
+    """A client of an index in which TARGET holds the first two of three blocks."""
+    indexer.register(Registration(TARGET, EventSource(0, publisher.endpoint, publisher.replay_endpoint), "vLLM", 2))
+    publisher.publish(BlockStored([1, 2], None, TOKENS[:4], 2, medium="CPU"))
+    caught_up(TARGET, 0)
+    return client
+
+
+def chain() -> list[int]:
+    hashes, previous = [], namespace_hash(Namespace("m", "default", None, None, 2))
+    for first in range(0, len(TOKENS), 2):
+        block = b"".join(token.to_bytes(4, "little") for token in TOKENS[first : first + 2])
+        previous = xxh3_64_intdigest(block, previous)
+        hashes.append(previous)
+    return hashes
+
+
+def test_hashes_match_as_their_tokens_do(served: Client) -> None:
+    answer = served.post("/query_by_hash", {"model": "m", "block_hashes": chain()})
+    assert answer == served.post("/query", {"model": "m", "token_ids": TOKENS})
+    assert answer == (200, {"default": {"w": {"longest_matched": 4, "GPU": 0, "CPU": 4, "DISK": 0, "DP": {"0": 4}}}})
+    assert served.post("/query_by_hash", {"model": "m", "block_hashes": []})[1]["default"]["w"]["longest_matched"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"block_hashes": [-1]}, 400, "block_hashes"),
+        ({"block_hashes": [2**64]}, 400, "block_hashes"),
+        ({"block_hashes": ["1"]}, 400, "block_hashes"),
+        ({}, 400, "block_hashes"),
+        ({"block_hashes": [1], "model": "other"}, 404, "model"),
+        ({"block_hashes": [1], "block_size": 0}, 400, "block_size"),
+    ],
+)
+def test_bad_questions_name_the_field(served: Client, fields: dict[str, object], status: int, param: str) -> None:
+    found, answer = served.post("/query_by_hash", {"model": "m"} | fields)
+    assert (found, answer["error"]["param"]) == (status, param)
+
+
+def test_without_a_block_size_it_must_be_clear(served: Client, indexer: Indexer, publisher: Publisher) -> None:
+    source = EventSource(0, publisher.endpoint)
+    indexer.register(Registration(Target("other", 0, "m"), source, "vLLM", 32))
+    status, answer = served.post("/query_by_hash", {"model": "m", "block_hashes": chain()})
+    assert (status, answer["error"]["param"]) == (400, "block_size")
+    body = {"model": "m", "block_hashes": chain(), "block_size": 2}
+    assert served.post("/query_by_hash", body)[1]["default"]["w"]["longest_matched"] == 4

@@ -1,0 +1,294 @@
+"""Restarts that come back warm: dumps, snapshot files, and what is done with bad ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_publisher import Publisher, eventually
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from index_client import Client
+
+from indexer import Index, Indexer, MatchQuery, Registration, Target
+from indexer.dump import DumpedStream, DumpError, TargetDump, read_dump
+from indexer.hashing import Namespace, pack_tokens
+from indexer.sequence import SequenceSettings, StreamState
+from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot, save_snapshot
+from indexer.tree import RUN_BLOCKS
+from kvevents import BlockRemoved, BlockStored, Event, EventBatch, EventSource
+
+TARGET = Target("w", 0, "m")
+PROMPT = list(range(1, 9))
+
+
+def new_indexer(secret: str = "") -> Indexer:
+    return Indexer(secret, sequence=SequenceSettings(replay_timeout=0.3, idle_check=1.0))
+
+
+@pytest.fixture
+def indexers() -> Iterator[Callable[[], Indexer]]:
+    """Makes indexers that run until the test ends, or until they are stopped."""
+    running: list[Indexer] = []
+
+    def make(*dump: TargetDump, secret: str = "") -> Indexer:
+        indexer = new_indexer(secret)
+        indexer.use_dump(dump)
+        indexer.start()
+        running.append(indexer)
+        return indexer
+
+    yield make
+    for indexer in running:
+        indexer.stop()
+
+
+def follow(indexer: Indexer, publisher: Publisher) -> None:
+    source = EventSource(0, publisher.endpoint, publisher.replay_endpoint)
+    indexer.register(Registration(TARGET, source, "vLLM", 2))
+
+
+def matched(indexer: Indexer, tokens: list[int] = PROMPT) -> int:
+    return indexer.longest(MatchQuery("m", tokens))[0].matched_tokens
+
+
+def caught_up(indexer: Indexer, seq: int) -> None:
+    def reached() -> bool:
+        report = indexer.report(TARGET)
+        return bool(report and report.stream and report.stream.last_seq == seq)
+
+    eventually(reached)
+
+
+def stored(hashes: list[int | bytes], tokens: list[int], parent: int | bytes | None = None) -> BlockStored:
+    return BlockStored(hashes, parent, tokens, 2, medium="GPU")
+
+
+def test_a_restart_goes_on_where_it_was(indexers: Callable[..., Indexer], publisher: Publisher, tmp_path: Path) -> None:
+    first = indexers()
+    follow(first, publisher)
+    publisher.publish(stored([1, b"\xab" * 32], PROMPT[:4]))
+    caught_up(first, 0)
+    save_snapshot(tmp_path / "index", first.dump())
+
+    publisher.publish(stored([3], PROMPT[4:6], b"\xab" * 32))  # while nobody reads
+    second = indexers(*load_snapshot(tmp_path / "index", ""))
+    before = len(publisher.requests)
+    follow(second, publisher)
+    assert matched(second) >= 4, "warm at once"
+    eventually(lambda: matched(second) == 6)
+    assert publisher.requests[before] == 0, "the last batch again, to see that it is the same, and what came since"
+    publisher.publish(BlockRemoved([3], "GPU"))
+    eventually(lambda: matched(second) == 4)
+
+
+def test_an_engine_that_restarted_meanwhile_has_nothing(indexers: Callable[..., Indexer], publisher: Publisher) -> None:
+    first = indexers()
+    follow(first, publisher)
+    publisher.publish(stored([1, 2], PROMPT[:4]))
+    caught_up(first, 0)
+    dump = read_dump(first.dump(), "")
+    publisher.restart()
+    publisher.publish(stored([9], [7, 7]))
+    publisher.publish(stored([8], [8, 8]))
+    second = indexers(*dump)
+    follow(second, publisher)
+    eventually(lambda: matched(second) == 0)
+    eventually(lambda: matched(second, [8, 8]) == 2)
+
+
+def test_an_indexer_registers_again_what_it_followed(indexers: Callable[..., Indexer], publisher: Publisher) -> None:
+    first = indexers()
+    follow(first, publisher)
+    publisher.publish(stored([1, 2], PROMPT[:4]))
+    caught_up(first, 0)
+    second = indexers(*read_dump(first.dump(), ""))
+    second.register_saved()
+    assert matched(second) == 4
+    assert second.registered() == first.registered()
+
+
+def test_a_stream_that_moved_starts_cold(
+    indexers: Callable[..., Indexer], publishers: Callable[..., Publisher]
+) -> None:
+    old, new = publishers(), publishers()
+    first = indexers()
+    follow(first, old)
+    old.publish(stored([1, 2], PROMPT[:4]))
+    caught_up(first, 0)
+    second = indexers(*read_dump(first.dump(), ""))
+    follow(second, new)
+    assert matched(second) == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[:-40], "not a dump|cut off"),
+        (lambda data: data[: data.index(b"\n") + 1], "cut off"),
+        (lambda data: data.replace(b'"w"', b'"v"'), "damaged"),
+        (lambda data: data.replace(b'"format":1', b'"format":99'), "format 1"),
+        (lambda _: b"\x00\x01 something else\n", "not a dump"),
+        (lambda _: b"", "empty"),
+    ],
+)
+def test_a_torn_or_foreign_file_is_refused(
+    indexers: Callable[..., Indexer],
+    publisher: Publisher,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[bytes], bytes],
+    said: str,
+) -> None:
+    indexer = indexers()
+    follow(indexer, publisher)
+    publisher.publish(stored([1, 2], PROMPT[:4]))
+    caught_up(indexer, 0)
+    data = damage(b"".join(indexer.dump()))
+    with pytest.raises(DumpError, match=said):
+        read_dump(data.splitlines(keepends=True), "")
+    path = tmp_path / "index"
+    path.write_bytes(data)
+    assert load_snapshot(path, "") == []
+    assert "starting cold" in capsys.readouterr().out
+
+
+def test_a_dump_of_another_secret_is_refused(indexers: Callable[..., Indexer]) -> None:
+    indexer = indexers(secret="one")
+    assert read_dump(indexer.dump(), "one") == []
+    with pytest.raises(DumpError, match=r"index\.secret"):
+        read_dump(indexer.dump(), "other")
+
+
+def test_no_snapshot_is_a_cold_start_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_snapshot(tmp_path / "none", "") == []
+    assert capsys.readouterr().out == ""
+
+
+def test_a_snapshot_replaces_the_last_one_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    save_snapshot(path, [b"first"])
+
+    def torn() -> Iterator[bytes]:
+        yield b"sec"
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_snapshot(path, torn())
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_snapshots_are_written_now_and_then_and_at_the_end(
+    indexers: Callable[..., Indexer], publisher: Publisher, tmp_path: Path
+) -> None:
+    path = tmp_path / "index"
+    indexer = indexers()
+    follow(indexer, publisher)
+    publisher.publish(stored([1], PROMPT[:2]))
+    caught_up(indexer, 0)
+    writer = SnapshotWriter(indexer, path, interval=0.05)
+    writer.start()
+    eventually(lambda: len(load_snapshot(path, "")) == 1 if path.exists() else False)
+    publisher.publish(stored([2], PROMPT[2:4], 1))
+    caught_up(indexer, 1)
+    writer.stop()
+    assert load_snapshot(path, "")[0].stream.last_seq == 1
+
+
+def test_another_indexer_is_something_to_begin_with(
+    client: Client, indexer: Indexer, indexers: Callable[..., Indexer], publisher: Publisher
+) -> None:
+    follow(indexer, publisher)
+    publisher.publish(stored([1, 2], PROMPT[:4]))
+    caught_up(indexer, 0)
+    second = indexers(*load_from_peer(client.url, ""))
+    follow(second, publisher)
+    assert matched(second) == 4
+    report = second.report(TARGET)
+    assert report is not None
+    eventually(lambda: (r := second.report(TARGET)) and r.stream and r.stream.state is StreamState.LIVE)
+
+
+def test_a_peer_that_is_not_there_is_a_cold_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_from_peer("http://127.0.0.1:1", "") == []
+    assert "starting cold" in capsys.readouterr().out
+
+
+paths = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(stores=st.lists(st.tuples(paths, st.sampled_from(["GPU", "CPU"])), max_size=8), removals=st.data())
+def test_what_is_restored_is_what_was_held(stores: list[tuple[list[int], str]], removals: st.DataObject) -> None:
+    events: list[Event] = []
+    names: set[tuple[int, str]] = set()
+    for path, medium in stores:
+        hashes = [hash(tuple(path[: end + 1])) & (2**63 - 1) for end in range(len(path))]
+        names |= {(name, medium) for name in hashes}
+        tokens = [token for symbol in path for token in (symbol, symbol)]
+        events.append(BlockStored(list(hashes), None, tokens, 2, medium=medium))
+    for name, medium in removals.draw(st.lists(st.sampled_from(sorted(names)), max_size=6)) if names else []:
+        events.append(BlockRemoved([name], medium))
+    index, again = Index(), Index()
+    for each in (index, again):
+        each.add(TARGET)
+    index.apply(TARGET, EventBatch(0.0, events))
+    again.restore(TARGET, dump_of(index))
+    again.check_integrity()
+    assert again.runs <= index.runs
+    namespace = Namespace("m", "default", None, None, 2)
+    for path, _ in stores:
+        tokens = pack_tokens([token for symbol in path for token in (symbol, symbol)])
+        assert again.match(namespace, tokens) == index.match(namespace, tokens)
+    everything = [BlockRemoved([name], medium) for name, medium in sorted(names)] * 20
+    again.apply(TARGET, EventBatch(0.0, list(everything)))
+    assert again.runs == 0
+
+
+def test_long_prompts_are_restored() -> None:
+    index, again = Index(), Index()
+    for each in (index, again):
+        each.add(TARGET)
+    tokens = [number % 7 for number in range(3 * RUN_BLOCKS)]
+    index.apply(TARGET, EventBatch(0.0, [BlockStored(list(range(len(tokens))), None, tokens, 1)]))
+    again.restore(TARGET, dump_of(index))
+    again.check_integrity()
+    namespace = Namespace("m", "default", None, None, 1)
+    assert again.match(namespace, pack_tokens(tokens))[0].matched_tokens == len(tokens)
+
+
+def test_a_dump_that_makes_no_sense_leaves_nothing_behind() -> None:
+    index = Index()
+    index.add(TARGET)
+    index.apply(TARGET, EventBatch(0.0, [stored([1, 2], PROMPT[:4])]))
+    dump = dump_of(index)
+    dump.holders[0].blocks.append((3, 0, 99))
+    again = Index()
+    again.add(TARGET)
+    with pytest.raises(DumpError, match="has no place"):
+        again.restore(TARGET, dump)
+    again.check_integrity()
+    assert again.runs == 0
+
+
+def dump_of(index: Index) -> TargetDump:
+    runs, holders = index.dump(TARGET)
+    return TargetDump(
+        worker="w",
+        dp_rank=0,
+        model="m",
+        tenant="default",
+        engine="vLLM",
+        endpoint="",
+        replay_endpoint="",
+        topic="",
+        block_size=None,
+        adapter=None,
+        capacity=None,
+        block_sizes=[],
+        stream=DumpedStream(0, 0.0),
+        runs=runs,
+        holders=holders,
+    )

@@ -1,0 +1,57 @@
+"""The token that protects what changes the state of the index."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from engine_publisher import eventually
+from index_client import Client
+
+from indexer import Indexer, MatchQuery
+from indexer.app import indexer_app
+
+REGISTRATION = {"endpoint": "tcp://127.0.0.1:5999", "modelname": "m", "instance_id": "w", "block_size": 2}
+
+
+async def read_nothing(body: bytes) -> MatchQuery:
+    raise NotImplementedError
+
+
+@pytest.fixture
+def guarded(indexer: Indexer) -> Iterator[Client]:
+    """A client of an indexer whose token is `s3cret`."""
+    indexer.start()
+    app = indexer_app(indexer, read_nothing, token="s3cret")
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    eventually(lambda: server.started)
+    client = Client(server.servers[0].sockets[0].getsockname()[1])
+    yield client
+    client.close()
+    server.should_exit = True
+    thread.join()
+    indexer.stop()
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer other", "Basic s3cret", "s3cret", "Bearer s3cret2"])
+@pytest.mark.parametrize("path", ["/register", "/unregister"])
+def test_what_changes_the_state_wants_the_token(guarded: Client, given: str, path: str) -> None:
+    status, answer = guarded.post(path, REGISTRATION, authorization=given)
+    assert status == 401
+    assert answer["error"]["param"] == "authorization"
+    assert guarded.get("/workers")[1] == {"workers": []}
+
+
+def test_with_the_token_it_is_done(guarded: Client) -> None:
+    assert guarded.post("/register", REGISTRATION, authorization="Bearer s3cret")[0] == 201
+    assert guarded.post("/unregister", {"instance_id": "w"}, authorization="bearer s3cret")[0] == 200
+
+
+def test_questions_are_free(guarded: Client) -> None:
+    assert guarded.get("/health")[0] == 200
+    assert guarded.request("GET", "/dump")[0] == 200
+    assert guarded.post("/query", {"model": "m", "token_ids": [1]})[0] == 404
