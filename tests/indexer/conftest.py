@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
-import uvicorn
 import zmq
 from engine_publisher import Publisher, eventually
-from index_client import Client
+from index_client import Client, served
 
-from indexer import Indexer, MatchQuery, Target
-from indexer.app import indexer_app
-from indexer.errors import RequestError
+from indexer import Indexer, Target
 from indexer.sequence import SequenceSettings, StreamState
 from indexer.streams import StreamStatus
-
-
-async def read_match(body: bytes) -> MatchQuery:
-    """A `/match` body that gives the prompt's token ids."""
-    try:
-        return msgspec.json.decode(body, type=MatchQuery)
-    except msgspec.DecodeError as error:
-        raise RequestError(str(error)) from error
 
 
 @pytest.fixture
@@ -49,7 +36,7 @@ def publisher(publishers: Callable[..., Publisher]) -> Publisher:
 
 @pytest.fixture
 def indexer() -> Indexer:
-    """An indexer with short deadlines; `client` starts and stops it."""
+    """An indexer with short deadlines; `client` or `running` starts and stops it."""
     return Indexer(sequence=SequenceSettings(replay_timeout=0.3, idle_check=1.0))
 
 
@@ -57,16 +44,15 @@ def indexer() -> Indexer:
 def client(indexer: Indexer) -> Iterator[Client]:
     """A client of the indexer's HTTP API."""
     indexer.start()
-    app = indexer_app(indexer, read_match)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    eventually(lambda: server.started)
-    client = Client(server.servers[0].sockets[0].getsockname()[1])
-    yield client
-    client.close()
-    server.should_exit = True
-    thread.join()
+    with served(indexer) as client:
+        yield client
+
+
+@pytest.fixture
+def running(indexer: Indexer) -> Iterator[Indexer]:
+    """The indexer on its own, started."""
+    indexer.start()
+    yield indexer
     indexer.stop()
 
 

@@ -373,7 +373,7 @@ def test_long_prompts_cross_the_bounds_of_runs(prompts: list[tuple[int, int]], a
     for target, prompt in zip(targets, long, strict=True):
         index.add(target)
         for start in range(0, len(prompt), 700):
-            hashes = list(range(start + 1, min(start + 700, len(prompt)) + 1))
+            hashes: list[int | bytes] = list(range(start + 1, min(start + 700, len(prompt)) + 1))
             tokens = prompt[start : start + 700]
             apply(index, target, BlockStored(hashes, start or None, tokens, 1))
     question = [0] * asked + [1] * 700
@@ -467,3 +467,45 @@ def test_holdings_never_exceed_the_memory_of_the_engine() -> None:
     assert blocks(index) == {Tier.GPU: 3}
     assert match(index, [7, 7, 8, 8]) == {A: 4}, "the oldest ones go"
     assert match(index) == {}
+
+
+numbers = st.integers(-(2**63), 2**64 - 1)
+names = st.none() | st.text(max_size=3)
+anything = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats() | st.text(max_size=3) | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+blocks_named = st.lists(st.integers(0, 5) | st.binary(max_size=1), max_size=3)
+any_event = st.one_of(
+    st.builds(
+        BlockStored,
+        blocks_named,
+        st.none() | st.integers(0, 5),
+        st.lists(st.integers(0, 1), max_size=4) | st.lists(numbers, max_size=2),
+        st.integers(-1, 3),
+        lora_id=st.none() | numbers,
+        medium=st.sampled_from([None, "GPU", "CPU", "CXL"]),
+        lora_name=names,
+        extra_keys=st.none() | st.lists(st.none() | st.lists(anything, max_size=2), max_size=3),
+        group_idx=st.none() | st.integers(-1, 2),
+        kv_cache_spec_kind=st.sampled_from([None, "full_attention", "sliding_window", "mamba", "new"]),
+        kv_cache_spec_sliding_window=st.none() | numbers,
+        cache_salt=names,
+    ),
+    st.builds(BlockRemoved, blocks_named, st.sampled_from([None, "GPU", "CPU"]), st.none() | st.integers(-1, 2)),
+    st.builds(AllBlocksCleared, st.sampled_from([None, "GPU", "CPU", "CXL"])),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(any_event, max_size=12))
+def test_no_event_whatever_it_says_breaks_the_index(events: list[Event]) -> None:
+    index = Index(orphan_blocks=4)
+    index.add(A)
+    apply(index, A, *events)
+    for tokens in ([0, 0, 0, 0], [0, 1, 0, 1]):
+        for block_size in (1, 2):
+            match(index, tokens, Namespace("m", "default", None, None, block_size))
+    drop_all(index, A)
+    assert index.runs == 0

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from engine_publisher import Publisher, eventually
-from index_client import Client
+from index_client import Client, served
 from prometheus_client.parser import text_string_to_metric_families
 
-from indexer import Target
+from indexer import Indexer, Registration, Target
 from kvevents import BlockRemoved, BlockStored, Event
 
 Worker = Callable[..., Publisher]
@@ -178,6 +178,15 @@ def test_unregistering_forgets_a_rank_or_all_of_an_instance(client: Client, work
     assert (status, answer["error"]["param"]) == (404, "instance_id")
 
 
+@pytest.fixture(scope="module")
+def unchanged() -> Iterator[Client]:
+    """A client of an index that knows one worker, and that no test changes."""
+    indexer = Indexer()
+    indexer.register(Registration(Target("known", 0, "m"), None))
+    with served(indexer) as client:
+        yield client
+
+
 REGISTRATION = {"endpoint": "tcp://127.0.0.1:5557", "modelname": "m", "instance_id": "a"}
 
 
@@ -208,29 +217,27 @@ REGISTRATION = {"endpoint": "tcp://127.0.0.1:5557", "modelname": "m", "instance_
         ("/match", {"model": "m", "token_ids": [2**32]}, "token_ids"),
     ],
 )
-def test_a_bad_field_is_named(client: Client, worker: Worker, path: str, body: dict[str, Any], param: str) -> None:
-    worker("known")
-    status, answer = client.post(path, body)
+def test_a_bad_field_is_named(unchanged: Client, path: str, body: dict[str, Any], param: str) -> None:
+    status, answer = unchanged.post(path, body)
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
     assert answer["error"]["param"] == param
     assert param in answer["error"]["message"]
-    assert len(client.get("/workers")[1]["workers"]) == 1, "nothing was registered"
+    assert len(unchanged.get("/workers")[1]["workers"]) == 1, "nothing was registered"
 
 
 @pytest.mark.parametrize("path", ["/register", "/unregister", "/query"])
 @pytest.mark.parametrize("body", [b"", b"{", b"not json", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
-def test_a_body_that_is_no_json_object_is_refused(client: Client, path: str, body: bytes) -> None:
-    status, answer = client.post(path, body)
+def test_a_body_that_is_no_json_object_is_refused(unchanged: Client, path: str, body: bytes) -> None:
+    status, answer = unchanged.post(path, body)
     assert status == 400
     assert answer["error"].keys() == {"message", "type", "param", "code"}
     assert answer["error"]["param"] is None
 
 
 @pytest.mark.parametrize("path", ["/query", "/match"])
-def test_an_unknown_model_is_not_found(client: Client, worker: Worker, path: str) -> None:
-    worker("a")
-    status, answer = client.post(path, {"model": "other", "token_ids": [1]})
+def test_an_unknown_model_is_not_found(unchanged: Client, path: str) -> None:
+    status, answer = unchanged.post(path, {"model": "other", "token_ids": [1]})
     assert status == 404
     assert answer["error"]["type"] == "not_found_error"
     assert answer["error"]["param"] == "model"

@@ -19,6 +19,10 @@ def applied(actions: list[Action]) -> list[int]:
     return [action.frame.seq for action in actions if isinstance(action, Apply)]
 
 
+def state(sequence: StreamSequence) -> StreamState:
+    return sequence.state
+
+
 def live_at(seq: int, can_replay: bool = True) -> StreamSequence:
     """A stream that is live and has applied the batches up to `seq`."""
     sequence = StreamSequence(can_replay, SETTINGS)
@@ -28,16 +32,16 @@ def live_at(seq: int, can_replay: bool = True) -> StreamSequence:
     if can_replay:
         sequence.on_replay(frame(0), 0.0)
         sequence.on_replay(None, 0.0)
-    assert sequence.state is StreamState.LIVE
+    assert state(sequence) is StreamState.LIVE
     assert sequence.last_seq == seq
     return sequence
 
 
 def test_batches_are_applied_as_they_come() -> None:
     sequence = StreamSequence(False, SETTINGS)
-    assert sequence.state is StreamState.CONNECTING
+    assert state(sequence) is StreamState.CONNECTING
     assert sequence.on_connected(0.0) == []
-    assert sequence.state is StreamState.LIVE
+    assert state(sequence) is StreamState.LIVE
     assert sequence.on_live(frame(0), 0.0) == [Apply(frame(0))]
     assert sequence.on_live(frame(1), 0.0) == [Apply(frame(1))]
     assert (sequence.last_seq, sequence.counters.batches) == (1, 2)
@@ -46,20 +50,20 @@ def test_batches_are_applied_as_they_come() -> None:
 def test_a_new_subscriber_asks_for_everything() -> None:
     sequence = StreamSequence(True, SETTINGS)
     assert sequence.on_connected(0.0) == [AskReplay(0)]
-    assert sequence.state is StreamState.REPLAYING
+    assert state(sequence) is StreamState.REPLAYING
     assert sequence.on_live(frame(2), 0.0) == []
     assert sequence.pending == 1
     assert applied(sequence.on_replay(frame(0), 0.0)) == [0]
     assert applied(sequence.on_replay(frame(1), 0.0)) == [1, 2]
     assert sequence.on_replay(None, 0.0) == []
-    assert sequence.state is StreamState.LIVE
+    assert state(sequence) is StreamState.LIVE
 
 
 def test_a_publisher_that_sent_nothing_yet_is_live() -> None:
     sequence = StreamSequence(True, SETTINGS)
     sequence.on_connected(0.0)
     assert sequence.on_replay(None, 0.0) == []
-    assert sequence.state is StreamState.LIVE
+    assert state(sequence) is StreamState.LIVE
 
 
 def test_a_gap_is_asked_for_from_the_last_batch_on() -> None:
@@ -109,10 +113,10 @@ def test_what_a_truncated_replay_lacks_is_lost() -> None:
             actions += sequence.on_replay(frame(seq), 0.0)
         actions += sequence.on_replay(None, 0.0)
     assert applied(actions) == [25, 26, 27, 28, 29]
-    assert sequence.state is StreamState.LOST
+    assert state(sequence) is StreamState.LOST
     assert sequence.counters.lost_batches == 25
     assert applied(sequence.on_live(frame(30), 0.0)) == [30]
-    assert sequence.state is StreamState.LOST
+    assert state(sequence) is StreamState.LOST
 
 
 def test_a_silent_replay_delays_live_batches_by_its_timeout_at_most() -> None:
@@ -178,9 +182,9 @@ def test_a_restart_is_complete_even_when_its_first_batches_were_missed() -> None
 def test_a_restart_makes_good_what_was_lost() -> None:
     sequence = live_at(0, can_replay=False)
     sequence.on_live(frame(3), 0.0)
-    assert sequence.state is StreamState.LOST
+    assert state(sequence) is StreamState.LOST
     sequence.on_live(frame(0, life=1), 0.0)
-    assert sequence.state is StreamState.LIVE
+    assert state(sequence) is StreamState.LIVE
 
 
 def test_a_restart_that_looks_contiguous_shows_in_the_replay() -> None:
@@ -189,7 +193,7 @@ def test_a_restart_that_looks_contiguous_shows_in_the_replay() -> None:
     assert sequence.on_connected(0.0) == [AskReplay(5)]
     assert applied(sequence.on_live(frame(6, life=1), 0.0)) == [6]
     assert sequence.on_replay(frame(5, life=1), 0.0) == [Clear(), AskReplay(0)]
-    assert sequence.state is StreamState.REPLAYING
+    assert state(sequence) is StreamState.REPLAYING
     actions = [action for seq in range(7) for action in sequence.on_replay(frame(seq, life=1), 0.0)]
     assert applied(actions) == list(range(7))
 
@@ -231,7 +235,7 @@ def test_a_publisher_that_keeps_nothing_for_replay_is_not_taken_for_a_restart() 
         while AskReplay(0) in actions:
             actions = sequence.on_replay(None, now)
             assert Clear() not in actions
-    assert sequence.state is StreamState.LIVE
+    assert state(sequence) is StreamState.LIVE
 
 
 def test_a_lost_tail_is_found_when_the_stream_is_idle() -> None:

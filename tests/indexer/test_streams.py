@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import zmq
 from engine_publisher import Publisher, eventually
-from index_client import Client
 from structlog.testing import capture_logs
 
 from indexer import Indexer, MatchQuery, Registration, Target
@@ -30,12 +29,6 @@ def block(number: int) -> BlockStored:
 def matched(indexer: Indexer, target: Target = TARGET) -> int:
     matches = indexer.match(MatchQuery(target.model, [7] * 1000))
     return next(match.matched_tokens for match in matches if match.target == target)
-
-
-@pytest.fixture
-def running(client: Client, indexer: Indexer) -> Indexer:  # noqa: ARG001
-    """The indexer, started."""
-    return indexer
 
 
 @pytest.fixture
