@@ -1,8 +1,9 @@
 """Decode event batches as vLLM and SGLang send them.
 
 A batch is the msgpack array `[ts, events, dp_rank]`. Each event is a tagged map (`{"type": "BlockStored", …}`, vLLM
-from 0.24, SGLang from 0.5.20) or a tagged array with fields by position (`["BlockStored", …]`, before). Missing and
-unknown fields are tolerated. An event that cannot be read is set aside in `EventBatch.rejected`; the others stay.
+from 0.24, SGLang from 0.5.20), a tagged array with fields by position (`["BlockStored", …]`, before), or one of
+Mooncake's standard maps. Missing and unknown fields are tolerated. An event that cannot be read is set aside in
+`EventBatch.rejected`; the others stay.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch, RejectedEvent
+from kvevents.standard import decode_standard_event
 
 
 class MalformedBatchError(ValueError):
@@ -130,12 +132,60 @@ def _decode_one_by_one(payload: bytes) -> EventBatch:
     rejected: list[RejectedEvent] = []
     for index, raw in enumerate(batch.events):
         try:
-            events.append(_decode_map(raw) if _is_map(raw) else _decode_array(raw).event())
+            events.append(_decode_event(raw))
         except _UNREADABLE as error:
-            rejected.append(RejectedEvent(index, str(error)))
+            rejected.append(RejectedEvent(index, _reason(raw, str(error))))
     return EventBatch(batch.ts, events, batch.dp_rank, rejected)
+
+
+def _decode_event(raw: msgspec.Raw) -> Event:
+    if not _is_map(raw):
+        listed: _StoredArray | _RemovedArray | _ClearedArray = _decode_array(raw)
+        return listed.event()
+    try:
+        event: Event = _decode_map(raw)
+        return event
+    except msgspec.ValidationError:
+        if not _has_event_type(raw):
+            raise
+    return decode_standard_event(raw)
+
+
+class _EventType(msgspec.Struct):
+    event_type: Any = None
+    type: Any = None
+
+
+class _Pairs(msgspec.Struct):
+    token_ids: list[tuple[int, int]]
+
+
+class _ArrayPairs(msgspec.Struct, array_like=True):
+    tag: str
+    block_hashes: Any
+    parent_block_hash: Any
+    token_ids: list[tuple[int, int]]
+
+
+_decode_type = msgspec.msgpack.Decoder(_EventType).decode
+_decode_map_pairs = msgspec.msgpack.Decoder(_Pairs).decode
+_decode_array_pairs = msgspec.msgpack.Decoder(_ArrayPairs).decode
 
 
 def _is_map(raw: msgspec.Raw) -> bool:
     first = memoryview(raw)[0]
     return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
+
+
+def _has_event_type(raw: msgspec.Raw) -> bool:
+    found = _decode_type(raw)
+    return found.event_type is not None and found.type is None
+
+
+def _reason(raw: msgspec.Raw, reason: str) -> str:
+    """Why an event is set aside. SGLang with EAGLE sends pairs of tokens, for a cache that keeps pairs."""
+    try:
+        _decode_map_pairs(raw) if _is_map(raw) else _decode_array_pairs(raw)
+    except _UNREADABLE:
+        return reason
+    return "token_ids are pairs, as EAGLE's cache keeps them: they name no prefix of a prompt"

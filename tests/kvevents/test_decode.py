@@ -14,6 +14,7 @@ from kvevents import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    Event,
     EventBatch,
     MalformedBatchError,
     WireForm,
@@ -299,3 +300,71 @@ def test_the_time_of_a_batch_is_read_alone() -> None:
 )
 def test_events_are_laid_out_as_the_engines_decoders_require(form: WireForm, event: Any, sent: Any) -> None:
     assert msgspec.msgpack.decode(encode_batch(EventBatch(1.0, [event], 3), form)) == [1.0, [sent], 3]
+
+
+STANDARD = {
+    "event_id": 42,
+    "timestamp": 1739145600000,
+    "event_type": "stored",
+    "model_name": "m",
+    "block_size": 2,
+    "additional_salt": "tenant-1",
+    "lora_name": "sql",
+    "backend_id": "pool-0",
+    "medium": "gpu",
+    "dp_rank": 0,
+    "seq_hashes": [7, 8],
+    "base_block_idx": 0,
+    "parent_hash": None,
+    "token_ids": [1, 2, 3, 4],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "event"),
+    [
+        (
+            {},
+            BlockStored([7, 8], None, [1, 2, 3, 4], 2, medium="GPU", lora_name="sql", cache_salt="tenant-1"),
+        ),
+        (
+            {"parent_hash": 6, "base_block_idx": 3, "lora_name": None, "additional_salt": None, "medium": "disk"},
+            BlockStored([7, 8], 6, [1, 2, 3, 4], 2, medium="DISK"),
+        ),
+        (
+            {"token_ids": None, "medium": "cpu", "lora_name": None, "additional_salt": None, "base_block_idx": 5},
+            BlockStored([7, 8], None, [], 2, medium="CPU"),
+        ),
+        ({"event_type": "removed"}, BlockRemoved([7, 8], "GPU")),
+        ({"event_type": "cleared", "medium": None}, AllBlocksCleared()),
+    ],
+)
+def test_a_standard_map_is_the_same_event(changes: dict[str, Any], event: Event) -> None:
+    batch = decode_events(STANDARD | changes, {"type": "AllBlocksCleared"})
+    assert (batch.events, batch.rejected) == ([event, AllBlocksCleared()], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"event_type": "forgotten"}, "event_type"),
+        ({"base_block_idx": 3}, "prefix is unknown"),
+        ({"seq_hashes": "7"}, "seq_hashes"),
+    ],
+)
+def test_a_standard_map_that_makes_no_sense_is_rejected(changes: dict[str, Any], reason: str) -> None:
+    (rejected,) = decode_events(STANDARD | changes).rejected
+    assert reason in rejected.reason
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [[5, 6], [6, 7]], "block_size": 2},
+        ["BlockStored", [1], None, [[5, 6], [6, 7]], 2, None, "GPU"],
+    ],
+)
+def test_pairs_of_tokens_are_recognised_and_set_aside(event: Any) -> None:
+    batch = decode_events(event, {"type": "AllBlocksCleared"})
+    assert batch.events == [AllBlocksCleared()]
+    assert "EAGLE" in batch.rejected[0].reason

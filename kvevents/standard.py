@@ -1,0 +1,47 @@
+"""Mooncake's standard event maps (RFC 1527), as their own publisher sends them: maps with an `event_type`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
+
+
+class _StandardEvent(msgspec.Struct):
+    """`backend_id` says who owns the cache, not who to route to, and is left out."""
+
+    event_type: Literal["stored", "removed", "cleared"]
+    seq_hashes: list[EngineHash] = []
+    parent_hash: EngineHash | None = None
+    base_block_idx: int | None = None
+    token_ids: list[int] | None = None
+    block_size: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    additional_salt: str | None = None
+
+
+_decode = msgspec.msgpack.Decoder(_StandardEvent).decode
+
+
+def decode_standard_event(raw: msgspec.Raw) -> Event:
+    """Decode one event map. Raises msgspec.DecodeError for what is none."""
+    event = _decode(raw)
+    medium = event.medium.upper() if event.medium else None
+    if event.event_type == "removed":
+        return BlockRemoved(event.seq_hashes, medium)
+    if event.event_type == "cleared":
+        return AllBlocksCleared(medium)
+    if event.base_block_idx and event.parent_hash is None and event.token_ids:
+        raise msgspec.ValidationError("base_block_idx is above 0 and there is no parent_hash: the prefix is unknown")
+    return BlockStored(
+        event.seq_hashes,
+        event.parent_hash,
+        event.token_ids or [],
+        event.block_size or 0,
+        medium=medium,
+        lora_name=event.lora_name,
+        cache_salt=event.additional_salt,
+    )
