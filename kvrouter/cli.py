@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,18 @@ app = typer.Typer(
 )
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="Settings file, such as config.yaml.")]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+class Level(StrEnum):
+    """How much is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+LogLevel = Annotated[Level, typer.Option(help="How much is logged.")]
 
 
 def main() -> None:
@@ -31,7 +43,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.  [default: 8080]")] = None,
     policy: Annotated[str | None, typer.Option(help="kv_aware (the default), least_loaded or round_robin.")] = None,
-    log_level: LogLevel = "info",
+    log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the router, with the index inside."""
     from kvrouter.serving import serve_router
@@ -50,7 +62,7 @@ def indexer(
     config: ConfigFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8090,
-    log_level: LogLevel = "info",
+    log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the index alone: workers are registered over HTTP."""
     from kvrouter.serving import serve_indexer
@@ -96,8 +108,8 @@ def simulate(
     from worker.publisher import PublisherConfig
     from worker.simulated import SimulatedWorkerSettings, run
 
-    given = _given(kv_events=kv_events and PublisherConfig.from_json(kv_events))
     try:
+        given = _given(kv_events=kv_events and PublisherConfig.from_json(kv_events))
         settings = SimulatedWorkerSettings(
             host=host,
             port=port,

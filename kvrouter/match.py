@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from rich.console import Console
@@ -13,8 +14,8 @@ from rich.table import Table
 
 def print_matches(url: str, body: dict[str, Any]) -> None:
     """Ask `/match` and print its answer. Raises ConnectionError, saying what went wrong."""
-    request = Request(f"{url.rstrip('/')}/match", json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
+        request = Request(f"{url.rstrip('/')}/match", json.dumps(body).encode(), {"Content-Type": "application/json"})
         with urlopen(request, timeout=30) as response:
             answer = json.load(response)
     except HTTPError as error:
@@ -23,8 +24,10 @@ def print_matches(url: str, body: dict[str, Any]) -> None:
         except (ValueError, KeyError, TypeError):
             reason = error.reason
         raise ConnectionError(f"{url} answers {error.code}: {reason}") from error
-    except (URLError, TimeoutError) as error:
+    except (OSError, HTTPException) as error:
         raise ConnectionError(f"{url} cannot be reached: {error}") from error
+    except ValueError as error:
+        raise ConnectionError(f"{url} is no router: {error}") from error
     Console().print(_table(answer))
 
 

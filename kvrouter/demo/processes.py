@@ -30,7 +30,7 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
         self._name = arguments[0]
         number, path = tempfile.mkstemp(prefix=f"kvrouter-{self._name}-", suffix=".log")
         self._log = Path(path)
-        command = [sys.executable, "-m", "kvrouter", *arguments]
+        command = [sys.executable, "-P", "-m", "kvrouter", *arguments]  # -P: whatever files are around
         with open(number, "wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 

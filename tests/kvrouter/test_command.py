@@ -1,0 +1,273 @@
+"""The `kvrouter` command as its users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from kvrouter.cli import app
+
+DEADLINE = 60.0
+PLAIN = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}  # no line breaks or colours of the terminal's
+SERVICES = {"serve": "Run the router", "indexer": "Run the index alone", "simulate": "Run a simulated worker"}
+COMMANDS = SERVICES | {"match": "Ask who holds how much", "demo": "Compare kv-aware routing with round robin"}
+
+
+def invoke(*arguments: str) -> Result:
+    """Run a command in this process; for those that end before they start anything."""
+    return CliRunner().invoke(app, arguments, terminal_width=200)
+
+
+def popen(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "kvrouter", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=PLAIN | environment
+    )
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Run a command to its end: its status, and all it printed."""
+    with popen(*arguments, **environment) as process:
+        try:
+            output, _ = process.communicate(timeout=DEADLINE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return process.returncode, output
+
+
+@contextmanager
+def service(*arguments: str, ended_by: signal.Signals = signal.SIGTERM) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A running service: its URL and its process, which a signal ends promptly and well."""
+    with popen(*arguments) as process:
+        giving_up = threading.Timer(DEADLINE, process.kill)
+        giving_up.start()
+        try:
+            assert process.stdout is not None
+            printed = ""
+            while not (listens := re.search(r"(?:listens on|ready at) (http\S+)", printed)):
+                line = process.stdout.readline()
+                assert line, f"kvrouter {arguments[0]} did not start: {printed}"
+                printed += line
+            yield listens.group(1), process
+            process.send_signal(ended_by)
+            output, _ = process.communicate(timeout=10)
+            assert process.returncode == 0, output
+            assert "Traceback" not in output
+        finally:
+            giving_up.cancel()
+            process.kill()
+
+
+def post(url: str, body: Any) -> Any:
+    request = Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    return urlopen(request, timeout=DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[str]:
+    with service("simulate", "--step-ms", "20") as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def router(worker: str) -> Iterator[str]:
+    with service("serve", "--port=0", f"--worker={worker}", "--log-level=warning") as (url, _):
+        yield url
+
+
+# Help and mistakes
+
+
+def test_the_command_lists_its_subcommands() -> None:
+    shown = invoke("--help")
+    assert shown.exit_code == 0
+    assert all(name in shown.output for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_subcommand_explains_itself(name: str) -> None:
+    shown = invoke(name, "--help")
+    assert shown.exit_code == 0
+    assert COMMANDS[name] in shown.output
+
+
+def test_a_router_needs_workers() -> None:
+    refused = invoke("serve")
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("kvrouter: no workers: name them")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["serve", "--worker", "10.0.0.1:8000"], "options: workers.0.url: "),
+        (["serve", "--policy", "best"], "options: policy.name: "),
+        (["serve", "--port", "70000"], "options: server.port: "),
+        (["indexer", "--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["simulate", "--blocks", "1"], "a cache of num_blocks * block_size = 16 tokens cannot hold one request"),
+        (["simulate", "--kv-events", "{"], "KV events configuration: "),
+    ],
+)
+def test_bad_settings_are_named(arguments: list[str], message: str) -> None:
+    refused = invoke(*arguments)
+    assert refused.exit_code == 1
+    assert f"kvrouter: {message}" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["serve", "indexer"])
+def test_a_log_level_that_is_none_is_refused(name: str) -> None:
+    refused = invoke(name, "--log-level", "loud")
+    assert refused.exit_code == 2
+    assert "'loud'" in refused.stderr
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_port_in_use_is_named(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        workers = ["--worker=http://127.0.0.1:1"] if name == "serve" else []
+        status, output = run(name, f"--port={port}", *workers)
+    assert status == 1
+    assert re.search(rf"^kvrouter: .*Address already in use.*{port}", output, re.MULTILINE)
+    assert "Traceback" not in output
+
+
+# Services
+
+
+def test_an_interrupt_ends_a_service_as_well() -> None:
+    with service("indexer", "--port=0", ended_by=signal.SIGINT) as (url, _):
+        assert json.load(urlopen(f"{url}/health")) == {"status": "ok"}
+
+
+def test_requests_in_flight_finish_when_the_router_is_told_to_end(worker: str) -> None:
+    body = {"model": "simulated", "prompt": "Tell me more.", "max_tokens": 50, "ignore_eos": True, "stream": True}
+    with (
+        service("serve", "--port=0", f"--worker={worker}") as (url, process),
+        post(f"{url}/v1/completions", body) as answer,
+    ):
+        events = [answer.readline()]
+        process.terminate()
+        events += answer.readlines()
+        assert sum(event.startswith(b"data: {") for event in events) == 50
+        assert events[-2] == b"data: [DONE]\n"
+
+
+def test_settings_come_from_the_file_the_environment_and_the_options(worker: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"workers": [{"url": worker, "model": "renamed"}], "server": {"port": 1}}))
+    with service("serve", f"--config={config}", "--port=0") as (url, _):
+        assert [model["id"] for model in json.load(urlopen(f"{url}/v1/models"))["data"]] == ["renamed"]
+
+
+# Match
+
+
+def test_match_prints_who_holds_a_prompt(router: str, worker: str) -> None:
+    question = "What holds the cache? " * 40
+    messages = [{"role": "user", "content": question}]
+    with post(f"{router}/v1/chat/completions", {"model": "simulated", "messages": messages, "max_tokens": 1}):
+        pass
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        with post(f"{router}/match", {"model": "simulated", "messages": messages}) as answer:
+            asked = json.load(answer)
+        if asked["matches"][0]["matched_tokens"]:
+            break
+    held = asked["matches"][0]["matched_tokens"]
+    assert held > 0
+    for arguments in ([question], ["-"]):
+        shown = CliRunner().invoke(app, ["match", "--model=simulated", f"--url={router}", *arguments], input=question)
+        assert shown.exit_code == 0, shown.output
+        title, *rows = shown.stdout.splitlines()
+        assert title.strip() == f"{asked['tokens']} tokens of simulated"
+        (row,) = [row for row in rows if worker in row]
+        assert re.findall(r"\d+", row.replace(worker, "")) == ["0", str(held), str(held), "0", "0", "0"]
+
+
+def test_match_of_a_text_that_is_no_chat(router: str) -> None:
+    shown = invoke("match", "--no-chat", "--model=simulated", f"--url={router}", "hi")
+    assert "1 tokens of simulated" in shown.stdout
+
+
+def test_match_tells_what_the_router_refuses(router: str) -> None:
+    refused = invoke("match", "--model=nobody", f"--url={router}", "hi")
+    assert refused.exit_code == 1
+    assert "404: The model 'nobody' does not exist. Send one of: simulated." in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def stranger() -> Iterator[str]:
+    """A server that answers anything with a page."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:8080", "nonsense", ""])
+def test_match_tells_that_there_is_no_router(url: str) -> None:
+    refused = invoke("match", "--model=simulated", f"--url={url}", "hi")
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith(f"kvrouter: {url} ")
+
+
+def test_match_tells_that_a_server_is_no_router(stranger: str) -> None:
+    refused = invoke("match", "--model=simulated", f"--url={stranger}", "hi")
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith(f"kvrouter: {stranger} ")
+
+
+# Demo
+
+
+def test_the_demo_compares_and_ends_by_itself_whatever_files_are_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    command = [str(Path(sys.executable).parent / "kvrouter"), "demo", "--workers=2", "--conversations=6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE, env=PLAIN)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"prompt tokens from cache .* (\d+)% .* (\d+)%", done.stdout)
+    counts = [re.findall(r"\d+", line)[1:] for line in done.stdout.splitlines() if "requests to worker" in line]
+    assert [sum(int(count) for count in column) for column in zip(*counts, strict=True)] == [18, 18]
+
+
+def test_the_demo_tells_why_a_worker_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "uvicorn.py").write_text("raise ImportError('no server here')")
+    status, output = run("demo", "--workers=1", "--conversations=1", PYTHONPATH=str(tmp_path))
+    assert status == 1
+    assert "kvrouter: kvrouter simulate did not start:" in output
+    assert "no server here" in output
