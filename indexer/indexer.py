@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from indexer.hashing import Namespace, pack_tokens
 from indexer.holdings import Target
 from indexer.index import Index, TargetStatus
 from indexer.matching import Match
-from indexer.sequence import SequenceSettings
+from indexer.sequence import SequenceSettings, StreamState
 from indexer.streams import Stream, StreamReader, StreamStatus
 from kvevents import EventBatch, EventSource, Tier, encode_batch
 from kvevents.decode import batch_time
@@ -232,6 +233,19 @@ class Indexer:
     def serves(self, model: str, tenant: str = DEFAULT_TENANT) -> bool:
         """Whether any registered target serves this model for this tenant."""
         return (tenant, model) in self._served
+
+    def wait_until_caught_up(self, timeout: float) -> bool:
+        """Wait until no stream waits for its first contact or for a replay, for `timeout` seconds at most."""
+        deadline = time.monotonic() + timeout
+        while not self._caught_up():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _caught_up(self) -> bool:
+        streams = (self._reader.status(known.target) for known in self.registered() if known.source is not None)
+        return all(stream and stream.state in (StreamState.LIVE, StreamState.LOST) for stream in streams)
 
     def block_size(self, target: Target) -> int | None:
         """A target's block size in tokens: what its events said, or else its registration."""

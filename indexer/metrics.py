@@ -24,6 +24,11 @@ class IndexCollector(Collector):
         blocks = GaugeMetricFamily("kvrouter_index_blocks", "Blocks held", labels=[*_LABELS, "tier"])
         orphans = GaugeMetricFamily("kvrouter_index_orphan_blocks", "Blocks without their parent", labels=_LABELS)
         state = GaugeMetricFamily("kvrouter_stream_state", "1 for the stream's state", labels=[*_LABELS, "state"])
+        lag = GaugeMetricFamily("kvrouter_stream_lag_seconds", "From an event to the index", labels=_LABELS)
+        confirmed = GaugeMetricFamily(
+            "kvrouter_stream_seconds_since_confirmed", "Since nothing was known to be missing", labels=_LABELS
+        )
+        replays = CounterMetricFamily("kvrouter_stream_replays", "Replays asked for", labels=_LABELS)
         batches = CounterMetricFamily("kvrouter_stream_batches", "Event batches applied", labels=_LABELS)
         gaps = CounterMetricFamily("kvrouter_stream_gaps", "Gaps noticed", labels=_LABELS)
         lost = CounterMetricFamily("kvrouter_stream_lost_batches", "Batches nobody could replay", labels=_LABELS)
@@ -43,10 +48,15 @@ class IndexCollector(Collector):
                 continue
             for known in StreamState:
                 state.add_metric([*labels, known.value], float(stream.state is known))
+            if stream.lag is not None:
+                lag.add_metric(labels, stream.lag)
+            if stream.confirmed is not None:
+                confirmed.add_metric(labels, stream.confirmed)
+            replays.add_metric(labels, stream.sequence.replays)
             batches.add_metric(labels, stream.sequence.batches)
             gaps.add_metric(labels, stream.sequence.gaps)
             lost.add_metric(labels, stream.sequence.lost_batches)
             restarts.add_metric(labels, stream.sequence.restarts)
             bad.add_metric([*labels, "frame"], stream.unreadable.bad_frames)
             bad.add_metric([*labels, "event"], stream.unreadable.bad_events)
-        yield from (blocks, orphans, state, batches, gaps, lost, restarts, bad)
+        yield from (blocks, orphans, state, lag, confirmed, batches, gaps, replays, lost, restarts, bad)

@@ -99,6 +99,7 @@ class StreamSequence:
         self.state = StreamState.CONNECTING
         self.counters = SequenceCounters()
         self.last_seq: int | None = None
+        self.confirmed_at: float | None = None  # when every batch until then was known to be applied
         self._settings = settings or SequenceSettings()
         self._can_replay = can_replay
         self._replay_answers = True
@@ -127,6 +128,12 @@ class StreamSequence:
         self.last_seq = last.seq
         self._last_frame = last
 
+    def on_cleared(self) -> None:
+        """The publisher's cache is empty: whatever was missed no longer counts."""
+        self._incomplete = False
+        if self.state is StreamState.LOST:
+            self.state = StreamState.LIVE
+
     def on_connected(self, now: float) -> list[Action]:
         """The live socket reached the publisher, for the first time or again."""
         self._check_after = _FIRST_CHECK
@@ -154,6 +161,8 @@ class StreamSequence:
             self._last_live_seq = frame.seq
         self._pending.setdefault(frame.seq, frame)
         actions += self._drain()
+        if not self._pending and not self._incomplete and self.state is StreamState.LIVE:
+            self.confirmed_at = now
         if self._replay is None:
             if self._pending:
                 self.counters.gaps += 1
@@ -247,6 +256,8 @@ class StreamSequence:
     def _settle(self, now: float) -> None:
         self._replay = None
         self.state = StreamState.LOST if self._incomplete else StreamState.LIVE
+        if not self._incomplete:
+            self.confirmed_at = now
         self._check_at = now + self._check_after
 
     def _restart(self) -> list[Action]:

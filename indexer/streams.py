@@ -30,7 +30,8 @@ from indexer.sequence import (
     StreamSequence,
     StreamState,
 )
-from kvevents import EventSource, MalformedBatchError, decode_batch
+from kvevents import AllBlocksCleared, EventSource, MalformedBatchError, decode_batch
+from kvevents.decode import batch_time
 from kvevents.frames import MalformedFrameError, StreamFrame, parse_live, parse_replay, replay_request
 
 log = structlog.get_logger()
@@ -53,11 +54,17 @@ class StreamCounters:
 
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
-    """How one stream stands. `received_at` is the unix time of the last live batch."""
+    """How one stream stands.
+
+    `received_at`: the unix time of the last live batch. `lag`: seconds from the engine's time of that batch until it
+    was applied here. `confirmed`: seconds since every batch was last known to be applied; None if it never was.
+    """
 
     state: StreamState
     last_seq: int | None
     received_at: float | None
+    lag: float | None
+    confirmed: float | None
     pending: int
     sequence: SequenceCounters
     unreadable: StreamCounters
@@ -75,6 +82,7 @@ class Stream:
     replay: zmq.Socket[bytes] | None
     counters: StreamCounters = field(default_factory=StreamCounters)
     received_at: float | None = None
+    lag: float | None = None
     complained: bool = False
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -163,6 +171,8 @@ class StreamReader:
             sequence.state,
             sequence.last_seq,
             stream.received_at,
+            stream.lag,
+            None if sequence.confirmed_at is None else time.monotonic() - sequence.confirmed_at,
             sequence.pending,
             sequence.counters,
             stream.counters,
@@ -249,8 +259,10 @@ class StreamReader:
         except MalformedFrameError as error:
             self._bad_frame(stream, str(error))
             return True
-        stream.received_at = time.time()
         self._act(stream, stream.sequence.on_live(frame, time.monotonic()))
+        stream.received_at = time.time()
+        made_at = batch_time(frame.payload)
+        stream.lag = None if made_at is None else stream.received_at - made_at
         return True
 
     def _read_replay(self, stream: Stream) -> bool:
@@ -293,6 +305,8 @@ class StreamReader:
             self._bad_frame(stream, str(error))
             return
         rejected = batch.rejected + self._index.apply(stream.target, batch)
+        if any(isinstance(event, AllBlocksCleared) and event.medium is None for event in batch.events):
+            stream.sequence.on_cleared()
         if rejected:
             stream.counters.bad_events += len(rejected)
             self._complain(stream, "event skipped", rejected[0].reason)

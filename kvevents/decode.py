@@ -8,6 +8,7 @@ Mooncake's standard maps. Missing and unknown fields are tolerated. An event tha
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import Any
 
 import msgspec
@@ -99,11 +100,15 @@ class _Time(msgspec.Struct, array_like=True):
     ts: float
 
 
+_FLOAT = Struct(">d")
 _decode_time = msgspec.msgpack.Decoder(_Time).decode
 
 
 def batch_time(payload: bytes) -> float | None:
     """The engine's time of a batch (unix seconds); None when the payload is no event batch."""
+    if len(payload) > 9 and payload[0] & 0xF0 == 0x90 and payload[1] == 0xCB:  # an array that begins with a float
+        (ts,) = _FLOAT.unpack_from(payload, 2)
+        return float(ts)
     try:
         return _decode_time(payload).ts
     except _UNREADABLE:

@@ -46,6 +46,7 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
         fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
         await fleet.start()
         stack.push_async_callback(fleet.stop)
+        await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
         load = LoadTable()
         registry = CollectorRegistry()
         registry.register(IndexCollector(indexer))

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from indexer import Indexer
 from indexer.sequence import SequenceSettings
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
-from router.settings import Settings
+from router.settings import EventSettings, Settings
 
 
 @contextmanager
 def running_indexer(settings: Settings) -> Iterator[Indexer]:
     """An indexer that reads its streams until the context ends."""
     index = settings.index
-    indexer = Indexer(index.secret, index.orphan_blocks, SequenceSettings(**settings.events.model_dump()))
+    indexer = Indexer(index.secret, index.orphan_blocks, _sequence(settings.events))
     saved = load_snapshot(index.snapshot, index.secret) if index.snapshot else []
     if not saved and index.peer:
         saved = load_from_peer(str(index.peer), index.secret)
@@ -33,3 +33,7 @@ def running_indexer(settings: Settings) -> Iterator[Indexer]:
             writer.stop()
     finally:
         indexer.stop()
+
+
+def _sequence(events: EventSettings) -> SequenceSettings:
+    return SequenceSettings(events.replay_timeout, events.replay_rounds, events.idle_check, events.pending_batches)

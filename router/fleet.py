@@ -90,11 +90,16 @@ class Fleet:
         if worker.up:
             log.warning("worker left out", worker=worker.url, reason=problem)
         worker.problem = problem
+        self.look_soon(worker)
+
+    def look_soon(self, worker: Worker) -> None:
+        """Something went wrong with a worker: see whether it still answers."""
         self._look_now[worker].set()
 
     async def _watch(self, worker: Worker) -> None:
         while True:
-            interval = self._settings.probe_interval if worker.up else self._settings.retry_interval
+            well = worker.up and not worker.failed_probes
+            interval = self._settings.probe_interval if well else self._settings.retry_interval
             try:
                 await asyncio.wait_for(self._look_now[worker].wait(), interval)
                 self._look_now[worker].clear()

@@ -168,6 +168,7 @@ class Proxy:
         self._metrics.broken.labels(worker.url).inc()
         reason = str(error) or type(error).__name__
         log.warning("answer broken off", worker=worker.url, reason=reason)
+        self._fleet.look_soon(worker)
         if response.content_type != "text/event-stream":
             return  # returning before the end of the body makes the server close the connection
         failure = RequestError("The worker broke off its answer.", status=502, type="upstream_error")

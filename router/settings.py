@@ -98,6 +98,7 @@ class EventSettings(_Section):
     replay_rounds: PositiveInt = 3
     idle_check: PositiveFloat = 30.0
     pending_batches: PositiveInt = 20_000
+    catch_up_timeout: NonNegative = 5.0
 
 
 class FleetSettings(_Section):

@@ -291,6 +291,19 @@ def test_workers_tells_how_long_a_stream_has_been_silent(client: Client, worker:
     assert 0 <= (silence() or 0) < 10
 
 
+def test_workers_tells_how_sure_the_index_is(client: Client, worker: Worker) -> None:
+    publisher = worker("a", stored(1, 2))
+    publisher.wait_for_subscriber()
+    publisher.publish(stored(1, 2))
+
+    def rank() -> Any:
+        return client.get("/workers")[1]["workers"][0]["ranks"][0]
+
+    eventually(lambda: rank()["lag_seconds"] is not None)
+    assert 0 <= rank()["lag_seconds"] < 10
+    assert 0 <= rank()["seconds_since_confirmed"] < 10
+
+
 def test_health(client: Client) -> None:
     assert client.get("/health") == (200, {"status": "ok"})
 

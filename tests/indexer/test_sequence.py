@@ -265,3 +265,41 @@ def test_what_comes_of_a_replay_that_was_given_up_is_passed_over() -> None:
     assert sequence.on_replay(frame(1), 2.0) == []
     assert sequence.on_replay(None, 2.0) == []
     assert applied(sequence.on_live(frame(3), 2.0)) == [3]
+
+
+def test_an_empty_cache_makes_good_what_was_lost() -> None:
+    sequence = live_at(0, can_replay=False)
+    sequence.on_live(frame(3), 0.0)
+    assert state(sequence) is StreamState.LOST
+    sequence.on_cleared()
+    assert state(sequence) is StreamState.LIVE
+    sequence.on_live(frame(4), 5.0)
+    assert sequence.confirmed_at == 5.0
+
+
+def test_a_stream_tells_since_when_nothing_was_known_to_be_missing() -> None:
+    sequence = live_at(0)
+    assert sequence.on_live(frame(1), 3.0) == [Apply(frame(1))]
+    assert sequence.confirmed_at == 3.0
+    sequence.on_live(frame(3), 4.0)
+    assert sequence.confirmed_at == 3.0
+    sequence.on_replay(frame(2), 4.5)
+    sequence.on_replay(None, 4.6)
+    assert sequence.confirmed_at == 4.6
+
+
+def test_a_stream_goes_on_after_the_batch_of_a_snapshot() -> None:
+    sequence = StreamSequence(True, SETTINGS)
+    sequence.resume(frame(7))
+    assert sequence.on_connected(0.0) == [AskReplay(7)]
+    assert sequence.on_replay(frame(7), 0.0) == []
+    assert applied(sequence.on_replay(frame(8), 0.0)) == [8]
+    sequence.on_replay(None, 0.0)
+    assert (sequence.state, sequence.counters.restarts) == (StreamState.LIVE, 0)
+
+
+def test_a_snapshot_of_another_life_is_cleared() -> None:
+    sequence = StreamSequence(True, SETTINGS)
+    sequence.resume(frame(7))
+    sequence.on_connected(0.0)
+    assert sequence.on_replay(frame(7, life=1), 0.0) == [Clear(), AskReplay(0)]
