@@ -208,7 +208,10 @@ class StreamReader:
                 if socket is self._wake_out:
                     self._obey()
                 elif handler := self._handlers.get(socket):
-                    _drain(handler)
+                    try:
+                        _drain(handler)
+                    except Exception:  # whatever one stream brings, the others are read
+                        log.exception("a message could not be handled")
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_MS / 1000

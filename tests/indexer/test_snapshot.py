@@ -240,8 +240,8 @@ def test_what_is_restored_is_what_was_held(stores: list[tuple[list[int], str]], 
     assert again.runs <= index.runs
     namespace = Namespace("m", "default", None, None, 2)
     for path, _ in stores:
-        tokens = pack_tokens([token for symbol in path for token in (symbol, symbol)])
-        assert again.match(namespace, tokens) == index.match(namespace, tokens)
+        packed = pack_tokens([token for symbol in path for token in (symbol, symbol)])
+        assert again.match(namespace, packed) == index.match(namespace, packed)
     everything = [BlockRemoved([name], medium) for name, medium in sorted(names)] * 20
     again.apply(TARGET, EventBatch(0.0, list(everything)))
     assert again.runs == 0
