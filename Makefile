@@ -7,7 +7,7 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-engine lint
+.PHONY: demo test test-engine bench-index lint
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -19,6 +19,9 @@ test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
 
+bench-index: .venv/installed .bench/dynamo/installed
+	$(BIN)/python -m benchmarks.index $(ARGS)
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -29,4 +32,9 @@ lint: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+.bench/dynamo/installed:
+	$(PYTHON) -m venv .bench/dynamo
+	.bench/dynamo/bin/pip install --quiet ai-dynamo-runtime==1.6.1
 	@touch $@

@@ -1,0 +1,1 @@
+"""One command a question, each against the peer a user would pick."""

@@ -1,0 +1,100 @@
+"""Our index called directly: what a block and a match cost, beside the C calls they cannot do without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from statistics import median
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from benchmarks.index.workload import BLOCK_SIZE, Workload
+from indexer import Index, Target
+from indexer.hashing import TOKEN_BYTES, Namespace, pack_tokens
+from kvevents import BlockStored, decode_batch
+
+_MODEL = "model"
+_NAMESPACE = Namespace(_MODEL, "default", None, None, BLOCK_SIZE)
+
+
+@dataclass(slots=True)
+class Cost:
+    """Seconds: of the call to the index; and, alone, of decoding what came, packing its tokens, and the hash chain."""
+
+    index: float = 0.0
+    decode: float = 0.0
+    pack: float = 0.0
+    chain: float = 0.0
+
+    def __truediv__(self, count: int) -> Cost:
+        return Cost(*(getattr(self, field.name) / count for field in fields(self)))
+
+
+def apply_cost(workload: Workload) -> Cost:
+    """`Index.apply` of one worker's stream into an empty index; a block."""
+    (worker,) = workload.worker_ids
+    index, target = Index(), Target(str(worker), 0, _MODEL)
+    index.add(target)
+    cost = Cost()
+    clock = time.perf_counter
+    for payload in workload.batches(worker):
+        start = clock()
+        batch = decode_batch(payload)
+        decoded = clock()
+        index.apply(target, batch)
+        cost.index += clock() - decoded
+        cost.decode += decoded - start
+        tokens = [event.token_ids for event in batch.events if isinstance(event, BlockStored)]
+        start = clock()
+        packed = [pack_tokens(ids) for ids in tokens]
+        cost.pack += clock() - start
+        for blocks in map(_blocks, packed):
+            start = clock()
+            _chain(blocks)
+            cost.chain += clock() - start
+    return cost / workload.blocks
+
+
+def match_cost(workload: Workload, tokens: int, repeats: int) -> Cost:
+    """`Index.match` of a prompt that one of the workers holds whole; a match. Decoding is that of a query's JSON."""
+    index = Index()
+    for worker in workload.worker_ids:
+        target = Target(str(worker), 0, _MODEL)
+        index.add(target)
+        for payload in workload.batches(worker):
+            index.apply(target, decode_batch(payload))
+    prompt = workload.prompt(workload.first_worker, 0)[:tokens]
+    packed = pack_tokens(prompt)
+    (match,) = index.match(_NAMESPACE, packed)
+    assert match.matched_tokens == tokens
+    body, decoder = msgspec.json.encode(prompt), msgspec.json.Decoder(list[int])
+    blocks = _blocks(packed)
+    return Cost(
+        _median_seconds(lambda: index.match(_NAMESPACE, packed), repeats),
+        _median_seconds(lambda: decoder.decode(body), repeats),
+        _median_seconds(lambda: pack_tokens(prompt), repeats),
+        _median_seconds(lambda: _chain(blocks), repeats),
+    )
+
+
+def _blocks(packed: bytes) -> list[bytes]:
+    step = BLOCK_SIZE * TOKEN_BYTES
+    return [packed[start : start + step] for start in range(0, len(packed), step)]
+
+
+def _chain(blocks: list[bytes]) -> None:
+    previous = 0
+    for block in blocks:
+        previous = xxh3_64_intdigest(block, previous)
+
+
+def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return median(times)

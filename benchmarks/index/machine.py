@@ -1,0 +1,39 @@
+"""The machine: which core does what, and what a process has used of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+_CORES = sorted(os.sched_getaffinity(0))
+LOAD_CORE = _CORES[0]
+INDEXER_CORE = _CORES[-1]
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def pin(pid: int, core: int) -> None:
+    """Keep a process (0: this one) and the threads it will start on one core."""
+    os.sched_setaffinity(pid, {core})
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all threads of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def resident_bytes(pid: int) -> int:
+    """A process's resident memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def description() -> str:
+    """Processor, cores and Python, in a phrase."""
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{models[0] if models else platform.machine()}, {len(_CORES)} cores, Python {platform.python_version()}"

@@ -1,0 +1,186 @@
+"""What is measured of a running indexer. No figure is returned before the answers were found to be right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from math import inf
+from statistics import mean, median, quantiles
+
+import zmq
+
+from benchmarks.index.machine import cpu_seconds
+from benchmarks.index.publisher import Publisher, Streams
+from benchmarks.index.sides import RunningIndexer
+from benchmarks.index.workload import BLOCK_SIZE, Workload, random_tokens
+
+_POLL_SECONDS = 0.02  # between looks whether all is applied: rare enough to cost nothing
+_INGEST_DEADLINE = 300.0
+
+
+class WrongAnswerError(Exception):
+    """An indexer's answer is not what the events say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ingest:
+    """One ingest of a workload. `publisher_load` is the share of its core that the publisher used meanwhile."""
+
+    blocks_per_second: float
+    cpu_us_per_block: float
+    resident_bytes_per_block: float
+    publisher_load: float
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds, and how many a second on one connection."""
+
+    p50: float
+    p99: float
+    rate: float
+
+
+def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> Ingest:
+    """Stream a workload into an indexer that does not have it: at full rate, or at so many blocks a second."""
+    workload = publisher.workload
+    indexer.register(publisher.open())
+    markers = _markers(indexer, workload)
+    time.sleep(0.5)  # the streams' connections are made
+    resident, cpu, publisher_cpu = indexer.resident_bytes(), indexer.cpu_seconds(), cpu_seconds(publisher.pid)
+    started = publisher.start(rate)
+    _await_markers(indexer, markers)
+    seconds = time.monotonic() - started
+    cpu = indexer.cpu_seconds() - cpu
+    publisher_cpu = cpu_seconds(publisher.pid) - publisher_cpu
+    resident = indexer.resident_bytes() - resident
+    verify(indexer, workload)
+    blocks = workload.blocks
+    return Ingest(blocks / seconds, cpu / blocks * 1e6, resident / blocks, publisher_cpu / seconds)
+
+
+def verify(indexer: RunningIndexer, workload: Workload, prompts: int = 256) -> None:
+    """Check an indexer's answers about prompts spread over all workers: whole, cut short, and continued differently.
+
+    Raises WrongAnswerError.
+    """
+    for worker, number in _spread(workload, prompts):
+        tokens = workload.prompt(worker, number)
+        half = workload.prompt_blocks // 2 * BLOCK_SIZE
+        other = random_tokens(f"other {number}", half)
+        asked = [
+            (tokens, len(tokens)),
+            (tokens[: half + BLOCK_SIZE - 1], half),
+            (tokens[:half] + other, half),
+            (other + tokens[half:], 0),
+        ]
+        for query, expected in asked:
+            _check(indexer, indexer.query_request(query), {worker: expected} if expected else {})
+
+
+def query_latency(indexer: RunningIndexer, workload: Workload, tokens: int, cached: bool, seconds: float) -> Latency:
+    """Ask for prompts of a length, over and over: prefixes of what workers hold, or nobody's."""
+    requests = []
+    for worker, number in _spread(workload, 16):
+        prompt = workload.prompt(worker, number)[:tokens] if cached else random_tokens(f"miss {number}", tokens)
+        request = indexer.query_request(prompt)
+        _check(indexer, request, {worker: tokens} if cached else {})
+        requests.append(request)
+    return _latency(_timed(indexer, cycle(requests), time.monotonic() + seconds))
+
+
+def visibility(indexer: RunningIndexer, probe: Workload) -> Latency:
+    """From publishing one event into a warm index to the first answer that knows it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    streams = Streams(probe, context)
+    (worker,) = probe.worker_ids
+    try:
+        indexer.register(streams.endpoints)
+        streams.await_subscribers()
+        times = []
+        for seq, payload in enumerate(probe.batches(worker)):
+            if seq == probe.prompts:
+                break  # the marker
+            request = indexer.query_request(probe.prompt(worker, seq))
+            _check(indexer, request, {})
+            time.sleep(0.002)
+            started = time.perf_counter()
+            streams.send(worker, seq, payload)
+            while not indexer.ask(request):
+                pass
+            times.append(time.perf_counter() - started)
+        return _latency(times)
+    finally:
+        streams.close()
+        context.term()
+
+
+def latency_during_ingest(
+    indexer: RunningIndexer, workload: Workload, lengths: Sequence[int], publisher: Publisher
+) -> list[Latency]:
+    """Ask for cached prompts of several lengths in turn while another workload streams in at full rate."""
+    indexer.register(publisher.open())
+    prompts = [workload.prompt(worker, number) for worker, number in _spread(workload, 16)]
+    requests = [indexer.query_request(prompt[:length]) for prompt in prompts for length in lengths]
+    markers = _markers(indexer, publisher.workload)
+    time.sleep(0.5)
+    publisher.start()
+    times: list[float] = []
+    asked = cycle(requests)
+    while markers:
+        times += _timed(indexer, islice(asked, 8 * len(lengths)))
+        markers = _unseen(indexer, markers)
+    verify(indexer, publisher.workload, 16)
+    return [_latency(times[place :: len(lengths)]) for place in range(len(lengths))]
+
+
+def _timed(indexer: RunningIndexer, requests: Iterable[bytes], end: float = inf) -> list[float]:
+    times = []
+    exchange = indexer.client.exchange
+    for request in requests:
+        started = time.perf_counter()
+        exchange(request)
+        times.append(time.perf_counter() - started)
+        if time.monotonic() > end:
+            break
+    return times
+
+
+def _latency(times: list[float]) -> Latency:
+    return Latency(median(times), quantiles(times, n=100)[98] if len(times) > 1 else times[0], 1 / mean(times))
+
+
+def _check(indexer: RunningIndexer, request: bytes, expected: dict[int, int]) -> None:
+    matched = indexer.ask(request)
+    if matched != expected:
+        raise WrongAnswerError(f"{indexer.side.name}: matched tokens by worker should be {expected}, not {matched}")
+
+
+def _spread(workload: Workload, prompts: int) -> Iterator[tuple[int, int]]:
+    """Worker and number of prompts, evenly spread over a workload."""
+    total = workload.workers * workload.prompts
+    for place in range(0, total, max(1, total // prompts)):
+        worker, number = divmod(place, workload.prompts)
+        yield workload.worker_ids[worker], number
+
+
+def _markers(indexer: RunningIndexer, workload: Workload) -> list[bytes]:
+    return [indexer.query_request(workload.prompt(worker, -1)) for worker in workload.worker_ids]
+
+
+def _unseen(indexer: RunningIndexer, markers: list[bytes]) -> list[bytes]:
+    """The markers from the first on that is not found yet."""
+    for place, marker in enumerate(markers):
+        if not indexer.ask(marker):
+            return markers[place:]
+    return []
+
+
+def _await_markers(indexer: RunningIndexer, markers: list[bytes]) -> None:
+    deadline = time.monotonic() + _INGEST_DEADLINE
+    while markers := _unseen(indexer, markers):
+        if time.monotonic() > deadline:
+            raise WrongAnswerError(f"{indexer.side.name}: {len(markers)} streams have not been applied to their end")
+        time.sleep(_POLL_SECONDS)

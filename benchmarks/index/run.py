@@ -1,0 +1,178 @@
+"""The run: every part, both sides in turn, round after round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from benchmarks.index import in_process, measure
+from benchmarks.index.machine import INDEXER_CORE, LOAD_CORE, pin
+from benchmarks.index.publisher import publisher_of
+from benchmarks.index.report import Table
+from benchmarks.index.sides import RunningIndexer, Side, running
+from benchmarks.index.workload import (
+    Workload,
+    ingest_workload,
+    probe_workload,
+    query_workload,
+)
+from kvevents import WireForm
+
+_STEADY_RATE = 200_000  # blocks a second: below what either side can do
+_LENGTHS = {"1k": 1024, "8k": 8192, "131k": 131_072}
+_SMALL_LENGTHS = ("1k", "8k")
+
+
+class Part(StrEnum):
+    """What can be run by itself."""
+
+    INGEST = "ingest"
+    MEMORY = "memory"
+    VISIBILITY = "visibility"
+    QUERIES = "queries"
+    CONCURRENT = "concurrent"
+    IN_PROCESS = "in-process"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much of everything. `seconds` are spent on each kind of query, `probes` are events watched one by one."""
+
+    blocks: int
+    rounds: int
+    seconds: float
+    probes: int
+    form: WireForm
+
+
+FULL = Scale(blocks=1 << 20, rounds=3, seconds=1.5, probes=300, form=WireForm.VLLM_MAPS)
+QUICK = Scale(blocks=1 << 17, rounds=1, seconds=0.3, probes=50, form=WireForm.VLLM_MAPS)
+
+
+class Run:
+    """One run of the chosen parts; `tables` fill as it goes."""
+
+    def __init__(self, sides: Sequence[Side], scale: Scale) -> None:
+        self._sides = sides
+        self._scale = scale
+        self._rate = Table(f"Ingest of {scale.blocks:,} blocks, 1000 blocks/s")
+        self._cpu = Table("Ingest, µs of CPU a block")
+        self._memory = Table(
+            "Resident bytes a block",
+            f'"Steady" is after {scale.blocks:,} blocks at {_STEADY_RATE:,} a second, once. "Burst" is after as many at '
+            "full rate:\nwhat waited in the receive queues is still resident, although it is free.",
+        )
+        self._visibility = Table("Event to queryable, ms")
+        self._queries = Table("`/query` on one connection")
+        self._concurrent = Table("`/query` during ingest at full rate, ms")
+        self._in_process = Table(
+            "Our index in process, µs",
+            "The other columns are C calls alone. The index call packs (for a match: is given packed tokens) and "
+            "hashes; decoding,\nof MessagePack or of a query's JSON, comes before it.",
+        )
+        self.load = 0.0
+
+    @property
+    def tables(self) -> list[Table]:
+        return [
+            self._rate,
+            self._cpu,
+            self._memory,
+            self._visibility,
+            self._queries,
+            self._concurrent,
+            self._in_process,
+        ]
+
+    def do(self, parts: Sequence[Part]) -> None:
+        """Run these parts. Raises WrongAnswerError when a side answers wrongly."""
+        pin(0, LOAD_CORE)
+        if Part.INGEST in parts or Part.MEMORY in parts:
+            for workers in (1, 8, 64):
+                for event_blocks in (64, 1):
+                    self._ingest(parts, workers, event_blocks)
+        if {Part.VISIBILITY, Part.QUERIES, Part.CONCURRENT} & set(parts):
+            self._ask(parts)
+        if Part.IN_PROCESS in parts:
+            pin(0, INDEXER_CORE)
+            for _ in range(self._scale.rounds):
+                self._call()
+
+    def _turns(self) -> Iterator[Side]:
+        """Each side once a round; who was first is last in the next."""
+        for number in range(self._scale.rounds):
+            yield from self._sides[:: -1 if number % 2 else 1]
+
+    def _ingest(self, parts: Sequence[Part], workers: int, event_blocks: int) -> None:
+        scale = self._scale
+        row = f"{_counted(workers, 'worker')}, {event_blocks}-block events"
+        with publisher_of(ingest_workload(scale.blocks, workers, event_blocks, scale.form)) as publisher:
+            if Part.INGEST in parts:
+                for side in self._turns():
+                    with running(side) as indexer:
+                        done = measure.ingest(indexer, publisher)
+                    self._rate.add(row, side.name, done.blocks_per_second / 1000)
+                    self._cpu.add(row, side.name, done.cpu_us_per_block)
+                    self._memory.add(f"burst, {row}", side.name, done.resident_bytes_per_block)
+                    self.load = max(self.load, done.publisher_load)
+            if Part.MEMORY in parts:
+                for side in self._sides:
+                    with running(side) as indexer:
+                        done = measure.ingest(indexer, publisher, _STEADY_RATE)
+                    self._memory.add(f"steady, {row}", side.name, done.resident_bytes_per_block)
+
+    def _ask(self, parts: Sequence[Part]) -> None:
+        """The parts that need a warm index."""
+        scale = self._scale
+        held = query_workload(scale.blocks, 8, scale.form)
+        more = [ingest_workload(scale.blocks, 8, size, scale.form, 100 * size) for size in (64, 1)]
+        with publisher_of(held) as warm, publisher_of(more[0]) as large, publisher_of(more[1]) as small:
+            for side in self._turns():
+                with running(side) as indexer:
+                    measure.ingest(indexer, warm)
+                    if Part.VISIBILITY in parts:
+                        times = measure.visibility(indexer, probe_workload(scale.probes, scale.form, 99))
+                        self._visibility.add("median", side.name, times.p50 * 1e3)
+                        self._visibility.add("p99", side.name, times.p99 * 1e3)
+                    if Part.QUERIES in parts:
+                        self._query(indexer, held)
+                    if Part.CONCURRENT in parts:
+                        lengths = [_LENGTHS[name] for name in _SMALL_LENGTHS]
+                        for publisher in (large, small):
+                            found = measure.latency_during_ingest(indexer, held, lengths, publisher)
+                            for name, latency in zip(_SMALL_LENGTHS, found, strict=True):
+                                row = f"{name} tokens, {publisher.workload.event_blocks}-block events"
+                                self._concurrent.add(f"{row}, p50", side.name, latency.p50 * 1e3)
+                                self._concurrent.add(f"{row}, p99", side.name, latency.p99 * 1e3)
+
+    def _query(self, indexer: RunningIndexer, held: Workload) -> None:
+        for name, tokens in _LENGTHS.items():
+            for cached in (True, False):
+                row = f"{name} tokens, {'cached' if cached else 'miss'}"
+                found = measure.query_latency(indexer, held, tokens, cached, self._scale.seconds)
+                self._queries.add(f"{row}, p50 ms", indexer.side.name, found.p50 * 1e3)
+                self._queries.add(f"{row}, p99 ms", indexer.side.name, found.p99 * 1e3)
+                self._queries.add(f"{row}, queries/s", indexer.side.name, found.rate)
+
+    def _call(self) -> None:
+        """Our index without streams and HTTP."""
+        form = self._scale.form
+        costs = {
+            f"`Index.apply`, {size}-block events, a block": in_process.apply_cost(
+                ingest_workload(1 << 17, 1, size, form)
+            )
+            for size in (64, 1)
+        }
+        held = query_workload(1 << 17, 8, form)
+        for name, tokens in _LENGTHS.items():
+            costs[f"`Index.match`, {name} tokens cached"] = in_process.match_cost(held, tokens, repeats=50)
+        for row, cost in costs.items():
+            self._in_process.add(row, "index call", cost.index * 1e6)
+            self._in_process.add(row, "msgspec decode", cost.decode * 1e6)
+            self._in_process.add(row, "token packing", cost.pack * 1e6)
+            self._in_process.add(row, "xxh3 chain", cost.chain * 1e6)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

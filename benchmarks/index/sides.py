@@ -1,0 +1,176 @@
+"""The two indexers behind one small interface: how to start one, register a worker, ask, and read the answer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.index.client import Client, post_request
+from benchmarks.index.machine import INDEXER_CORE, cpu_seconds, pin, resident_bytes
+from benchmarks.index.workload import BLOCK_SIZE
+
+MODEL = "model"
+
+
+class Side(ABC):
+    """An indexer: its command line, and its API as far as both have it."""
+
+    name: str
+
+    @abstractmethod
+    def command(self, port: int) -> list[str]:
+        """How to start it."""
+
+    @abstractmethod
+    def registration(self, worker: int, endpoint: str) -> dict[str, Any]:
+        """The body of `POST /register` for a worker's stream."""
+
+    @abstractmethod
+    def query(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The body of `POST /query`."""
+
+    @abstractmethod
+    def matched(self, answer: bytes) -> dict[int, int]:
+        """The matched tokens in an answer, by worker; those that hold nothing are left out."""
+
+
+class Kvrouter(Side):
+    """Ours, from this clone."""
+
+    name = "kvrouter"
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, "-m", "kvrouter", "indexer", "--port", str(port)]
+
+    def registration(self, worker: int, endpoint: str) -> dict[str, Any]:
+        return {
+            "instance_id": str(worker),
+            "endpoint": endpoint,
+            "modelname": MODEL,
+            "type": "vLLM",
+            "block_size": BLOCK_SIZE,
+        }
+
+    def query(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"model": MODEL, "token_ids": tokens}
+
+    def matched(self, answer: bytes) -> dict[int, int]:
+        (instances,) = msgspec.json.decode(answer).values()
+        return {int(worker): held["longest_matched"] for worker, held in instances.items() if held["longest_matched"]}
+
+
+class Dynamo(Side):
+    """NVIDIA Dynamo's standalone indexer, from an environment of its own."""
+
+    name = "Dynamo"
+
+    def __init__(self, python: Path) -> None:
+        self._python = python
+
+    def command(self, port: int) -> list[str]:
+        indexer = [str(self._python), "-m", "dynamo.indexer", "--port", str(port)]
+        return [*indexer, "--block-size", str(BLOCK_SIZE), "--threads", "4"]
+
+    def registration(self, worker: int, endpoint: str) -> dict[str, Any]:
+        return {
+            "instance_id": worker,
+            "endpoint": endpoint,
+            "model_name": MODEL,
+            "block_size": BLOCK_SIZE,
+            "dp_rank": 0,
+        }
+
+    def query(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"model_name": MODEL, "token_ids": tokens}
+
+    def matched(self, answer: bytes) -> dict[int, int]:
+        scores = msgspec.json.decode(answer)["scores"]
+        return {int(worker): tokens for worker, ranks in scores.items() if (tokens := ranks["0"])}
+
+    def version(self) -> str:
+        """The installed release."""
+        code = "from importlib.metadata import version; print(version('ai-dynamo-runtime'))"
+        return subprocess.check_output([self._python, "-c", code], text=True).strip()
+
+
+class RunningIndexer:
+    """One side's process, on a core of its own, and a connection to it."""
+
+    def __init__(self, side: Side, process: subprocess.Popen[bytes], client: Client) -> None:
+        self.side = side
+        self.client = client
+        self._pid = process.pid
+
+    def register(self, endpoints: dict[int, str]) -> None:
+        """Follow these workers' streams."""
+        for worker, endpoint in endpoints.items():
+            self.client.exchange(post_request("/register", self.side.registration(worker, endpoint)))
+
+    def query_request(self, tokens: Sequence[int]) -> bytes:
+        """A query, ready to be sent."""
+        return post_request("/query", self.side.query(tokens))
+
+    def ask(self, request: bytes) -> dict[int, int]:
+        """Matched tokens by worker."""
+        return self.side.matched(self.client.exchange(request))
+
+    def cpu_seconds(self) -> float:
+        return cpu_seconds(self._pid)
+
+    def resident_bytes(self) -> int:
+        return resident_bytes(self._pid)
+
+
+@contextmanager
+def running(side: Side) -> Iterator[RunningIndexer]:
+    """Start an indexer; it answers when this returns, and is gone after."""
+    port = _free_port()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            side.command(port),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=lambda: pin(0, INDEXER_CORE),
+            env={**os.environ, "DYN_LOG": "error"},
+        )
+        try:
+            client = _connect(port, process)
+            if client is None:
+                log.seek(0)
+                raise RuntimeError(f"{side.name} did not start:\n{log.read()[-3000:].decode(errors='replace')}")
+            try:
+                yield RunningIndexer(side, process, client)
+            finally:
+                client.close()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _connect(port: int, process: subprocess.Popen[bytes]) -> Client | None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            return Client(port)
+        except OSError:
+            time.sleep(0.05)
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
