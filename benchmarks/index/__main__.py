@@ -28,15 +28,15 @@ Both follow the same ZeroMQ streams, encoded as `{form}` before the first is sen
 {blocks:,} blocks.
 
 The publisher and the client have one core, the indexer under test the other. Dynamo's four indexer threads share that
-core; on a larger machine they would spread, and our one reader thread would not. The sides take turns, in an order that
+core; on a larger machine they could spread, which our one reader thread cannot. The sides take turns, in an order that
 changes; the figures are medians of {rounds}.
 
 Before a figure counts, the answers about prompts of all workers are compared with what was sent: whole, cut short,
 continued differently, begun differently. Publishers have no high-water mark, and an ingest ends when the last block of
 every stream is found, so nothing is dropped unnoticed.
 {load}
-Machine: {machine}, shared with other work (load average {load_before:.1f} before, {load_after:.1f} after), so the
-figures are noisy. The run took {minutes:.0f} min."""
+Machine: {machine}; load average {load_before:.1f} before, {load_after:.1f} after. With so few
+cores the figures are noisy. The run took {minutes:.0f} min."""
 
 
 def main(

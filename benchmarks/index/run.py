@@ -60,8 +60,8 @@ class Run:
         self._cpu = Table("Ingest, µs of CPU a block")
         self._memory = Table(
             "Resident bytes a block",
-            f'"Steady" is after {scale.blocks:,} blocks at {_STEADY_RATE:,} a second, once. "Burst" is after as many at '
-            "full rate:\nwhat waited in the receive queues is still resident, although it is free.",
+            f'"Steady" is after {scale.blocks:,} blocks at {_STEADY_RATE:,} a second, once. "Burst" is after as many '
+            "at full rate:\nwhat waited in the receive queues is still resident, although it is free.",
         )
         self._visibility = Table("Event to queryable, ms")
         self._queries = Table("`/query` on one connection")
