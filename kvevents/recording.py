@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from types import TracebackType
 
 _HEAD = struct.Struct(">dBBB")
 _LENGTH = struct.Struct(">I")
@@ -37,14 +39,45 @@ class TornRecordingError(ValueError):
     """A recording that ends in the middle of a record, or is no recording."""
 
 
-def read_recording(path: Path) -> Iterator[Record]:
-    """Read a recording's records in the order they were received. Raises TornRecordingError."""
+class RecordingWriter(AbstractContextManager["RecordingWriter"]):
+    """Writes a new recording, each record flushed as it comes: what was written survives any end.
+
+    Raises OSError for a file that exists or cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+
+    def write(self, record: Record) -> None:
+        """Append a record. Raises ValueError for one with more than 255 frames or a source above 255."""
+        frames = record.frames
+        if len(frames) > 255 or not 0 <= record.source <= 255:
+            raise ValueError(f"a record has at most 255 frames and a source up to 255, this one {len(frames)} frames")
+        parts = [_HEAD.pack(record.received_at, record.channel, record.source, len(frames))]
+        for frame in frames:
+            parts += (_LENGTH.pack(len(frame)), frame)
+        self._file.write(b"".join(parts))
+        self._file.flush()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_recording(path: Path, *, torn_end: bool = False) -> Iterator[Record]:
+    """Read a recording's records in the order they were received.
+
+    With `torn_end` a last record that was cut off is left out; without, it raises TornRecordingError, as what is no
+    recording does in any case.
+    """
     data = path.read_bytes()
     offset = 0
     while offset < len(data):
         start = offset
         try:
             received_at, channel, source, count = _HEAD.unpack_from(data, offset)
+            known_channel = Channel(channel)
             offset += _HEAD.size
             frames = []
             for _ in range(count):
@@ -52,9 +85,12 @@ def read_recording(path: Path) -> Iterator[Record]:
                 offset += _LENGTH.size
                 frames.append(data[offset : offset + length])
                 offset += length
-            if offset > len(data):
-                raise ValueError("the last frame is cut short")
-            record = Record(received_at, Channel(channel), source, frames)
-        except (struct.error, ValueError) as error:
-            raise TornRecordingError(f"{path}: no whole record at byte {start}: {error}") from error
-        yield record
+        except ValueError as error:
+            raise TornRecordingError(f"{path}: no record at byte {start}: {error}") from error
+        except struct.error:
+            offset = len(data) + 1
+        if offset > len(data):
+            if torn_end:
+                return
+            raise TornRecordingError(f"{path}: no whole record at byte {start}: the file ends before it does")
+        yield Record(received_at, known_channel, source, frames)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,6 +127,86 @@ def simulate(
         run(settings)
     except (ValueError, OSError) as error:
         _fail(str(error))
+
+
+@app.command()
+def record(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The recording to write, such as fleet.kvrec.")],
+    stream: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ENDPOINT[,REPLAY[,TOPIC]]", help="An event stream; repeatable."),
+    ] = None,
+    worker: Annotated[
+        list[str] | None, typer.Option("--worker", "-w", help="URL of a worker, which is asked for its streams.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="End after so long; otherwise with Ctrl-C.")] = None,
+) -> None:
+    """Write live event streams to a file, until Ctrl-C."""
+    from kvrouter.record import parse_stream, record_streams, summary_lines, worker_sources
+    from router.discovery import DiscoveryError
+
+    if bool(stream) == bool(worker):
+        _fail("give either --stream or --worker")
+    try:
+        sources = [parse_stream(text, number) for number, text in enumerate(stream or ())]
+        sources = sources or asyncio.run(worker_sources(worker or ()))
+        typer.echo(f"recording {len(sources)} streams to {output}", err=True)
+        streams = asyncio.run(record_streams(sources, output, seconds))
+    except (ValueError, OSError, DiscoveryError) as error:
+        _fail(str(error))
+    for line in summary_lines(streams, output):
+        typer.echo(line)
+
+
+@app.command()
+def replay(
+    recordings: Annotated[list[Path], typer.Argument(metavar="FILE...", help="The recording; --check takes several.")],
+    speed: Annotated[float | None, typer.Option(min=1e-3, help="So many times faster than recorded.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="As fast as can be; always so with --check.")] = False,
+    bind_host: Annotated[str, typer.Option(help="Address to publish on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the first source; 0 takes free ones.")] = 0,
+    indexer: Annotated[str | None, typer.Option(help="URL of an indexer to register the streams with.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name to register them under.  [default: the requests']")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare an indexer with what the engine said.")] = False,
+    requests: Annotated[
+        Path | None, typer.Option(help="What the engine said.  [default: FILE's .requests.jsonl(.gz)]")
+    ] = None,
+    expect: Annotated[int | None, typer.Option(min=0, help="Right answers that are enough.  [default: all]")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what differs.")] = False,
+) -> None:
+    """Publish a recording as live event streams, or check an indexer with it.
+
+    --check without --indexer checks this one's own. The exit status is 0 when enough answers are right and none is a
+    ghost: a match of what the engine never stored since it started.
+    """
+    from kvrouter.processes import KvrouterProcess, ProcessError
+    from kvrouter.replay.index_client import IndexerError
+    from kvrouter.replay.run import Place, check_recordings, publish_recording
+
+    if not check and (len(recordings) > 1 or requests or expect is not None or verbose):
+        _fail("several files, --requests, --expect and --verbose are for --check")
+    if len(recordings) > 1 and requests:
+        _fail("--requests is for a single file")
+    if fast and speed is not None:
+        _fail("give either --speed or --fast")
+    if (check or indexer) and bind_host in ("*", "0.0.0.0", "::"):
+        _fail("--bind-host: name the address at which the indexer can reach the streams")
+    place = Place(bind_host, port)
+    try:
+        with ExitStack() as stack:
+            if not check:
+                publishing = publish_recording(recordings[0], place, None if fast else speed or 1.0, indexer, model)
+                asyncio.run(publishing)
+                return
+            if indexer is None:
+                own = stack.enter_context(KvrouterProcess(["indexer", "--port", "0", "--log-level", "warning"]))
+                indexer = own.wait_until_listening()
+            scores = asyncio.run(check_recordings(recordings, requests, place, speed, indexer, model, verbose))
+    except (ValueError, OSError, IndexerError, ProcessError) as error:
+        _fail(str(error))
+    right, asked = sum(score.right for score in scores), sum(score.requests for score in scores)
+    if right < (asked if expect is None else expect) or any(score.ghosts for score in scores):
+        raise typer.Exit(1)
 
 
 @app.command()

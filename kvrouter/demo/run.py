@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvrouter.demo.play import play
-from kvrouter.demo.processes import KvrouterProcess, ProcessError
 from kvrouter.demo.report import Summary, comparison, summarise
 from kvrouter.demo.workload import Conversation, make_conversations
+from kvrouter.processes import KvrouterProcess, ProcessError
 
 MODEL = "simulated"
 TURNS = 3

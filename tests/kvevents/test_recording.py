@@ -9,7 +9,7 @@ import pytest
 
 from kvevents import AllBlocksCleared, BlockStored, EventBatch, decode_batch
 from kvevents.frames import parse_live, parse_replay
-from kvevents.recording import Channel, Record, TornRecordingError, read_recording
+from kvevents.recording import Channel, Record, RecordingWriter, TornRecordingError, read_recording
 
 DATA = Path(__file__).parents[1] / "data"
 RECORDINGS = sorted(DATA.rglob("*.kvrec"), key=str)
@@ -100,3 +100,59 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     path.write_text("this is no recording at all, but a text")
     with pytest.raises(TornRecordingError):
         list(read_recording(path))
+
+
+RECORDS = [
+    Record(1.5, Channel.LIVE, 0, [b"topic", b"12345678", b"payload"]),
+    Record(2.5, Channel.REPLAY, 255, []),
+    Record(2.25, Channel.LIVE, 7, [b""] * 255),
+]
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "new.kvrec"
+    with RecordingWriter(path) as writer:
+        for count, record in enumerate(RECORDS, 1):
+            writer.write(record)
+            assert list(read_recording(path)) == RECORDS[:count]  # before it is closed
+
+
+def test_recordings_written_again_are_the_same_byte_for_byte(tmp_path: Path) -> None:
+    path = DATA / "e_dp2.kvrec"
+    with RecordingWriter(tmp_path / "again.kvrec") as writer:
+        for record in read_recording(path):
+            writer.write(record)
+    assert (tmp_path / "again.kvrec").read_bytes() == path.read_bytes()
+
+
+def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "there.kvrec"
+    path.write_bytes(b"precious")
+    with pytest.raises(FileExistsError):
+        RecordingWriter(path)
+    assert path.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("record", [Record(0.0, Channel.LIVE, 256, []), Record(0.0, Channel.LIVE, 0, [b""] * 256)])
+def test_what_does_not_fit_the_format_is_refused_and_harms_nothing(tmp_path: Path, record: Record) -> None:
+    path = tmp_path / "new.kvrec"
+    with RecordingWriter(path) as writer:
+        with pytest.raises(ValueError, match="at most 255 frames"):
+            writer.write(record)
+        writer.write(RECORDS[0])
+    assert list(read_recording(path)) == RECORDS[:1]
+
+
+def test_a_torn_end_is_left_out_when_asked(tmp_path: Path) -> None:
+    record = struct.pack(">dBBB", 1.5, 0, 0, 1) + struct.pack(">I", 4) + b"abcd"
+    path = tmp_path / "torn.kvrec"
+    for cut in range(1, len(record)):
+        path.write_bytes(record + record[:cut])
+        assert [found.frames for found in read_recording(path, torn_end=True)] == [[b"abcd"]]
+
+
+def test_what_is_no_recording_is_no_torn_end(tmp_path: Path) -> None:
+    path = tmp_path / "text.kvrec"
+    path.write_text("this is no recording at all, but a text")
+    with pytest.raises(TornRecordingError):
+        list(read_recording(path, torn_end=True))

@@ -1,4 +1,4 @@
-"""The demo's processes: simulated workers and a router, started with this Python and ended with the demo."""
+"""`kvrouter` subcommands as processes of their own, started with this Python and ended with the caller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READY = re.compile(r"(?:listens on|ready at) (https?://\S+)")
 
 
 class ProcessError(Exception):
-    """A process of the demo did not start; the message holds the end of what it printed."""
+    """A process did not start; the message holds the end of what it printed."""
 
 
 class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):

@@ -1,0 +1,121 @@
+"""An indexer over HTTP, as RFC 1403 has it: `/register`, `/unregister`, `/query`; and `/workers` where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+TIMEOUT_S = 10.0
+
+
+class IndexerError(Exception):
+    """The indexer cannot be reached, refuses, or answers what cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankName:
+    """A DP rank as an indexer knows it."""
+
+    instance: str
+    dp_rank: int
+
+
+class _Rank(msgspec.Struct):
+    dp_rank: int
+    last_seq: int | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class _Worker(msgspec.Struct):
+    worker: str
+    ranks: list[_Rank] = []
+
+
+class _Workers(msgspec.Struct):
+    workers: list[_Worker]
+
+
+class _Instance(msgspec.Struct):
+    longest_matched: int = 0
+    by_rank: dict[str, int] | None = msgspec.field(name="DP", default=None)
+
+
+class IndexClient:
+    """Asks one indexer. All methods raise IndexerError."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, tenant: str = "default") -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+        self._tenant = tenant
+
+    async def register(
+        self, rank: RankName, model: str, block_size: int | None, engine: str, endpoint: str, replay: str, topic: str
+    ) -> None:
+        """Have the indexer follow a stream."""
+        body = {
+            "endpoint": endpoint,
+            "replay_endpoint": replay,
+            "type": engine,
+            "modelname": model,
+            "tenant_id": self._tenant,
+            "instance_id": rank.instance,
+            "dp_rank": rank.dp_rank,
+            "topic": topic,
+        }
+        await self._post("/register", body if block_size is None else body | {"block_size": block_size})
+
+    async def unregister(self, rank: RankName, model: str) -> None:
+        """Have the indexer forget a stream."""
+        body = {"instance_id": rank.instance, "modelname": model, "dp_rank": rank.dp_rank, "tenant_id": self._tenant}
+        await self._post("/unregister", body)
+
+    async def matched(
+        self, ranks: list[RankName], model: str, token_ids: list[int], adapter: str | None, cache_salt: str | None
+    ) -> list[int]:
+        """How many of the tokens each rank holds; 0 for one that the answer does not name."""
+        body: dict[str, Any] = {"model": model, "token_ids": token_ids, "tenant_id": self._tenant}
+        optional = {"lora_name": adapter, "cache_salt": cache_salt}
+        answer = await self._post("/query", body | {name: value for name, value in optional.items() if value})
+        try:
+            tenants = msgspec.json.decode(answer, type=dict[str, dict[str, _Instance]])
+        except msgspec.DecodeError as error:
+            raise IndexerError(f"{self._url}/query answers what cannot be read: {error}") from error
+        instances = tenants.get(self._tenant, {})
+        return [_matched(instances.get(rank.instance, _Instance()), rank.dp_rank) for rank in ranks]
+
+    async def last_seqs(self) -> dict[RankName, int | None] | None:
+        """The last sequence number read from each stream; None when the indexer has no `/workers`."""
+        try:
+            async with self._session.get(f"{self._url}/workers") as response:
+                if response.status != 200:
+                    return None
+                workers = msgspec.json.decode(await response.read(), type=_Workers).workers
+        except msgspec.DecodeError:
+            return None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise IndexerError(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
+        return {
+            RankName(worker.worker, rank.dp_rank): rank.last_seq
+            for worker in workers
+            for rank in worker.ranks
+            if rank.last_seq is not msgspec.UNSET
+        }
+
+    async def _post(self, path: str, body: dict[str, Any]) -> bytes:
+        try:
+            async with self._session.post(self._url + path, json=body) as response:
+                answer = await response.read()
+                if response.status >= 300:
+                    reason = answer[:500].decode(errors="replace")
+                    raise IndexerError(f"{self._url}{path} answers {response.status}: {reason}")
+                return answer
+        except (aiohttp.ClientError, ValueError, TimeoutError) as error:
+            raise IndexerError(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
+
+
+def _matched(instance: _Instance, dp_rank: int) -> int:
+    if instance.by_rank is None:
+        return instance.longest_matched
+    return instance.by_rank.get(str(dp_rank), 0)

@@ -1,0 +1,77 @@
+"""What an engine stored since it started: the yardstick for ghosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvrouter.replay.stored_prefixes import StoredPrefixes
+
+TOKENS = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def stored() -> StoredPrefixes:
+    return StoredPrefixes()
+
+
+def apply(stored: StoredPrefixes, *events: Event) -> None:
+    stored.apply(EventBatch(0.0, list(events)))
+
+
+def block(names: list[Any], tokens: list[int], parent: Any = None, **fields: Any) -> BlockStored:
+    return BlockStored(names, parent, tokens, 2, **fields)
+
+
+def test_a_prefix_is_as_long_as_all_its_blocks_were_stored(stored: StoredPrefixes) -> None:
+    assert stored.longest(TOKENS, None, None, 2) == 0
+    apply(stored, block([1, 2], [1, 2, 3, 4]), block([3], [5, 6], 2), block([9], [9, 9], 1))
+    assert stored.longest([*TOKENS, 7], None, None, 2) == 6
+    assert stored.longest([1, 2, 9, 9, 5], None, None, 2) == 4
+    assert stored.longest([3, 4], None, None, 2) == 0
+    assert stored.longest([1], None, None, 2) == 0
+
+
+def test_removed_blocks_were_stored_all_the_same(stored: StoredPrefixes) -> None:
+    apply(stored, block([1, 2], [1, 2, 3, 4]), BlockRemoved([1, 2]))
+    assert stored.longest(TOKENS, None, None, 2) == 4
+
+
+def test_nothing_is_left_of_an_earlier_life(stored: StoredPrefixes) -> None:
+    apply(stored, block([1, 2], [1, 2, 3, 4]))
+    stored.restart()
+    assert stored.longest(TOKENS, None, None, 2) == 0
+    apply(stored, block([2], [3, 4], 1))
+    assert stored.longest(TOKENS, None, None, 2) == 0
+
+
+def test_a_cleared_cache_held_nothing(stored: StoredPrefixes) -> None:
+    apply(stored, block([1], [1, 2]), AllBlocksCleared("CPU"))
+    assert stored.longest(TOKENS, None, None, 2) == 2
+    apply(stored, AllBlocksCleared())
+    assert stored.longest(TOKENS, None, None, 2) == 0
+
+
+def test_adapters_and_salts_have_prefixes_of_their_own(stored: StoredPrefixes) -> None:
+    apply(stored, block([1], [1, 2], lora_name="a"), block([2], [3, 4], 1, lora_name="a", extra_keys=[["a"]]))
+    apply(stored, block([3], [1, 2], cache_salt="s"), block([4], [1, 2], extra_keys=[["t"]]))
+    found = {who: stored.longest(TOKENS, *who, 2) for who in [("a", None), (None, "s"), (None, "t"), (None, None)]}
+    assert found == {("a", None): 4, (None, "s"): 2, (None, "t"): 2, (None, None): 0}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        block([1], [1, 2], kv_cache_spec_kind="sliding_window"),
+        block([1], [1, 2], "nobody"),
+        block([1, 2], [1, 2]),
+        BlockStored([1], None, [], 0),
+        block([1], [1, 2], extra_keys=[["x"], ["y"]]),
+    ],
+    ids=["window", "no parent", "too few tokens", "no tokens", "too many keys"],
+)
+def test_blocks_that_tell_no_prefix_are_left_out(stored: StoredPrefixes, event: BlockStored) -> None:
+    apply(stored, event)
+    assert stored.longest(TOKENS, None, None, 2) == 0
