@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
@@ -151,10 +152,11 @@ def _app(
 
 
 def _model_cards(fleet: Fleet) -> dict[str, dict[str, Any]]:
+    now = int(time.time())
     cards: dict[str, dict[str, Any]] = {}
     for worker in fleet.workers:
         for served in worker.description.models.values() if worker.description else ():
-            card = {"id": served.name, "object": "model", "owned_by": "kvrouter", "root": served.root}
+            card = {"id": served.name, "object": "model", "created": now, "owned_by": "kvrouter", "root": served.root}
             cards.setdefault(served.name, card | {"parent": served.model if served.adapter else None})
     return cards
 

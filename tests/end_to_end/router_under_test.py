@@ -115,7 +115,7 @@ async def router(*workers: str, **sections: Any) -> AsyncIterator[RouterUnderTes
     async with (
         running_router(settings) as app,
         serving(HttpServer(app, shutdown_timeout=1)) as url,
-        aiohttp.ClientSession(auto_decompress=False) as session,
+        aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(20)) as session,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as client,
     ):
         yield RouterUnderTest(url, session, client)

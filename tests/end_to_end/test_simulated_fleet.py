@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,7 +15,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from router_under_test import Reply, RouterUnderTest, router, until
+from scripted_worker import Exchange, scripted_worker
 
+from kvevents import BlockStored, EventBatch
+from worker import ZmqEventPublisher
 from worker.simulated import SimulatedWorkerSettings, running
 
 pytestmark = pytest.mark.anyio
@@ -140,6 +144,7 @@ async def test_streams_tell_the_same_in_pieces(routed: RouterUnderTest) -> None:
 async def test_the_models_are_those_of_the_workers(routed: RouterUnderTest) -> None:
     models = {model.id: model async for model in await routed.openai.models.list()}
     assert set(models) == {MODEL, ADAPTER}
+    assert all(isinstance(model.created, int) for model in models.values())
     cards = {card["id"]: card for card in (await routed.call("/v1/models")).json()["data"]}
     assert (cards[MODEL]["parent"], cards[ADAPTER]["parent"]) == (None, MODEL)
 
@@ -204,11 +209,15 @@ async def test_an_adapter_shares_nothing_with_its_model(routed: RouterUnderTest)
     held = await until_held(routed, first, prompt=prompt, model=ADAPTER)
     second = await complete(routed, prompt, model=ADAPTER)
     assert (second.worker, second.overlap, second.cached) == (first.worker, held, held)
-    by_name, by_field = [
-        (await match(routed, prompt=prompt, **named))["matches"]
-        for named in ({"model": ADAPTER}, {"model": MODEL, "lora_name": ADAPTER})
-    ]
-    assert by_name == by_field
+
+
+async def test_an_adapter_is_asked_about_by_its_name_or_by_field(routed: RouterUnderTest) -> None:
+    prompt = text(100)
+    answered = await complete(routed, prompt, model=ADAPTER)
+    held = await until_held(routed, answered, prompt=prompt, model=ADAPTER)
+    for named, matched in (({"model": ADAPTER}, held), ({"model": MODEL, "lora_name": ADAPTER}, held), ({}, 0)):
+        answer = await match(routed, prompt=prompt, **named)
+        assert (answer["model"], answer["matches"][0]["matched_tokens"]) == (MODEL, matched)
 
 
 async def test_a_cache_salt_keeps_prompts_apart(routed: RouterUnderTest) -> None:
@@ -253,14 +262,26 @@ async def test_until_their_own_parts_weigh_more_than_what_they_share(slow_worker
     assert min(spread.values()) >= 2
 
 
-async def test_a_sibling_counts_on_a_prompt_that_just_ended() -> None:
+@pytest.mark.parametrize("tokens", [127, 128, 200])
+async def test_a_sibling_counts_on_the_full_blocks_of_a_prompt_that_just_ended(tokens: int) -> None:
     """Also when no event ever tells of it."""
-    async with simulated(2, kv_events=None) as silent, router(*silent) as routed:
-        prompt = text(100)
-        first = await complete(routed, prompt)
-        second = await complete(routed, prompt)
+    async with simulated(2, kv_events=None, block_size=64) as silent, router(*silent) as routed:
+        token_ids = list(range(1000, 1000 + tokens))
+        first = await complete(routed, token_ids)
+        second = await complete(routed, token_ids)
         assert second.worker == first.worker
-        assert second.overlap == second.cached > 0
+        assert second.overlap == second.cached == (tokens - 1) // 64 * 64
+
+
+@pytest.mark.parametrize("apart", [{"model": ADAPTER}, {"cache_salt": "pepper"}])
+async def test_prompts_in_flight_are_kept_apart_as_cached_ones_are(apart: dict[str, str]) -> None:
+    async with simulated(1, kv_events=None, adapters=(ADAPTER,)) as silent, router(*silent) as routed:
+        prompt = text(100)
+        await complete(routed, prompt)
+        other = await complete(routed, prompt, **apart)
+        assert (other.overlap, other.cached) == (0, 0)
+        again = await complete(routed, prompt, **apart)
+        assert again.overlap == again.cached > 0
 
 
 async def test_short_prompts_at_once_are_answered(routed: RouterUnderTest) -> None:
@@ -352,6 +373,42 @@ async def test_a_reset_empties_every_cache_and_the_index_at_once(workers: list[s
         assert [rank["blocks"]["gpu"] for worker in await routed.workers() for rank in worker["ranks"]] == [0, 0]
         again = await complete(routed, prompts[0])
         assert (again.overlap, again.cached) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "left"), [("200 OK", "reset", 0), ("404 Not Found", "refused with status 404", 32)]
+)
+async def test_a_reset_counts_once_the_worker_agreed(status: str, outcome: str, left: int) -> None:
+    """Not only when its events tell of it, which this one's never do."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(status=status)
+
+    token_ids = list(range(33))
+    stored = BlockStored(block_hashes=[1, 2], parent_block_hash=None, token_ids=token_ids[:32], block_size=BLOCK)
+    publisher = ZmqEventPublisher(0, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", bind=True)
+    try:
+        publisher.publish(EventBatch(time.time(), [stored]))
+        streams = [{"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}]
+        async with (
+            scripted_worker(script) as worker,
+            router(workers=[{"url": worker.url, "streams": streams}]) as routed,
+        ):
+
+            async def matched() -> int:
+                (match_,) = (await match(routed, model="m", token_ids=token_ids))["matches"]
+                tokens: int = match_["matched_tokens"]
+                return tokens
+
+            async def known() -> bool:
+                return await matched() == 32
+
+            await until(known)
+            reset = await routed.call("/reset_prefix_cache", method="POST")
+            assert reset.json() == {"workers": {worker.url: outcome}}
+            assert await matched() == left
+    finally:
+        await asyncio.to_thread(publisher.shutdown)
 
 
 async def test_a_reset_tells_of_workers_it_did_not_reach(workers: list[str]) -> None:

@@ -230,6 +230,7 @@ async def test_a_worker_that_a_request_could_not_reach_is_left_out_at_once_and_l
     server: WorkerServer,
 ) -> None:
     async with watching(server, probe_interval=3600) as watched:
+        await asyncio.sleep(0)  # it waits for the next probe now
         watched.fleet.report_failure(watched.worker, "connection refused")
         assert not watched.worker.up
         assert watched.worker.problem == "connection refused"
