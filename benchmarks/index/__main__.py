@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.index.machine import description
+from benchmarks.index.machine import CORES, description
 from benchmarks.index.report import write_section
 from benchmarks.index.run import FULL, QUICK, Part, Run
 from benchmarks.index.sides import Dynamo, Kvrouter
@@ -27,9 +27,9 @@ Both follow the same ZeroMQ streams, encoded as `{form}` before the first is sen
 1-block events come 16 a batch, larger ones one a batch. `cached` prompts are held by one of 8 workers, in an index of
 {blocks:,} blocks.
 
-The publisher and the client have one core, the indexer under test the other. Dynamo's four indexer threads share that
-core; on a larger machine they could spread, which our one reader thread cannot. The sides take turns, in an order that
-changes; the figures are medians of {rounds}.
+The publisher and the client have one core, the indexer under test {cores}. Our one reader thread uses no more than one
+core to ingest, Dynamo's four indexer threads could use more (`ARGS=--all-cores`). The sides take turns, in an order
+that changes; the figures are medians of {rounds}.
 
 Before a figure counts, the answers about prompts of all workers are compared with what was sent: whole, cut short,
 continued differently, begun differently. Publishers have no high-water mark, and an ingest ends when the last block of
@@ -44,11 +44,14 @@ def main(
     part: Annotated[list[Part] | None, typer.Option(help="Only this part; repeatable.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
     form: Annotated[WireForm, typer.Option(help="The form of the events.")] = WireForm.VLLM_MAPS,
+    all_cores: Annotated[bool, typer.Option("--all-cores", help="Indexers may use every core.")] = False,
     markdown: Annotated[Path | None, typer.Option(help="File whose section Index to write.")] = None,
     peer_python: Annotated[Path, typer.Option(help="Python with ai-dynamo-runtime.")] = _PEER_PYTHON,
 ) -> None:
     """Compare the indexers."""
     scale = replace(QUICK if quick else FULL, form=form)
+    if all_cores:
+        scale = replace(scale, indexer_cores=tuple(CORES))
     if rounds is not None:
         scale = replace(scale, rounds=rounds)
     peer = Dynamo(peer_python.absolute())
@@ -62,6 +65,7 @@ def main(
         form=form.value,
         block_size=BLOCK_SIZE,
         rounds=f"{scale.rounds} rounds" if scale.rounds > 1 else "one round",
+        cores="all of them" if all_cores else "another",
         load=load,
         blocks=scale.blocks,
         machine=description(),

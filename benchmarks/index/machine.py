@@ -6,15 +6,15 @@ import os
 import platform
 from pathlib import Path
 
-_CORES = sorted(os.sched_getaffinity(0))
-LOAD_CORE = _CORES[0]
-INDEXER_CORE = _CORES[-1]
+CORES = sorted(os.sched_getaffinity(0))
+LOAD_CORE = CORES[0]
+INDEXER_CORE = CORES[-1]
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def pin(pid: int, core: int) -> None:
-    """Keep a process (0: this one) and the threads it will start on one core."""
-    os.sched_setaffinity(pid, {core})
+def pin(*cores: int) -> None:
+    """Keep this process, and the threads and processes it will start, on these cores."""
+    os.sched_setaffinity(0, cores)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -36,4 +36,4 @@ def description() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
-    return f"{models[0] if models else platform.machine()}, {len(_CORES)} cores, Python {platform.python_version()}"
+    return f"{models[0] if models else platform.machine()}, {len(CORES)} cores, Python {platform.python_version()}"

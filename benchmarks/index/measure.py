@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf
@@ -118,22 +118,21 @@ def visibility(indexer: RunningIndexer, probe: Workload) -> Latency:
 
 
 def latency_during_ingest(
-    indexer: RunningIndexer, workload: Workload, lengths: Sequence[int], publisher: Publisher
-) -> list[Latency]:
-    """Ask for cached prompts of several lengths in turn while another workload streams in at full rate."""
+    indexer: RunningIndexer, workload: Workload, tokens: int, publisher: Publisher, rate: float = inf
+) -> Latency:
+    """Ask for cached prompts of a length while another workload streams in, at most `rate` blocks a second."""
     indexer.register(publisher.open())
-    prompts = [workload.prompt(worker, number) for worker, number in _spread(workload, 16)]
-    requests = [indexer.query_request(prompt[:length]) for prompt in prompts for length in lengths]
+    prompts = [workload.prompt(worker, number)[:tokens] for worker, number in _spread(workload, 16)]
+    asked = cycle([indexer.query_request(prompt) for prompt in prompts])
     markers = _markers(indexer, publisher.workload)
     time.sleep(0.5)
-    publisher.start()
+    publisher.start(rate)
     times: list[float] = []
-    asked = cycle(requests)
     while markers:
-        times += _timed(indexer, islice(asked, 8 * len(lengths)))
+        times += _timed(indexer, islice(asked, 16))
         markers = _unseen(indexer, markers)
     verify(indexer, publisher.workload, 16)
-    return [_latency(times[place :: len(lengths)]) for place in range(len(lengths))]
+    return _latency(times)
 
 
 def _timed(indexer: RunningIndexer, requests: Iterable[bytes], end: float = inf) -> list[float]:

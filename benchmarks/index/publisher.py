@@ -107,7 +107,7 @@ def publisher_of(workload: Workload) -> Iterator[Publisher]:
 
 
 def _publish(workload: Workload, pipe: Connection[Any, Any]) -> None:
-    pin(0, LOAD_CORE)
+    pin(LOAD_CORE)
     batches = _encoded(workload)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     streams = Streams(workload, context)

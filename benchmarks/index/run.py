@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from benchmarks.index import in_process, measure
-from benchmarks.index.machine import INDEXER_CORE, LOAD_CORE, pin
-from benchmarks.index.publisher import publisher_of
+from benchmarks.index.machine import CORES, INDEXER_CORE, LOAD_CORE, pin
+from benchmarks.index.publisher import Publisher, publisher_of
 from benchmarks.index.report import Table
 from benchmarks.index.sides import RunningIndexer, Side, running
 from benchmarks.index.workload import (
@@ -21,7 +22,7 @@ from kvevents import WireForm
 
 _STEADY_RATE = 200_000  # blocks a second: below what either side can do
 _LENGTHS = {"1k": 1024, "8k": 8192, "131k": 131_072}
-_SMALL_LENGTHS = ("1k", "8k")
+_RATES = {"at full rate": inf, f"at {_STEADY_RATE:,} blocks/s": _STEADY_RATE}
 
 
 class Part(StrEnum):
@@ -37,17 +38,22 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much of everything. `seconds` are spent on each kind of query, `probes` are events watched one by one."""
+    """How much of everything, and how.
+
+    `seconds` are spent on each kind of query, `probes` are events watched one by one. The indexers run on
+    `indexer_cores`.
+    """
 
     blocks: int
     rounds: int
     seconds: float
     probes: int
-    form: WireForm
+    form: WireForm = WireForm.VLLM_MAPS
+    indexer_cores: Sequence[int] = (INDEXER_CORE,)
 
 
-FULL = Scale(blocks=1 << 20, rounds=3, seconds=1.5, probes=300, form=WireForm.VLLM_MAPS)
-QUICK = Scale(blocks=1 << 17, rounds=1, seconds=0.3, probes=50, form=WireForm.VLLM_MAPS)
+FULL = Scale(blocks=1 << 20, rounds=3, seconds=1.5, probes=300)
+QUICK = Scale(blocks=1 << 17, rounds=1, seconds=0.3, probes=50)
 
 
 class Run:
@@ -59,13 +65,18 @@ class Run:
         self._rate = Table(f"Ingest of {scale.blocks:,} blocks, 1000 blocks/s")
         self._cpu = Table("Ingest, µs of CPU a block")
         self._memory = Table(
-            "Resident bytes a block",
-            f'"Steady" is after {scale.blocks:,} blocks at {_STEADY_RATE:,} a second, once. "Burst" is after as many '
-            "at full rate:\nwhat waited in the receive queues is still resident, although it is free.",
+            "Resident bytes a block, steady", f"After {scale.blocks:,} blocks at {_STEADY_RATE:,} a second, one round."
+        )
+        self._burst = Table(
+            "Resident bytes a block, after a burst",
+            f"After {scale.blocks:,} blocks at full rate: what waited in the receive queues is still resident, "
+            "although it is free.",
         )
         self._visibility = Table("Event to queryable, ms")
         self._queries = Table("`/query` on one connection")
-        self._concurrent = Table("`/query` during ingest at full rate, ms")
+        self._concurrent = Table(
+            "`/query` of 8k cached tokens during ingest, ms", "Here the indexers may use all cores, beside the load."
+        )
         self._in_process = Table(
             "Our index in process, µs",
             "The other columns are C calls alone. The index call packs (for a match: is given packed tokens) and "
@@ -79,6 +90,7 @@ class Run:
             self._rate,
             self._cpu,
             self._memory,
+            self._burst,
             self._visibility,
             self._queries,
             self._concurrent,
@@ -87,15 +99,20 @@ class Run:
 
     def do(self, parts: Sequence[Part]) -> None:
         """Run these parts. Raises WrongAnswerError when a side answers wrongly."""
-        pin(0, LOAD_CORE)
+        pin(LOAD_CORE)
         if Part.INGEST in parts or Part.MEMORY in parts:
             for workers in (1, 8, 64):
                 for event_blocks in (64, 1):
                     self._ingest(parts, workers, event_blocks)
         if {Part.VISIBILITY, Part.QUERIES, Part.CONCURRENT} & set(parts):
-            self._ask(parts)
+            with publisher_of(query_workload(self._scale.blocks, 8, self._scale.form)) as warm:
+                if Part.VISIBILITY in parts or Part.QUERIES in parts:
+                    self._ask(parts, warm)
+                if Part.CONCURRENT in parts:
+                    for event_blocks in (64, 1):
+                        self._ask_while_ingesting(warm, event_blocks)
         if Part.IN_PROCESS in parts:
-            pin(0, INDEXER_CORE)
+            pin(INDEXER_CORE)
             for _ in range(self._scale.rounds):
                 self._call()
 
@@ -110,41 +127,43 @@ class Run:
         with publisher_of(ingest_workload(scale.blocks, workers, event_blocks, scale.form)) as publisher:
             if Part.INGEST in parts:
                 for side in self._turns():
-                    with running(side) as indexer:
+                    with running(side, scale.indexer_cores) as indexer:
                         done = measure.ingest(indexer, publisher)
                     self._rate.add(row, side.name, done.blocks_per_second / 1000)
                     self._cpu.add(row, side.name, done.cpu_us_per_block)
-                    self._memory.add(f"burst, {row}", side.name, done.resident_bytes_per_block)
+                    self._burst.add(row, side.name, done.resident_bytes_per_block)
                     self.load = max(self.load, done.publisher_load)
             if Part.MEMORY in parts:
                 for side in self._sides:
-                    with running(side) as indexer:
+                    with running(side, scale.indexer_cores) as indexer:
                         done = measure.ingest(indexer, publisher, _STEADY_RATE)
-                    self._memory.add(f"steady, {row}", side.name, done.resident_bytes_per_block)
+                    self._memory.add(row, side.name, done.resident_bytes_per_block)
 
-    def _ask(self, parts: Sequence[Part]) -> None:
+    def _ask(self, parts: Sequence[Part], warm: Publisher) -> None:
         """The parts that need a warm index."""
         scale = self._scale
-        held = query_workload(scale.blocks, 8, scale.form)
-        more = [ingest_workload(scale.blocks, 8, size, scale.form, 100 * size) for size in (64, 1)]
-        with publisher_of(held) as warm, publisher_of(more[0]) as large, publisher_of(more[1]) as small:
-            for side in self._turns():
-                with running(side) as indexer:
-                    measure.ingest(indexer, warm)
-                    if Part.VISIBILITY in parts:
-                        times = measure.visibility(indexer, probe_workload(scale.probes, scale.form, 99))
-                        self._visibility.add("median", side.name, times.p50 * 1e3)
-                        self._visibility.add("p99", side.name, times.p99 * 1e3)
-                    if Part.QUERIES in parts:
-                        self._query(indexer, held)
-                    if Part.CONCURRENT in parts:
-                        lengths = [_LENGTHS[name] for name in _SMALL_LENGTHS]
-                        for publisher in (large, small):
-                            found = measure.latency_during_ingest(indexer, held, lengths, publisher)
-                            for name, latency in zip(_SMALL_LENGTHS, found, strict=True):
-                                row = f"{name} tokens, {publisher.workload.event_blocks}-block events"
-                                self._concurrent.add(f"{row}, p50", side.name, latency.p50 * 1e3)
-                                self._concurrent.add(f"{row}, p99", side.name, latency.p99 * 1e3)
+        for side in self._turns():
+            with running(side, scale.indexer_cores) as indexer:
+                measure.ingest(indexer, warm)
+                if Part.VISIBILITY in parts:
+                    times = measure.visibility(indexer, probe_workload(scale.probes, scale.form, 99))
+                    self._visibility.add("median", side.name, times.p50 * 1e3)
+                    self._visibility.add("p99", side.name, times.p99 * 1e3)
+                if Part.QUERIES in parts:
+                    self._query(indexer, warm.workload)
+
+    def _ask_while_ingesting(self, warm: Publisher, event_blocks: int) -> None:
+        """Queries of a warm index that has more to do."""
+        scale = self._scale
+        with publisher_of(ingest_workload(scale.blocks, 8, event_blocks, scale.form, first_worker=100)) as publisher:
+            for name, rate in _RATES.items():
+                row = f"{event_blocks}-block events {name}"
+                for side in self._turns():
+                    with running(side, CORES) as indexer:
+                        measure.ingest(indexer, warm)
+                        found = measure.latency_during_ingest(indexer, warm.workload, _LENGTHS["8k"], publisher, rate)
+                    self._concurrent.add(f"{row}, p50", side.name, found.p50 * 1e3)
+                    self._concurrent.add(f"{row}, p99", side.name, found.p99 * 1e3)
 
     def _query(self, indexer: RunningIndexer, held: Workload) -> None:
         for name, tokens in _LENGTHS.items():

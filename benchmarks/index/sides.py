@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.index.client import Client, post_request
-from benchmarks.index.machine import INDEXER_CORE, cpu_seconds, pin, resident_bytes
+from benchmarks.index.machine import cpu_seconds, pin, resident_bytes
 from benchmarks.index.workload import BLOCK_SIZE
 
 MODEL = "model"
@@ -105,7 +105,7 @@ class Dynamo(Side):
 
 
 class RunningIndexer:
-    """One side's process, on a core of its own, and a connection to it."""
+    """One side's process and a connection to it."""
 
     def __init__(self, side: Side, process: subprocess.Popen[bytes], client: Client) -> None:
         self.side = side
@@ -133,8 +133,8 @@ class RunningIndexer:
 
 
 @contextmanager
-def running(side: Side) -> Iterator[RunningIndexer]:
-    """Start an indexer; it answers when this returns, and is gone after."""
+def running(side: Side, cores: Sequence[int]) -> Iterator[RunningIndexer]:
+    """Start an indexer on these cores; it answers when this returns, and is gone after."""
     port = _free_port()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -142,7 +142,7 @@ def running(side: Side) -> Iterator[RunningIndexer]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=lambda: pin(0, INDEXER_CORE),
+            preexec_fn=lambda: pin(*cores),
             env={**os.environ, "DYN_LOG": "error"},
         )
         try:
