@@ -41,10 +41,11 @@ class DumpedHolder(msgspec.Struct):
 
 
 class DumpedStream(msgspec.Struct):
-    """The last batch that was applied: its number and its engine's time."""
+    """The last batch that was applied: its number and its engine's time. `complete`: all before it were, too."""
 
     last_seq: int
     last_time: float
+    complete: bool = True
 
 
 class TargetDump(msgspec.Struct, tag_field="kind", tag="target"):

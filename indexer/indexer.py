@@ -14,7 +14,7 @@ from indexer.hashing import Namespace, pack_tokens
 from indexer.holdings import Target
 from indexer.index import Index, TargetStatus
 from indexer.matching import Match
-from indexer.sequence import SequenceSettings, StreamState
+from indexer.sequence import SequenceSettings, StreamSequence, StreamState
 from indexer.streams import Stream, StreamReader, StreamStatus
 from kvevents import EventBatch, EventSource, Tier, encode_batch
 from kvevents.decode import batch_time
@@ -136,9 +136,10 @@ class Indexer:
         if source is None or source.replay_endpoint is None:
             return None  # nobody could tell what it missed
 
-        def read(target: Target, last: StreamFrame | None) -> TargetDump | None:
+        def read(target: Target, sequence: StreamSequence | None) -> TargetDump | None:
+            last = sequence.last_frame if sequence else None
             status = self.index.status(target)
-            if last is None or status is None:
+            if sequence is None or last is None or status is None:
                 return None
             runs, holders = self.index.dump(target)
             return TargetDump(
@@ -154,7 +155,7 @@ class Indexer:
                 registration.adapter,
                 registration.capacity,
                 sorted(status.block_sizes),
-                DumpedStream(last.seq, batch_time(last.payload) or 0.0),
+                DumpedStream(last.seq, batch_time(last.payload) or 0.0, sequence.complete),
                 runs,
                 holders,
             )
@@ -174,7 +175,7 @@ class Indexer:
             log.warning("saved holdings not used", worker=registration.target.worker, reason=str(error))
             return
         last = EventBatch(saved.stream.last_time, [], registration.target.dp_rank)
-        stream.sequence.resume(StreamFrame(saved.stream.last_seq, encode_batch(last)))
+        stream.sequence.resume(StreamFrame(saved.stream.last_seq, encode_batch(last)), saved.stream.complete)
 
     def unregister(self, targets: Iterable[Target]) -> None:
         """Forget targets, their streams and what they hold."""

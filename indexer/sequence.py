@@ -108,8 +108,9 @@ class StreamSequence:
         self._last_frame: StreamFrame | None = None
         self._unconfirmed: StreamFrame | None = None  # the last one before a reconnection: same publisher still?
         self._last_live_seq: int | None = None
+        self._heard: StreamFrame | None = None  # the last live one since the connection: so much there is
         self._pending: SortedDict[int, StreamFrame] = SortedDict()
-        self._incomplete = False
+        self._missing: int | None = None  # the last batch that nobody could replay
         self._check_after = _FIRST_CHECK
         self._check_at = 0.0
 
@@ -120,25 +121,33 @@ class StreamSequence:
 
     @property
     def last_frame(self) -> StreamFrame | None:
-        """The last batch that was applied."""
+        """The last batch that was applied, or given up."""
         return self._last_frame
 
-    def resume(self, last: StreamFrame) -> None:
+    @property
+    def complete(self) -> bool:
+        """Whether everything up to the last batch was applied, as far as can be known."""
+        return self._missing is None and self._unconfirmed in (None, self._last_frame)
+
+    def resume(self, last: StreamFrame, complete: bool = True) -> None:
         """Go on after a batch that was applied before this stream was opened; first contact checks that it is so."""
         self.last_seq = last.seq
         self._last_frame = last
+        self._missing = None if complete else last.seq
 
-    def on_cleared(self) -> None:
-        """The publisher's cache is empty: whatever was missed no longer counts."""
-        self._incomplete = False
-        if self.state is StreamState.LOST:
-            self.state = StreamState.LIVE
+    def on_cleared(self, seq: int) -> None:
+        """The publisher's cache was empty in this batch: what was missed before no longer counts."""
+        if self._missing is not None and self._missing < seq:
+            self._missing = None
+            if self.state is StreamState.LOST:
+                self.state = StreamState.LIVE
 
     def on_connected(self, now: float) -> list[Action]:
         """The live socket reached the publisher, for the first time or again."""
         self._check_after = _FIRST_CHECK
-        self._unconfirmed = self._unconfirmed or self._last_frame
+        self._heard = None
         if self._can_replay:
+            self._unconfirmed = self._unconfirmed or self._last_frame
             self._pending.clear()  # maybe of an earlier life; otherwise they come again
             return self._ask(now)
         if self.state is StreamState.CONNECTING:
@@ -149,6 +158,7 @@ class StreamSequence:
         """A batch came on the live socket."""
         self._check_at = now + self._check_after
         actions: list[Action] = []
+        self._heard = frame
         before, self._last_live_seq = self._last_live_seq, frame.seq
         if before is not None and frame.seq <= before:
             actions += self._restart()
@@ -161,7 +171,7 @@ class StreamSequence:
             self._last_live_seq = frame.seq
         self._pending.setdefault(frame.seq, frame)
         actions += self._drain()
-        if not self._pending and not self._incomplete and self.state is StreamState.LIVE:
+        if not self._pending and self.complete and self.state is StreamState.LIVE:
             self.confirmed_at = now
         if self._replay is None:
             if self._pending:
@@ -184,7 +194,7 @@ class StreamSequence:
             return []  # what is left of a replay that was given up
         replay.heard_at = now
         if frame is None:
-            return self._end_of_round(replay, now)
+            return self._end_of_round(replay, now, ended=True)
         replay.answered = True
         self._replays_batches = True
         if replay.known is not None and frame.seq == replay.known.seq:
@@ -193,7 +203,7 @@ class StreamSequence:
             self._unconfirmed = None
         if (self.last_seq is not None and frame.seq <= self.last_seq) or frame.seq in self._pending:
             return []
-        replay.progress = True
+        replay.progress |= not self._pending or frame.seq < self._pending.peekitem()[0]  # a new tail fills no hole
         self._pending[frame.seq] = frame
         actions = self._drain()
         if len(self._pending) > self._settings.pending_batches:
@@ -207,7 +217,7 @@ class StreamSequence:
             if now - replay.heard_at < self._settings.replay_timeout:
                 return []
             if replay.answered:
-                return self._end_of_round(replay, now)
+                return self._end_of_round(replay, now, ended=False)
             self.counters.replays_unanswered += 1
             self._replay_answers = False
             return self._give_up(now)
@@ -226,38 +236,42 @@ class StreamSequence:
         self.counters.replays += 1
         return [AskReplay(known.seq if known else 0)]
 
-    def _end_of_round(self, replay: _Replay, now: float) -> list[Action]:
+    def _end_of_round(self, replay: _Replay, now: float, ended: bool) -> list[Action]:
         """A replay ended, or fell silent. Ask again while something is missing and there is hope."""
         rounds_left = self._settings.replay_rounds if replay.progress else replay.rounds_left - 1
         ignored = replay.known is not None and not replay.answered
-        if rounds_left and (self._pending or self._unconfirmed or ignored):
+        if rounds_left and (self._behind or self._unconfirmed or ignored):
             return self._ask(now, rounds_left)
         reconnected, self._unconfirmed = self._unconfirmed is not None, None
         if ignored and (reconnected or self._replays_batches):
             # Not even our last batch: the publisher keeps none for replay, or has not sent it in its present life.
             return self._restart() + self._ask(now)
-        if self._pending:
-            return self._give_up(now)
-        self._settle(now)
-        return []
+        if reconnected:
+            self._missing = self.last_seq  # others, but not our last batch: who knows of which life they are
+        actions = self._give_up(now)
+        if ended and not ignored and self.complete:
+            self.confirmed_at = now
+        return actions
 
     def _give_up(self, now: float) -> list[Action]:
         """Go on without the batches that are missing."""
         actions: list[Action] = []
         while self._pending:
-            first = self._pending.peekitem(0)[0]
-            self.counters.lost_batches += first - self._next_seq
-            self._incomplete = True
-            self.last_seq = first - 1
+            self._skip_to(self._pending.peekitem(0)[0])
             actions += self._drain()
+        if self._heard is not None and self._behind:
+            self._skip_to(self._heard.seq + 1)
+            self._last_frame = self._heard
         self._settle(now)
         return actions
 
+    def _skip_to(self, seq: int) -> None:
+        self.counters.lost_batches += seq - self._next_seq
+        self._missing = self.last_seq = seq - 1
+
     def _settle(self, now: float) -> None:
         self._replay = None
-        self.state = StreamState.LOST if self._incomplete else StreamState.LIVE
-        if not self._incomplete:
-            self.confirmed_at = now
+        self.state = StreamState.LIVE if self._missing is None else StreamState.LOST
         self._check_at = now + self._check_after
 
     def _restart(self) -> list[Action]:
@@ -271,7 +285,8 @@ class StreamSequence:
         self._last_live_seq = None
         self._pending.clear()
         self._replay = None
-        self._incomplete = False
+        self._replays_batches = False
+        self._missing = None
         return [Clear()] if known else []
 
     def _drain(self) -> list[Action]:
@@ -283,6 +298,11 @@ class StreamSequence:
             self.counters.batches += 1
             actions.append(Apply(frame))
         return actions
+
+    @property
+    def _behind(self) -> bool:
+        """Whether there are batches that were not applied."""
+        return bool(self._pending) or (self._heard is not None and self._heard.seq >= self._next_seq)
 
     @property
     def _next_seq(self) -> int:

@@ -178,8 +178,8 @@ class StreamReader:
             stream.counters,
         )
 
-    def between_batches(self, ask: Callable[[Target, StreamFrame | None], T], target: Target) -> T:
-        """Call `ask` with a target and the last batch applied to it, while no batch is being applied.
+    def between_batches(self, ask: Callable[[Target, StreamSequence | None], T], target: Target) -> T:
+        """Call `ask` with a target and the order of its stream, while no batch is being applied.
 
         Raises TimeoutError when the reader has no time.
         """
@@ -188,7 +188,7 @@ class StreamReader:
         def call() -> None:
             stream = self._streams.get(target)
             try:
-                answer.set_result(ask(target, stream.sequence.last_frame if stream else None))
+                answer.set_result(ask(target, stream.sequence if stream else None))
             except Exception as error:
                 answer.set_exception(error)
 
@@ -293,7 +293,7 @@ class StreamReader:
         for action in actions:
             match action:
                 case Apply(frame):
-                    self._apply(stream, frame.payload)
+                    self._apply(stream, frame)
                 case Clear():
                     log.info("worker restarted its event stream", **_names(stream.target))
                     self._index.clear(stream.target)
@@ -301,15 +301,15 @@ class StreamReader:
                 case AskReplay(start):
                     self._ask(stream, start)
 
-    def _apply(self, stream: Stream, payload: bytes) -> None:
+    def _apply(self, stream: Stream, frame: StreamFrame) -> None:
         try:
-            batch = decode_batch(payload)
+            batch = decode_batch(frame.payload)
         except MalformedBatchError as error:
             self._bad_frame(stream, str(error))
             return
         rejected = batch.rejected + self._index.apply(stream.target, batch)
         if any(isinstance(event, AllBlocksCleared) and event.medium is None for event in batch.events):
-            stream.sequence.on_cleared()
+            stream.sequence.on_cleared(frame.seq)
         if rejected:
             stream.counters.bad_events += len(rejected)
             self._complain(stream, "event skipped", rejected[0].reason)

@@ -271,10 +271,77 @@ def test_an_empty_cache_makes_good_what_was_lost() -> None:
     sequence = live_at(0, can_replay=False)
     sequence.on_live(frame(3), 0.0)
     assert state(sequence) is StreamState.LOST
-    sequence.on_cleared()
+    sequence.on_cleared(3)
     assert state(sequence) is StreamState.LIVE
     sequence.on_live(frame(4), 5.0)
     assert sequence.confirmed_at == 5.0
+
+
+def test_an_empty_cache_makes_good_nothing_that_was_lost_later() -> None:
+    sequence = live_at(0)
+    for seq in (2, 4):
+        sequence.on_live(frame(seq), 0.0)
+    assert applied(sequence.on_tick(1.0)) == [2, 4]
+    sequence.on_cleared(2)
+    assert state(sequence) is StreamState.LOST, "batch 3 is missing"
+    sequence.on_cleared(4)
+    assert state(sequence) is StreamState.LIVE
+
+
+def test_a_replay_without_an_answer_confirms_nothing() -> None:
+    sequence = live_at(0)
+    sequence.on_live(frame(1), 3.0)
+    assert sequence.on_tick(10.0) == [AskReplay(1)]
+    assert sequence.on_tick(11.0) == []
+    assert (sequence.state, sequence.confirmed_at) == (StreamState.LIVE, 3.0)
+
+
+def test_a_reconnection_that_cannot_be_checked_is_lost() -> None:
+    """The publisher replays, but our last batch no longer: it may be the same, or one that restarted."""
+    sequence = live_at(5)
+    actions = sequence.on_connected(0.0)
+    while AskReplay(5) in actions:
+        sequence.on_replay(frame(6), 0.0)
+        actions = sequence.on_replay(None, 0.0)
+    assert (sequence.state, sequence.last_seq) == (StreamState.LOST, 6)
+
+
+def test_a_restart_as_a_publisher_that_keeps_nothing_for_replay_is_cleared_once() -> None:
+    sequence = live_at(5)
+    assert Clear() in sequence.on_live(frame(0, life=1), 0.0)
+    for now in (10.0, 50.0, 90.0):
+        actions = sequence.on_tick(now)
+        while AskReplay(0) in actions:
+            actions = sequence.on_replay(None, now)
+            assert Clear() not in actions
+    assert (sequence.state, sequence.last_seq) == (StreamState.LIVE, 0)
+
+
+def test_what_was_heard_before_a_restart_was_noticed_is_lost_if_it_cannot_be_replayed() -> None:
+    sequence = live_at(5)
+    actions = sequence.on_connected(0.0)
+    assert applied(sequence.on_live(frame(6, life=1), 0.0)) == [6]
+    cleared = False
+    while any(isinstance(action, AskReplay) for action in actions):
+        actions = sequence.on_replay(None, 0.0)
+        cleared = cleared or Clear() in actions
+    assert cleared
+    assert (sequence.state, sequence.last_seq) == (StreamState.LOST, 6)
+    assert sequence.on_live(frame(0, life=2), 0.0) == [Clear(), Apply(frame(0, life=2))]
+
+
+def test_a_busy_publisher_keeps_no_hopeless_replay_going() -> None:
+    """Every replay brings a batch that is new, and never the one that is missing."""
+    sequence = live_at(0)
+    actions = sequence.on_live(frame(2), 0.0)
+    rounds = 0
+    while AskReplay(0) in actions:
+        rounds += 1
+        sequence.on_replay(frame(0), 0.0)
+        sequence.on_replay(frame(2 + rounds), 0.0)
+        actions = sequence.on_replay(None, 0.0)
+    assert applied(actions) == list(range(2, 3 + rounds))
+    assert rounds == SETTINGS.replay_rounds
 
 
 def test_a_stream_tells_since_when_nothing_was_known_to_be_missing() -> None:
@@ -296,6 +363,19 @@ def test_a_stream_goes_on_after_the_batch_of_a_snapshot() -> None:
     assert applied(sequence.on_replay(frame(8), 0.0)) == [8]
     sequence.on_replay(None, 0.0)
     assert (sequence.state, sequence.counters.restarts) == (StreamState.LIVE, 0)
+
+
+def test_a_snapshot_of_a_stream_that_had_lost_something_stays_lost() -> None:
+    sequence = live_at(0, can_replay=False)
+    sequence.on_live(frame(3), 0.0)
+    last = sequence.last_frame
+    assert last is not None
+    resumed = StreamSequence(True, SETTINGS)
+    resumed.resume(last, sequence.complete)
+    resumed.on_connected(0.0)
+    resumed.on_replay(last, 0.0)
+    resumed.on_replay(None, 0.0)
+    assert state(resumed) is StreamState.LOST
 
 
 def test_a_snapshot_of_another_life_is_cleared() -> None:
