@@ -196,6 +196,14 @@ class Indexer:
         """Forget what a target holds, because its cache was reset."""
         self.index.clear(target)
 
+    def resync(self, target: Target) -> bool:
+        """Forget what a target holds and learn it again from its events. False when nobody could replay them."""
+        return self._reader.resync(target)
+
+    def stream_status(self, target: Target) -> StreamStatus | None:
+        """How a target's stream stands; None when it has none."""
+        return self._reader.status(target)
+
     def match(self, query: MatchQuery) -> list[Match]:
         """How many of a prompt's tokens each registered target would serve from its cache, the most first.
 

@@ -36,7 +36,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """The publisher restarted: what was read before no longer counts."""
+    """What was read before no longer counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class SequenceCounters:
     replays: int = 0
     replays_unanswered: int = 0
     restarts: int = 0
+    resyncs: int = 0
 
 
 @dataclass(slots=True)
@@ -141,6 +142,14 @@ class StreamSequence:
             self._missing = None
             if self.state is StreamState.LOST:
                 self.state = StreamState.LIVE
+
+    def on_resync(self, now: float) -> list[Action]:
+        """What was applied is doubted: forget it and ask for everything again, if the publisher replays."""
+        if not self._can_replay or self.state is StreamState.CONNECTING:
+            return []
+        self.counters.resyncs += 1
+        self._begin_again()
+        return [Clear(), *self._ask(now)]
 
     def on_connected(self, now: float) -> list[Action]:
         """The live socket reached the publisher, for the first time or again."""
@@ -278,6 +287,10 @@ class StreamSequence:
         """The publisher began again at 0."""
         known = self.last_seq is not None
         self.counters.restarts += known
+        self._begin_again()
+        return [Clear()] if known else []
+
+    def _begin_again(self) -> None:
         self.state = StreamState.CONNECTING
         self.last_seq = None
         self._last_frame = None
@@ -287,7 +300,6 @@ class StreamSequence:
         self._replay = None
         self._replays_batches = False
         self._missing = None
-        return [Clear()] if known else []
 
     def _drain(self) -> list[Action]:
         """Apply what is next, as far as it is there."""

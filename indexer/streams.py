@@ -58,6 +58,7 @@ class StreamStatus:
 
     `received_at`: the unix time of the last live batch. `lag`: seconds from the engine's time of that batch until it
     was applied here. `confirmed`: seconds since every batch was last known to be applied; None if it never was.
+    `began_at`: the monotonic time since which it is followed, or of its last resync.
     """
 
     state: StreamState
@@ -65,6 +66,7 @@ class StreamStatus:
     received_at: float | None
     lag: float | None
     confirmed: float | None
+    began_at: float
     pending: int
     sequence: SequenceCounters
     unreadable: StreamCounters
@@ -83,6 +85,7 @@ class Stream:
     counters: StreamCounters = field(default_factory=StreamCounters)
     received_at: float | None = None
     lag: float | None = None
+    began_at: float = field(default_factory=time.monotonic)
     complained: bool = False
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -161,6 +164,21 @@ class StreamReader:
 
         self._tell(leave)
 
+    def resync(self, target: Target) -> bool:
+        """Forget what a target's stream told and read it again from its start. False when nobody could replay it."""
+        known = self._streams.get(target)
+        if known is None or known.replay is None:
+            return False
+
+        def resync() -> None:
+            stream = self._streams.get(target)
+            if stream is not None:
+                stream.began_at = time.monotonic()
+                self._act(stream, stream.sequence.on_resync(stream.began_at))
+
+        self._tell(resync)
+        return True
+
     def status(self, target: Target) -> StreamStatus | None:
         """How a target's stream stands; None when it has none."""
         stream = self._streams.get(target)
@@ -173,6 +191,7 @@ class StreamReader:
             stream.received_at,
             stream.lag,
             None if sequence.confirmed_at is None else time.monotonic() - sequence.confirmed_at,
+            stream.began_at,
             sequence.pending,
             sequence.counters,
             stream.counters,
@@ -295,7 +314,7 @@ class StreamReader:
                 case Apply(frame):
                     self._apply(stream, frame)
                 case Clear():
-                    log.info("worker restarted its event stream", **_names(stream.target))
+                    log.info("event stream read anew", **_names(stream.target))
                     self._index.clear(stream.target)
                     _discard(stream.replay)
                 case AskReplay(start):

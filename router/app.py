@@ -17,11 +17,14 @@ from starlette.routing import Route
 from indexer import Indexer
 from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check, workers_report
 from indexer.metrics import IndexCollector
+from router.audit import HitAudit
 from router.embedded_index import running_indexer
+from router.findings import findings
 from router.fleet import Fleet, Worker
+from router.history import RoutingHistory
 from router.load import LoadTable
 from router.match_requests import match_reader
-from router.metrics import FleetCollector, RequestMetrics
+from router.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.policy import KvWeights, Policy, kv_aware, least_loaded, round_robin
 from router.proxy import Proxy
 from router.routing import Router
@@ -52,6 +55,9 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
         registry = CollectorRegistry()
         registry.register(IndexCollector(indexer))
         registry.register(FleetCollector(fleet, load))
+        history = RoutingHistory()
+        audit = HitAudit(indexer, history, settings.audit)
+        registry.register(AuditCollector(audit))
         router = Router(
             fleet,
             indexer,
@@ -59,6 +65,8 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             policy_named(settings.policy),
             load,
             SpeculativeHoldings(settings.proxy.speculation_seconds),
+            history,
+            audit,
         )
         proxy = Proxy(router, fleet, session, settings.proxy, settings.server.max_body_bytes, RequestMetrics(registry))
         yield _app(
@@ -67,6 +75,7 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             fleet,
             load,
             router,
+            audit,
             proxy,
             registry,
             session,
@@ -101,6 +110,7 @@ def _app(
     fleet: Fleet,
     load: LoadTable,
     router: Router,
+    audit: HitAudit,
     proxy: Proxy,
     registry: CollectorRegistry,
     session: aiohttp.ClientSession,
@@ -132,9 +142,11 @@ def _app(
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        """Whether the router runs, and how many of its workers answer."""
+        """Whether the router runs, how many of its workers answer, and what is wrong."""
         up = sum(worker.up for worker in fleet.workers)
-        return {"status": "ok" if up else "no worker answers", "workers": len(fleet.workers), "workers_up": up}
+        status = "ok" if up else "no worker answers"
+        found = findings(fleet, indexer, audit)
+        return {"status": status, "workers": len(fleet.workers), "workers_up": up, "findings": found}
 
     @app.get("/metrics")
     async def metrics() -> Response:

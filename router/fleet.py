@@ -39,6 +39,12 @@ class Worker:
         """What this worker serves under a name."""
         return self.description.models.get(name) if self.description else None
 
+    @property
+    def capacity_tokens(self) -> int | None:
+        """How many tokens each of its ranks can hold, if it says so."""
+        known = self.description
+        return known.capacity * known.block_size if known and known.capacity and known.block_size else None
+
     def ranks(self) -> tuple[int, ...]:
         """Its DP ranks."""
         return self.description.ranks if self.description else (0,)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.audit import Basis, HitAudit
 from router.fleet import Fleet
 from router.load import LoadTable
 
@@ -63,3 +64,35 @@ class FleetCollector(Collector):
                 requests.add_metric([worker.url, str(dp_rank)], load.requests)
                 pending.add_metric([worker.url, str(dp_rank)], load.pending)
         yield from (up, requests, pending)
+
+
+class AuditCollector(Collector):
+    """Predicted against actual cached tokens, by target."""
+
+    def __init__(self, audit: HitAudit) -> None:
+        self._audit = audit
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["worker", "dp_rank", "model"]
+        answers = CounterMetricFamily("kvrouter_audit_answers", "Answers that told their cached tokens", labels=labels)
+        prompt = CounterMetricFamily("kvrouter_audit_prompt_tokens", "Their prompts' tokens", labels=labels)
+        predicted = CounterMetricFamily("kvrouter_audit_predicted_tokens", "Predicted cached tokens", labels=labels)
+        cached = CounterMetricFamily("kvrouter_audit_cached_tokens", "Cached tokens as engines told", labels=labels)
+        wrong = CounterMetricFamily("kvrouter_audit_wrong_tokens", "Tokens predicted too high or low", labels=labels)
+        lengths = CounterMetricFamily("kvrouter_audit_lengths_wrong", "Prompts of another length", labels=labels)
+        error = GaugeMetricFamily("kvrouter_audit_error_ratio", "Recently wrong share of prompt tokens", labels=labels)
+        drift = GaugeMetricFamily("kvrouter_audit_drift_ratio", "The same for predictions by events", labels=labels)
+        basis = GaugeMetricFamily("kvrouter_audit_basis", "1 for what is predicted from", labels=[*labels, "basis"])
+        for target, audit in self._audit.audits():
+            values = [target.worker, str(target.dp_rank), target.model]
+            answers.add_metric(values, audit.answers)
+            prompt.add_metric(values, audit.prompt_tokens)
+            predicted.add_metric(values, audit.predicted_tokens)
+            cached.add_metric(values, audit.cached_tokens)
+            wrong.add_metric(values, audit.wrong_tokens)
+            lengths.add_metric(values, audit.lengths_wrong)
+            error.add_metric(values, audit.errors.share)
+            drift.add_metric(values, audit.event_errors.share)
+            for known in Basis:
+                basis.add_metric([*values, known.value], float(self._audit.basis(target) is known))
+        yield from (answers, prompt, predicted, cached, wrong, lengths, error, drift, basis)

@@ -24,6 +24,7 @@ from router.metrics import RequestMetrics
 from router.requests import Endpoint, decode_request
 from router.routing import Placement, RoutedPrompt, Router, unread_prompt
 from router.settings import ProxySettings
+from router.usage import UsageTail
 
 log = structlog.get_logger()
 
@@ -151,6 +152,7 @@ class Proxy:
                     "headers": _client_headers(response.raw_headers, placement),
                 }
             )
+            tail = UsageTail()
             try:
                 async for chunk in response.content.iter_any():
                     if arrived:
@@ -158,9 +160,12 @@ class Proxy:
                         self._metrics.first_byte.labels(model).observe(time.monotonic() - arrived)
                         arrived = 0.0
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    tail.feed(chunk)
             except (aiohttp.ClientError, TimeoutError) as error:
                 await self._break_off(response, placement.worker, error, send)
                 return
+            if response.status == 200:
+                self._router.answered(placement, tail.usage())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _break_off(self, response: aiohttp.ClientResponse, worker: Worker, error: Exception, send: Send) -> None:

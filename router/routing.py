@@ -11,12 +11,15 @@ import structlog
 
 from indexer import Indexer, MatchQuery, Target, UnknownModelError
 from indexer.errors import RequestError
+from router.audit import HitAudit, Prediction
 from router.fleet import Fleet, Worker
+from router.history import RoutingHistory
 from router.load import LoadTable, Reservation
 from router.policy import Candidate, Decision, Policy
 from router.requests import RoutedRequest
 from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 from router.tokens import Tokenizers, TokenizerUnavailableError
+from router.usage import Usage
 
 log = structlog.get_logger()
 
@@ -37,13 +40,14 @@ class RoutedPrompt:
     """What routing knows of a request.
 
     `name`: the model or adapter it asks for, None when any worker will do. `tokens`: the length of its prompts, which
-    is an estimate when `token_ids` is empty.
+    is an estimate when `token_ids` is empty. `answers`: how many each prompt wants.
     """
 
     name: str | None
     tokens: int
     token_ids: list[list[int]] = field(default_factory=list)
     cache_salt: str | None = None
+    answers: int = 1
 
 
 def unread_prompt(name: str | None, body_bytes: int) -> RoutedPrompt:
@@ -59,6 +63,7 @@ class Placement:
     target: Target
     decision: Decision
     reservation: Reservation
+    prediction: Prediction
     on_release: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -88,6 +93,8 @@ class Router:
         policy: Policy,
         load: LoadTable,
         speculation: SpeculativeHoldings,
+        history: RoutingHistory,
+        audit: HitAudit,
     ) -> None:
         self._fleet = fleet
         self._indexer = indexer
@@ -95,6 +102,8 @@ class Router:
         self._policy = policy
         self._load = load
         self._speculation = speculation
+        self._history = history
+        self._audit = audit
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
         """The model and adapter behind a name. Raises RequestError (404) when nobody serves it."""
@@ -115,12 +124,12 @@ class Router:
         except TokenizerUnavailableError as error:
             log.debug("routed by load alone", model=request.model, reason=str(error))
             return unread_prompt(request.model, body_bytes)
-        return RoutedPrompt(request.model, sum(map(len, token_ids)), token_ids, request.cache_salt)
+        return RoutedPrompt(request.model, sum(map(len, token_ids)), token_ids, request.cache_salt, request.n)
 
     def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Placement:
         """Choose a target and reserve its load, in one step. Raises RequestError (503) when no worker is left."""
         candidates: list[Candidate] = []
-        options: dict[Target, tuple[Worker, list[array[int]]]] = {}
+        options: dict[Target, tuple[Worker, list[array[int]], int]] = {}
         for served, workers in self._able(prompt.name, without).items():
             matched = [self._matched(served, token_ids, prompt.cache_salt) for token_ids in prompt.token_ids]
             hashes = [
@@ -130,11 +139,14 @@ class Router:
             for worker in workers:
                 for dp_rank in worker.ranks():
                     target = Target(worker.url, dp_rank, served.model)
-                    options[target] = (worker, hashes)
-                    overlap = sum(
-                        max(held.get(target, 0), self._expected(target, known, len(token_ids)))
-                        for held, known, token_ids in zip(matched, hashes, prompt.token_ids, strict=True)
-                    )
+                    overlap = by_events = 0
+                    for held, known, token_ids in zip(matched, hashes, prompt.token_ids, strict=True):
+                        in_flight = self._full_blocks(target, self._speculation.overlap(target, known), len(token_ids))
+                        sent = self._full_blocks(target, self._history.overlap(target, known), len(token_ids))
+                        told = max(held.get(target, 0), in_flight)
+                        by_events += told
+                        overlap += max(sent, in_flight if self._audit.distrusts(target) else told)
+                    options[target] = (worker, hashes, by_events)
                     load = self._load.of(worker.url, dp_rank)
                     candidates.append(Candidate(target, overlap, load.requests, load.pending, load.context))
         if not candidates:
@@ -148,18 +160,31 @@ class Router:
             )
         decision = self._policy(candidates, prompt.tokens)
         target = decision.choice.target
-        worker, hashes = options[target]
+        worker, hashes, by_events = options[target]
         load = self._load.of(target.worker, target.dp_rank)
         reservation = Reservation(load, max(prompt.tokens - decision.choice.overlap, 1), prompt.tokens)
-        return Placement(
-            worker, target, decision, reservation, [self._speculation.hold(target, known) for known in hashes]
+        prediction = Prediction(
+            target,
+            hashes,
+            prompt.tokens,
+            decision.choice.overlap,
+            by_events if self._audit.events_complete(target) else None,
+            comparable=len(prompt.token_ids) == prompt.answers == 1,
+            capacity=worker.capacity_tokens,
         )
+        speculative = [self._speculation.hold(target, known) for known in hashes]
+        return Placement(worker, target, decision, reservation, prediction, speculative)
+
+    def answered(self, placement: Placement, usage: Usage | None) -> None:
+        """A worker answered a request in full; `usage` is what it says of the tokens."""
+        self._audit.answered(placement.prediction, usage)
 
     def forget(self, worker: Worker) -> None:
         """A worker's cache was reset. Engines tell of it late, so what it held is forgotten at once."""
         for target in worker.targets:
             self._indexer.clear(target)
             self._speculation.forget(target)
+            self._history.forget(target)
 
     def _able(self, name: str | None, without: Collection[Worker]) -> dict[_Served, list[Worker]]:
         """The workers that could take a request now, by what they serve under its name."""
@@ -181,10 +206,10 @@ class Router:
             return {}
         return {match.target: match.matched_tokens for match in matches}
 
-    def _expected(self, target: Target, hashes: array[int], tokens: int) -> int:
-        """How many tokens of a prompt a target will hold once it has seen what is in flight to it: full blocks."""
-        shared = min(self._speculation.overlap(target, hashes), tokens - 1)
-        return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS)
+    def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:
+        """What a target reuses of a prompt when it has seen so many tokens of it."""
+        shared = min(shared, tokens - 1)
+        return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS) if shared else 0
 
     def _unknown_model(self, name: str) -> RequestError:
         known = sorted(self._fleet.names())

@@ -119,6 +119,13 @@ class ProxySettings(_Section):
     speculation_seconds: NonNegative = 2.0
 
 
+class AuditSettings(_Section):
+    """When predictions count as wrong."""
+
+    samples: PositiveInt = 32
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.1
+
+
 class TokenizerSettings(_Section):
     """How prompts are turned into token ids. Times in seconds."""
 
@@ -139,6 +146,7 @@ class Settings(BaseSettings):
     events: EventSettings = EventSettings()
     fleet: FleetSettings = FleetSettings()
     proxy: ProxySettings = ProxySettings()
+    audit: AuditSettings = AuditSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
 
     @classmethod

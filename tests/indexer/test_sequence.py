@@ -383,3 +383,17 @@ def test_a_snapshot_of_another_life_is_cleared() -> None:
     sequence.resume(frame(7))
     sequence.on_connected(0.0)
     assert sequence.on_replay(frame(7, life=1), 0.0) == [Clear(), AskReplay(0)]
+
+
+def test_a_resync_begins_again_at_the_first_batch() -> None:
+    sequence = live_at(2)
+    assert sequence.on_resync(1.0) == [Clear(), AskReplay(0)]
+    assert sequence.on_live(frame(3), 1.0) == []
+    assert applied([action for seq in range(3) for action in sequence.on_replay(frame(seq), 1.1)]) == [0, 1, 2, 3]
+    assert sequence.on_replay(None, 1.2) == []
+    assert (state(sequence), sequence.counters.resyncs, sequence.counters.restarts) == (StreamState.LIVE, 1, 0)
+
+
+def test_there_is_no_resync_of_what_was_never_read_or_cannot_be_replayed() -> None:
+    assert StreamSequence(True, SETTINGS).on_resync(0.0) == []
+    assert live_at(2, can_replay=False).on_resync(1.0) == []

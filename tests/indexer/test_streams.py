@@ -331,3 +331,31 @@ def test_a_worker_is_reached_by_ipv6(running: Indexer, caught_up: CaughtUp) -> N
         assert live.poll(10_000)
         live.send_multipart([b"", b"\0" * 8, b"\x92\x01\x90"])
         caught_up(TARGET, 0)
+
+
+def test_a_resync_forgets_what_no_batch_told_and_reads_everything_again(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
+) -> None:
+    register(publisher)
+    for number in range(3):
+        publisher.publish(block(number))
+    caught_up(TARGET, 2, StreamState.LIVE)
+    publisher.batches = publisher.batches[:2]  # the third one was never true
+    before = stream(TARGET).began_at
+    assert indexer.resync(TARGET)
+    eventually(lambda: matched(indexer) == 2)
+    eventually(lambda: stream(TARGET).state is StreamState.LIVE)
+    status = stream(TARGET)
+    assert (status.last_seq, status.sequence.resyncs, status.sequence.restarts) == (1, 1, 0)
+    assert status.began_at > before
+
+
+def test_there_is_no_resync_without_a_replay(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    register(publisher, replay=False)
+    publisher.publish(block(0))
+    caught_up(TARGET, 0, StreamState.LIVE)
+    assert not indexer.resync(TARGET)
+    assert not indexer.resync(Target("nobody", 0, "m"))
+    assert matched(indexer) == 1

@@ -1,0 +1,51 @@
+"""What is wrong with the fleet as the router sees it, in words for whoever operates it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from indexer import Indexer, Target
+from indexer.sequence import StreamState
+from router.audit import Basis, HitAudit
+from router.fleet import Fleet
+
+
+def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, Any]]:
+    """Everything found; docs/operations.md says what each means and what to do."""
+    found = [
+        {"finding": "worker_down", "worker": worker.url, "detail": worker.problem}
+        for worker in fleet.workers
+        if not worker.up
+    ]
+    up = {worker.url for worker in fleet.workers if worker.up}
+    for registration in indexer.registered():
+        stream = indexer.stream_status(registration.target)
+        if registration.source is None or registration.target.worker not in up:
+            continue
+        if stream is None or stream.state is StreamState.CONNECTING:
+            detail = f"nothing has come from {registration.source.endpoint}"
+            found.append(_about(registration.target, "events_missing", detail))
+        elif stream.state is StreamState.LOST:
+            detail = f"{stream.sequence.lost_batches} event batches could not be had"
+            found.append(_about(registration.target, "events_lost", detail))
+    for target, audited in audit.audits():
+        if audited.basis is not Basis.EVENTS:
+            detail = f"cached tokens were not as predicted by events: predicted from {_BASES[audited.basis]}"
+            found.append(_about(target, "drift", detail))
+        if audited.lengths_differ:
+            detail = f"{audited.length_errors.share:.0%} of the prompts have another length than counted here"
+            found.append(_about(target, "prompt_length", detail))
+    return found
+
+
+_BASES = {Basis.RESYNCED: "events read again from the start", Basis.HISTORY: "what was sent there"}
+
+
+def _about(target: Target, finding: str, detail: str) -> dict[str, Any]:
+    return {
+        "finding": finding,
+        "worker": target.worker,
+        "dp_rank": target.dp_rank,
+        "model": target.model,
+        "detail": detail,
+    }

@@ -1,0 +1,63 @@
+"""What an answer says of its tokens, read from its last bytes while they pass.
+
+`usage` stands near the end of an answer: last but for a few fields in a body of JSON, in the last events of a stream.
+So only a tail is kept, whatever the length of the answer and however it came in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_TAIL_BYTES = 16 * 1024
+# Quotes inside a string are escaped, so `"usage"` without a backslash before it is a string of its own: a key.
+_USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
+_decode = json.JSONDecoder().raw_decode
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens as the engine counted them. `cached`: None when it does not say."""
+
+    prompt: int
+    completion: int
+    cached: int | None
+
+
+class UsageTail:
+    """The last bytes of an answer that passes."""
+
+    def __init__(self) -> None:
+        self._tail = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        """Bytes that were sent on."""
+        self._tail += chunk[-_TAIL_BYTES:]
+        if len(self._tail) > 2 * _TAIL_BYTES:
+            del self._tail[:-_TAIL_BYTES]
+
+    def usage(self) -> Usage | None:
+        """The last usage that the answer told."""
+        tail = bytes(self._tail[-_TAIL_BYTES:])
+        for found in reversed(list(_USAGE.finditer(tail))):
+            try:
+                usage, _ = _decode(tail[found.end() :].decode(errors="replace"))
+            except (ValueError, RecursionError):
+                continue
+            if (read := _read(usage)) is not None:
+                return read
+        return None
+
+
+def _read(usage: dict[str, Any]) -> Usage | None:
+    prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    if prompt is None:
+        return None
+    details = usage.get("prompt_tokens_details")
+    return Usage(prompt, completion or 0, _count(details.get("cached_tokens")) if isinstance(details, dict) else None)
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None

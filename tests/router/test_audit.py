@@ -1,0 +1,203 @@
+"""How ranks are judged by what they find in their caches, and what follows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from structlog.testing import capture_logs
+
+from indexer import Indexer, Target
+from indexer.sequence import StreamState
+from router.audit import Basis, HitAudit, Prediction
+from router.history import RoutingHistory
+from router.settings import AuditSettings
+from router.speculation import prompt_hashes
+from router.usage import Usage
+
+TARGET = Target("http://w", 0, "m")
+SAMPLES = 4
+TOKENS = list(range(100))
+HASHES = [prompt_hashes("m", None, None, TOKENS)]
+
+
+@dataclass
+class Stream:
+    state: StreamState = StreamState.LIVE
+    began_at: float = 0.0
+
+
+@dataclass
+class Streams:
+    """What the audit asks of an indexer."""
+
+    stream: Stream | None = field(default_factory=Stream)
+    replays: bool = True
+    resyncs: int = 0
+
+    def stream_status(self, target: Target) -> Stream | None:  # noqa: ARG002
+        return self.stream
+
+    def resync(self, target: Target) -> bool:  # noqa: ARG002
+        assert self.stream is not None
+        self.resyncs += self.replays
+        self.stream.began_at = time.monotonic()
+        return self.replays
+
+    def registered(self) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+def streams() -> Streams:
+    return Streams()
+
+
+@pytest.fixture
+def history() -> RoutingHistory:
+    return RoutingHistory()
+
+
+@pytest.fixture
+def audit(streams: Streams, history: RoutingHistory) -> HitAudit:
+    return HitAudit(cast(Indexer, streams), history, AuditSettings(samples=SAMPLES, tolerance=0.1))
+
+
+def predicted(overlap: int, by_events: int | None, target: Target = TARGET, **more: Any) -> Prediction:
+    return Prediction(
+        target, HASHES, len(TOKENS), overlap, by_events, **({"comparable": True, "capacity": None} | more)
+    )
+
+
+def answers(audit: HitAudit, times: int, predict: int, cached: int | None, length: int = 100) -> None:
+    for _ in range(times):
+        audit.answered(predicted(predict, predict), Usage(length, 1, cached))
+
+
+def test_right_predictions_change_nothing(audit: HitAudit, streams: Streams, history: RoutingHistory) -> None:
+    with capture_logs() as logs:
+        answers(audit, 20, 48, 48)
+    ((target, report),) = audit.audits()
+    assert (target, audit.basis(TARGET), streams.resyncs, logs) == (TARGET, Basis.EVENTS, 0, [])
+    assert (report.answers, report.prompt_tokens, report.predicted_tokens, report.cached_tokens) == (20, 2000, 960, 960)
+    assert (report.wrong_tokens, report.errors.share, len(history)) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize(("predict", "cached"), [(64, 0), (0, 64)])
+def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
+    audit: HitAudit, streams: Streams, history: RoutingHistory, predict: int, cached: int
+) -> None:
+    with capture_logs() as logs:
+        answers(audit, SAMPLES - 1, predict, cached)
+        assert (audit.basis(TARGET), streams.resyncs) == (Basis.EVENTS, 0)
+        answers(audit, 1, predict, cached)
+        assert (audit.basis(TARGET), streams.resyncs, audit.distrusts(TARGET)) == (Basis.RESYNCED, 1, False)
+        answers(audit, SAMPLES, predict, cached)
+        assert (audit.basis(TARGET), streams.resyncs, audit.distrusts(TARGET)) == (Basis.HISTORY, 1, True)
+    assert history.overlap(TARGET, HASHES[0]) == 96
+    assert [(line["log_level"], line["drift"], line["predicted_from"]) for line in logs] == [
+        ("warning", 0.64, "resynced"),
+        ("warning", 0.64, "history"),
+    ]
+
+
+def test_a_resync_that_helps_ends_the_suspicion(audit: HitAudit, history: RoutingHistory) -> None:
+    answers(audit, SAMPLES, 64, 0)
+    with capture_logs() as logs:
+        answers(audit, SAMPLES, 64, 64)
+    assert (audit.basis(TARGET), len(history)) == (Basis.EVENTS, 0)
+    assert [(line["log_level"], line["predicted_from"]) for line in logs] == [("info", "events")]
+
+
+def test_without_a_replay_history_is_next(audit: HitAudit, streams: Streams) -> None:
+    streams.replays = False
+    answers(audit, SAMPLES, 64, 0)
+    assert audit.basis(TARGET) is Basis.HISTORY
+
+
+def test_events_that_prove_right_again_are_trusted_again(audit: HitAudit) -> None:
+    answers(audit, 2 * SAMPLES, 0, 64)
+    for _ in range(SAMPLES):  # what decisions were made with by then says nothing of the events
+        assert audit.distrusts(TARGET)
+        audit.answered(predicted(96, 48), Usage(100, 1, 48))
+    assert (audit.basis(TARGET), audit.distrusts(TARGET)) == (Basis.EVENTS, False)
+
+
+def test_predictions_made_before_a_resync_do_not_count_after_it(audit: HitAudit) -> None:
+    before = [predicted(64, 64) for _ in range(2 * SAMPLES)]
+    answers(audit, SAMPLES, 64, 0)
+    for prediction in before:
+        audit.answered(prediction, Usage(100, 1, 0))
+    assert audit.basis(TARGET) is Basis.RESYNCED
+
+
+def test_predictions_while_events_are_missing_do_not_count(audit: HitAudit, streams: Streams) -> None:
+    assert audit.events_complete(TARGET)
+    streams.stream = Stream(StreamState.REPLAYING)
+    assert not audit.events_complete(TARGET)
+    for _ in range(3 * SAMPLES):
+        audit.answered(predicted(0, None), Usage(100, 1, 64))
+    assert audit.basis(TARGET) is Basis.EVENTS
+
+
+def test_a_target_without_events_is_predicted_by_history(
+    audit: HitAudit, streams: Streams, history: RoutingHistory
+) -> None:
+    streams.stream = None
+    audit.answered(predicted(0, None, comparable=False), None)
+    assert (audit.basis(TARGET), history.overlap(TARGET, HASHES[0])) == (Basis.HISTORY, 96)
+    streams.stream = Stream(StreamState.CONNECTING)
+    assert audit.basis(TARGET) is Basis.HISTORY
+    streams.stream = Stream()
+    audit.answered(predicted(0, 0), None)
+    assert (audit.basis(TARGET), len(history)) == (Basis.EVENTS, 0)
+
+
+def test_a_history_that_promises_too_much_is_forgotten(
+    audit: HitAudit, streams: Streams, history: RoutingHistory
+) -> None:
+    streams.stream = None
+    other = prompt_hashes("m", None, None, [7] * 160)
+    history.remember(TARGET, other, None)
+    for _ in range(SAMPLES):
+        assert history.overlap(TARGET, other) == 160
+        audit.answered(predicted(96, None), Usage(100, 1, 0))
+    assert history.overlap(TARGET, other) == 0
+
+
+def test_nothing_said_means_nothing_cached_once_something_was_said(audit: HitAudit) -> None:
+    answers(audit, 2 * SAMPLES, 64, None)
+    assert [report.answers for _, report in audit.audits()] == [0]
+    answers(audit, 1, 64, 64)
+    answers(audit, SAMPLES, 64, None)
+    assert audit.basis(TARGET) is Basis.RESYNCED
+
+
+def test_what_cannot_be_compared_is_not(audit: HitAudit) -> None:
+    for _ in range(SAMPLES):
+        audit.answered(predicted(64, 64, comparable=False), Usage(100, 1, 0))
+        audit.answered(predicted(64, 64), None)
+    assert audit.audits() == []
+
+
+def test_prompts_of_another_length_are_a_finding_of_their_own(audit: HitAudit) -> None:
+    with capture_logs() as logs:
+        answers(audit, SAMPLES + 3, 0, None, length=103)
+        ((_, report),) = audit.audits()
+        assert (report.lengths_differ, report.lengths_wrong, audit.basis(TARGET)) == (True, 7, Basis.EVENTS)
+        answers(audit, SAMPLES, 0, None)
+        assert not report.lengths_differ
+    assert [(line["log_level"], line.get("here"), line.get("there")) for line in logs] == [
+        ("warning", 100, 103),
+        ("info", None, None),
+    ]
+
+
+def test_targets_that_are_gone_are_forgotten(audit: HitAudit, streams: Streams, history: RoutingHistory) -> None:
+    streams.stream = None
+    for number in range(50):
+        audit.answered(predicted(0, None, Target(f"http://w{number}", 0, "m")), Usage(100, 1, 0))
+    assert len(audit.audits()) == 1
+    assert history.targets() == [Target("http://w49", 0, "m")]
