@@ -18,6 +18,9 @@ from router.match_requests import match_reader
 from router.settings import Settings
 from router.tokenizer_source import configured_tokenizers
 
+# Longer than clients and balancers keep an idle connection: a request on one that we close meanwhile would be lost.
+KEEP_ALIVE_SECONDS = 75
+
 
 async def serve_router(settings: Settings) -> None:
     """Run the router until SIGINT or SIGTERM. Raises OSError when its address cannot be bound."""
@@ -62,6 +65,7 @@ class HttpServer(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(shutdown_timeout),
         )
         super().__init__(config)

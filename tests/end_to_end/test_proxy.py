@@ -415,13 +415,17 @@ async def test_a_worker_that_comes_back_is_used_again() -> None:
         await until(answered)
 
 
-async def test_a_connection_that_was_idle_for_long_is_not_used_again(worker: ScriptedWorker) -> None:
-    """Engines close theirs after 5 seconds; a request sent at that moment would be lost."""
+async def test_idle_connections_are_kept_for_clients_and_not_used_again_to_workers(worker: ScriptedWorker) -> None:
+    """Engines close theirs after 5 seconds, and clients after longer; a request sent at that moment would be lost."""
     async with router(worker.url, fleet={"probe_interval": 60}) as routed:
-        await routed.call(PATH, BODY)
-        await routed.call(PATH, BODY)
-        await asyncio.sleep(4.5)
-        await routed.call(PATH, BODY)
+        address = urlsplit(routed.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        for idle in (0, 0, 5.5):
+            await asyncio.sleep(idle)
+            writer.write(b"GET /version HTTP/1.1\r\nHost: r\r\n\r\n")
+            assert (await reader.readuntil(b"{}")).startswith(b"HTTP/1.1 200")
+        writer.close()
+        await writer.wait_closed()
     first, second, third = (exchange.connection for exchange in worker.exchanges)
     assert first == second != third
 
@@ -521,7 +525,8 @@ async def test_a_long_answer_is_no_silence(worker: ScriptedWorker) -> None:
 async def test_the_chosen_rank_is_told_to_a_worker_that_has_several(worker: ScriptedWorker) -> None:
     streams = [{"dp_rank": rank, "endpoint": f"tcp://127.0.0.1:{rank + 1}"} for rank in range(3)]
     workers = [{"url": worker.url, "streams": streams}]
-    async with router(workers=workers, policy={"name": "round_robin"}) as routed:
+    unreachable = {"catch_up_timeout": 0}
+    async with router(workers=workers, policy={"name": "round_robin"}, events=unreachable) as routed:
         replies = [await routed.call(PATH, BODY, headers={"X-Data-Parallel-Rank": "7"}) for _ in range(3)]
     assert [exchange.header("x-data-parallel-rank") for exchange in worker.exchanges] == [[b"0"], [b"1"], [b"2"]]
     assert [reply.headers["x-kvrouter-dp-rank"] for reply in replies] == ["0", "1", "2"]
