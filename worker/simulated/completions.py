@@ -1,13 +1,14 @@
-"""POST /v1/completions and /v1/chat/completions: from a request's body to the engines and back."""
+"""From the body of a request for an answer to the engines and back, whatever API it is of."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
+from typing import Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -15,9 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from worker.simulated.answers import AnswerWriter
 from worker.simulated.engine import Generation, Output, QueueFullError, SimulatedEngine
+from worker.simulated.generate_api import GenerateReply, GenerateRequest
+from worker.simulated.messages_api import MessageReply, MessagesRequest
 from worker.simulated.metrics import WorkerMetrics
-from worker.simulated.protocol import ApiError, ChatRequest, CompletionRequest, Conversation, error_body
-from worker.simulated.replies import Choice, Reply, server_sent
+from worker.simulated.protocol import ApiError, ChatRequest, CompletionRequest, Conversation, GenerationRequest
+from worker.simulated.replies import Choice, CompletionReply, Reply
+from worker.simulated.responses_api import ResponseReply, ResponsesRequest, StoredResponses
 from worker.simulated.settings import SimulatedWorkerSettings
 from worker.simulated.tokens import ChatTokenizer, TemplateError
 
@@ -40,6 +44,7 @@ class Completions:
         self._writer = AnswerWriter(tokenizer)
         self._engines = engines
         self._metrics = metrics
+        self.responses = StoredResponses()
 
     async def complete(self, http: Request, body: CompletionRequest) -> Response:
         """Answer a completion request. Raises ApiError."""
@@ -54,14 +59,48 @@ class Completions:
         if highest >= self._tokenizer.vocabulary_size:
             raise ApiError(HTTPStatus.BAD_REQUEST, f"prompt: token {highest} is not in the vocabulary.", "prompt")
         max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        return await self._reply(http, body, prompts, max_tokens)
+        return await self._reply(http, body, prompts, max_tokens, "max_tokens", self._openai("cmpl", "text", body))
 
     async def chat(self, http: Request, body: ChatRequest) -> Response:
         """Answer a chat request. Raises ApiError."""
         self._check_model(body.model)
         prompt = await asyncio.to_thread(self.chat_tokens, body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return await self._reply(http, body, [prompt], max_tokens)
+        field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+        return await self._reply(http, body, [prompt], max_tokens, field, self._openai("chatcmpl", "chat", body))
+
+    async def respond(self, http: Request, body: ResponsesRequest) -> Response:
+        """Answer a request for a response. Raises ApiError."""
+        self._check_model(body.model)
+        earlier = self.responses.messages(body.previous_response_id)
+        prompt = await asyncio.to_thread(self.chat_tokens, body.conversation(earlier), True)
+        reply = partial(
+            ResponseReply,
+            f"resp_{secrets.token_hex(8)}",
+            self._model(body),
+            request=body,
+            stored=self.responses,
+            messages=[*earlier, *body.new_messages()],
+        )
+        return await self._reply(http, body, [prompt], body.max_output_tokens, "max_output_tokens", reply)
+
+    async def message(self, http: Request, body: MessagesRequest) -> Response:
+        """Answer a request for a message. Raises ApiError."""
+        self._check_model(body.model)
+        prompt = await asyncio.to_thread(self.chat_tokens, body.conversation())
+        reply = partial(MessageReply, f"msg_{secrets.token_hex(8)}", self._model(body))
+        return await self._reply(http, body, [prompt], body.max_tokens, "max_tokens", reply)
+
+    async def generate(self, http: Request, body: GenerateRequest) -> Response:
+        """Answer SGLang's request. Raises ApiError."""
+        self._check_model(body.model)
+        prompt = body.input_ids or await asyncio.to_thread(self._tokenizer.encode, body.text or "")
+        if not prompt or max(prompt) >= self._tokenizer.vocabulary_size:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "text or input_ids must be given, of the vocabulary.", "text")
+        sampling = body.sampling_params
+        request = body.model_copy(update={"ignore_eos": sampling.ignore_eos})
+        reply = partial(GenerateReply, secrets.token_hex(16), self._model(body))
+        return await self._reply(http, request, [prompt], sampling.max_new_tokens, "max_new_tokens", reply)
 
     def chat_tokens(self, conversation: Conversation, add_special_tokens: bool = False) -> list[int]:
         """The prompt that the chat template makes of a conversation, in tokens. Raises ApiError."""
@@ -82,11 +121,13 @@ class Completions:
     async def _reply(
         self,
         http: Request,
-        body: CompletionRequest | ChatRequest,
+        body: GenerationRequest,
         prompts: list[list[int]],
         max_tokens: int | None,
+        max_tokens_field: str,
+        reply_with: Callable[[list[int], list[Choice]], Reply],
     ) -> Response:
-        self._check_options(body, max_tokens)
+        self._check_options(body, max_tokens, max_tokens_field)
         budgets = [self._answer_budget(prompt, max_tokens) for prompt in prompts]
         rank = self._requested_rank(http)
         adapter = body.model if body.model in self._settings.adapters else None
@@ -103,16 +144,20 @@ class Completions:
         except QueueFullError as error:
             outputs.cancel()
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, BUSY) from error
-        reply = Reply(
-            "chat" if isinstance(body, ChatRequest) else "text",
-            body.model or self._settings.model,
-            [len(prompt) for prompt in prompts],
-            [Choice() for _ in outputs.generations],
-        )
+        reply = reply_with([len(prompt) for prompt in prompts], [Choice() for _ in outputs.generations])
         if not body.stream:
             return await self._whole(http, reply, outputs)
+        return _GenerationStream(self._chunks(reply, outputs), outputs)
+
+    def _openai(
+        self, prefix: str, kind: Literal["chat", "text"], body: CompletionRequest | ChatRequest
+    ) -> Callable[[list[int], list[Choice]], Reply]:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return _GenerationStream(self._chunks(reply, outputs, include_usage), outputs)
+        name = f"{prefix}-{secrets.token_hex(8)}"
+        return partial(CompletionReply, name, self._model(body), kind=kind, include_usage=include_usage)
+
+    def _model(self, body: GenerationRequest) -> str:
+        return body.model or self._settings.model
 
     async def _whole(self, http: Request, reply: Reply, outputs: _Outputs) -> Response:
         collecting = asyncio.create_task(self._collect(reply, outputs))
@@ -132,17 +177,17 @@ class Completions:
         async for index, output in outputs:
             self._take(reply.choices[index], output)
 
-    async def _chunks(self, reply: Reply, outputs: _Outputs, include_usage: bool) -> AsyncIterator[str]:
+    async def _chunks(self, reply: Reply, outputs: _Outputs) -> AsyncIterator[str]:
         try:
             async for index, output in outputs:
-                if reply.kind == "chat" and reply.choices[index].tokens == 0:
-                    yield reply.role_chunk(index)
-                yield reply.text_chunk(index, self._take(reply.choices[index], output), output.finish_reason)
-            if include_usage:
-                yield reply.usage_chunk()
+                choice = reply.choices[index]
+                if not choice.output_ids and (beginning := reply.begin(index)):
+                    yield beginning
+                yield reply.piece(index, self._take(choice, output), output.finish_reason)
         except ApiError as error:  # the response has begun: all that is left is to say so in it
-            yield server_sent(json.dumps(error_body(error.status, error.message)))
-        yield server_sent("[DONE]")
+            yield reply.broken(error.status, error.message)
+        else:
+            yield reply.end()
 
     def _take(self, choice: Choice, output: Output) -> str:
         """Add an output to its choice; the text it adds."""
@@ -150,7 +195,7 @@ class Completions:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "The engine is shutting down.")
         text = self._writer.text(output.token)
         choice.text += text
-        choice.tokens += 1
+        choice.output_ids.append(output.token)
         choice.cached_tokens = output.cached_tokens
         choice.finish_reason = output.finish_reason
         return text
@@ -161,8 +206,7 @@ class Completions:
             message = f"The model `{model}` does not exist. Known models: {', '.join(known)}."
             raise ApiError(HTTPStatus.NOT_FOUND, message, "model")
 
-    def _check_options(self, body: CompletionRequest | ChatRequest, max_tokens: int | None) -> None:
-        field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+    def _check_options(self, body: GenerationRequest, max_tokens: int | None, field: str) -> None:
         limit = self._settings.max_model_len
         if max_tokens is not None and not 1 <= max_tokens <= limit:
             message = f"{field} must be between 1 and max_model_len={limit}, not {max_tokens}."

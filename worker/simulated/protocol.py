@@ -46,7 +46,9 @@ class Message(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class _GenerationRequest(BaseModel):
+class GenerationRequest(BaseModel):
+    """What every request for an answer may say."""
+
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: int = Field(0, ge=0)
@@ -57,7 +59,7 @@ class _GenerationRequest(BaseModel):
     cache_salt: str | None = None
 
 
-class CompletionRequest(_GenerationRequest):
+class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]] | None = None
@@ -83,7 +85,7 @@ class Conversation(BaseModel):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class ChatRequest(_GenerationRequest, Conversation):
+class ChatRequest(GenerationRequest, Conversation):
     """The body of POST /v1/chat/completions."""
 
     max_completion_tokens: int | None = None

@@ -1,12 +1,15 @@
-"""The bodies a worker answers with: OpenAI's completions, whole or in chunks, shaped as vLLM shapes them."""
+"""The bodies a worker answers with: what they have in common, and OpenAI's completions, shaped as vLLM shapes them."""
 
 from __future__ import annotations
 
 import json
-import secrets
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Literal
+
+from worker.simulated.protocol import error_body
 
 FINGERPRINT = "kvrouter-simulated"
 
@@ -16,40 +19,64 @@ class Choice:
     """One answer as far as it has been generated."""
 
     text: str = ""
-    tokens: int = 0
+    output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: str | None = None
 
 
 @dataclass(slots=True)
-class Reply:
+class Reply(ABC):
     """The answers to one HTTP request: `n` choices for each of its prompts, prompt by prompt."""
 
-    kind: Literal["chat", "text"]
+    id: str
     model: str
     prompt_lengths: list[int]  # tokens
     choices: list[Choice]
-    created: int = field(default_factory=lambda: int(time.time()))
-    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
 
-    def __post_init__(self) -> None:
-        self.id = ("chatcmpl-" if self.kind == "chat" else "cmpl-") + secrets.token_hex(8)
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self.prompt_lengths)
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens; a prompt counts once, and as cached what its first choice found."""
-        prompt = sum(self.prompt_lengths)
-        completion = sum(choice.tokens for choice in self.choices)
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(choice.output_ids) for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """A prompt counts once, as cached what its first choice found."""
         per_prompt = len(self.choices) // len(self.prompt_lengths)
-        cached = sum(choice.cached_tokens for choice in self.choices[::per_prompt])
-        return {
-            "prompt_tokens": prompt,
-            "total_tokens": prompt + completion,
-            "completion_tokens": completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return sum(choice.cached_tokens for choice in self.choices[::per_prompt])
 
+    @abstractmethod
     def body(self) -> dict[str, Any]:
         """The whole answer."""
+
+    def begin(self, index: int) -> str:  # noqa: ARG002
+        """The events of a stream before the first token of a choice."""
+        return ""
+
+    @abstractmethod
+    def piece(self, index: int, text: str, finish_reason: str | None) -> str:
+        """The event for what one more token added to a choice."""
+
+    def broken(self, status: HTTPStatus, message: str) -> str:
+        """The event for an answer that cannot be finished."""
+        return json_event(error_body(status, message)) + "data: [DONE]\n\n"
+
+    def end(self) -> str:
+        """The last events."""
+        return "data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class CompletionReply(Reply):
+    """A chat completion or a text completion."""
+
+    kind: Literal["chat", "text"]
+    include_usage: bool = False
+
+    def body(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "chat.completion" if self.kind == "chat" else "text_completion",
@@ -58,26 +85,34 @@ class Reply:
             "choices": [self._whole(index, choice) for index, choice in enumerate(self.choices)],
             "service_tier": None,
             "system_fingerprint": FINGERPRINT,
-            "usage": self.usage(),
+            "usage": self._usage(),
             "kv_transfer_params": None,
         }
 
-    def role_chunk(self, index: int) -> str:
-        """The first chunk of a chat choice."""
+    def begin(self, index: int) -> str:
+        if self.kind == "text":
+            return ""
         delta = {"role": "assistant", "content": ""}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def text_chunk(self, index: int, text: str, finish_reason: str | None) -> str:
-        """What one more token adds to a choice."""
+    def piece(self, index: int, text: str, finish_reason: str | None) -> str:
         content: dict[str, Any] = {"delta": {"content": text}} if self.kind == "chat" else {"text": text}
         choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
         if finish_reason is not None or self.kind == "text":
             choice["stop_reason"] = None
         return self._chunk([choice])
 
-    def usage_chunk(self) -> str:
-        """The last chunk, where the client asked for it."""
-        return self._chunk([], usage=self.usage(), system_fingerprint=FINGERPRINT)
+    def end(self) -> str:
+        usage = self._chunk([], usage=self._usage(), system_fingerprint=FINGERPRINT) if self.include_usage else ""
+        return usage + "data: [DONE]\n\n"
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         content: dict[str, Any] = {"text": choice.text}
@@ -92,17 +127,19 @@ class Reply:
         }
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        chunk = {
-            "id": self.id,
-            "object": "chat.completion.chunk" if self.kind == "chat" else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **more,
-        }
-        return server_sent(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+        return json_event(
+            {
+                "id": self.id,
+                "object": "chat.completion.chunk" if self.kind == "chat" else "text_completion",
+                "created": self.created,
+                "model": self.model,
+                "choices": choices,
+                **more,
+            }
+        )
 
 
-def server_sent(data: str) -> str:
+def json_event(data: dict[str, Any], name: str | None = None) -> str:
     """A server-sent event."""
-    return f"data: {data}\n\n"
+    named = f"event: {name}\n" if name else ""
+    return f"{named}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

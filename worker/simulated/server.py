@@ -15,6 +15,10 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from worker.publisher import ZmqEventPublisher
+from worker.simulated import messages_api
+from worker.simulated.generate_api import GenerateRequest
+from worker.simulated.messages_api import CountTokensRequest, MessagesRequest
+from worker.simulated.pooling_api import EmbeddingRequest, RerankRequest, ScoreRequest
 from worker.simulated.protocol import (
     ApiError,
     ChatRequest,
@@ -24,6 +28,7 @@ from worker.simulated.protocol import (
     TokenizeTextRequest,
     error_body,
 )
+from worker.simulated.responses_api import ResponsesRequest
 from worker.simulated.worker import SimulatedWorker
 
 MAX_REPORTED_ERRORS = 10
@@ -39,16 +44,22 @@ def create_app(worker: SimulatedWorker) -> FastAPI:
     return app
 
 
-async def _refused(_: Request, error: Exception) -> JSONResponse:
+async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
-    return JSONResponse(error_body(error.status, error.message, error.param), status_code=error.status)
+    return _error(request, error.status, error.message, error.param)
 
 
-async def _unreadable(_: Request, error: Exception) -> JSONResponse:
+async def _unreadable(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     found = [(_field(each["loc"]), each["msg"]) for each in error.errors()[:MAX_REPORTED_ERRORS]]
     message = "; ".join(dict.fromkeys(f"{field}: {text}" for field, text in found))
-    return JSONResponse(error_body(HTTPStatus.BAD_REQUEST, message, found[0][0]), status_code=HTTPStatus.BAD_REQUEST)
+    return _error(request, HTTPStatus.BAD_REQUEST, message, found[0][0])
+
+
+def _error(request: Request, status: HTTPStatus, message: str, param: str | None) -> JSONResponse:
+    anthropic = request.url.path.startswith("/v1/messages")
+    body = messages_api.error_body(status, message) if anthropic else error_body(status, message, param)
+    return JSONResponse(body, status_code=status)
 
 
 def _field(location: tuple[int | str, ...]) -> str:
@@ -79,6 +90,47 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
 @_routes.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request) -> Response:
     return await _worker(request).completions.chat(request, body)
+
+
+@_routes.post("/v1/responses")
+async def respond(body: ResponsesRequest, request: Request) -> Response:
+    return await _worker(request).completions.respond(request, body)
+
+
+@_routes.get("/v1/responses/{response}")
+async def stored_response(response: str, request: Request) -> dict[str, Any]:
+    return _worker(request).completions.responses.body(response)
+
+
+@_routes.post("/v1/messages")
+async def message(body: MessagesRequest, request: Request) -> Response:
+    return await _worker(request).completions.message(request, body)
+
+
+@_routes.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
+    tokens = await asyncio.to_thread(_worker(request).completions.chat_tokens, body.conversation())
+    return {"input_tokens": len(tokens)}
+
+
+@_routes.post("/generate")
+async def generate(body: GenerateRequest, request: Request) -> Response:
+    return await _worker(request).completions.generate(request, body)
+
+
+@_routes.post("/v1/embeddings")
+async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+    return await asyncio.to_thread(_worker(request).pooling.embeddings, body)
+
+
+@_routes.post("/v1/rerank")
+async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
+    return await asyncio.to_thread(_worker(request).pooling.rerank, body)
+
+
+@_routes.post("/v1/score")
+async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
+    return await asyncio.to_thread(_worker(request).pooling.score, body)
 
 
 @_routes.post("/tokenize")

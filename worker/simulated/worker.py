@@ -12,6 +12,7 @@ from worker.publisher import EventPublisher, NullEventPublisher, ZmqEventPublish
 from worker.simulated.completions import Completions
 from worker.simulated.engine import SimulatedEngine
 from worker.simulated.metrics import WorkerMetrics
+from worker.simulated.pooling_api import Pooling
 from worker.simulated.settings import SimulatedWorkerSettings
 from worker.simulated.tokens import ChatTokenizer
 
@@ -35,6 +36,7 @@ class SimulatedWorker:
         self.engines = [SimulatedEngine(settings, publisher) for publisher in self.publishers]
         self.metrics = WorkerMetrics(settings, self.engines)
         self.completions = Completions(settings, self.tokenizer, self.engines, self.metrics)
+        self.pooling = Pooling(self.tokenizer, settings.model)
         self._loops: list[asyncio.Task[None]] = []
 
     @property
