@@ -22,6 +22,9 @@ test-engine: .venv/installed
 bench-index: .venv/installed .bench/dynamo/installed
 	$(BIN)/python -m benchmarks.index $(ARGS)
 
+bench-faults: .venv/installed
+	$(BIN)/pytest tests/indexer/test_faults.py -q -s -p no:randomly $(ARGS)
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

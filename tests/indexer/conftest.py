@@ -20,8 +20,8 @@ def publishers() -> Iterator[Callable[..., Publisher]]:
     made: list[Publisher] = []
     with zmq.Context[zmq.Socket[bytes]]() as context:
 
-        def make(topic: bytes = b"") -> Publisher:
-            made.append(Publisher(context, topic))
+        def make(topic: bytes = b"", hwm: int = 0) -> Publisher:
+            made.append(Publisher(context, topic, hwm))
             return made[-1]
 
         yield make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -27,11 +28,14 @@ class Publisher:
     """One rank's PUB socket, and a ROUTER that answers replay requests from the batches published so far.
 
     `silent`: replay requests stay unanswered. `keep`: how many batches a replay can still bring. `dropped`: sequence
-    numbers that the next replay leaves out. `legacy`: replay messages carry no topic.
+    numbers that the next replay leaves out. `replay_loss`: the part of its messages that any replay leaves out.
+    `legacy`: replay messages carry no topic. `hwm`: live messages that wait for a slow subscriber (0: all).
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], topic: bytes = b"") -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], topic: bytes = b"", hwm: int = 0) -> None:
         self.topic = topic
+        self.hwm = hwm
+        self.replay_loss = 0.0
         self.silent = False
         self.legacy = False
         self.keep: int | None = None
@@ -79,8 +83,8 @@ class Publisher:
         self._closing = threading.Event()
         self._live, self._router = self._context.socket(zmq.XPUB), self._context.socket(zmq.ROUTER)
         self._live.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of every subscriber, not only of the first
-        self.endpoint = _bind(self._live, self.endpoint)
-        self.replay_endpoint = _bind(self._router, self.replay_endpoint)
+        self.endpoint = _bind(self._live, self.endpoint, self.hwm)
+        self.replay_endpoint = _bind(self._router, self.replay_endpoint, 0)
         self._thread = threading.Thread(target=self._answer, args=(self._router, self._closing))
         self._thread.start()
 
@@ -94,7 +98,7 @@ class Publisher:
                 continue
             dropped, self.dropped = self.dropped, set()
             for seq, payload in self.batches[-self.keep :] if self.keep else list(self.batches):
-                if seq >= start and seq not in dropped:
+                if seq >= start and seq not in dropped and random.random() >= self.replay_loss:
                     self._reply(router, replay_frames(client, self.topic, seq, payload))
             self._reply(router, end_of_replay_frames(client, self.topic))
 
@@ -104,9 +108,9 @@ class Publisher:
         router.send_multipart(frames)
 
 
-def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+def _bind(socket: zmq.Socket[bytes], endpoint: str, hwm: int) -> str:
     """Bind, waiting for a predecessor to leave the port."""
-    socket.set_hwm(0)
+    socket.set_hwm(hwm)
     deadline = time.monotonic() + DEADLINE_S
     while True:
         try:

@@ -1,30 +1,26 @@
-"""From an engine's cache, over a channel that loses, doubles, delays or falls silent, to the index: it heals or says so.
+"""From an engine's cache, over a channel that loses, doubles, delays or falls silent, to the index: it heals, or tells.
 
 A random engine numbers its batches; live ones and replayed ones travel apart, each in order, and any may get lost on
-the way. The engine may restart, keep little or nothing for replay, or not answer. A block is named by its prompt up to
-its end.
+the way. The engine may restart, keep little or nothing for replay, or not answer.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections import deque
+from typing import Any
 
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from random_engine import Engine, Prompt
 
 from indexer import Index, Target
 from indexer.dump import DumpedStream, TargetDump, read_dump, write_dump
 from indexer.hashing import Namespace, pack_tokens
 from indexer.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
-from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Tier, decode_batch, encode_batch
+from kvevents import AllBlocksCleared, BlockStored, Event, EventBatch, Tier, decode_batch, encode_batch
 from kvevents.decode import batch_time
 from kvevents.frames import StreamFrame
-
-# A prompt of one token a block; a block is the prompt up to its end.
-Prompt: TypeAlias = tuple[int, ...]
 
 TARGET = Target("w", 0, "m")
 NAMESPACE = Namespace("m", "default", None, None, 1)
@@ -34,42 +30,14 @@ TICK = 0.25
 prompts = st.lists(st.integers(0, 2), min_size=2, max_size=5).map(tuple)
 
 
-@dataclass
-class Engine:
-    """One life of an engine: physical copies of blocks, and what it published. `keeps` batches can be replayed."""
+class PublishingEngine(Engine):
+    """One life of an engine, and what it published. `keeps` batches can be replayed (None: all)."""
 
-    life: int
-    seed: int
-    keeps: int | None
-    copies: Counter[Prompt] = field(default_factory=Counter)
-    sent: list[StreamFrame] = field(default_factory=list)
-
-    def hit(self, prompt: Prompt) -> int:
-        """How many blocks of a prompt are cached, from its start on."""
-        return next((end for end in range(len(prompt)) if not self.copies[prompt[: end + 1]]), len(prompt))
-
-    def serve(self, prompt: Prompt) -> Event:
-        """Compute what is not cached; of a prompt that is cached whole, its last block anew, into a second copy."""
-        first = min(self.hit(prompt), len(prompt) - 1)
-        self.copies.update(prompt[: end + 1] for end in range(first, len(prompt)))
-        return self.stored(prompt, first)
-
-    def stored(self, prompt: Prompt, first: int) -> BlockStored:
-        names = [self.name(prompt[: end + 1]) for end in range(len(prompt))]
-        return BlockStored(list(names[first:]), names[first - 1] if first else None, list(prompt[first:]), 1)
-
-    def evict(self, block: Prompt) -> Event:
-        """Free one copy."""
-        self.copies[block] -= 1
-        self.copies += Counter()
-        return BlockRemoved([self.name(block)])
-
-    def clear(self) -> Event:
-        self.copies.clear()
-        return AllBlocksCleared()
-
-    def name(self, block: Prompt) -> int:
-        return hash((self.seed, block)) & 2**63 - 1
+    def __init__(self, life: int, seed: int, keeps: int | None) -> None:
+        super().__init__(seed)
+        self.life = life
+        self.keeps = keeps
+        self.sent: list[StreamFrame] = []
 
     def publish(self, time: int, events: list[Event]) -> StreamFrame:
         frame = StreamFrame(len(self.sent), encode_batch(EventBatch(float(time), events, self.life)))
@@ -89,7 +57,7 @@ class Healing(RuleBasedStateMachine):
         self.now = 0.0
         self.clock = 0
         self.ends_with_restart = ends_with_restart
-        self.engine = Engine(0, 0, keeps)
+        self.engine = PublishingEngine(0, 0, keeps)
         self.blocks: dict[int, Prompt] = {}  # of all lives
         self.saved: TargetDump | None = None
         self.replay_works = True
@@ -131,7 +99,7 @@ class Healing(RuleBasedStateMachine):
         """Some of what is under way still arrives; the replay endpoint goes with the process."""
         self.disconnect(arrive)
         engine = self.engine
-        self.engine = Engine(engine.life + 1, engine.seed if same_seed else engine.seed + 1, keeps)
+        self.engine = PublishingEngine(engine.life + 1, engine.seed if same_seed else engine.seed + 1, keeps)
         self.recoverable &= keeps is None
 
     # The channel.
