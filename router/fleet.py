@@ -1,87 +1,98 @@
-"""The workers: what each one is, whether it answers, and keeping the indexer told of their streams."""
+"""The workers: which there are, whether they answer, and keeping the indexer told of their streams."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
 
 import aiohttp
 import structlog
 
 from indexer import Indexer, Registration, Target
+from router.circuit import CircuitLimits
 from router.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
+from router.engine_metrics import EngineMetrics
+from router.health import Health
+from router.judge import Judge
 from router.settings import FleetSettings, WorkerSettings
+from router.worker import Worker, WorkerState
+
+__all__ = ["Fleet", "Worker", "WorkerState"]
 
 log = structlog.get_logger()
 
+# Where workers come from; of two that name the same worker the first wins.
+SOURCES = ("config", "api", "kubernetes")
 
-@dataclass(eq=False, slots=True)
-class Worker:
-    """One server. `problem` says why it is not used; None while it answers."""
-
-    settings: WorkerSettings
-    description: WorkerDescription | None = None
-    problem: str | None = "not asked yet"
-    failed_probes: int = 0
-    targets: set[Target] = field(default_factory=set)
-
-    @property
-    def url(self) -> str:
-        """The worker's base URL, which is also its name."""
-        return str(self.settings.url).rstrip("/")
-
-    @property
-    def up(self) -> bool:
-        return self.problem is None
-
-    def served(self, name: str) -> ServedModel | None:
-        """What this worker serves under a name."""
-        return self.description.models.get(name) if self.description else None
-
-    @property
-    def capacity_tokens(self) -> int | None:
-        """How many tokens each of its ranks can hold, if it says so."""
-        known = self.description
-        return known.capacity * known.block_size if known and known.capacity and known.block_size else None
-
-    def ranks(self) -> tuple[int, ...]:
-        """Its DP ranks."""
-        return self.description.ranks if self.description else (0,)
+_STALE_SCRAPES = 5
 
 
 class Fleet:
-    """Watches the configured workers. `start` and `stop` own its tasks.
+    """Watches the workers of all sources. `start` and `stop` own its tasks.
 
-    `on_model` is told of every model of a worker that answers, each time it does.
+    `on_model` is told of every model of a worker that answers, each time it does; `on_removed` of each that is gone.
     """
 
     def __init__(
         self,
-        workers: list[WorkerSettings],
+        workers: Iterable[WorkerSettings],
         settings: FleetSettings,
         indexer: Indexer,
         session: aiohttp.ClientSession,
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
     ) -> None:
-        self.workers = [Worker(worker) for worker in workers]
+        self.on_removed: list[Callable[[Worker], None]] = []
         self._settings = settings
         self._indexer = indexer
         self._session = session
         self._on_model = on_model
-        self._tasks: list[asyncio.Task[None]] = []
-        self._look_now = {worker: asyncio.Event() for worker in self.workers}
+        self._limits = CircuitLimits(settings.failures, settings.backoff, settings.longest_backoff)
+        self._given: dict[str, dict[str, WorkerSettings]] = {source: {} for source in SOURCES}
+        self._workers: dict[str, Worker] = {}
+        self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
+        self._judge = Judge(settings, indexer)
+        self._judging: asyncio.Task[None] | None = None
+        self._give("config", workers)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All workers, up or not."""
+        return list(self._workers.values())
+
+    def find(self, url: str) -> Worker | None:
+        """The worker with this URL."""
+        return self._workers.get(url.rstrip("/"))
 
     async def start(self) -> None:
         """Ask every worker once, then go on watching them."""
         await asyncio.gather(*map(self._look, self.workers))
-        self._tasks = [asyncio.create_task(self._watch(worker), name=f"watch {worker.url}") for worker in self.workers]
+        for worker in self.workers:
+            worker.warming_since = None  # all are new: none has to be spared
+            self._watch_from_now(worker)
+        self._judging = asyncio.create_task(self._judge.run(lambda: self.workers), name="judge workers")
 
     async def stop(self) -> None:
         """End the watching."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        judging = [self._judging] if self._judging else []
+        await _end([*judging, *(task for tasks in self._tasks.values() for task in tasks)])
+        self._tasks.clear()
+
+    async def assign(self, source: str, workers: Iterable[WorkerSettings]) -> None:
+        """Let these be the workers of a source. Others get no more requests; what they have goes on."""
+        for worker in self._give(source, workers):
+            await _end(self._tasks.pop(worker, []))
+            self._indexer.unregister(worker.targets)
+            for told in self.on_removed:
+                told(worker)
+            log.info("worker removed", worker=worker.url, source=worker.source)
+        for worker in self.workers:
+            if worker not in self._tasks:
+                log.info("worker added", worker=worker.url, source=worker.source)
+                self._watch_from_now(worker)
+
+    def assigned(self, source: str) -> list[WorkerSettings]:
+        """The workers that a source names."""
+        return list(self._given[source].values())
 
     def serving(self, name: str) -> list[tuple[Worker, ServedModel]]:
         """The workers that serve a model or adapter of this name, up or not."""
@@ -93,26 +104,71 @@ class Fleet:
 
     def report_failure(self, worker: Worker, problem: str) -> None:
         """A request could not reach a worker: leave it out until it answers again."""
-        if worker.up:
-            log.warning("worker left out", worker=worker.url, reason=problem)
         worker.problem = problem
         self.look_soon(worker)
 
     def look_soon(self, worker: Worker) -> None:
         """Something went wrong with a worker: see whether it still answers."""
-        self._look_now[worker].set()
+        worker.look_now.set()
+
+    def _give(self, source: str, workers: Iterable[WorkerSettings]) -> list[Worker]:
+        """Take note of the workers of a source; those that are gone."""
+        self._given[source] = {Worker(settings).url: settings for settings in workers}
+        wanted: dict[str, tuple[str, WorkerSettings]] = {}
+        for name in SOURCES:
+            for url, given in self._given[name].items():
+                wanted.setdefault(url, (name, given))
+        gone = [self._workers.pop(url) for url in list(self._workers) if url not in wanted]
+        for url, (name, given) in wanted.items():
+            worker = self._workers.get(url)
+            if worker is None:
+                self._workers[url] = self._new_worker(given, name)
+            elif worker.settings != given:
+                worker.settings = given
+                self.look_soon(worker)
+            self._workers[url].source = name
+        return gone
+
+    def _new_worker(self, given: WorkerSettings, source: str) -> Worker:
+        stale = _STALE_SCRAPES * self._settings.metrics_interval
+        slow_start = self._settings.slow_start
+        return Worker(given, source, Health(self._limits), EngineMetrics(stale), slow_start)
+
+    def _watch_from_now(self, worker: Worker) -> None:
+        self._tasks[worker] = [
+            asyncio.create_task(self._watch(worker), name=f"watch {worker.url}"),
+            asyncio.create_task(self._scrape(worker), name=f"scrape {worker.url}"),
+        ]
 
     async def _watch(self, worker: Worker) -> None:
+        if worker.state is WorkerState.NEW:
+            await self._look(worker)
         while True:
             well = worker.up and not worker.failed_probes
             interval = self._settings.probe_interval if well else self._settings.retry_interval
             try:
-                await asyncio.wait_for(self._look_now[worker].wait(), interval)
-                self._look_now[worker].clear()
+                await asyncio.wait_for(worker.look_now.wait(), interval)
+                worker.look_now.clear()
                 await asyncio.sleep(self._settings.retry_interval)
             except TimeoutError:
                 pass
             await self._look(worker)
+
+    async def _scrape(self, worker: Worker) -> None:
+        """Ask a worker for its metrics, again and again. Any answer is a sign of life."""
+        timeout = aiohttp.ClientTimeout(total=self._settings.probe_timeout)
+        while True:
+            before = worker.health.in_flight()
+            worker.metrics.asked()
+            try:
+                async with self._session.get(f"{worker.url}/metrics", timeout=timeout) as response:
+                    text = await response.text() if response.status == 200 else ""
+            except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:
+                log.debug("no metrics", worker=worker.url, reason=str(error) or type(error).__name__)
+            else:
+                worker.metrics.answered()
+                worker.metrics.read(text, before | worker.health.in_flight())
+            await asyncio.sleep(self._settings.metrics_interval)
 
     async def _look(self, worker: Worker) -> None:
         """Ask a worker what it is, and act on what changed."""
@@ -120,19 +176,18 @@ class Fleet:
             async with asyncio.timeout(self._settings.probe_timeout):
                 description = await describe_worker(self._session, worker.settings)
         except (DiscoveryError, TimeoutError) as error:
-            problem = str(error) or f"no answer within {self._settings.probe_timeout} s"
             worker.failed_probes += 1
-            if worker.problem is None and worker.failed_probes < self._settings.failed_probes:
+            if worker.up and worker.failed_probes < self._settings.failed_probes:
                 return  # a busy worker may be late once
-            if worker.problem is None or worker.failed_probes == 1:
-                log.warning("worker does not answer", worker=worker.url, reason=problem)
-            worker.problem = problem
+            worker.problem = str(error) or f"no answer within {self._settings.probe_timeout} s"
+            worker.health.give_up_waiting()
             return
-        worker.failed_probes = 0
-        if not worker.up:
-            log.info("worker answers", worker=worker.url, engine=description.engine, models=list(description.models))
         if description != worker.description:
             self._register(worker, description)
+        if not worker.up and (worker.failed_probes or worker.description is None):
+            worker.warming_since = worker.health.clock()
+            worker.health.forget()
+        worker.failed_probes = 0
         worker.description = description
         worker.problem = None
         for model in description.base_models():
@@ -160,3 +215,10 @@ class Fleet:
                 self._indexer.register(registration)
             except ValueError as error:
                 log.error("event stream not followed", worker=worker.url, reason=str(error))
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

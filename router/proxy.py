@@ -1,14 +1,16 @@
 """Requests to workers and their answers back, byte for byte. A plain ASGI application; nothing is buffered.
 
-A request goes to another worker when its own cannot be reached, as long as nothing of an answer has come. Its load is
-released on every path: answered, failed, or left by the client.
+A request goes to another worker when its own cannot be reached, refuses it as overloaded or hangs, as long as nothing
+of an answer has been passed on and the retry budget lasts. Its load is released on every path: answered, failed, or
+left by the client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from http import HTTPStatus
 from io import BytesIO
 
 import aiohttp
@@ -20,8 +22,10 @@ from yarl import URL
 
 from indexer.errors import RequestError, error_body
 from router.fleet import Fleet, Worker
+from router.health import Attempt, Outcome
 from router.metrics import RequestMetrics
 from router.requests import Endpoint, decode_request
+from router.retry_budget import RetryBudget
 from router.routing import Placement, RoutedPrompt, Router, unread_prompt
 from router.settings import ProxySettings
 from router.usage import UsageTail
@@ -41,8 +45,20 @@ _RANK_HEADER = "X-data-parallel-rank"  # vLLM and SGLang read it
 _ROUTED_PATHS = frozenset(Endpoint)
 
 
-class WorkerUnreachableError(Exception):
+# A worker that answers so did not take the request.
+_NOT_TAKEN = frozenset((HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT))
+
+
+class TryElsewhereError(Exception):
+    """A worker failed a request before anything of its answer was passed on."""
+
+
+class WorkerUnreachableError(TryElsewhereError):
     """A worker could not be reached, or hung up before it answered."""
+
+
+class WorkerHangsError(TryElsewhereError):
+    """A worker was left out as hung while a request waited there."""
 
 
 class _ClientGoneError(Exception):
@@ -71,6 +87,7 @@ class Proxy:
         self._settings = settings
         self._max_body_bytes = max_body_bytes
         self._metrics = metrics
+        self._budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout, sock_read=settings.idle_timeout
         )
@@ -89,21 +106,29 @@ class Proxy:
         """Send a request to one worker after the other, until one answers. Raises RequestError when none does."""
         arrived = time.monotonic()
         prompt = await self._read_prompt(scope, body)
-        unreachable: set[Worker] = set()
-        for _ in range(self._settings.attempts):
-            placement = self._router.place(prompt, unreachable)
+        self._budget.request()
+        tried: list[Worker] = []
+        hung = False
+        while len(tried) < self._settings.attempts:
+            placement = self._router.place(prompt, tried)
+            tried.append(placement.worker)
+            others = len(tried) < self._settings.attempts and self._router.others(prompt, tried)
             try:
-                await self._exchange(scope, body, prompt, placement, arrived, send)
-            except WorkerUnreachableError as error:
-                unreachable.add(placement.worker)
-                self._fleet.report_failure(placement.worker, str(error))
+                # A request that hung one worker may be why; it does not get to hang them all.
+                await self._exchange(scope, body, prompt, placement, arrived, others, others and not hung, send)
+            except TryElsewhereError as error:
+                hung = hung or isinstance(error, WorkerHangsError)
                 self._metrics.retried.labels(placement.worker.url).inc()
+                if isinstance(error, WorkerUnreachableError):
+                    self._fleet.report_failure(placement.worker, str(error))
+                    if not self._budget.take():
+                        break
             else:
                 return
             finally:
                 placement.release()
         raise RequestError(
-            f"{len(unreachable)} workers could not be reached. Try again later.",
+            f"{len(tried)} workers could not be reached. Try again later.",
             status=503,
             type="service_unavailable",
             code="no_worker_available",
@@ -118,28 +143,75 @@ class Proxy:
             name = None  # a path that the router does not know may carry anything
         return unread_prompt(name, len(body))
 
-    async def _exchange(
-        self, scope: Scope, body: bytes, prompt: RoutedPrompt, placement: Placement, arrived: float, send: Send
-    ) -> None:
-        """One attempt. Raises WorkerUnreachableError while nothing of an answer has come, RequestError on a timeout."""
-        request = self._session.request(
-            scope["method"],
-            _upstream_url(placement.worker, scope),
-            headers=_upstream_headers(scope["headers"], placement),
-            data=BytesIO(body) if body else None,  # aiohttp writes it in pieces
-            timeout=self._timeout,
-            allow_redirects=False,
-        )
+    async def _begin(
+        self, scope: Scope, body: bytes, placement: Placement, others: bool, movable: bool
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Send a request and wait until its answer begins: its head, and of an event stream the first bytes.
+
+        Engines send the head of a stream at once. It is worth nothing: until the first event the request can still go
+        elsewhere, if there are `others`. It may be called off as hung while it is `movable`. Raises TryElsewhereError,
+        and RequestError on a timeout.
+        """
+        attempt = placement.attempt
+        patience = asyncio.timeout(None)
+
+        def give_up() -> None:
+            if self._budget.take():
+                patience.reschedule(0)
+
         try:
-            response = await request
+            async with patience:
+                attempt.give_up = give_up if movable else None
+                response = await self._session.request(
+                    scope["method"],
+                    _upstream_url(placement.worker, scope),
+                    headers=_upstream_headers(scope["headers"], placement),
+                    data=BytesIO(body) if body else None,  # aiohttp writes it in pieces
+                    timeout=self._timeout,
+                    allow_redirects=False,
+                )
+                try:
+                    is_stream = response.content_type == "text/event-stream"
+                    first = await response.content.readany() if is_stream else b""
+                    if response.status in _NOT_TAKEN and others and self._budget.take():
+                        attempt.end(Outcome.FAILED, f"status {response.status}")
+                        raise TryElsewhereError(f"status {response.status}")
+                except BaseException:
+                    response.close()
+                    raise
+                return response, first
         except aiohttp.ConnectionTimeoutError as error:
-            raise WorkerUnreachableError(f"no connection within {self._settings.connect_timeout} s") from error
+            raise self._unreachable(attempt, f"no connection within {self._settings.connect_timeout} s") from error
         except TimeoutError as error:
+            if patience.expired():
+                raise WorkerHangsError from error
+            attempt.end(Outcome.FAILED, f"no answer within {self._settings.idle_timeout} s")
             raise RequestError(
                 f"The worker did not answer within {self._settings.idle_timeout} s.", status=504, type="timeout_error"
             ) from error
         except aiohttp.ClientError as error:
-            raise WorkerUnreachableError(str(error) or type(error).__name__) from error
+            raise self._unreachable(attempt, str(error) or type(error).__name__) from error
+        finally:
+            attempt.give_up = None
+
+    def _unreachable(self, attempt: Attempt, reason: str) -> WorkerUnreachableError:
+        attempt.end(Outcome.FAILED, reason)
+        return WorkerUnreachableError(reason)
+
+    async def _exchange(
+        self,
+        scope: Scope,
+        body: bytes,
+        prompt: RoutedPrompt,
+        placement: Placement,
+        arrived: float,
+        others: bool,
+        movable: bool,
+        send: Send,
+    ) -> None:
+        """One attempt. Raises TryElsewhereError while nothing of an answer was passed on, RequestError on a timeout."""
+        response, first = await self._begin(scope, body, placement, others, movable)
+        attempt = placement.attempt
         model = prompt.name or ""
         async with response:
             self._metrics.answered.labels(model, placement.worker.url, str(response.status)).inc()
@@ -154,7 +226,8 @@ class Proxy:
             )
             tail = UsageTail()
             try:
-                async for chunk in response.content.iter_any():
+                async for chunk in _chunks(first, response.content):
+                    attempt.heard()
                     if arrived:
                         placement.first_byte()
                         self._metrics.first_byte.labels(model).observe(time.monotonic() - arrived)
@@ -162,8 +235,10 @@ class Proxy:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     tail.feed(chunk)
             except (aiohttp.ClientError, TimeoutError) as error:
+                attempt.end(Outcome.FAILED, f"answer broken off: {str(error) or type(error).__name__}")
                 await self._break_off(response, placement.worker, error, send)
                 return
+            attempt.end(_outcome(response.status), f"status {response.status}")
             if response.status == 200:
                 self._router.answered(placement, tail.usage())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -179,6 +254,21 @@ class Proxy:
         failure = RequestError("The worker broke off its answer.", status=502, type="upstream_error")
         event = b"\n\ndata: " + error_body(failure) + b"\n\n"  # what came last may have been half an event
         await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+async def _chunks(first: bytes, rest: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The first bytes of a body, if there are any yet, and those that follow as they come."""
+    if first:
+        yield first
+    async for chunk in rest.iter_any():
+        yield chunk
+
+
+def _outcome(status: int) -> Outcome:
+    """What a whole answer says of its worker."""
+    if status < 400:
+        return Outcome.SUCCEEDED
+    return Outcome.FAILED if status >= 500 else Outcome.NEITHER
 
 
 async def _read_body(receive: Receive, limit: int) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import NamedTuple
 
 import structlog
@@ -13,6 +14,7 @@ from indexer import Indexer, MatchQuery, Target, UnknownModelError
 from indexer.errors import RequestError
 from router.audit import HitAudit, Prediction
 from router.fleet import Fleet, Worker
+from router.health import Attempt, Outcome
 from router.history import RoutingHistory
 from router.load import LoadTable, Reservation
 from router.policy import Candidate, Decision, Policy
@@ -20,6 +22,7 @@ from router.requests import RoutedRequest
 from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 from router.tokens import Tokenizers, TokenizerUnavailableError
 from router.usage import Usage
+from router.worker import choosable
 
 log = structlog.get_logger()
 
@@ -48,6 +51,7 @@ class RoutedPrompt:
     token_ids: list[list[int]] = field(default_factory=list)
     cache_salt: str | None = None
     answers: int = 1
+    streamed: bool = False
 
 
 def unread_prompt(name: str | None, body_bytes: int) -> RoutedPrompt:
@@ -64,6 +68,7 @@ class Placement:
     decision: Decision
     reservation: Reservation
     prediction: Prediction
+    attempt: Attempt
     on_release: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -78,6 +83,7 @@ class Placement:
     def release(self) -> None:
         """The request ended, however it did. Only the first call counts."""
         self.reservation.release()
+        self.attempt.end(Outcome.NEITHER)
         while self.on_release:
             self.on_release.pop()()
 
@@ -104,6 +110,7 @@ class Router:
         self._speculation = speculation
         self._history = history
         self._audit = audit
+        self._random = Random()
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
         """The model and adapter behind a name. Raises RequestError (404) when nobody serves it."""
@@ -124,7 +131,14 @@ class Router:
         except TokenizerUnavailableError as error:
             log.debug("routed by load alone", model=request.model, reason=str(error))
             return unread_prompt(request.model, body_bytes)
-        return RoutedPrompt(request.model, sum(map(len, token_ids)), token_ids, request.cache_salt, request.n)
+        return RoutedPrompt(
+            request.model,
+            sum(map(len, token_ids)),
+            token_ids,
+            request.cache_salt,
+            request.n,
+            request.stream,
+        )
 
     def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Placement:
         """Choose a target and reserve its load, in one step. Raises RequestError (503) when no worker is left."""
@@ -148,7 +162,9 @@ class Router:
                         overlap += max(sent, in_flight if self._audit.distrusts(target) else told)
                     options[target] = (worker, hashes, by_events)
                     load = self._load.of(worker.url, dp_rank)
-                    candidates.append(Candidate(target, overlap, load.requests, load.pending, load.context))
+                    candidates.append(
+                        _weighed(Candidate(target, overlap, load.requests, load.pending, load.context), worker)
+                    )
         if not candidates:
             if prompt.name is not None and not self._fleet.serving(prompt.name):
                 raise self._unknown_model(prompt.name)
@@ -173,7 +189,8 @@ class Router:
             capacity=worker.capacity_tokens,
         )
         speculative = [self._speculation.hold(target, known) for known in hashes]
-        return Placement(worker, target, decision, reservation, prediction, speculative)
+        attempt = worker.health.begin(load.pending, target.dp_rank, prompt.streamed)
+        return Placement(worker, target, decision, reservation, prediction, attempt, speculative)
 
     def answered(self, placement: Placement, usage: Usage | None) -> None:
         """A worker answered a request in full; `usage` is what it says of the tokens."""
@@ -186,17 +203,25 @@ class Router:
             self._speculation.forget(target)
             self._history.forget(target)
 
+    def others(self, prompt: RoutedPrompt, without: Collection[Worker]) -> bool:
+        """Whether there is any other worker that could take a request now."""
+        return bool(self._serving_now(prompt.name, without))
+
     def _able(self, name: str | None, without: Collection[Worker]) -> dict[_Served, list[Worker]]:
-        """The workers that could take a request now, by what they serve under its name."""
+        """The workers that a request may go to now, by what they serve under its name."""
         able: dict[_Served, list[Worker]] = {}
-        for worker in self._fleet.workers:
-            if not worker.up or worker in without:
-                continue
-            if name is None:
-                able.setdefault(_Served("", None), []).append(worker)
-            elif served := worker.served(name):
-                able.setdefault(_Served(served.model, served.adapter), []).append(worker)
+        for worker in choosable(self._serving_now(name, without), self._random):
+            served = worker.served(name) if name is not None else None
+            able.setdefault(_Served(served.model, served.adapter) if served else _Served("", None), []).append(worker)
         return able
+
+    def _serving_now(self, name: str | None, without: Collection[Worker]) -> list[Worker]:
+        """The workers that answer and serve a name; any will do where it is None."""
+        return [
+            worker
+            for worker in self._fleet.workers
+            if worker.up and not worker.draining and worker not in without and (name is None or worker.served(name))
+        ]
 
     def _matched(self, served: _Served, token_ids: list[int], cache_salt: str | None) -> dict[Target, int]:
         """How many tokens of a prompt each target holds, by the index."""
@@ -227,3 +252,15 @@ class Router:
             param="model",
             code="model_not_found",
         )
+
+
+def _weighed(candidate: Candidate, worker: Worker) -> Candidate:
+    """A candidate with the requests of others too, and its load in proportion to what its worker can bear."""
+    weight = worker.settings.weight
+    unseen = worker.metrics.of(candidate.target.dp_rank).unseen
+    return replace(
+        candidate,
+        requests=round((candidate.requests + unseen) / weight),
+        pending=round(candidate.pending / weight),
+        context=round(candidate.context / weight),
+    )

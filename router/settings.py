@@ -57,6 +57,14 @@ class StreamSettings(_Section):
     topic: str = ""
 
 
+class Role(StrEnum):
+    """What a worker computes of a request."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class WorkerSettings(_Section):
     """A worker. Only the URL is needed: the rest is asked of the worker, and what is given here wins."""
 
@@ -64,6 +72,8 @@ class WorkerSettings(_Section):
     model: str | None = None
     block_size: PositiveInt | None = None
     streams: list[StreamSettings] | None = None
+    weight: PositiveFloat = 1.0
+    role: Role = Role.BOTH
 
 
 class ModelSettings(_Section):
@@ -102,12 +112,21 @@ class EventSettings(_Section):
 
 
 class FleetSettings(_Section):
-    """How workers are watched. Times in seconds."""
+    """How workers are watched, and when they are left out. Times in seconds."""
 
     probe_interval: PositiveFloat = 5.0
     retry_interval: PositiveFloat = 1.0
     probe_timeout: PositiveFloat = 5.0
     failed_probes: PositiveInt = 3
+    metrics_interval: PositiveFloat = 1.0
+    failures: PositiveInt = 3
+    backoff: PositiveFloat = 1.0
+    longest_backoff: PositiveFloat = 30.0
+    stall_seconds: PositiveFloat = 1.0
+    stall_factor: Annotated[float, Field(ge=1)] = 3.0
+    outlier_factor: Annotated[float, Field(gt=1)] = 5.0
+    max_ejected: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    slow_start: NonNegative = 10.0
 
 
 class ProxySettings(_Section):
@@ -116,6 +135,8 @@ class ProxySettings(_Section):
     connect_timeout: PositiveFloat = 3.0
     idle_timeout: PositiveFloat = 600.0
     attempts: PositiveInt = 3
+    retry_share: NonNegative = 0.2
+    retry_minimum: Annotated[int, Field(ge=0)] = 10
     speculation_seconds: NonNegative = 2.0
 
 

@@ -135,7 +135,7 @@ async def _discovery(exchange: Exchange) -> bool:
     match exchange.method, exchange.target:
         case "GET", "/v1/models":
             await exchange.answer(json.dumps({"data": [{"id": MODEL}]}).encode())
-        case ("GET", "/kv_event_sources" | "/server_info") | ("POST", "/tokenize"):
+        case ("GET", "/kv_event_sources" | "/server_info" | "/metrics") | ("POST", "/tokenize"):
             await exchange.answer(status="404 Not Found")
         case _:
             return False

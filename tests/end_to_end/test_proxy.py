@@ -237,7 +237,7 @@ async def test_the_head_of_an_answer_does_not_wait_for_its_body(
     begun = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
-        await exchange.begin_chunks()
+        await exchange.begin_chunks("application/json")
         await begun.wait()
         await exchange.chunk(b"")
 
@@ -278,9 +278,9 @@ async def test_a_prefill_is_pending_until_the_first_byte(worker: ScriptedWorker,
     first, last = asyncio.Event(), asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
-        await exchange.begin_chunks()
+        await exchange.begin_chunks("application/json")
         await first.wait()
-        await exchange.chunk(b"data: 1\n\n")
+        await exchange.chunk(b"[1,")
         await last.wait()
         await exchange.chunk(b"")
 
@@ -417,7 +417,7 @@ async def test_a_worker_that_comes_back_is_used_again() -> None:
 
 async def test_idle_connections_are_kept_for_clients_and_not_used_again_to_workers(worker: ScriptedWorker) -> None:
     """Engines close theirs after 5 seconds, and clients after longer; a request sent at that moment would be lost."""
-    async with router(worker.url, fleet={"probe_interval": 60}) as routed:
+    async with router(worker.url, fleet={"probe_interval": 60, "metrics_interval": 60}) as routed:
         address = urlsplit(routed.url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         for idle in (0, 0, 5.5):

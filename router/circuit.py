@@ -1,0 +1,99 @@
+"""A circuit breaker: whether a worker gets requests, by how the last ones ended.
+
+                failures in a row, or `open`
+       CLOSED ─────────────────────────────▶ OPEN ◀──┐
+          ▲                                   │      │ the trial fails: the backoff doubles
+          │ the trial succeeds                ▼ backoff over
+          └─────────────────────────────── HALF_OPEN ┘  one request at a time is let through
+
+Requests that began before the circuit opened say nothing about the worker afterwards, so their ends are ignored then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class CircuitState(StrEnum):
+    """Whether requests are let through: all, none, or one at a time."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitLimits:
+    """How many failures in a row open a circuit, and for how many seconds: at first, and at most."""
+
+    failures: int = 3
+    backoff: float = 1.0
+    longest_backoff: float = 30.0
+
+
+class Circuit:
+    """The breaker of one worker. `begin` numbers the requests; each is told of at its end with its number."""
+
+    def __init__(self, limits: CircuitLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.reason: str | None = None
+        self._limits = limits
+        self._clock = clock
+        self._begun = 0
+        self._first_since_opening = 0
+        self._failures = 0
+        self._openings = 0
+        self._opened_until: float | None = None
+        self._trial: int | None = None
+
+    @property
+    def state(self) -> CircuitState:
+        if self._opened_until is None:
+            return CircuitState.CLOSED
+        return CircuitState.HALF_OPEN if self._clock() >= self._opened_until else CircuitState.OPEN
+
+    @property
+    def allows(self) -> bool:
+        """Whether a request may begin. One that begins nevertheless counts as any other."""
+        return self._opened_until is None or (self._trial is None and self._clock() >= self._opened_until)
+
+    def begin(self) -> int:
+        """A request begins; its number."""
+        self._begun += 1
+        if self._trial is None and self.state is CircuitState.HALF_OPEN:
+            self._trial = self._begun
+        return self._begun
+
+    def succeeded(self, number: int) -> None:
+        """A request was answered well."""
+        if self._counts(number):
+            self._failures = self._openings = 0
+            self._opened_until = self._trial = self.reason = None
+
+    def failed(self, number: int, reason: str) -> None:
+        """A request failed through the worker's fault."""
+        if not self._counts(number):
+            return
+        self._failures += 1
+        if self._opened_until is not None or self._failures >= self._limits.failures:
+            self.open(reason)
+
+    def ended(self, number: int) -> None:
+        """A request ended in a way that says nothing about the worker."""
+        if number == self._trial:
+            self._trial = None
+
+    def open(self, reason: str) -> None:
+        """Let no request through for a while, twice as long as the last time unless one succeeded since."""
+        backoff = min(self._limits.backoff * 2 ** min(self._openings, 30), self._limits.longest_backoff)
+        self._opened_until = self._clock() + backoff
+        self._openings += 1
+        self._failures = 0
+        self._trial = None
+        self._first_since_opening = self._begun + 1
+        self.reason = reason
+
+    def _counts(self, number: int) -> bool:
+        return self._opened_until is None or number >= self._first_since_opening

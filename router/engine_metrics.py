@@ -1,0 +1,121 @@
+"""What the engines say of their own load in /metrics, so that requests of others are seen too.
+
+One small record for each DP rank. Names are vLLM's and SGLang's; of any other engine nothing is known.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+_RUNNING = {"vllm:num_requests_running", "sglang:num_running_reqs"}
+_WAITING = {"vllm:num_requests_waiting", "sglang:num_queue_reqs"}
+_USAGE = {"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"}
+_PROGRESS = {
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total",
+}
+# The parser of prometheus_client takes tens of milliseconds for all the histograms of a real engine.
+_SAMPLE = re.compile(
+    rf"^({'|'.join(sorted(_RUNNING | _WAITING | _USAGE | _PROGRESS))})(?:\{{(.*)\}})? +(\S+)", re.MULTILINE
+)
+_RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="(\d+)"')
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """A DP rank's own figures: requests, the share of its KV memory in use, and the tokens it has handled so far."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float | None = None
+    tokens: int = 0
+
+
+def read_engine_loads(text: str) -> dict[int, EngineLoad]:
+    """The figures in an engine's /metrics by DP rank; none for an engine that has other names for them."""
+    loads: dict[int, EngineLoad] = {}
+    for name, labels, value in _samples(text):
+        rank = _RANK.search(labels)
+        load = loads.setdefault(int(rank.group(1)) if rank else 0, EngineLoad())
+        if name in _RUNNING:
+            load.running += int(value)
+        elif name in _WAITING:
+            load.waiting += int(value)
+        elif name in _USAGE:
+            load.kv_usage = min(max(value, load.kv_usage or 0.0), 1.0)
+        else:
+            load.tokens += int(value)
+    return loads
+
+
+def _samples(text: str) -> Iterator[tuple[str, str, float]]:
+    for name, labels, value in _SAMPLE.findall(text):
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        if 0 <= number < float("inf"):
+            yield name, labels, number
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What a scrape added to what the router knows of a rank: requests of others that run and wait, and KV usage."""
+
+    unseen: int = 0
+    waiting: int = 0
+    kv_usage: float | None = None
+
+
+NOTHING_KNOWN = EngineView()
+
+
+class EngineMetrics:
+    """The last scrape of one worker. After `stale` seconds nothing is known any more."""
+
+    def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stale = stale
+        self._clock = clock
+        self._views: dict[int, EngineView] = {}
+        self._tokens: dict[int, int] = {}
+        self._read_at = 0.0
+        self._asked_at: float | None = None
+        self.progress_at = clock()
+
+    def asked(self) -> None:
+        """A scrape begins."""
+        if self._asked_at is None:
+            self._asked_at = self._clock()
+
+    def answered(self) -> None:
+        """The worker answered, whatever it said."""
+        self._asked_at = None
+
+    @property
+    def unanswered(self) -> float:
+        """For how many seconds the worker has owed an answer."""
+        return 0.0 if self._asked_at is None else self._clock() - self._asked_at
+
+    def read(self, text: str, in_flight: Mapping[int, int]) -> None:
+        """Take in the answer; `in_flight` tells how many requests of ours each rank had meanwhile."""
+        loads = read_engine_loads(text)
+        self._views = {
+            rank: EngineView(max(load.running + load.waiting - in_flight.get(rank, 0), 0), load.waiting, load.kv_usage)
+            for rank, load in loads.items()
+        }
+        tokens = {rank: load.tokens for rank, load in loads.items()}
+        if tokens != self._tokens:
+            self._tokens = tokens
+            self.progress_at = self._clock()
+        self._read_at = self._clock()
+
+    def of(self, dp_rank: int) -> EngineView:
+        """What is known of a rank now."""
+        if self._clock() - self._read_at > self._stale:
+            return NOTHING_KNOWN
+        return self._views.get(dp_rank, NOTHING_KNOWN)

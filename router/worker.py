@@ -1,0 +1,118 @@
+"""One worker as the router sees it: what it is, whether it answers, how its requests go, and what is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
+
+from indexer import Target
+from router.circuit import CircuitState
+from router.discovery import ServedModel, WorkerDescription
+from router.engine_metrics import EngineMetrics
+from router.health import Health
+from router.settings import WorkerSettings
+
+# The share of its requests that a worker gets at first.
+FIRST_SHARE = 0.1
+
+
+class WorkerState(StrEnum):
+    """Where a worker stands. Only those that are ready, warming or on trial are chosen as long as there are any."""
+
+    NEW = "new"  # not asked yet what it is
+    READY = "ready"
+    WARMING = "warming"  # new or restarted: its share grows
+    TRIAL = "trial"  # it failed, and gets one request at a time
+    LEFT_OUT = "left_out"  # it fails or hangs, or is far worse than the others
+    DOWN = "down"  # it does not answer
+    DRAINING = "draining"  # no new requests; those it has may finish
+    DRAINED = "drained"  # they have
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One server. `problem` says why it cannot be used; None while it answers.
+
+    `source` names where it comes from. `warming_since`: when it came up, for `slow_start` seconds.
+    `look_now` is set when it should be asked again soon.
+    """
+
+    settings: WorkerSettings
+    source: str = "config"
+    health: Health = field(default_factory=Health)
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    slow_start: float = 0.0
+    description: WorkerDescription | None = None
+    problem: str | None = "not asked yet"
+    failed_probes: int = 0
+    targets: set[Target] = field(default_factory=set)
+    draining: bool = False
+    warming_since: float | None = None
+    look_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        """The worker's base URL, which is also its name."""
+        return str(self.settings.url).rstrip("/")
+
+    @property
+    def up(self) -> bool:
+        return self.problem is None
+
+    @property
+    def trusted(self) -> bool:
+        """Whether requests go to it while there are others: a worker that failed must answer before it is tried."""
+        circuit = self.health.circuit
+        return circuit.allows and (circuit.state is CircuitState.CLOSED or not self.metrics.unanswered)
+
+    @property
+    def share(self) -> float:
+        """The share of its requests that it gets: less than 1 while it is warming."""
+        if self.warming_since is None or not self.slow_start:
+            return 1.0
+        return min(max((self.health.clock() - self.warming_since) / self.slow_start, FIRST_SHARE), 1.0)
+
+    @property
+    def state(self) -> WorkerState:
+        if self.draining:
+            return WorkerState.DRAINING if self.health.attempts else WorkerState.DRAINED
+        if not self.up:
+            return WorkerState.DOWN if self.failed_probes or self.description else WorkerState.NEW
+        match self.health.circuit.state:
+            case CircuitState.OPEN:
+                return WorkerState.LEFT_OUT
+            case CircuitState.HALF_OPEN:
+                return WorkerState.TRIAL
+        return WorkerState.WARMING if self.share < 1 else WorkerState.READY
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is in its state, if that is not to be wished."""
+        return self.problem or self.health.circuit.reason
+
+    def served(self, name: str) -> ServedModel | None:
+        """What this worker serves under a name."""
+        return self.description.models.get(name) if self.description else None
+
+    def models(self) -> set[str]:
+        """The base models it serves."""
+        return {served.model for served in self.description.models.values()} if self.description else set()
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """How many tokens each of its ranks can hold, if it says so."""
+        known = self.description
+        return known.capacity * known.block_size if known and known.capacity and known.block_size else None
+
+    def ranks(self) -> tuple[int, ...]:
+        """Its DP ranks."""
+        return self.description.ranks if self.description else (0,)
+
+
+def choosable(workers: Collection[Worker], random: Random) -> Collection[Worker]:
+    """Those of some workers that a request may go to now: all of them when nothing is left otherwise."""
+    trusted = [worker for worker in workers if worker.trusted] or workers
+    return [worker for worker in trusted if worker.share >= 1 or random.random() < worker.share] or trusted
