@@ -43,7 +43,7 @@ def serve(
     worker: Annotated[list[str] | None, typer.Option("--worker", "-w", help="URL of a worker; repeatable.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.  [default: 8080]")] = None,
-    policy: Annotated[str | None, typer.Option(help="kv_aware (the default), least_loaded or round_robin.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.  [default: kv_aware]")] = None,
     log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the router, with the index inside."""

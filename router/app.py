@@ -22,13 +22,15 @@ from router.embedded_index import running_indexer
 from router.findings import findings
 from router.fleet import Fleet, Worker
 from router.history import RoutingHistory
+from router.learned import Learned
 from router.load import LoadTable
 from router.match_requests import match_reader
 from router.metrics import AuditCollector, FleetCollector, RequestMetrics
-from router.policy import KvWeights, Policy, kv_aware, least_loaded, round_robin
+from router.policies import policy_named
 from router.proxy import Proxy
+from router.rates import Rates
 from router.routing import Router
-from router.settings import PolicyName, PolicySettings, Settings
+from router.settings import Settings
 from router.speculation import SpeculativeHoldings
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
@@ -62,9 +64,10 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             fleet,
             indexer,
             tokenizers,
-            policy_named(settings.policy),
+            policy_named(settings.policy, Random()),
             load,
             SpeculativeHoldings(settings.proxy.speculation_seconds),
+            Learned(Rates(**settings.rates.model_dump())),
             history,
             audit,
         )
@@ -81,18 +84,6 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             session,
             settings.server.token,
         )
-
-
-def policy_named(settings: PolicySettings) -> Policy:
-    """The policy that the settings name."""
-    match settings.name:
-        case PolicyName.KV_AWARE:
-            weights = KvWeights(settings.interference, settings.interference_per_request, settings.context)
-            return kv_aware(weights, Random())
-        case PolicyName.LEAST_LOADED:
-            return least_loaded(Random())
-        case PolicyName.ROUND_ROBIN:
-            return round_robin()
 
 
 def _client_session() -> aiohttp.ClientSession:

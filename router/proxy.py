@@ -42,6 +42,8 @@ _HOP_BY_HOP = frozenset(
 _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
 _RANK_HEADER = "X-data-parallel-rank"  # vLLM and SGLang read it
+# A stream has an event a token, or nearly so, and these: the role, the end, `[DONE]`.
+_EVENTS_WITHOUT_TOKENS = 3
 _ROUTED_PATHS = frozenset(Endpoint)
 
 
@@ -225,6 +227,7 @@ class Proxy:
                 }
             )
             tail = UsageTail()
+            events = 0
             try:
                 async for chunk in _chunks(first, response.content):
                     attempt.heard()
@@ -232,6 +235,7 @@ class Proxy:
                         placement.first_byte()
                         self._metrics.first_byte.labels(model).observe(time.monotonic() - arrived)
                         arrived = 0.0
+                    events += chunk.count(b"\n\n")
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     tail.feed(chunk)
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -239,7 +243,8 @@ class Proxy:
                 await self._break_off(response, placement.worker, error, send)
                 return
             attempt.end(_outcome(response.status), f"status {response.status}")
-            if response.status == 200:
+            if response.status == HTTPStatus.OK:
+                placement.complete(max(events - _EVENTS_WITHOUT_TOKENS, 0))
                 self._router.answered(placement, tail.usage())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

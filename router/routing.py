@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
 import structlog
 
-from indexer import Indexer, MatchQuery, Target, UnknownModelError
+from indexer import Indexer, Match, MatchQuery, Target, UnknownModelError
 from indexer.errors import RequestError
+from kvevents import Tier
 from router.audit import HitAudit, Prediction
 from router.fleet import Fleet, Worker
 from router.health import Attempt, Outcome
 from router.history import RoutingHistory
+from router.learned import Learned, RequestTiming
 from router.load import LoadTable, Reservation
-from router.policy import Candidate, Decision, Policy
+from router.policies import Candidate, Decision, Policy, Request
+from router.rates import Rates, prefill_seconds
 from router.requests import RoutedRequest
 from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 from router.tokens import Tokenizers, TokenizerUnavailableError
@@ -34,6 +37,20 @@ class _Served(NamedTuple):
     adapter: str | None
 
 
+class _Option(NamedTuple):
+    """A target that could take a request, and the prefix hashes of the prompts it would get.
+
+    `by_events`: the overlap by events and prompts in flight, whether or not it is the one used.
+    """
+
+    candidate: Candidate
+    worker: Worker
+    hashes: list[array[int]]
+    by_events: int
+
+
+# Prompts that begin with so many equal chunks are taken for one session when nobody names theirs.
+_SESSION_CHUNKS = 32
 # For prompts whose tokens are not known: English text has about this many bytes a token.
 _BYTES_PER_TOKEN = 4
 
@@ -43,7 +60,7 @@ class RoutedPrompt:
     """What routing knows of a request.
 
     `name`: the model or adapter it asks for, None when any worker will do. `tokens`: the length of its prompts, which
-    is an estimate when `token_ids` is empty. `answers`: how many each prompt wants.
+    is an estimate when `token_ids` is empty. `answers`: how many each prompt wants, of `max_tokens` at most.
     """
 
     name: str | None
@@ -52,6 +69,8 @@ class RoutedPrompt:
     cache_salt: str | None = None
     answers: int = 1
     streamed: bool = False
+    session: str | None = None
+    max_tokens: int | None = None
 
 
 def unread_prompt(name: str | None, body_bytes: int) -> RoutedPrompt:
@@ -69,6 +88,7 @@ class Placement:
     reservation: Reservation
     prediction: Prediction
     attempt: Attempt
+    timing: RequestTiming | None = None
     on_release: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -79,6 +99,13 @@ class Placement:
     def first_byte(self) -> None:
         """The answer began."""
         self.reservation.first_byte()
+        if self.timing:
+            self.timing.first_byte()
+
+    def complete(self, output_tokens: int) -> None:
+        """The answer came whole. How many tokens it had counts only when it was streamed."""
+        if self.timing:
+            self.timing.end(output_tokens)
 
     def release(self) -> None:
         """The request ended, however it did. Only the first call counts."""
@@ -99,6 +126,7 @@ class Router:
         policy: Policy,
         load: LoadTable,
         speculation: SpeculativeHoldings,
+        learned: Learned,
         history: RoutingHistory,
         audit: HitAudit,
     ) -> None:
@@ -108,6 +136,7 @@ class Router:
         self._policy = policy
         self._load = load
         self._speculation = speculation
+        self._learned = learned
         self._history = history
         self._audit = audit
         self._random = Random()
@@ -138,34 +167,14 @@ class Router:
             request.cache_salt,
             request.n,
             request.stream,
+            max_tokens=request.max_tokens,
         )
 
     def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Placement:
         """Choose a target and reserve its load, in one step. Raises RequestError (503) when no worker is left."""
-        candidates: list[Candidate] = []
-        options: dict[Target, tuple[Worker, list[array[int]], int]] = {}
-        for served, workers in self._able(prompt.name, without).items():
-            matched = [self._matched(served, token_ids, prompt.cache_salt) for token_ids in prompt.token_ids]
-            hashes = [
-                prompt_hashes(served.model, served.adapter, prompt.cache_salt, token_ids)
-                for token_ids in prompt.token_ids
-            ]
-            for worker in workers:
-                for dp_rank in worker.ranks():
-                    target = Target(worker.url, dp_rank, served.model)
-                    overlap = by_events = 0
-                    for held, known, token_ids in zip(matched, hashes, prompt.token_ids, strict=True):
-                        in_flight = self._full_blocks(target, self._speculation.overlap(target, known), len(token_ids))
-                        sent = self._full_blocks(target, self._history.overlap(target, known), len(token_ids))
-                        told = max(held.get(target, 0), in_flight)
-                        by_events += told
-                        overlap += max(sent, in_flight if self._audit.distrusts(target) else told)
-                    options[target] = (worker, hashes, by_events)
-                    load = self._load.of(worker.url, dp_rank)
-                    candidates.append(
-                        _weighed(Candidate(target, overlap, load.requests, load.pending, load.context), worker)
-                    )
-        if not candidates:
+        self._learned.look_at_evictions(self._indexer)
+        options = {option.candidate.target: option for option in self._options(prompt, without)}
+        if not options:
             if prompt.name is not None and not self._fleet.serving(prompt.name):
                 raise self._unknown_model(prompt.name)
             raise RequestError(
@@ -174,23 +183,40 @@ class Router:
                 type="service_unavailable",
                 code="no_worker_available",
             )
-        decision = self._policy(candidates, prompt.tokens)
-        target = decision.choice.target
-        worker, hashes, by_events = options[target]
-        load = self._load.of(target.worker, target.dp_rank)
-        reservation = Reservation(load, max(prompt.tokens - decision.choice.overlap, 1), prompt.tokens)
+        decision = self._policy([option.candidate for option in options.values()], self._request(prompt, options))
+        choice = decision.choice
+        _, worker, hashes, by_events = options[choice.target]
+        rates = self._learned.rates.learner(worker.url, choice.target.model)
+        load = self._load.of(worker.url, choice.target.dp_rank)
+        reservation = Reservation(
+            load,
+            max(prompt.tokens - choice.overlap, 1),
+            prompt.tokens,
+            prefill_seconds(rates.rates, prompt.tokens, choice.overlap, choice.requests, choice.context),
+        )
+        if len(hashes) == 1:
+            self._learned.pressure.routed(hashes[0], max(option.candidate.overlap for option in options.values()))
+        one_answer = len(prompt.token_ids) == prompt.answers == 1
         prediction = Prediction(
-            target,
+            choice.target,
             hashes,
             prompt.tokens,
-            decision.choice.overlap,
-            by_events if self._audit.events_complete(target) else None,
-            comparable=len(prompt.token_ids) == prompt.answers == 1,
+            choice.overlap,
+            by_events if self._audit.events_complete(choice.target) else None,
+            comparable=one_answer,
             capacity=worker.capacity_tokens,
         )
-        speculative = [self._speculation.hold(target, known) for known in hashes]
-        attempt = worker.health.begin(load.pending, target.dp_rank, prompt.streamed)
-        return Placement(worker, target, decision, reservation, prediction, attempt, speculative)
+        attempt = worker.health.begin(load.pending, choice.target.dp_rank, prompt.streamed)
+        return Placement(
+            worker,
+            choice.target,
+            decision,
+            reservation,
+            prediction,
+            attempt,
+            self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer else None,
+            [self._speculation.hold(choice.target, known) for known in hashes],
+        )
 
     def answered(self, placement: Placement, usage: Usage | None) -> None:
         """A worker answered a request in full; `usage` is what it says of the tokens."""
@@ -206,6 +232,70 @@ class Router:
     def others(self, prompt: RoutedPrompt, without: Collection[Worker]) -> bool:
         """Whether there is any other worker that could take a request now."""
         return bool(self._serving_now(prompt.name, without))
+
+    def _options(self, prompt: RoutedPrompt, without: Collection[Worker]) -> Iterator[_Option]:
+        """Every target that could take a prompt now, with what it holds of it and has to do."""
+        eviction = self._learned.pressure.price()
+        for served, workers in self._able(prompt.name, without).items():
+            matched = [self._matched(served, token_ids, prompt.cache_salt) for token_ids in prompt.token_ids]
+            hashes = [
+                prompt_hashes(served.model, served.adapter, prompt.cache_salt, token_ids)
+                for token_ids in prompt.token_ids
+            ]
+            slowest = self._learned.rates.slowest_if_unlike(served.model)
+            for worker in workers:
+                rates = self._learned.rates.of(worker.url, served.model, slowest) if slowest else None
+                for dp_rank in worker.ranks():
+                    candidate = self._loaded(Target(worker.url, dp_rank, served.model), worker, rates)
+                    by_events = sum(
+                        self._add_overlap(candidate, held.get(candidate.target), known, len(token_ids))
+                        for held, known, token_ids in zip(matched, hashes, prompt.token_ids, strict=True)
+                    )
+                    if eviction and self._learned.pressure.evicting(candidate.target):
+                        candidate.eviction = eviction
+                    yield _Option(candidate, worker, hashes, by_events)
+
+    def _loaded(self, target: Target, worker: Worker, rates: Rates | None) -> Candidate:
+        """A target with its load, the requests of others too, in proportion to what its worker can bear."""
+        load = self._load.of(target.worker, target.dp_rank)
+        others = worker.metrics.of(target.dp_rank)
+        weight = worker.settings.weight
+        return Candidate(
+            target,
+            requests=round((load.requests + others.unseen) / weight),
+            pending=round(load.pending / weight),
+            context=round(load.context / weight),
+            waiting=load.waiting + others.waiting,
+            kv_usage=others.kv_usage,
+            backlog=load.backlog if rates else 0.0,
+            rates=rates,
+        )
+
+    def _add_overlap(self, candidate: Candidate, match: Match | None, hashes: array[int], tokens: int) -> int:
+        """Count what a target holds of a prompt, or will hold once it has seen what is in flight to it.
+
+        Returns how much that is by events and prompts in flight.
+        """
+        target = candidate.target
+        held = match.matched_tokens if match else 0
+        in_flight = self._full_blocks(target, self._speculation.overlap(target, hashes), tokens)
+        sent = self._full_blocks(target, self._history.overlap(target, hashes), tokens)
+        told = max(held, in_flight)
+        overlap = max(sent, in_flight if self._audit.distrusts(target) else told)
+        candidate.overlap += overlap
+        if match and overlap == held > in_flight:  # else it is being computed there
+            candidate.cpu += match.tiers[Tier.CPU]
+            candidate.disk += match.tiers[Tier.DISK] + match.tiers[Tier.UNKNOWN]
+        return told
+
+    def _request(self, prompt: RoutedPrompt, options: dict[Target, _Option]) -> Request:
+        """What the policy is told of a prompt. Without a session, those that begin alike are taken for one."""
+        first = next(iter(options.values()))
+        session = prompt.session
+        if session is None and first.hashes and first.hashes[0]:
+            session = str(first.hashes[0][:_SESSION_CHUNKS][-1])
+        expected = self._learned.outputs.expected(first.candidate.target.model, prompt.max_tokens)
+        return Request(prompt.tokens, expected, session)
 
     def _able(self, name: str | None, without: Collection[Worker]) -> dict[_Served, list[Worker]]:
         """The workers that a request may go to now, by what they serve under its name."""
@@ -223,13 +313,13 @@ class Router:
             if worker.up and not worker.draining and worker not in without and (name is None or worker.served(name))
         ]
 
-    def _matched(self, served: _Served, token_ids: list[int], cache_salt: str | None) -> dict[Target, int]:
-        """How many tokens of a prompt each target holds, by the index."""
+    def _matched(self, served: _Served, token_ids: list[int], cache_salt: str | None) -> dict[Target, Match]:
+        """What each target holds of a prompt, by the index."""
         try:
             matches = self._indexer.match(MatchQuery(served.model, token_ids, served.adapter, cache_salt))
         except UnknownModelError:
             return {}
-        return {match.target: match.matched_tokens for match in matches}
+        return {match.target: match for match in matches}
 
     def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:
         """What a target reuses of a prompt when it has seen so many tokens of it."""
@@ -252,15 +342,3 @@ class Router:
             param="model",
             code="model_not_found",
         )
-
-
-def _weighed(candidate: Candidate, worker: Worker) -> Candidate:
-    """A candidate with the requests of others too, and its load in proportion to what its worker can bear."""
-    weight = worker.settings.weight
-    unseen = worker.metrics.of(candidate.target.dp_rank).unseen
-    return replace(
-        candidate,
-        requests=round((candidate.requests + unseen) / weight),
-        pending=round(candidate.pending / weight),
-        context=round(candidate.context / weight),
-    )

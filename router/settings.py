@@ -34,8 +34,14 @@ class PolicyName(StrEnum):
     """How a worker is chosen."""
 
     KV_AWARE = "kv_aware"
-    LEAST_LOADED = "least_loaded"
     ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    LEAST_LOADED = "least_loaded"
+    SESSION_AFFINITY = "session_affinity"
+    CACHE_AWARE = "cache_aware"
+    DYNAMO = "dynamo"
+    LLM_D = "llm_d"
+    LMETRIC = "lmetric"
 
 
 class ServerSettings(_Section):
@@ -88,7 +94,19 @@ class PolicySettings(_Section):
     name: PolicyName = PolicyName.KV_AWARE
     interference: NonNegative = 1.0
     interference_per_request: NonNegative = 0.06
+    eviction: NonNegative = 10.0
     context: NonNegative = 0.05
+    cpu_token: NonNegative = 0.1
+    disk_token: NonNegative = 0.5
+
+
+class RateSettings(_Section):
+    """What the rates of workers are taken to be until they are learned, in seconds."""
+
+    step: PositiveFloat = 0.01
+    token: PositiveFloat = 4e-5
+    attention: PositiveFloat = 1e-9
+    context_token: PositiveFloat = 3e-8
 
 
 class IndexSettings(_Section):
@@ -163,6 +181,7 @@ class Settings(BaseSettings):
     workers: list[WorkerSettings] = []
     models: dict[str, ModelSettings] = {}
     policy: PolicySettings = PolicySettings()
+    rates: RateSettings = RateSettings()
     index: IndexSettings = IndexSettings()
     events: EventSettings = EventSettings()
     fleet: FleetSettings = FleetSettings()

@@ -32,6 +32,21 @@ def test_every_rank_of_a_worker_has_a_load_of_its_own() -> None:
     assert table.of("v", 0).requests == 0
 
 
+def test_the_backlog_is_what_is_expected_less_what_the_first_has_had() -> None:
+    now = 50.0
+    load = TargetLoad(clock=lambda: now)
+    first = Reservation(load, 10, 10, prefill_seconds=2.0)
+    second = Reservation(load, 10, 10, prefill_seconds=1.0)
+    now = 51.5
+    assert (load.waiting, load.backlog) == (2, 1.5)
+    first.first_byte()
+    assert (load.waiting, load.backlog) == (1, 1.0)
+    now = 60.0
+    assert load.backlog == 0
+    second.release()
+    assert (load.waiting, load.backlog) == (0, 0)
+
+
 tokens = st.integers(0, 10_000)
 requests_lists = st.lists(st.tuples(tokens, tokens, st.lists(st.sampled_from(["first byte", "release"]))), max_size=8)
 

@@ -1,4 +1,4 @@
-"""Where a request goes, given what every candidate holds and has to do."""
+"""The default policy: where a request goes, given what every candidate holds and has to do."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import Target
-from router.policy import Candidate, KvWeights, Policy, kv_aware, kv_cost, least_loaded, round_robin
+from router.policies import Candidate, KvWeights, Policy, Request, kv_aware, kv_cost
+from router.policies.kv_aware import kv_totals
+from router.rates import Rates, prefill_seconds
 
-WEIGHTS = KvWeights(interference=1.0, interference_per_request=0.06, context=0.05)
+WEIGHTS = KvWeights()
 
 
 def candidate(name: str, overlap: int = 0, requests: int = 0, pending: int = 0, context: int = 0) -> Candidate:
     return Candidate(Target(name, 0, "m"), overlap, requests, pending, context)
 
 
+def evicting(name: str, lost_share: float, overlap: int = 0) -> Candidate:
+    return Candidate(Target(name, 0, "m"), overlap, eviction=lost_share / (1 - lost_share))
+
+
 def chosen(policy: Policy, candidates: list[Candidate], tokens: int = 1000) -> str:
-    return policy(candidates, tokens).choice.target.worker
+    return policy(candidates, Request(tokens)).choice.target.worker
 
 
 def kv(seed: int = 0) -> Policy:
@@ -31,8 +37,10 @@ def test_the_terms_of_the_cost_by_hand() -> None:
     terms = kv_cost(candidate("w", overlap=600, requests=5, pending=300, context=8000), 1000, WEIGHTS)
     assert terms == {
         "pending": 300,
+        "transfer": 0,
         "prefill": 400,
         "interference": pytest.approx(400 * (1 + 0.06 * 5)),
+        "eviction": 0,
         "context": pytest.approx(400),
     }
 
@@ -43,7 +51,7 @@ def test_a_prompt_that_is_held_whole_still_computes_a_token() -> None:
 
 def test_a_decision_tells_what_every_candidate_would_have_cost() -> None:
     candidates = [candidate("a", overlap=500), candidate("b", pending=100)]
-    decision = kv()(candidates, 1000)
+    decision = kv()(candidates, Request(1000))
     assert [cost.candidate for cost in decision.costs] == candidates
     assert [cost.total for cost in decision.costs] == [1000, 2100]
     assert decision.choice is candidates[0]
@@ -76,13 +84,79 @@ def test_the_context_of_others_counts() -> None:
     assert chosen(kv(), [candidate("full", context=10_000), candidate("empty")]) == "empty"
 
 
+def test_where_evictions_are_asked_for_again_a_prefix_stays_together_whatever_the_queue() -> None:
+    """A block in two that is evicted is wanted back: 900 tokens saved are worth 12 times as many in the queue."""
+    idle = evicting("idle", 0.5)
+    assert chosen(kv(), [candidate("holder", overlap=900, pending=10_700), idle]) == "holder"
+    assert chosen(kv(), [candidate("holder", overlap=900, pending=11_900), idle]) == "idle"
+    assert kv_cost(idle, 1000, WEIGHTS)["eviction"] == 10 * 1000
+
+
+def test_a_worker_that_evicts_nothing_is_preferred() -> None:
+    assert chosen(kv(), [evicting("full", 0.3), candidate("free", pending=1000)]) == "free"
+
+
+def test_cached_tokens_count_whole_and_cost_their_loading() -> None:
+    on_disk = Candidate(Target("w", 0, "m"), overlap=900, cpu=200, disk=600)
+    terms = kv_cost(on_disk, 1000, WEIGHTS)
+    assert (terms["prefill"], terms["transfer"]) == (100, pytest.approx(0.1 * 200 + 0.5 * 600))
+    in_memory = candidate("w", overlap=900)
+    assert chosen(kv(), [on_disk, in_memory]) == "w"
+    assert kv()([on_disk, in_memory], Request(1000)).choice is in_memory
+    assert kv()([on_disk, candidate("none")], Request(1000)).choice is on_disk
+
+
+FAST, SLOW = Rates(token=2e-5), Rates(token=8e-5)
+
+
+def with_rates(name: str, rates: Rates | None, **load: int) -> Candidate:
+    return Candidate(Target(name, 0, "m"), rates=rates, **load)
+
+
+def test_among_unlike_workers_seconds_count() -> None:
+    fast, slow = with_rates("fast", FAST), with_rates("slow", SLOW, overlap=500)
+    assert chosen(kv(), [with_rates("fast", None), with_rates("slow", None, overlap=500)]) == "slow"
+    assert chosen(kv(), [fast, slow]) == "fast"
+    assert chosen(kv(), [with_rates("slow", SLOW, overlap=900), fast]) == "slow"
+
+
+def test_tokens_count_unless_the_rates_of_all_are_known() -> None:
+    terms = kv()([with_rates("fast", FAST), candidate("w")], Request(1000)).costs[0].terms
+    assert terms["prefill"] == 1000
+
+
+def test_the_terms_in_seconds_by_hand() -> None:
+    rates = Rates(step=0.01, token=1e-4, attention=1e-8, context_token=1e-7)
+    c = Candidate(Target("w", 0, "m"), 1000, requests=4, context=20_000, backlog=0.7, eviction=0.25, rates=rates)
+    prefill = 1e-4 * 9000 + 1e-8 * 9000 * 5500 + 2 * (0.01 + 1e-7 * 20_000 + 1e-4 * 4)
+    assert prefill_seconds(rates, 10_000, 1000, 4, 20_000) == pytest.approx(prefill)
+    decode = 300 * 0.4 * ((1e-4 * 4 + 1e-7 * 20_000) + 4 * (1e-4 + 1e-7 * 10_000))
+    assert kv()([c], Request(10_000, 300)).costs[0].terms == {
+        "pending": 0.7,
+        "prefill": pytest.approx(prefill),
+        "interference": pytest.approx(prefill * (1 + 0.03 * 4)),
+        "eviction": pytest.approx(prefill * 10 * 0.25),
+        "decode": pytest.approx(decode),
+    }
+
+
 amounts = st.integers(0, 100_000)
 candidates_lists = st.lists(
-    st.builds(candidate, st.sampled_from("abcdef"), amounts, st.integers(0, 500), amounts, amounts),
+    st.builds(
+        Candidate,
+        st.builds(Target, st.sampled_from("abcdef"), st.just(0), st.just("m")),
+        amounts,
+        st.integers(0, 500),
+        amounts,
+        amounts,
+        cpu=amounts,
+        disk=amounts,
+        eviction=st.floats(0, 12),
+    ),
     min_size=1,
     max_size=8,
 )
-weights = st.builds(KvWeights, *[st.floats(0, 10)] * 3)
+weights = st.builds(KvWeights, *[st.floats(0, 10)] * 6)
 
 
 @given(amounts, amounts, st.integers(0, 500), amounts, amounts, st.integers(1, 100_000), weights)
@@ -104,32 +178,17 @@ def test_more_to_do_never_costs_less(
         assert sum(kv_cost(candidate("w", overlap, *more), tokens, weights).values()) >= now
 
 
+@given(candidates_lists, st.integers(1, 100_000), weights)
+def test_the_totals_are_the_sums_of_the_terms(candidates: list[Candidate], tokens: int, weights: KvWeights) -> None:
+    sums = [sum(kv_cost(candidate, tokens, weights).values()) for candidate in candidates]
+    assert kv_totals(candidates, tokens, weights) == pytest.approx(sums)
+
+
 @given(candidates_lists, st.integers(1, 100_000), st.integers())
 def test_the_choice_is_the_cheapest_and_depends_on_nothing_else(
     candidates: list[Candidate], tokens: int, seed: int
 ) -> None:
-    decision = kv(seed)(candidates, tokens)
+    decision = kv(seed)(candidates, Request(tokens))
     totals = {id(cost.candidate): cost.total for cost in decision.costs}
-    assert totals[id(decision.choice)] == min(totals.values())
-    assert kv(seed)(candidates, tokens) == decision
-
-
-def test_round_robin_takes_turns() -> None:
-    policy = round_robin()
-    candidates = [candidate("a", overlap=1000), candidate("b", requests=9), candidate("c")]
-    decisions = [policy(candidates, 1000) for _ in range(6)]
-    assert [decision.choice.target.worker for decision in decisions] == ["a", "b", "c"] * 2
-    for decision in decisions:
-        assert min(decision.costs, key=lambda cost: cost.total).candidate is decision.choice
-
-
-def test_round_robin_goes_on_when_a_candidate_is_lost() -> None:
-    policy = round_robin()
-    chosen(policy, [candidate("a"), candidate("b"), candidate("c")])
-    assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(2)} == {"a", "b"}
-
-
-def test_least_loaded_counts_requests_only() -> None:
-    policy = least_loaded(Random(0))
-    assert chosen(policy, [candidate("a", overlap=1000, requests=2), candidate("b", requests=1, pending=9999)]) == "b"
-    assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(50)} == {"a", "b"}
+    assert totals[id(decision.choice)] == pytest.approx(min(totals.values()))
+    assert kv(seed)(candidates, Request(tokens)).choice is decision.choice

@@ -1,0 +1,108 @@
+"""What evictions cost: how much of what workers evict is asked for again while nobody holds it.
+
+    g = lost / evicted     both in tokens, averaged over `HORIZON` seconds, g at most 0.92
+    μ(w) = g / (1 - g)     while w evicts, else 0: what evicting for one token of prefill costs later
+
+`lost` comes from the router's own history: prefixes that were routed before and that no worker holds now. `evicted`
+comes from the event streams. A worker without events is taken to evict, as a warm cache does.
+
+Memory is bounded: one prefix in `STRIDE` chunks is remembered, and the longest unseen are forgotten.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from math import exp
+
+from indexer import Target
+
+HORIZON = 120.0
+MOST_LOST = 0.92
+# Below so many evicted tokens (50 blocks of 512) there is nothing to say.
+LEAST_EVICTED = 25_600
+# A worker that evicted so recently evicts now.
+RECENTLY = 5.0
+
+
+class DecayingSum:
+    """A sum whose parts fade with time: after `horizon` seconds a part counts 1/e."""
+
+    def __init__(self, horizon: float) -> None:
+        self._horizon = horizon
+        self._sum = 0.0
+        self._at = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        self._sum = self.at(now) + amount
+        self._at = now
+
+    def at(self, now: float) -> float:
+        return self._sum * exp((self._at - now) / self._horizon)
+
+
+class EvictionPressure:
+    """Told of every routed prompt and of what targets removed; knows μ.
+
+    `chunk`: tokens that each of a prompt's prefix hashes stands for. `stride`: one of so many is remembered.
+    `remembered`: how many prefixes, at most.
+    """
+
+    def __init__(
+        self, chunk: int, stride: int = 16, remembered: int = 1 << 17, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._chunk = chunk
+        self._stride = stride
+        self._remembered = remembered
+        self._clock = clock
+        self._routed: OrderedDict[int, None] = OrderedDict()
+        self._lost = DecayingSum(HORIZON)
+        self._evicted = DecayingSum(HORIZON)
+        self._removed: dict[Target, int] = {}
+        self._last_removal: dict[Target, float] = {}
+
+    def routed(self, hashes: Sequence[int], held: int) -> None:
+        """A prompt was routed: the hashes of its prefixes, and the most tokens of it that any worker held."""
+        sampled = hashes[self._stride - 1 :: self._stride]
+        # Whoever remembers a prefix remembers the shorter ones, so the longest is found by bisection.
+        known = bisect_left(sampled, True, key=lambda prefix: prefix not in self._routed)
+        unit = self._chunk * self._stride
+        if lost := known - held // unit:
+            self._lost.add(max(lost, 0) * unit, self._clock())
+        for prefix in reversed(sampled):  # the shortest last: it is forgotten last
+            self._routed[prefix] = None
+            self._routed.move_to_end(prefix)
+        while len(self._routed) > self._remembered:
+            self._routed.popitem(last=False)
+
+    def removed(self, tokens: Mapping[Target, int]) -> None:
+        """How many tokens each target that tells of its cache has removed since it became known."""
+        now = self._clock()
+        for target, count in tokens.items():
+            before = self._removed.get(target, count)
+            if count > before:
+                self._evicted.add(count - before, now)
+                self._last_removal[target] = now
+        gone = self._removed.keys() - tokens.keys()
+        self._removed = dict(tokens)
+        for target in gone:
+            self._last_removal.pop(target, None)
+
+    def price(self) -> float:
+        """g / (1 - g) now; 0 while nobody tells of evictions."""
+        now = self._clock()
+        lost_share = min(self._lost.at(now) / max(self._evicted.at(now), LEAST_EVICTED), MOST_LOST)
+        return lost_share / (1 - lost_share) if self._removed else 0.0
+
+    def evicting(self, target: Target) -> bool:
+        """Whether a target evicts now, or does not tell."""
+        if target not in self._removed:
+            return True
+        last = self._last_removal.get(target)
+        return last is not None and self._clock() - last < RECENTLY
+
+    def __len__(self) -> int:
+        """The number of remembered prefixes."""
+        return len(self._routed)

@@ -1,0 +1,149 @@
+"""What other routers do, under the names they are known by: to choose instead, and to measure against.
+
+Each is written from its public description, over the same exact knowledge of the caches that the default policy has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from math import ceil
+from random import Random
+
+from xxhash import xxh3_64_intdigest
+
+from router.policies.records import Candidate, Decision, Policy, Request, cheapest, known_usage
+
+_SGLANG_THRESHOLD = 0.3
+_SGLANG_DIFFERENCE = 64
+_SGLANG_RATIO = 1.5
+_DYNAMO_HOST_CREDIT = 0.75
+_DYNAMO_DISK_CREDIT = 0.25
+_LLM_D_QUEUE = 2.0
+_LLM_D_KV_FREE = 2.0
+_LLM_D_PREFIX = 3.0
+_BOUND = 1.25
+
+
+def round_robin() -> Policy:
+    """One target after the other."""
+    turns = count()
+
+    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG001
+        turn = next(turns) % len(candidates)
+        order = {id(c): float((place - turn) % len(candidates)) for place, c in enumerate(candidates)}
+        return Decision(candidates[turn], candidates, lambda candidate: {"turn": order[id(candidate)]})
+
+    return choose
+
+
+def at_random(random: Random) -> Policy:
+    """Any target."""
+
+    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG001
+        return Decision(random.choice(candidates), candidates, lambda _: {})
+
+    return choose
+
+
+def least_loaded(random: Random) -> Policy:
+    """The fewest requests in flight; what the caches hold plays no part."""
+
+    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG001
+        return cheapest(candidates, lambda candidate: {"requests": candidate.requests}, random)
+
+    return choose
+
+
+def session_affinity(random: Random) -> Policy:
+    """Consistent hashing of the session with bounded loads: https://arxiv.org/abs/1608.01350
+
+    Every session has an order of all targets of its own (rendezvous hashing, so that a target that comes or goes moves
+    only its own sessions); the first one wins that has at most 1.25 times the mean requests in flight. A request
+    without a session goes to the least loaded.
+    """
+
+    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+        session = request.session
+        if session is None:
+            return cheapest(candidates, lambda candidate: {"requests": candidate.requests}, random)
+        bound = ceil(_BOUND * (sum(c.requests for c in candidates) + 1) / len(candidates))
+
+        def terms(candidate: Candidate) -> dict[str, float]:
+            target = candidate.target
+            place = xxh3_64_intdigest(f"{session}\n{target.worker}\n{target.dp_rank}".encode()) / 2**64
+            return {"place": place, "over bound": float(candidate.requests >= bound)}
+
+        return cheapest(candidates, terms, random)
+
+    return choose
+
+
+def cache_aware(random: Random) -> Policy:
+    """SGLang's router: the longest match above 0.3 of the prompt, or else the least loaded; the least loaded also while
+    the most loaded has 64 requests and 1.5 times as many more than it."""
+
+    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+        loads = [candidate.requests for candidate in candidates]
+        low, high = min(loads), max(loads)
+        unbalanced = high - low > _SGLANG_DIFFERENCE and high > _SGLANG_RATIO * low
+        longest = max(candidate.overlap for candidate in candidates)
+        if unbalanced or longest <= _SGLANG_THRESHOLD * request.tokens:
+            return cheapest(candidates, lambda candidate: {"requests": candidate.requests}, random)
+        return cheapest(candidates, lambda candidate: {"unmatched": request.tokens - candidate.overlap}, random)
+
+    return choose
+
+
+def dynamo(random: Random) -> Policy:
+    """NVIDIA Dynamo's KV router: the prefill it would have to do and the blocks its requests would hold, in tokens.
+
+    A cached token in CPU memory or on disk counts as part of one.
+    """
+
+    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+        def terms(candidate: Candidate) -> dict[str, float]:
+            away = (1 - _DYNAMO_HOST_CREDIT) * candidate.cpu + (1 - _DYNAMO_DISK_CREDIT) * candidate.disk
+            prefill = candidate.pending + request.tokens - candidate.overlap + away
+            return {"prefill": max(prefill, 0.0), "decode": candidate.context + request.tokens}
+
+        return cheapest(candidates, terms, random)
+
+    return choose
+
+
+def llm_d(random: Random) -> Policy:
+    """llm-d's weighted scores, as costs: twice the queue, twice the KV memory in use, thrice the share not cached.
+
+    The queue is scaled to 0 for the shortest and 1 for the longest, as its scorer does.
+    """
+
+    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+        queues = [candidate.waiting for candidate in candidates]
+        shortest, spread = min(queues), max(queues) - min(queues)
+        assumed = known_usage(candidates)
+
+        def terms(candidate: Candidate) -> dict[str, float]:
+            usage = assumed if candidate.kv_usage is None else candidate.kv_usage
+            return {
+                "queue": _LLM_D_QUEUE * (candidate.waiting - shortest) / spread if spread else 0.0,
+                "memory": _LLM_D_KV_FREE * usage,
+                "uncached": _LLM_D_PREFIX * (1 - candidate.overlap / max(request.tokens, 1)),
+            }
+
+        return cheapest(candidates, terms, random)
+
+    return choose
+
+
+def lmetric(random: Random) -> Policy:
+    """LMetric: the tokens to prefill times the requests there, this one included."""
+
+    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+        def terms(candidate: Candidate) -> dict[str, float]:
+            prefill = candidate.pending + max(request.tokens - candidate.overlap, 1)
+            return {"prefill times requests": prefill * (candidate.requests + 1)}
+
+        return cheapest(candidates, terms, random)
+
+    return choose

@@ -1,0 +1,111 @@
+"""What a policy is given, and what it answers. Plain records: policies read nothing else and change nothing.
+
+What is not known of a candidate is never taken for zero:
+
+    cached tokens   without live events only prompts in flight count as cached, the rest is taken to be computed
+    eviction        a worker whose evictions cannot be seen is taken to evict (`router.eviction_pressure`)
+    queue, context  what this router has in flight there
+    KV usage        that of the fullest candidate whose usage is known (`known_usage`)
+    rates           those of the slowest worker that is known (`router.rates`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from indexer import Target
+from router.rates import Rates
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A target that could take the request. Amounts are in tokens unless they say otherwise.
+
+    overlap      tokens of the prompt it would serve from its cache, whatever the tier
+    requests     requests in flight, a count
+    pending      uncached tokens sent to it whose first byte has not come
+    context      tokens that its requests in flight hold
+    waiting      requests whose first byte has not come, a count
+    cpu, disk    how many of the overlap have to be loaded from there
+    eviction     μ: what evicting for a token of prefill costs later, in prefill tokens; 0 while it evicts nothing
+    kv_usage     share of its KV memory in use by running requests, 0 to 1; None: not known
+    backlog      seconds until the prefills sent to it are done, by `rates`
+    rates        how fast it is; None: not known, or all are alike
+
+    Not frozen, because a frozen dataclass takes four times as long to make.
+    """
+
+    target: Target
+    overlap: int = 0
+    requests: int = 0
+    pending: int = 0
+    context: int = 0
+    waiting: int = 0
+    cpu: int = 0
+    disk: int = 0
+    eviction: float = 0.0
+    kv_usage: float | None = None
+    backlog: float = 0.0
+    rates: Rates | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a policy knows of a request: tokens of its prompt, tokens its answer is expected to have, its session."""
+
+    tokens: int
+    output_tokens: float = 0.0
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What choosing a candidate would cost, term by term."""
+
+    candidate: Candidate
+    terms: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """The choice. What every candidate would have cost is worked out when it is asked for."""
+
+    choice: Candidate
+    candidates: Sequence[Candidate]
+    terms: Callable[[Candidate], dict[str, float]]
+
+    @property
+    def costs(self) -> list[Cost]:
+        """The cost of every candidate, in their order."""
+        return [Cost(candidate, self.terms(candidate)) for candidate in self.candidates]
+
+
+# Candidates are never empty.
+Policy = Callable[[Sequence[Candidate], Request], Decision]
+
+
+def cheapest(
+    candidates: Sequence[Candidate], terms: Callable[[Candidate], dict[str, float]], random: Random
+) -> Decision:
+    """The candidate whose terms add up to the least; ties at random."""
+    totals = [sum(terms(candidate).values()) for candidate in candidates]
+    return Decision(one_of_lowest(candidates, totals, random), candidates, terms)
+
+
+def one_of_lowest(candidates: Sequence[Candidate], totals: list[float], random: Random) -> Candidate:
+    """The candidate with the lowest total; ties at random."""
+    lowest = min(totals)
+    if totals.count(lowest) == 1:
+        return candidates[totals.index(lowest)]
+    return random.choice([c for c, total in zip(candidates, totals, strict=True) if total == lowest])
+
+
+def known_usage(candidates: Sequence[Candidate]) -> float:
+    """The KV usage to assume where it is not known: the highest that is known, or a full cache."""
+    return max((c.kv_usage for c in candidates if c.kv_usage is not None), default=1.0)

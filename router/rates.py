@@ -1,0 +1,196 @@
+"""How fast workers are: the coefficients of an engine's step, learned from what the router sees of its requests.
+
+A step that computes `m` tokens of prompts and one for each of `n` requests that decode, over `ctx` tokens of context:
+
+    seconds = step + token · (m + n) + attention · Σ u·(c + u/2) + context_token · ctx
+
+with `u` tokens of a prompt computed after `c` that are there already. (In the literature on cost models these are t0,
+a, q and d.) Two things are seen: the time to the first byte of a request that found nothing waiting before it, and the
+mean time between the bytes of an answer. Each is a linear regression in two unknowns, with
+
+    a prior       the configured rates, as if seen a few times: without samples they are the answer
+    forgetting    a sample's weight falls by half in `HALF_LIFE`
+    robustness    a sample far from what is expected counts less (Huber's weights), so that a stall moves little
+    bounds        a coefficient stays within a factor `BOUND` of what is configured
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, exp, log
+
+CHUNK = 8192  # tokens an engine computes in one step, at most
+HALF_LIFE = 300.0
+BOUND = 30.0
+# Workers whose prices of a token differ by less than this are alike: counting in tokens is right then.
+UNLIKE = 1.25
+
+# The weight of the prior: that of so many samples which one coefficient explains alone.
+_PRIOR = 0.3
+_ENOUGH_SAMPLES = 20.0
+_OUTLIER = 1.5  # times the usual relative error
+_LEAST_ERROR = 0.02
+_COMPARE_SECONDS = 1.0
+_LEAST_SECONDS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds: a step, a token computed (a), a pair of tokens attending (q), a token of context read in a step (d)."""
+
+    step: float = 0.01
+    token: float = 4e-5
+    attention: float = 1e-9
+    context_token: float = 3e-8
+
+
+def prefill_seconds(rates: Rates, tokens: int, cached: int, requests: int, context: int) -> float:
+    """How long the prefill of a prompt of so many tokens takes, when `requests` with `context` tokens decode beside."""
+    uncached = max(tokens - cached, 1)
+    steps = ceil(uncached / CHUNK)
+    return (
+        rates.token * uncached
+        + rates.attention * uncached * (cached + uncached / 2)
+        + steps * (rates.step + rates.context_token * context + rates.token * requests)
+    )
+
+
+class BoundedRegression:
+    """y = k0·x0 + k1·x1 for samples that come one by one, with a prior, forgetting, robustness and bounds.
+
+    Errors count relative to what is predicted or seen. `expected` are the
+    prior's coefficients, all above 0.
+    """
+
+    def __init__(self, expected: tuple[float, float]) -> None:
+        self._expected = expected
+        self._bounds = [(known / BOUND, known * BOUND) for known in expected]
+        self._sums = [0.0] * 5  # Σ x0², x0·x1, x1², x0·y, x1·y, in units of the expected coefficients
+        self._error = 1.0
+        self._samples = 0.0
+        self._last = 0.0
+        self.coefficients = expected
+
+    @property
+    def samples(self) -> float:
+        """How many samples count, the old ones less."""
+        return self._samples
+
+    def add(self, x0: float, x1: float, known: float, seconds: float, now: float) -> None:
+        """A sample seen at a time: so many seconds, of which the model explains `known` without these coefficients.
+
+        Nothing is learned from what is no duration.
+        """
+        if seconds < _LEAST_SECONDS or x0 < 0 or x1 < 0:
+            return
+        kept = exp(-log(2) * max(now - self._last, 0.0) / HALF_LIFE) if self._samples else 1.0
+        self._last = max(now, self._last)
+        predicted = known + self.coefficients[0] * x0 + self.coefficients[1] * x1
+        scale = max(predicted, seconds)
+        error = abs(seconds - predicted) / scale
+        limit = _OUTLIER * max(self._error, _LEAST_ERROR)
+        weight = min(1.0, limit / error) if error else 1.0
+        # The usual error is an average that a single sample moves little.
+        self._error += 0.05 * (min(error, 2 * limit) - self._error)
+        u0, u1 = x0 * self._expected[0] / scale, x1 * self._expected[1] / scale
+        y = (seconds - known) / scale
+        new = (u0 * u0, u0 * u1, u1 * u1, u0 * y, u1 * y)
+        self._sums = [kept * old + weight * part for old, part in zip(self._sums, new, strict=True)]
+        self._samples = kept * self._samples + 1
+        self.coefficients = self._solve()
+
+    def _solve(self) -> tuple[float, float]:
+        """The least squares within the bounds: the free minimum, or else the best on an edge."""
+        s00, s01, s11, s0y, s1y = self._sums
+        a, b, c = s00 + _PRIOR, s01, s11 + _PRIOR
+        e, f = s0y + _PRIOR, s1y + _PRIOR
+        low, high = 1 / BOUND, BOUND
+
+        def clip(value: float) -> float:
+            return min(max(value, low), high)
+
+        def loss(k: tuple[float, float]) -> float:
+            return a * k[0] ** 2 + 2 * b * k[0] * k[1] + c * k[1] ** 2 - 2 * (e * k[0] + f * k[1])
+
+        determinant = a * c - b * b
+        free = ((e * c - f * b) / determinant, (a * f - b * e) / determinant) if determinant > 1e-12 * a * c else None
+        if free and all(low <= k <= high for k in free):
+            best = free
+        else:
+            edges = [(k, clip((f - b * k) / c)) for k in (low, high)]
+            edges += [(clip((e - b * k) / a), k) for k in (low, high)]
+            best = min(edges, key=loss)
+        first, second = (
+            min(max(k * known, least), most)
+            for k, known, (least, most) in zip(best, self._expected, self._bounds, strict=True)
+        )
+        return first, second
+
+
+class RateLearner:
+    """The rates of one worker for one model, in the light of what has been seen."""
+
+    def __init__(self, start: Rates) -> None:
+        self._prefill = BoundedRegression((start.token, start.attention))
+        self._decode = BoundedRegression((start.step, start.context_token))
+
+    @property
+    def rates(self) -> Rates:
+        token, attention = self._prefill.coefficients
+        step, context_token = self._decode.coefficients
+        return Rates(step, token, attention, context_token)
+
+    @property
+    def learned(self) -> bool:
+        """Whether the price of a token rests on enough samples."""
+        return self._prefill.samples >= _ENOUGH_SAMPLES
+
+    def prefill_seen(self, tokens: int, cached: int, requests: int, context: int, seconds: float, now: float) -> None:
+        """A prompt of so many tokens was prefilled, `cached` of them from the cache, beside others that decoded."""
+        uncached = max(tokens - cached, 1)
+        step, context_token = self._decode.coefficients
+        steps = ceil(uncached / CHUNK)
+        known = steps * (step + context_token * context)
+        self._prefill.add(uncached + steps * requests, uncached * (cached + uncached / 2), known, seconds, now)
+
+    def decode_seen(self, output_tokens: int, requests: int, context: int, seconds: float, now: float) -> None:
+        """An answer went on for so many tokens after its first, beside `requests` in all that held `context` tokens."""
+        if output_tokens > 0:
+            known = self._prefill.coefficients[0] * requests
+            self._decode.add(1.0, context, known, seconds / output_tokens, now)
+
+
+class RateTable:
+    """The rates of every worker for every model. `start` is the configured beginning."""
+
+    def __init__(self, start: Rates, clock: Callable[[], float] = time.monotonic) -> None:
+        self._start = start
+        self._clock = clock
+        self._learners: dict[str, dict[str, RateLearner]] = {}  # by model and worker
+        self._compared: dict[str, tuple[float, Rates | None]] = {}
+
+    def learner(self, worker: str, model: str) -> RateLearner:
+        """A worker's rates for a model."""
+        workers = self._learners.setdefault(model, {})
+        if worker not in workers:
+            workers[worker] = RateLearner(self._start)
+        return workers[worker]
+
+    def slowest_if_unlike(self, model: str) -> Rates | None:
+        """None while the workers of a model are alike or not known well; else the rates of the slowest of them."""
+        now = self._clock()
+        compared = self._compared.get(model)
+        if compared is None or now - compared[0] >= _COMPARE_SECONDS:
+            known = [learner.rates for learner in self._learners.get(model, {}).values() if learner.learned]
+            slowest = max(known, key=lambda rates: rates.token, default=None)
+            if slowest and slowest.token < UNLIKE * min(rates.token for rates in known):
+                slowest = None
+            compared = self._compared[model] = (now, slowest)
+        return compared[1]
+
+    def of(self, worker: str, model: str, otherwise: Rates) -> Rates:
+        """A worker's rates, or `otherwise` while they are not known well."""
+        learner = self._learners.get(model, {}).get(worker)
+        return learner.rates if learner and learner.learned else otherwise

@@ -1,0 +1,158 @@
+"""What other routers do, as alternatives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from indexer import Target
+from router.policies import Candidate, Policy, Request, policy_named
+from router.policies.peers import (
+    at_random,
+    cache_aware,
+    dynamo,
+    least_loaded,
+    llm_d,
+    lmetric,
+    round_robin,
+    session_affinity,
+)
+from router.settings import PolicyName, PolicySettings
+
+
+def candidate(name: str, overlap: int = 0, requests: int = 0, pending: int = 0, context: int = 0) -> Candidate:
+    return Candidate(Target(name, 0, "m"), overlap, requests, pending, context)
+
+
+def chosen(policy: Policy, candidates: list[Candidate], tokens: int = 1000, session: str | None = None) -> str:
+    return policy(candidates, Request(tokens, session=session)).choice.target.worker
+
+
+@pytest.mark.parametrize("name", PolicyName)
+def test_every_policy_explains_a_choice_among_the_candidates(name: PolicyName) -> None:
+    policy = policy_named(PolicySettings(name=name), Random(1))
+    candidates = [candidate("a", overlap=500, requests=2, context=2000), candidate("b", pending=100, requests=1)]
+    for session in (None, "ann"):
+        decision = policy(candidates, Request(1000, 200, session))
+        assert decision.choice in candidates
+        assert [cost.candidate for cost in decision.costs] == candidates
+        totals = [cost.total for cost in decision.costs]
+        assert totals[candidates.index(decision.choice)] == min(totals)
+
+
+@pytest.mark.parametrize("name", PolicyName)
+def test_a_single_candidate_is_chosen(name: PolicyName) -> None:
+    assert chosen(policy_named(PolicySettings(name=name), Random(1)), [candidate("a")], tokens=0) == "a"
+
+
+def test_round_robin_takes_turns() -> None:
+    policy = round_robin()
+    candidates = [candidate("a", overlap=1000), candidate("b", requests=9), candidate("c")]
+    decisions = [policy(candidates, Request(1000)) for _ in range(6)]
+    assert [decision.choice.target.worker for decision in decisions] == ["a", "b", "c"] * 2
+    for decision in decisions:
+        assert min(decision.costs, key=lambda cost: cost.total).candidate is decision.choice
+
+
+def test_round_robin_goes_on_when_a_candidate_is_lost() -> None:
+    policy = round_robin()
+    chosen(policy, [candidate("a"), candidate("b"), candidate("c")])
+    assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(2)} == {"a", "b"}
+
+
+def test_random_asks_for_nothing() -> None:
+    policy = at_random(Random(0))
+    counts = Counter(chosen(policy, [candidate("a", requests=99), candidate("b", overlap=1000)]) for _ in range(400))
+    assert min(counts["a"], counts["b"]) > 150
+
+
+def test_least_loaded_counts_requests_only() -> None:
+    policy = least_loaded(Random(0))
+    assert chosen(policy, [candidate("a", overlap=1000, requests=2), candidate("b", requests=1, pending=9999)]) == "b"
+    assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(50)} == {"a", "b"}
+
+
+def test_a_session_stays_where_it_is() -> None:
+    policy = session_affinity(Random(0))
+    names = "abcdefgh"
+    homes = {
+        session: chosen(policy, [candidate(name) for name in names], session=session) for session in map(str, range(99))
+    }
+    assert set(homes.values()) == set(names)
+    for session, home in homes.items():
+        assert chosen(policy, [candidate(name) for name in reversed(names)], session=session) == home
+
+
+def test_a_target_that_goes_moves_only_its_own_sessions() -> None:
+    policy = session_affinity(Random(0))
+    for session in map(str, range(99)):
+        home = chosen(policy, [candidate(name) for name in "abcd"], session=session)
+        after = chosen(policy, [candidate(name) for name in "abc"], session=session)
+        assert after == home or home == "d"
+
+
+def test_a_session_leaves_a_target_with_more_than_its_share() -> None:
+    """With 40 requests in flight on four targets, one may have 13."""
+    policy = session_affinity(Random(0))
+    home = chosen(policy, [candidate(name) for name in "abcd"], session="ann")
+    for requests, stays in ((12, True), (13, False)):
+        others = [candidate(name, requests=(40 - requests) // 3) for name in "abcd" if name != home]
+        assert (chosen(policy, [*others, candidate(home, requests=requests)], session="ann") == home) is stays
+
+
+def test_without_a_session_the_least_loaded_is_taken() -> None:
+    assert chosen(session_affinity(Random(0)), [candidate("a", requests=1), candidate("b")]) == "b"
+
+
+def test_cache_aware_takes_the_longest_match_above_its_threshold() -> None:
+    policy = cache_aware(Random(0))
+    assert chosen(policy, [candidate("a", overlap=301, requests=60), candidate("b")]) == "a"
+    assert chosen(policy, [candidate("a", overlap=300, requests=60), candidate("b")]) == "b"
+
+
+def test_cache_aware_balances_what_is_far_apart() -> None:
+    policy = cache_aware(Random(0))
+    assert chosen(policy, [candidate("a", overlap=999, requests=65), candidate("b")]) == "b"
+    assert chosen(policy, [candidate("a", overlap=999, requests=64), candidate("b")]) == "a"
+    assert chosen(policy, [candidate("a", overlap=999, requests=300), candidate("b", requests=200)]) == "a"
+
+
+def test_dynamo_adds_prefill_and_what_is_held() -> None:
+    policy = dynamo(Random(0))
+    assert chosen(policy, [candidate("a", overlap=500, context=600), candidate("b")]) == "b"
+    assert chosen(policy, [candidate("a", overlap=500, context=400), candidate("b")]) == "a"
+    assert chosen(policy, [candidate("a", overlap=500, pending=400), candidate("b")]) == "a"
+
+
+def test_dynamo_credits_slower_tiers_with_less() -> None:
+    policy = dynamo(Random(0))
+    on_disk = Candidate(Target("disk", 0, "m"), 800, disk=800)
+    in_host = Candidate(Target("host", 0, "m"), 800, cpu=800)
+    assert policy([on_disk, in_host], Request(1000)).costs[0].terms["prefill"] == pytest.approx(800)
+    assert policy([on_disk, in_host], Request(1000)).costs[1].terms["prefill"] == pytest.approx(400)
+
+
+def test_llm_d_weighs_queue_memory_and_prefix() -> None:
+    holder = Candidate(Target("holder", 0, "m"), overlap=1000, waiting=4, kv_usage=0.9)
+    idle = Candidate(Target("idle", 0, "m"), kv_usage=0.5)
+    decision = llm_d(Random(0))([holder, idle], Request(1000))
+    assert [cost.terms for cost in decision.costs] == [
+        {"queue": 2.0, "memory": pytest.approx(1.8), "uncached": 0.0},
+        {"queue": 0.0, "memory": pytest.approx(1.0), "uncached": 3.0},
+    ]
+
+
+def test_memory_that_is_not_known_is_taken_for_the_fullest() -> None:
+    policy = llm_d(Random(0))
+    full, free = (Candidate(Target(name, 0, "m"), kv_usage=usage) for name, usage in (("full", 0.8), ("free", 0.2)))
+    silent = candidate("silent")
+    assert [cost.terms["memory"] for cost in policy([silent, full, free], Request(10)).costs] == [1.6, 1.6, 0.4]
+    assert policy([silent], Request(10)).costs[0].terms["memory"] == 2.0
+
+
+def test_lmetric_multiplies() -> None:
+    policy = lmetric(Random(0))
+    decision = policy([candidate("a", overlap=400, pending=100, requests=3)], Request(1000))
+    assert decision.costs[0].total == 700 * 4

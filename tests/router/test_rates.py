@@ -1,0 +1,107 @@
+"""The rates of workers, learned from noisy samples."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.rates import BOUND, HALF_LIFE, BoundedRegression, RateLearner, Rates, RateTable, prefill_seconds
+
+START = Rates()
+
+
+class Clock:
+    """Time as the test wants it."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def show(learner: RateLearner, truth: Rates, random: Random, begin: int = 0, noise: float = 0.1) -> None:
+    """Let a learner see 400 requests of a worker, one a second, one in twenty of them stalled."""
+    for second in range(begin, begin + 400):
+        tokens = random.randrange(200, 16_000)
+        cached = random.randrange(0, tokens)
+        requests = random.randrange(0, 30)
+        context = 3000 * requests
+        stalled = 20.0 if random.random() < 0.05 else 1.0
+        seconds = prefill_seconds(truth, tokens, cached, requests, context) * random.uniform(1 - noise, 1 + noise)
+        learner.prefill_seen(tokens, cached, requests, context, seconds * stalled, second)
+        step = truth.step + truth.context_token * context + truth.token * requests
+        seconds = 100 * step * random.uniform(1 - noise, 1 + noise) * stalled
+        learner.decode_seen(100, requests, context, seconds, second)
+
+
+factors = st.floats(0.3, 3.0)
+
+
+@given(factors, factors, factors, factors, st.integers(0, 1000))
+def test_known_rates_are_recovered_from_noisy_samples(
+    step: float, token: float, attention: float, context_token: float, seed: int
+) -> None:
+    truth = Rates(
+        START.step * step, START.token * token, START.attention * attention, START.context_token * context_token
+    )
+    learner = RateLearner(START)
+    show(learner, truth, Random(seed))
+    assert learner.learned
+    for tokens, cached, requests in ((8000, 0, 0), (8000, 6000, 20), (2000, 0, 10)):
+        expected = prefill_seconds(truth, tokens, cached, requests, 3000 * requests)
+        assert prefill_seconds(learner.rates, tokens, cached, requests, 3000 * requests) == pytest.approx(
+            expected, rel=0.15
+        )
+    assert learner.rates.token == pytest.approx(truth.token, rel=0.3)
+    assert learner.rates.step == pytest.approx(truth.step, rel=0.3)
+
+
+anything = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(st.tuples(anything, anything, st.floats(0, 1e3), anything, st.floats(0, 1e4)), max_size=30))
+def test_whatever_is_seen_coefficients_stay_within_their_bounds(samples: list[tuple[float, ...]]) -> None:
+    regression = BoundedRegression((4e-5, 1e-9))
+    for x0, x1, known, seconds, now in samples:
+        regression.add(x0, x1, known, seconds, now)
+        for found, expected in zip(regression.coefficients, (4e-5, 1e-9), strict=True):
+            assert expected / BOUND * (1 - 1e-9) <= found <= expected * BOUND * (1 + 1e-9)
+
+
+def test_before_anything_is_seen_rates_are_what_is_configured() -> None:
+    learner = RateLearner(START)
+    assert learner.rates == START
+    assert not learner.learned
+
+
+def test_a_worker_that_changes_is_learned_anew() -> None:
+    learner = RateLearner(START)
+    show(learner, Rates(token=1e-4), Random(1))
+    show(learner, START, Random(2), begin=round(3 * HALF_LIFE))
+    assert learner.rates.token == pytest.approx(START.token, rel=0.2)
+
+
+def test_workers_alike_are_not_told_apart() -> None:
+    clock = Clock()
+    table = RateTable(START, clock)
+    for worker in "ab":
+        show(table.learner(worker, "m"), START, Random(1))
+    assert table.slowest_if_unlike("m") is None
+    assert table.slowest_if_unlike("other") is None
+
+
+def test_unlike_workers_have_their_own_rates_and_the_unknown_those_of_the_slowest() -> None:
+    clock = Clock()
+    table = RateTable(START, clock)
+    show(table.learner("slow", "m"), Rates(token=1e-4), Random(1))
+    assert table.slowest_if_unlike("m") is None
+    show(table.learner("fast", "m"), START, Random(1))
+    clock.now += 10
+    slowest = table.slowest_if_unlike("m")
+    assert slowest == table.learner("slow", "m").rates
+    assert slowest is not None
+    assert table.of("fast", "m", slowest) == table.learner("fast", "m").rates
+    assert table.of("new", "m", slowest) == slowest
