@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import TypeVar
 
 from xxhash import xxh3_64_intdigest
@@ -172,12 +172,8 @@ class Holdings:
         if self.capacity is None or self.hybrid:
             return
         for holder in self._holders.values():
-            excess = len(holder.positions) - self.capacity
-            if holder.tier is Tier.GPU and excess > 0:
-                self.counters.over_capacity += excess
-                for engine_hash in list(islice(holder.positions, excess)):
-                    holder.extra_copies.pop(engine_hash, None)
-                    self._vacate(holder, holder.positions.pop(engine_hash))
+            while holder.tier is Tier.GPU and (excess := len(holder.positions) - self.capacity) > 0:
+                self._drop_oldest(holder, excess)
 
     def dump(self) -> tuple[list[DumpedRun], list[DumpedHolder]]:
         """All blocks and the prefixes they end."""
@@ -424,6 +420,36 @@ class Holdings:
             run.held[holder] = left
         if not left or offset == len(run.hashes) - 1:
             self._tree.release(run)
+
+    def _drop_oldest(self, holder: Holder, limit: int) -> None:
+        """Drop at least one and at most so many blocks, the oldest first, but none before those that follow it.
+
+        So do engines evict: an old block that others follow is most likely in use.
+        """
+        passed: list[tuple[EngineHash, int]] = []
+        dropped: list[EngineHash] = []
+        for block in holder.positions.items():
+            passed.append(block)
+            while passed and len(dropped) < limit and self._is_end(holder, passed[-1][1]):
+                engine_hash, position = passed.pop()
+                self._vacate(holder, position)
+                dropped.append(engine_hash)
+            if len(dropped) == limit:
+                break
+        for engine_hash in dropped:
+            del holder.positions[engine_hash]
+            holder.extra_copies.pop(engine_hash, None)
+        self.counters.over_capacity += len(dropped)
+
+    def _is_end(self, holder: Holder, position: int) -> bool:
+        """Whether no block that follows this one is held."""
+        place = self._tree.find(position)
+        assert place is not None, "a place that somebody holds"
+        run, offset = place
+        if run.held[holder] >> offset + 1 & 1:
+            return False
+        behind = run.depth + offset + 1
+        return not any(child.depth == behind and child.held.get(holder, 0) & 1 for child in run.children.values())
 
     def _release_run(self, holder: Holder) -> None:
         """Forget one block, and that its run is held, for a holder that is given up whole."""

@@ -16,14 +16,23 @@ class Orphan:
     event: BlockStored
     removals: list[BlockRemoved] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """Its blocks and removals."""
+        return len(self.event.block_hashes) + len(self.removals)
+
 
 class Orphans:
-    """The orphans of one target, at most `limit` blocks; the longest waiting go first."""
+    """The orphans of one target: at most `limit` blocks and their removals, a block told twice counts twice.
+
+    The longest waiting go first.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._by_parent: OrderedDict[EngineHash, list[Orphan]] = OrderedDict()
         self._by_block: dict[EngineHash, Orphan] = {}
+        self._size = 0
 
     def __len__(self) -> int:
         """The number of waiting blocks."""
@@ -35,8 +44,9 @@ class Orphans:
         assert parent is not None
         self._by_parent.setdefault(parent, []).append(orphan)
         self._by_block.update(dict.fromkeys(orphan.event.block_hashes, orphan))
+        self._size += orphan.size
         dropped = 0
-        while len(self._by_block) > self.limit:
+        while self._size > self.limit:
             oldest = next(iter(self._by_parent))
             dropped += sum(len(gone.event.block_hashes) for gone in self._take(oldest))
         return dropped
@@ -51,6 +61,7 @@ class Orphans:
         if orphan is None:
             return False
         orphan.removals.append(BlockRemoved([engine_hash], event.medium, event.group_idx))
+        self._size += 1
         return True
 
     def clear_medium(self, medium: str) -> None:
@@ -63,6 +74,7 @@ class Orphans:
     def _take(self, parent: EngineHash) -> list[Orphan]:
         taken = self._by_parent.pop(parent, [])
         for orphan in taken:
+            self._size -= orphan.size
             for engine_hash in orphan.event.block_hashes:
                 if self._by_block.get(engine_hash) is orphan:
                     del self._by_block[engine_hash]

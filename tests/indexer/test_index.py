@@ -465,8 +465,30 @@ def test_holdings_never_exceed_the_memory_of_the_engine() -> None:
     index.add(A, capacity=3)
     apply(index, A, stored([1, 2, 3], PROMPT[:6]), stored([7, 8], [7, 7, 8, 8]))
     assert blocks(index) == {Tier.GPU: 3}
-    assert match(index, [7, 7, 8, 8]) == {A: 4}, "the oldest ones go"
-    assert match(index) == {}
+    assert match(index, [7, 7, 8, 8]) == {A: 4}
+    assert match(index) == {A: 2}, "the oldest prompt loses its end"
+
+
+def test_what_waits_for_the_same_parent_again_and_again_is_bounded() -> None:
+    index = Index(orphan_blocks=4)
+    index.add(A)
+    for _ in range(3):
+        apply(index, A, stored([2], PROMPT[2:4], 1), BlockRemoved([2], "GPU"), BlockRemoved([2], "GPU"))
+    status = index.status(A)
+    assert status is not None
+    assert status.counters.orphans_dropped > 0
+    apply(index, A, stored([1], PROMPT[:2]))
+    assert match(index) == {A: 2}
+
+
+def test_beyond_the_memory_of_the_engine_the_ends_go_first() -> None:
+    """A block that others follow is in use, however old it is."""
+    index = Index()
+    index.add(A, capacity=4)
+    apply(index, A, stored([1, 2], PROMPT[:4]), stored([3], [5, 5], 2), stored([4], [6, 6], 2), stored([5], [7, 7], 2))
+    assert match(index, [*PROMPT[:4], 5, 5]) == {A: 4}
+    assert match(index, [*PROMPT[:4], 6, 6]) == {A: 6}
+    assert match(index, [*PROMPT[:4], 7, 7]) == {A: 6}
 
 
 numbers = st.integers(-(2**63), 2**64 - 1)
