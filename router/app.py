@@ -12,11 +12,13 @@ from typing import Any
 import aiohttp
 from fastapi import Depends, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from indexer import Indexer
 from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check, workers_report
 from indexer.metrics import IndexCollector
+from router.access_log import AccessLog
 from router.audit import HitAudit
 from router.embedded_index import running_indexer
 from router.findings import findings
@@ -29,11 +31,14 @@ from router.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.policies import policy_named
 from router.proxy import Proxy
 from router.rates import Rates
+from router.readiness import Readiness
+from router.request_id import RequestIds
 from router.routing import Router
 from router.settings import Settings
 from router.speculation import SpeculativeHoldings
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
+from router.tracing import tracing_to
 
 # vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
 _KEEPALIVE_SECONDS = 4
@@ -71,8 +76,11 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             history,
             audit,
         )
-        proxy = Proxy(router, fleet, session, settings.proxy, settings.server.max_body_bytes, RequestMetrics(registry))
-        yield _app(
+        tracing = tracing_to(settings.otel.endpoint)
+        stack.push_async_callback(asyncio.to_thread, tracing.stop)
+        requests = RequestMetrics(registry)
+        proxy = Proxy(router, fleet, session, settings.proxy, settings.server.max_body_bytes, requests, tracing)
+        app = _app(
             indexer,
             match_reader(tokenizers, router.resolve),
             fleet,
@@ -83,7 +91,14 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             registry,
             session,
             settings.server.token,
+            Readiness(fleet, indexer, settings.events.catch_up_timeout),
         )
+        # The one that is added last is the first that a request comes to.
+        if settings.logs.access:
+            app.add_middleware(AccessLog)
+        app.add_middleware(tracing.around)
+        app.add_middleware(RequestIds)
+        yield app
 
 
 def _client_session() -> aiohttp.ClientSession:
@@ -106,6 +121,7 @@ def _app(
     registry: CollectorRegistry,
     session: aiohttp.ClientSession,
     token: str,
+    readiness: Readiness,
 ) -> FastAPI:
     app = FastAPI(title="kvrouter")
     app.include_router(index_routes(indexer, read_match, token))
@@ -138,6 +154,12 @@ def _app(
         status = "ok" if up else "no worker answers"
         found = findings(fleet, indexer, audit)
         return {"status": status, "workers": len(fleet.workers), "workers_up": up, "findings": found}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 when a worker answers and the index knows what the workers hold, else 503."""
+        problem = readiness.problem()
+        return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -11,7 +11,10 @@ from prometheus_client.registry import Collector
 from router.audit import Basis, HitAudit
 from router.fleet import Fleet
 from router.load import LoadTable
+from router.policies import Decision
+from router.usage import Usage
 
+_SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -36,6 +39,20 @@ class RequestMetrics:
         self.overlap_tokens = Counter(
             "kvrouter_overlap_tokens", "Tokens expected to come from the worker's cache", ["model"], registry=registry
         )
+        self.best_overlap_tokens = Counter(
+            "kvrouter_best_overlap_tokens", "The most that any worker's cache had", ["model"], registry=registry
+        )
+        self.decisions = Counter("kvrouter_decisions", "Choices of a worker", ["model"], registry=registry)
+        self.cost = Counter(
+            "kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term"], registry=registry
+        )
+        self.queue = Histogram(
+            "kvrouter_queue_seconds",
+            "From the end of a request's body to its sending to a worker",
+            ["model"],
+            registry=registry,
+            buckets=_SHORT_BUCKETS,
+        )
         self.first_byte = Histogram(
             "kvrouter_time_to_first_byte_seconds",
             "From the end of a request's body to the first byte of its answer's",
@@ -43,6 +60,26 @@ class RequestMetrics:
             registry=registry,
             buckets=_FIRST_BYTE_BUCKETS,
         )
+        self.token_time = Histogram(
+            "kvrouter_time_per_output_token_seconds",
+            "From the first byte of a stream to its last, for each token after the first",
+            ["model"],
+            registry=registry,
+            buckets=_SHORT_BUCKETS,
+        )
+
+    def placed(self, model: str, waited: float, decision: Decision) -> None:
+        """A worker was chosen, `waited` seconds after the request was complete."""
+        self.queue.labels(model).observe(waited)
+        self.decisions.labels(model).inc()
+        self.best_overlap_tokens.labels(model).inc(max(candidate.overlap for candidate in decision.candidates))
+        for term, amount in decision.terms(decision.choice).items():
+            self.cost.labels(model, term).inc(amount)
+
+    def streamed(self, model: str, seconds: float, usage: Usage | None) -> None:
+        """A stream ended, so long after its first byte."""
+        if usage is not None and usage.completion > 1:
+            self.token_time.labels(model).observe(seconds / (usage.completion - 1))
 
 
 class FleetCollector(Collector):

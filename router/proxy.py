@@ -28,6 +28,7 @@ from router.requests import Endpoint, decode_request
 from router.retry_budget import RetryBudget
 from router.routing import Placement, RoutedPrompt, Router, unread_prompt
 from router.settings import ProxySettings
+from router.tracing import Tracing
 from router.usage import UsageTail
 
 log = structlog.get_logger()
@@ -82,6 +83,7 @@ class Proxy:
         settings: ProxySettings,
         max_body_bytes: int,
         metrics: RequestMetrics,
+        tracing: Tracing,
     ) -> None:
         self._router = router
         self._fleet = fleet
@@ -89,6 +91,7 @@ class Proxy:
         self._settings = settings
         self._max_body_bytes = max_body_bytes
         self._metrics = metrics
+        self._tracing = tracing
         self._budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout, sock_read=settings.idle_timeout
@@ -107,17 +110,23 @@ class Proxy:
     async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
         """Send a request to one worker after the other, until one answers. Raises RequestError when none does."""
         arrived = time.monotonic()
-        prompt = await self._read_prompt(scope, body)
+        with self._tracing.span("tokenize") as span:
+            prompt = await self._read_prompt(scope, body)
+            span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
         self._budget.request()
         tried: list[Worker] = []
         hung = False
         while len(tried) < self._settings.attempts:
-            placement = self._router.place(prompt, tried)
+            with self._tracing.span("decide") as span:
+                placement = self._router.place(prompt, tried)
+                span.set(worker=placement.worker.url, overlap_tokens=placement.overlap)
+            self._metrics.placed(prompt.name or "", time.monotonic() - arrived, placement.decision)
             tried.append(placement.worker)
             others = len(tried) < self._settings.attempts and self._router.others(prompt, tried)
             try:
                 # A request that hung one worker may be why; it does not get to hang them all.
-                await self._exchange(scope, body, prompt, placement, arrived, others, others and not hung, send)
+                with self._tracing.span("upstream", worker=placement.worker.url):
+                    await self._exchange(scope, body, prompt, placement, arrived, others, others and not hung, send)
             except TryElsewhereError as error:
                 hung = hung or isinstance(error, WorkerHangsError)
                 self._metrics.retried.labels(placement.worker.url).inc()
@@ -167,7 +176,7 @@ class Proxy:
                 response = await self._session.request(
                     scope["method"],
                     _upstream_url(placement.worker, scope),
-                    headers=_upstream_headers(scope["headers"], placement),
+                    headers=self._tracing.inject(_upstream_headers(scope["headers"], placement)),
                     data=BytesIO(body) if body else None,  # aiohttp writes it in pieces
                     timeout=self._timeout,
                     allow_redirects=False,
@@ -227,13 +236,15 @@ class Proxy:
                 }
             )
             tail = UsageTail()
+            began = arrived
             events = 0
             try:
                 async for chunk in _chunks(first, response.content):
                     attempt.heard()
                     if arrived:
                         placement.first_byte()
-                        self._metrics.first_byte.labels(model).observe(time.monotonic() - arrived)
+                        began = time.monotonic()
+                        self._metrics.first_byte.labels(model).observe(began - arrived)
                         arrived = 0.0
                     events += chunk.count(b"\n\n")
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -245,7 +256,10 @@ class Proxy:
             attempt.end(_outcome(response.status), f"status {response.status}")
             if response.status == HTTPStatus.OK:
                 placement.complete(max(events - _EVENTS_WITHOUT_TOKENS, 0))
-                self._router.answered(placement, tail.usage())
+                usage = tail.usage()
+                self._router.answered(placement, usage)
+                if response.content_type == "text/event-stream":
+                    self._metrics.streamed(model, time.monotonic() - began, usage)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _break_off(self, response: aiohttp.ClientResponse, worker: Worker, error: Exception, send: Send) -> None:

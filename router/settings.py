@@ -6,11 +6,21 @@ Environment variables override the file: `KVROUTER_SERVER__PORT=9000`.
 from __future__ import annotations
 
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AnyHttpUrl, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    AnyHttpUrl,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -165,6 +175,25 @@ class AuditSettings(_Section):
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.1
 
 
+class LogSettings(_Section):
+    """What is logged beside what goes wrong."""
+
+    access: bool = False
+
+
+class OtelSettings(_Section):
+    """Where traces go."""
+
+    endpoint: AnyHttpUrl | None = None
+
+    @field_validator("endpoint")
+    @classmethod
+    def _installed(cls, endpoint: AnyHttpUrl | None) -> AnyHttpUrl | None:
+        if endpoint is not None and not find_spec("opentelemetry.exporter"):
+            raise ValueError("tracing wants more packages: pip install 'kvrouter[otel]'")
+        return endpoint
+
+
 class TokenizerSettings(_Section):
     """How prompts are turned into token ids. Times in seconds."""
 
@@ -187,6 +216,8 @@ class Settings(BaseSettings):
     fleet: FleetSettings = FleetSettings()
     proxy: ProxySettings = ProxySettings()
     audit: AuditSettings = AuditSettings()
+    logs: LogSettings = LogSettings()
+    otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
 
     @classmethod

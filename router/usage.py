@@ -14,6 +14,7 @@ from typing import Any
 _TAIL_BYTES = 16 * 1024
 # Quotes inside a string are escaped, so `"usage"` without a backslash before it is a string of its own: a key.
 _USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
+_NAMES = (("prompt", "completion"), ("input", "output"))  # the second are those of /v1/responses
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -52,11 +53,13 @@ class UsageTail:
 
 
 def _read(usage: dict[str, Any]) -> Usage | None:
-    prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
-    if prompt is None:
-        return None
-    details = usage.get("prompt_tokens_details")
-    return Usage(prompt, completion or 0, _count(details.get("cached_tokens")) if isinstance(details, dict) else None)
+    for prompt_name, completion_name in _NAMES:
+        prompt, completion = _count(usage.get(f"{prompt_name}_tokens")), _count(usage.get(f"{completion_name}_tokens"))
+        if prompt is not None:
+            details = usage.get(f"{prompt_name}_tokens_details")
+            cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+            return Usage(prompt, completion or 0, cached)
+    return None
 
 
 def _count(value: object) -> int | None:

@@ -65,7 +65,7 @@ async def test_a_request_arrives_as_it_was_sent(worker: ScriptedWorker, routed: 
     (request,) = worker.exchanges
     assert (request.method, request.target) == ("POST", "/v1/completions?debug=1&q=a%20b")
     assert request.body == BODY
-    own = {"host", "content-length"}
+    own = {"host", "content-length", "x-request-id"}
     assert [(name, value) for name, value in request.headers if name not in own] == [
         (name.decode().lower(), value) for name, _, value in (line.partition(b": ") for line in headers.splitlines())
     ]
@@ -84,7 +84,7 @@ async def test_an_answer_arrives_as_it_was_sent(worker: ScriptedWorker, routed: 
     head, received = await raw(routed, b"GET /teapot HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
     assert received == body
     assert head[0].startswith(b"HTTP/1.1 418")
-    own = (b"date:", b"connection:", b"x-kvrouter-")
+    own = (b"date:", b"connection:", b"x-kvrouter-", b"x-request-id:")
     assert [line for line in head[1:] if not line.lower().startswith(own)] == [
         b"content-length: 256",
         *headers.splitlines(),

@@ -1,0 +1,48 @@
+"""Whether to send requests here: a worker answers, and the index knows what the workers hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from indexer import Indexer
+from indexer.sequence import StreamState
+from router.fleet import Fleet
+
+
+class Readiness:
+    """Not ready at first; once the index has caught up it stays so, and only the workers matter.
+
+    A stream that cannot be reached would keep it from that for ever: it is waited for `patience` seconds.
+    """
+
+    def __init__(
+        self, fleet: Fleet, indexer: Indexer, patience: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fleet = fleet
+        self._indexer = indexer
+        self._patience = patience
+        self._clock = clock
+        self._waiting_since: float | None = None
+        self._caught_up = False
+
+    def problem(self) -> str | None:
+        """Why this is not ready; None when it is."""
+        up = {worker.url for worker in self._fleet.workers if worker.up}
+        if not up:
+            return "no worker answers"
+        if not self._caught_up:
+            if self._waiting_since is None:
+                self._waiting_since = self._clock()
+            waited = self._clock() - self._waiting_since
+            self._caught_up = waited >= self._patience or self._index_caught_up(up)
+        return None if self._caught_up else "the index is catching up"
+
+    def _index_caught_up(self, workers: set[str]) -> bool:
+        """Whether all events so far of these workers are known."""
+        followed = (
+            self._indexer.stream_status(registration.target)
+            for registration in self._indexer.registered()
+            if registration.source is not None and registration.target.worker in workers
+        )
+        return all(stream and stream.state in (StreamState.LIVE, StreamState.LOST) for stream in followed)

@@ -1,0 +1,303 @@
+"""What those who operate a router see of it: metrics, health, readiness, request ids, logs and traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import structlog
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+from router_under_test import RouterUnderTest, router, until
+from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
+from structlog.testing import LogCapture
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+SECRET = "the quick brown fox"
+BODY = {"model": MODEL, "prompt": list(range(100))}
+USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def stream(exchange: Exchange) -> None:
+    await exchange.begin_chunks()
+    for event in ({"choices": [{"text": SECRET}]}, {"choices": [], "usage": USAGE}):
+        await exchange.chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+    await exchange.chunk(b"data: [DONE]\n\n")
+    await exchange.chunk(b"")
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ScriptedWorker]:
+    async with scripted_worker() as worker:
+        yield worker
+
+
+@pytest.fixture
+async def routed(worker: ScriptedWorker) -> AsyncIterator[RouterUnderTest]:
+    async with router(worker.url, logs={"access": True}) as routed:
+        yield routed
+
+
+@pytest.fixture
+def logs() -> Iterator[list[Any]]:
+    """What is logged, at any level."""
+    capture = LogCapture()
+    before = structlog.get_config()
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, capture],
+        wrapper_class=structlog.make_filtering_bound_logger(0),
+        cache_logger_on_first_use=False,
+    )
+    yield capture.entries
+    structlog.configure(**before)
+
+
+async def request_lines(logs: list[Any], number: int = 1) -> list[Any]:
+    """Wait for the lines of so many requests: a client has its answer before."""
+
+    async def logged() -> bool:
+        return sum(line["event"] == "request" for line in logs) == number
+
+    await until(logged)
+    return [line for line in logs if line["event"] == "request"]
+
+
+# Metrics
+
+
+async def test_every_metric_is_there_and_says_what_it_is(routed: RouterUnderTest) -> None:
+    await routed.call(PATH, BODY)
+    text = (await routed.call("/metrics")).body.decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert all(family.documentation for family in families.values())
+    assert {
+        "kvrouter_requests": "counter",
+        "kvrouter_requests_refused": "counter",
+        "kvrouter_requests_retried": "counter",
+        "kvrouter_requests_abandoned": "counter",
+        "kvrouter_answers_broken": "counter",
+        "kvrouter_prompt_tokens": "counter",
+        "kvrouter_overlap_tokens": "counter",
+        "kvrouter_best_overlap_tokens": "counter",
+        "kvrouter_decisions": "counter",
+        "kvrouter_decision_cost": "counter",
+        "kvrouter_queue_seconds": "histogram",
+        "kvrouter_time_to_first_byte_seconds": "histogram",
+        "kvrouter_time_per_output_token_seconds": "histogram",
+        "kvrouter_audit_predicted_tokens": "counter",
+        "kvrouter_audit_cached_tokens": "counter",
+        "kvrouter_audit_drift_ratio": "gauge",
+        "kvrouter_stream_seconds_since_confirmed": "gauge",
+        "kvrouter_worker_up": "gauge",
+    }.items() <= {name: family.type for name, family in families.items()}.items()
+
+
+async def test_a_stream_is_measured(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    worker.script = stream
+    for _ in range(2):
+        await routed.call(PATH, BODY | {"stream": True})
+    model = {"model": MODEL}
+    assert await routed.metric("kvrouter_requests_total", status="200", **model) == 2
+    assert await routed.metric("kvrouter_decisions_total", **model) == 2
+    assert await routed.metric("kvrouter_queue_seconds_count", **model) == 2
+    assert await routed.metric("kvrouter_time_to_first_byte_seconds_count", **model) == 2
+    assert await routed.metric("kvrouter_time_per_output_token_seconds_count", **model) == 2
+    assert await routed.metric("kvrouter_overlap_tokens_total", **model) == 96
+    assert await routed.metric("kvrouter_best_overlap_tokens_total", **model) == 96
+    assert await routed.metric("kvrouter_decision_cost_total", **model) > 0
+    assert await routed.metric("kvrouter_audit_wrong_tokens_total", **model) == 96
+
+
+async def test_names_that_nobody_serves_are_no_labels(routed: RouterUnderTest) -> None:
+    for number in range(20):
+        assert (await routed.call(PATH, BODY | {"model": f"other-{number}"})).status == 404
+        assert (await routed.call(f"/other/{number}", {"model": f"other-{number}"})).status == 404
+    assert b"other-" not in (await routed.call("/metrics")).body
+    assert await routed.metric("kvrouter_requests_refused_total", status="404") == 40
+
+
+# Health and readiness
+
+
+async def test_a_router_with_a_worker_is_ready(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    reply = await routed.call("/ready")
+    assert (reply.status, reply.json()) == (200, {"status": "ready"})
+    await worker.stop()
+    assert (await routed.call(PATH, BODY)).status == 503
+    reply = await routed.call("/ready")
+    assert (reply.status, reply.json()) == (503, {"status": "no worker answers"})
+    health = await routed.call("/health")
+    assert (health.status, health.json()["status"]) == (200, "no worker answers")
+    assert [found["finding"] for found in health.json()["findings"]] == ["worker_down"]
+
+
+async def test_a_router_is_not_ready_until_the_index_has_caught_up_or_was_waited_for(worker: ScriptedWorker) -> None:
+    streams = [{"endpoint": "tcp://127.0.0.1:9", "replay_endpoint": "tcp://127.0.0.1:9"}]
+    settings = {"workers": [{"url": worker.url, "streams": streams}], "events": {"catch_up_timeout": 0.3}}
+    async with router(**settings) as routed:
+        reply = await routed.call("/ready")
+        assert (reply.status, reply.json()) == (503, {"status": "the index is catching up"})
+
+        async def ready() -> bool:
+            return (await routed.call("/ready")).status == 200
+
+        await until(ready)
+        (found,) = (await routed.call("/health")).json()["findings"]
+        assert (found["finding"], found["worker"], found["dp_rank"]) == ("events_missing", worker.url, 0)
+        assert "tcp://127.0.0.1:9" in found["detail"]
+
+
+# Request ids and logs
+
+
+async def test_an_id_is_forwarded_returned_and_logged(
+    worker: ScriptedWorker, routed: RouterUnderTest, logs: list[Any]
+) -> None:
+    reply = await routed.call(PATH, BODY, headers={"X-Request-Id": "mine-1"})
+    assert reply.headers.getall("x-request-id") == ["mine-1"]
+    assert worker.last.header("x-request-id") == [b"mine-1"]
+    (line,) = await request_lines(logs)
+    assert line.pop("ms") >= line.pop("first_byte_ms") > 0
+    assert line == {
+        "event": "request",
+        "log_level": "info",
+        "request_id": "mine-1",
+        "method": "POST",
+        "path": PATH,
+        "status": 200,
+        "worker": worker.url,
+        "overlap": "0",
+        "bytes": 2,
+    }
+
+
+@pytest.mark.parametrize("given", ["", "with space", "x" * 129, "é"])
+async def test_an_id_is_made_where_there_is_none_to_use(
+    worker: ScriptedWorker, routed: RouterUnderTest, given: str
+) -> None:
+    worker.script = lambda exchange: exchange.answer(headers=b"x-request-id: the-workers-own\r\n")
+    reply = await routed.call(PATH, BODY, headers={"x-request-id": given})
+    (made,) = reply.headers.getall("x-request-id")
+    assert len(made) == 32
+    assert worker.last.header("x-request-id") == [made.encode()]
+
+
+async def test_refusals_have_an_id_and_a_line_too(routed: RouterUnderTest, logs: list[Any]) -> None:
+    reply = await routed.call(PATH, b"{")
+    (line,) = await request_lines(logs)
+    assert (reply.status, line["status"], line["request_id"]) == (400, 400, reply.headers["x-request-id"])
+    assert "worker" not in line
+
+
+async def test_no_word_of_a_prompt_or_an_answer_is_logged(
+    worker: ScriptedWorker, routed: RouterUnderTest, logs: list[Any]
+) -> None:
+    async def break_off(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(SECRET.encode())
+        await exchange.hang_up()
+
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": SECRET}]}
+    for script in (Exchange.answer, stream, break_off):
+        worker.script = script
+        for path, body in (
+            (PATH, {"model": MODEL, "prompt": SECRET}),
+            ("/v1/chat/completions", chat),
+            ("/v1/chat/completions", {"model": MODEL, "messages": SECRET}),
+            (f"{PATH}?q={SECRET.replace(' ', '%20')}", {"model": MODEL, "prompt": [SECRET, 3]}),
+            (PATH, f'{{"model": "m", "prompt": "{SECRET}"'.encode()),
+            ("/match", {"model": MODEL, "prompt": SECRET}),
+            ("/other", {"model": MODEL, "text": SECRET}),
+        ):
+            try:
+                await routed.call(path, body)
+            except OSError:
+                assert script is break_off
+    await request_lines(logs, 21)
+    assert any(line["log_level"] == "debug" for line in logs)
+    assert "quick" not in repr(logs)
+
+
+# Traces
+
+
+class Collector:
+    """Receives spans by OTLP over HTTP."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.spans: dict[str, Any] = {}
+        self.raw = b""
+
+    async def receive(self, request: web.Request) -> web.Response:
+        self.raw += await request.read()
+        export = ExportTraceServiceRequest.FromString(await request.read())
+        for resource in export.resource_spans:
+            for scope in resource.scope_spans:
+                self.spans |= {span.name: span for span in scope.spans}
+        return web.Response(content_type="application/x-protobuf")
+
+    def attributes(self, name: str) -> dict[str, Any]:
+        values = ((each.key, each.value) for each in self.spans[name].attributes)
+        return {key: getattr(value, value.WhichOneof("value")) for key, value in values}
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[Collector]:
+    collector = Collector()
+    app = web.Application()
+    app.router.add_post("/v1/traces", collector.receive)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        collector.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
+        yield collector
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("parent", [None, PARENT])
+async def test_a_request_is_traced_to_its_worker(worker: ScriptedWorker, logs: list[Any], parent: str | None) -> None:
+    worker.script = stream
+    async with collecting() as collector:
+        async with router(worker.url, otel={"endpoint": collector.url}, logs={"access": True}) as routed:
+            headers = {"traceparent": parent, "tracestate": "a=1"} if parent else {}
+            await routed.call(PATH, {"model": MODEL, "prompt": SECRET, "stream": True}, headers=headers)
+            (forwarded,) = worker.last.header("traceparent")
+        spans = collector.spans
+    assert set(spans) == {"request", "tokenize", "decide", "upstream"}
+    request = spans["request"]
+    assert {span.trace_id for span in spans.values()} == {request.trace_id}
+    assert {spans[name].parent_span_id for name in ("tokenize", "decide", "upstream")} == {request.span_id}
+    version, trace_id, span_id, flags = forwarded.decode().split("-")
+    assert (version, trace_id, span_id) == ("00", request.trace_id.hex(), spans["upstream"].span_id.hex())
+    assert flags == "01" if parent else len(flags) == 2
+    if parent:
+        assert (trace_id, request.parent_span_id.hex()) == tuple(parent.split("-")[1:3])
+        assert worker.last.header("tracestate") == [b"a=1"]
+    assert collector.attributes("request") == {
+        "http.request.method": "POST",
+        "url.path": PATH,
+        "http.response.status_code": 200,
+    }
+    assert collector.attributes("decide") == {"kvrouter.worker": worker.url, "kvrouter.overlap_tokens": 0}
+    assert collector.attributes("upstream") == {"kvrouter.worker": worker.url}
+    assert set(collector.attributes("tokenize")) == {"gen_ai.request.model", "kvrouter.prompt_tokens"}
+    assert b"quick" not in collector.raw
+    assert {line["trace_id"] for line in logs if line["event"] == "request"} == {trace_id}
+
+
+async def test_a_trace_passes_untouched_when_nothing_is_traced(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    await routed.call(PATH, BODY, headers={"traceparent": PARENT})
+    assert worker.last.header("traceparent") == [PARENT.encode()]
+    await routed.call(PATH, BODY)
+    assert worker.last.header("traceparent") == []
