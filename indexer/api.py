@@ -51,6 +51,7 @@ class RegisterBody(msgspec.Struct, forbid_unknown_fields=False):
     topic: str = ""
     lora_name: str | None = None
     tenant_id: str = DEFAULT_TENANT
+    curve_server_key: str | None = None
 
 
 class UnregisterBody(msgspec.Struct):
@@ -185,7 +186,7 @@ def _registration(body: RegisterBody) -> Registration:
         raise RequestError(f"block_size is {body.block_size}. Send a number of tokens above 0.", param="block_size")
     return Registration(
         Target(body.instance_id, body.dp_rank, body.modelname, body.tenant_id),
-        EventSource(body.dp_rank, body.endpoint, body.replay_endpoint, body.topic),
+        EventSource(body.dp_rank, body.endpoint, body.replay_endpoint, body.topic, body.curve_server_key),
         body.type,
         body.block_size,
         body.lora_name,

@@ -66,6 +66,7 @@ class TargetDump(msgspec.Struct, tag_field="kind", tag="target"):
     stream: DumpedStream
     runs: list[DumpedRun]
     holders: list[DumpedHolder]
+    curve_server_key: str | None = None
 
 
 class _Header(msgspec.Struct, tag_field="kind", tag="header"):

@@ -17,6 +17,7 @@ from indexer.matching import Match
 from indexer.sequence import SequenceSettings, StreamSequence, StreamState
 from indexer.streams import Stream, StreamReader, StreamStatus
 from kvevents import EventBatch, EventSource, Tier, encode_batch
+from kvevents.curve import KeyPair
 from kvevents.decode import batch_time
 from kvevents.frames import StreamFrame
 
@@ -76,13 +77,22 @@ class TargetReport:
 
 
 class Indexer:
-    """Follows the streams of registered workers and answers who holds what. `start` and `stop` own its thread."""
+    """Follows the streams of registered workers and answers who holds what. `start` and `stop` own its thread.
 
-    def __init__(self, secret: str = "", orphan_blocks: int = 65_536, sequence: SequenceSettings | None = None) -> None:
+    `keys`: who it is to the publishers of encrypted streams; without, somebody new.
+    """
+
+    def __init__(
+        self,
+        secret: str = "",
+        orphan_blocks: int = 65_536,
+        sequence: SequenceSettings | None = None,
+        keys: KeyPair | None = None,
+    ) -> None:
         self.index = Index(secret, orphan_blocks)
         self._secret = secret
         self._saved: dict[Target, TargetDump] = {}
-        self._reader = StreamReader(self.index, sequence)
+        self._reader = StreamReader(self.index, sequence, keys)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
 
     def start(self) -> None:
@@ -128,7 +138,8 @@ class Indexer:
     def register_saved(self) -> None:
         """Register all targets of the dump in use, as they were."""
         for target, saved in list(self._saved.items()):
-            source = EventSource(target.dp_rank, saved.endpoint, saved.replay_endpoint, saved.topic)
+            endpoints = saved.endpoint, saved.replay_endpoint, saved.topic
+            source = EventSource(target.dp_rank, *endpoints, saved.curve_server_key)
             self.register(Registration(target, source, saved.engine, saved.block_size, saved.adapter, saved.capacity))
 
     def _dump_target(self, registration: Registration) -> TargetDump | None:
@@ -158,6 +169,7 @@ class Indexer:
                 DumpedStream(last.seq, batch_time(last.payload) or 0.0, sequence.complete),
                 runs,
                 holders,
+                source.curve_server_key,
             )
 
         return self._reader.between_batches(read, target)

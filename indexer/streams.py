@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -16,7 +17,6 @@ from typing import TypeVar
 
 import structlog
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from indexer.holdings import Target
 from indexer.index import Index
@@ -30,7 +30,9 @@ from indexer.sequence import (
     StreamSequence,
     StreamState,
 )
+from indexer.stream_monitor import Connected, Refused, monitor_of, read_monitor
 from kvevents import AllBlocksCleared, EventSource, MalformedBatchError, decode_batch
+from kvevents.curve import KeyPair, be_client, checked_key, temporary_key_pair
 from kvevents.decode import batch_time
 from kvevents.frames import MalformedFrameError, StreamFrame, parse_live, parse_replay, replay_request
 
@@ -41,6 +43,7 @@ T = TypeVar("T")
 _TICK_MS = 100  # between looks at the deadlines
 _MESSAGES_A_TURN = 64  # from one socket before the others have their turn
 _ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
+_CONNECT_AGAIN_S = 1.0
 _RECEIVE_QUEUE = 100_000  # batches; beyond it ZeroMQ drops, and the gap is replayed
 
 
@@ -87,17 +90,23 @@ class Stream:
     lag: float | None = None
     began_at: float = field(default_factory=time.monotonic)
     complained: bool = False
+    refused: bool = False
+    connect_at: float | None = None  # (monotonic) again, because ZeroMQ gave up
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [self.live, self.monitor, *([self.replay] if self.replay else [])]
 
 
 class StreamReader:
-    """Reads the streams of all targets. `start` and `stop` own its thread; the other methods are for any thread."""
+    """Reads the streams of all targets. `start` and `stop` own its thread; the other methods are for any thread.
 
-    def __init__(self, index: Index, settings: SequenceSettings | None = None) -> None:
+    `keys`: who it is to the publishers of encrypted streams; without, somebody new.
+    """
+
+    def __init__(self, index: Index, settings: SequenceSettings | None = None, keys: KeyPair | None = None) -> None:
         self._index = index
         self._settings = settings
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._streams: dict[Target, Stream] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
@@ -129,13 +138,16 @@ class StreamReader:
         self._context.term()
 
     def open(self, target: Target, source: EventSource) -> Stream:
-        """Connect to a target's stream, for `follow`. Raises ValueError for an endpoint that is none."""
+        """Connect to a target's stream, for `follow`. Raises ValueError, naming the field, for an endpoint or a key
+        that is none."""
+        if source.curve_server_key is not None:
+            checked_key(source.curve_server_key, "curve_server_key")
         live = self._context.socket(zmq.SUB)
         live.set_hwm(_RECEIVE_QUEUE)
         live.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         live.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         live.subscribe(source.topic)
-        monitor = live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor = monitor_of(live)
         replay = None
         if source.replay_endpoint is not None:
             replay = self._context.socket(zmq.DEALER)
@@ -143,6 +155,10 @@ class StreamReader:
             replay.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         sequence = StreamSequence(replay is not None, self._settings)
         stream = Stream(target, source, sequence, live, monitor, replay)
+        if source.curve_server_key is not None:
+            self._keys = self._keys or temporary_key_pair()
+            for socket in filter(None, (live, replay)):
+                be_client(socket, source.curve_server_key, self._keys)
         try:
             _connect(live, source.endpoint, "endpoint")
             if replay is not None and source.replay_endpoint is not None:
@@ -235,6 +251,9 @@ class StreamReader:
             if now >= next_tick:
                 next_tick = now + _TICK_MS / 1000
                 for stream in self._streams.values():
+                    if stream.connect_at is not None and now >= stream.connect_at:
+                        stream.connect_at = None
+                        _connect_again(stream.live, stream.source.endpoint)
                     self._act(stream, stream.sequence.on_tick(now))
                 self._index.sweep()
 
@@ -303,9 +322,19 @@ class StreamReader:
     def _read_monitor(self, stream: Stream) -> bool:
         if not int(stream.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return False
-        recv_monitor_message(stream.monitor)
-        _discard(stream.replay)
-        self._act(stream, stream.sequence.on_connected(time.monotonic()))
+        match read_monitor(stream.monitor):
+            case Connected():
+                if stream.refused and stream.replay is not None and stream.source.replay_endpoint is not None:
+                    _connect_again(stream.replay, stream.source.replay_endpoint)  # it was refused as well
+                stream.refused, stream.connect_at = False, None
+                _discard(stream.replay)
+                self._act(stream, stream.sequence.on_connected(time.monotonic()))
+            case Refused(reason, final):
+                if not stream.refused:  # it is tried for ever
+                    log.warning("no agreement with the publisher", reason=reason, **_names(stream.target))
+                stream.refused = True
+                if final:
+                    stream.connect_at = time.monotonic() + _CONNECT_AGAIN_S
         return True
 
     def _act(self, stream: Stream, actions: list[Action]) -> None:
@@ -360,6 +389,12 @@ def _connect(socket: zmq.Socket[bytes], endpoint: str, field_name: str) -> None:
         raise ValueError(
             f"{field_name}: cannot connect to {endpoint!r} ({error}); expected e.g. tcp://127.0.0.1:5557"
         ) from error
+
+
+def _connect_again(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    with suppress(zmq.ZMQError):  # ZeroMQ may have forgotten it
+        socket.disconnect(endpoint)
+    socket.connect(endpoint)
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:

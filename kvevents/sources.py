@@ -14,12 +14,16 @@ from kvevents.endpoints import connectable, rank_endpoint
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """The event stream of one DP rank: where its PUB and, if it has one, its replay ROUTER are."""
+    """The event stream of one DP rank: where its PUB and, if it has one, its replay ROUTER are.
+
+    `curve_server_key`: the publisher's public key, for a stream that is encrypted.
+    """
 
     dp_rank: int
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    curve_server_key: str | None = None
 
 
 class _VllmSource(msgspec.Struct):

@@ -166,6 +166,7 @@ def replay(
     bind_host: Annotated[str, typer.Option(help="Address to publish on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the first source; 0 takes free ones.")] = 0,
     indexer: Annotated[str | None, typer.Option(help="URL of an indexer to register the streams with.")] = None,
+    token: Annotated[str, typer.Option(envvar="KVROUTER_SERVER__TOKEN", help="The indexer's server.token.")] = "",
     model: Annotated[str | None, typer.Option(help="Name to register them under.  [default: the requests']")] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare an indexer with what the engine said.")] = False,
     requests: Annotated[
@@ -181,7 +182,7 @@ def replay(
     """
     from kvrouter.processes import KvrouterProcess, ProcessError
     from kvrouter.replay.index_client import IndexerError
-    from kvrouter.replay.run import Place, check_recordings, publish_recording
+    from kvrouter.replay.run import IndexerAddress, Place, check_recordings, publish_recording
 
     if not check and (len(recordings) > 1 or requests or expect is not None or verbose):
         _fail("several files, --requests, --expect and --verbose are for --check")
@@ -195,18 +196,34 @@ def replay(
     try:
         with ExitStack() as stack:
             if not check:
-                publishing = publish_recording(recordings[0], place, None if fast else speed or 1.0, indexer, model)
-                asyncio.run(publishing)
+                to = IndexerAddress(indexer, token) if indexer else None
+                asyncio.run(publish_recording(recordings[0], place, None if fast else speed or 1.0, to, model))
                 return
             if indexer is None:
                 own = stack.enter_context(KvrouterProcess(["indexer", "--port", "0", "--log-level", "warning"]))
                 indexer = own.wait_until_listening()
-            scores = asyncio.run(check_recordings(recordings, requests, place, speed, indexer, model, verbose))
+            address = IndexerAddress(indexer, token)
+            scores = asyncio.run(check_recordings(recordings, requests, place, speed, address, model, verbose))
     except (ValueError, OSError, IndexerError, ProcessError) as error:
         _fail(str(error))
     right, asked = sum(score.right for score in scores), sum(score.requests for score in scores)
     if right < (asked if expect is None else expect) or any(score.ghosts for score in scores):
         raise typer.Exit(1)
+
+
+@app.command()
+def keygen(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the keys.")],
+    name: Annotated[str, typer.Option(help="What the files are called.")] = "kvrouter",
+) -> None:
+    """Write a CURVE key pair: NAME.key to give away, NAME.key_secret to keep."""
+    from kvevents.curve import create_key_pair
+
+    try:
+        public, secret = create_key_pair(folder, name)
+    except OSError as error:
+        _fail(str(error))
+    typer.echo(f"public key: {public}\nsecret key: {secret}")
 
 
 @app.command()

@@ -15,8 +15,9 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents import EventSource
+from kvevents.curve import load_public_key
 from kvevents.sources import sglang_sources, vllm_sources
-from router.settings import WorkerSettings
+from router.settings import StreamSettings, WorkerSettings
 
 
 class Engine(StrEnum):
@@ -78,7 +79,10 @@ async def describe_worker(session: aiohttp.ClientSession, worker: WorkerSettings
     except (msgspec.MsgspecError, ValueError) as error:
         raise DiscoveryError(f"{url}: an answer that cannot be read: {error}") from error
     if worker.streams is not None:
-        streams = tuple(EventSource(s.dp_rank, s.endpoint, s.replay_endpoint, s.topic) for s in worker.streams)
+        try:
+            streams = tuple(map(_event_source, worker.streams))
+        except ValueError as error:
+            raise DiscoveryError(f"{url}: {error}") from error
         description = replace(description, streams=streams, ranks=_ranks(streams))
     if worker.block_size is not None:
         description = replace(description, block_size=worker.block_size)
@@ -97,6 +101,12 @@ async def _streams(session: aiohttp.ClientSession, url: str, models: dict[str, S
         streams = tuple(found)
         return WorkerDescription(Engine.SGLANG, models, streams, block_size, None, _ranks(streams))
     return WorkerDescription(Engine.OTHER, models)
+
+
+def _event_source(stream: StreamSettings) -> EventSource:
+    path = stream.curve_server_key_file
+    key = load_public_key(path, "curve_server_key_file") if path else None
+    return EventSource(stream.dp_rank, stream.endpoint, stream.replay_endpoint, stream.topic, key)
 
 
 def _ranks(streams: tuple[EventSource, ...]) -> tuple[int, ...]:

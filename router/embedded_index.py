@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from indexer import Indexer
 from indexer.sequence import SequenceSettings
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
+from kvevents.curve import load_key_pair
 from router.settings import EventSettings, Settings
 
 
@@ -15,7 +16,9 @@ from router.settings import EventSettings, Settings
 def running_indexer(settings: Settings) -> Iterator[Indexer]:
     """An indexer that reads its streams until the context ends."""
     index = settings.index
-    indexer = Indexer(index.secret, index.orphan_blocks, _sequence(settings.events))
+    key_file = settings.events.curve_secret_key_file
+    keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
+    indexer = Indexer(index.secret, index.orphan_blocks, _sequence(settings.events), keys)
     saved = load_snapshot(index.snapshot, index.secret) if index.snapshot else []
     if not saved and index.peer:
         saved = load_from_peer(str(index.peer), index.secret)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import (
+    AfterValidator,
     AnyHttpUrl,
     BaseModel,
     ConfigDict,
@@ -29,7 +30,23 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from kvevents.curve import load_key_pair, load_public_key
+
 NonNegative = Annotated[float, Field(ge=0)]
+
+
+def _public_key_file(path: Path) -> Path:
+    load_public_key(path, "key file")
+    return path
+
+
+def _key_pair_file(path: Path) -> Path:
+    load_key_pair(path, "key file")
+    return path
+
+
+PublicKeyFile = Annotated[Path, AfterValidator(_public_key_file)]
+KeyPairFile = Annotated[Path, AfterValidator(_key_pair_file)]
 
 
 class ConfigError(Exception):
@@ -71,6 +88,7 @@ class StreamSettings(_Section):
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    curve_server_key_file: PublicKeyFile | None = None
 
 
 class Role(StrEnum):
@@ -137,6 +155,7 @@ class EventSettings(_Section):
     idle_check: PositiveFloat = 30.0
     pending_batches: PositiveInt = 20_000
     catch_up_timeout: NonNegative = 5.0
+    curve_secret_key_file: KeyPairFile | None = None
 
 
 class FleetSettings(_Section):

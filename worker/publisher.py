@@ -33,6 +33,7 @@ from kvevents.frames import (
     parse_replay_request,
     replay_frames,
 )
+from worker.stream_security import StreamSecurity
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """SGLang's publisher configuration; endpoints are those of rank 0.
 
     `buffer_steps`: batches kept for replay. `hwm`: messages buffered for each subscriber. `max_queue_size`: batches
-    that may wait for the publisher's thread.
+    that may wait for the publisher's thread. `curve_secret_key_file`: encrypt both sockets with this key pair (CURVE);
+    `curve_client_keys`: a folder with the public keys of those who may subscribe, otherwise anyone who has ours.
     """
 
     publisher: str = "null"
@@ -60,6 +62,8 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hwm: _AtLeast0 = 100_000
     max_queue_size: _AtLeast1 = 100_000
     topic: str = ""
+    curve_secret_key_file: str | None = None
+    curve_client_keys: str | None = None
 
     @classmethod
     def from_json(cls, text: str) -> PublisherConfig:
@@ -99,7 +103,8 @@ class ZmqEventPublisher(EventPublisher):
     """Publishes on a PUB socket and answers replay requests on a ROUTER socket, both owned by one thread.
 
     `bind` overrides the rule that only wildcard, ipc and inproc endpoints are bound; the replay endpoint always is.
-    Port 0 binds a free port. Raises ValueError for an endpoint that cannot be read and OSError for one in use.
+    Port 0 binds a free port. Raises ValueError, naming the field, for an endpoint or keys that cannot be read, and
+    OSError for an endpoint in use.
     """
 
     def __init__(
@@ -111,6 +116,8 @@ class ZmqEventPublisher(EventPublisher):
         hwm: int = 100_000,
         max_queue_size: int = 100_000,
         topic: str = "",
+        curve_secret_key_file: str | None = None,
+        curve_client_keys: str | None = None,
         *,
         bind: bool | None = None,
         wire_form: WireForm = WireForm.VLLM_MAPS,
@@ -135,13 +142,16 @@ class ZmqEventPublisher(EventPublisher):
         self._sent_end = 0
         self._replays: list[_Replay] = []
 
+        security = StreamSecurity(curve_secret_key_file, curve_client_keys)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._pub = context.socket(zmq.PUB)
-        self._router = context.socket(zmq.ROUTER) if self.replay_endpoint else None
+        self._security = security
+        self._pub = security.context.socket(zmq.PUB)
+        self._router = security.context.socket(zmq.ROUTER) if self.replay_endpoint else None
         try:
+            for sock in filter(None, (self._pub, self._router)):
+                security.apply(sock)
             self._pub.set_hwm(hwm)
             if publisher_binds(self.endpoint) if bind is None else bind:
                 self.endpoint = _bind(self._pub, self.endpoint)
@@ -282,6 +292,7 @@ class ZmqEventPublisher(EventPublisher):
         self._pub.close(linger=linger_ms)
         if self._router is not None:
             self._router.close(linger=linger_ms)
+        self._security.close()
         self._wake_receiver.close()
         self._wake_sender.close()
 

@@ -18,6 +18,7 @@ _SEND_QUEUE = 100_000  # messages to one subscriber; beyond it ZeroMQ drops, and
 _REPLAY_QUEUE = 1_000  # messages to one replay client; beyond it the replay waits
 _REPLAY_RETRY_S = 0.005
 _REPLAY_STALL_S = 5.0  # a client that takes nothing for so long has given up
+_LINGER_MS = 1_000
 _BIND_RETRY_S = 0.01
 _BIND_TIMEOUT_S = 5.0  # a port that was just closed may be busy for a moment
 SUBSCRIBE_TIMEOUT_S = 10.0
@@ -53,11 +54,11 @@ class PublishedSource:
         await asyncio.wait_for(self._subscribed.wait(), SUBSCRIBE_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Close the sockets; their ports are free afterwards."""
+        """Close the sockets; what was published still goes out."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._pub.close(0)
+        self._pub.close(_LINGER_MS)
         self._router.close(0)
 
     def _open(self) -> None:

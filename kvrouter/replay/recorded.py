@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,8 +76,8 @@ class Recording:
 
     @property
     def started_at(self) -> float:
-        """When the first live message was received (unix seconds)."""
-        return self.messages[0].received_at
+        """When the first live message was received (unix seconds); infinity when none was."""
+        return self.messages[0].received_at if self.messages else math.inf
 
     @property
     def adapters(self) -> frozenset[str]:
@@ -98,8 +99,8 @@ def load_recording(path: Path) -> Recording:
             messages.append(_live_message(record, of_source))
         else:
             _add_replayed(record, of_source[-1])
-    if not messages:
-        raise UnusableRecordingError(f"{path}: no live message in it")
+    if not any(life.batches for of_source in lives.values() for life in of_source) and not messages:
+        raise UnusableRecordingError(f"{path}: no batch in it")
     sources: dict[int, Source] = {}
     worker, last_rank = -1, 0
     for number in sorted(lives):

@@ -30,8 +30,16 @@ class Place:
     port: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class IndexerAddress:
+    """An indexer's URL, and the token that it wants to see for registrations, if it wants one."""
+
+    url: str
+    token: str = ""
+
+
 async def publish_recording(
-    path: Path, place: Place, speed: float | None, indexer: str | None, model: str | None
+    path: Path, place: Place, speed: float | None, indexer: IndexerAddress | None, model: str | None
 ) -> None:
     """Publish a recording, then answer replays until SIGINT or SIGTERM. Raises as `load_recording`, OSError for the
     address, IndexerError.
@@ -43,10 +51,11 @@ async def publish_recording(
         publication = await stack.enter_async_context(Publication(recording, place.host, place.port))
         console.print(endpoints_table(publication))
         if indexer is not None:
-            session = await stack.enter_async_context(_session())
+            session = await stack.enter_async_context(_session(indexer))
+            client = IndexClient(session, indexer.url)
             name = model or _model_beside(path, recording)
-            await stack.enter_async_context(registered(IndexClient(session, indexer), recording, publication, name))
-            console.print(f"registered at {indexer} as model {name!r}")
+            await stack.enter_async_context(registered(client, recording, publication, name))
+            console.print(f"registered at {indexer.url} as model {name!r}")
         publishing = asyncio.create_task(_publish_all(publication, recording, speed))
         stopping = asyncio.create_task(stopped.wait())
         try:
@@ -66,7 +75,7 @@ async def check_recordings(
     requests: Path | None,
     place: Place,
     speed: float | None,
-    indexer: str,
+    indexer: IndexerAddress,
     model: str | None,
     verbose: bool,
 ) -> list[Score]:
@@ -76,8 +85,8 @@ async def check_recordings(
     """
     console = Console(highlight=False, soft_wrap=True)
     scores: list[Score] = []
-    async with _session() as session:
-        client = IndexClient(session, indexer)
+    async with _session(indexer) as session:
+        client = IndexClient(session, indexer.url)
         for path in paths:
             recording = load_recording(path)
             answered = load_requests(requests or requests_beside(path))
@@ -106,5 +115,6 @@ def _model_beside(path: Path, recording: Recording) -> str:
     return base_model(requests, recording.adapters) or recording.name
 
 
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+def _session(indexer: IndexerAddress) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {indexer.token}"} if indexer.token else None
+    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
 from kvrouter.replay.check import Score
-from kvrouter.replay.run import Place, check_recordings
+from kvrouter.replay.run import IndexerAddress, Place, check_recordings
 
 DATA = Path(__file__).parents[1] / "data"
 RIGHT = {  # of so many requests; what is missing, no event tells
@@ -59,7 +59,7 @@ def recording(name: str) -> Path:
 
 def check(indexer: str, name: str, **given: Any) -> Score:
     options: dict[str, Any] = {"requests": None, "place": Place(), "speed": None, "model": None, "verbose": False}
-    (score,) = asyncio.run(check_recordings([recording(name)], indexer=indexer, **(options | given)))
+    (score,) = asyncio.run(check_recordings([recording(name)], indexer=IndexerAddress(indexer), **(options | given)))
     return score
 
 
@@ -94,6 +94,16 @@ def test_without_an_indexer_the_own_one_is_checked() -> None:
     checked = replay(recording("e_dp2"), recording("s3_sglang_salt_page32"), "--check")
     assert checked.exit_code == 0, checked.output
     assert re.search(r"e_dp2 +53/53 +0 .*\n.*s3_sglang_salt_page32 +150/150 +0 ", checked.stdout)
+
+
+def test_an_indexer_with_a_token_wants_to_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVROUTER_SERVER__TOKEN", "s3cret")
+    with KvrouterProcess(["indexer", "--port", "0"]) as process:
+        url = process.wait_until_listening()
+        assert replay(recording("e_dp2"), "--check", "--indexer", url).exit_code == 0
+        refused = replay(recording("e_dp2"), "--check", "--indexer", url, "--token", "other")
+    assert refused.exit_code == 1
+    assert f"{url}/register answers 401" in refused.output
 
 
 def test_a_check_may_go_at_the_recorded_pace(indexer: str) -> None:
@@ -176,7 +186,7 @@ def test_a_server_that_has_only_the_rfcs_paths_is_asked_until_its_answer_stands(
 
             async with server(dict.fromkeys(("/register", "/unregister", "/query"), pass_on)) as url:
                 path = recording("d_reset_prefix_cache")
-                (score,) = await check_recordings([path], None, Place(), None, url, None, False)
+                (score,) = await check_recordings([path], None, Place(), None, IndexerAddress(url), None, False)
                 return score
 
     score = asyncio.run(scored())
@@ -200,7 +210,9 @@ def test_matches_of_what_was_never_stored_are_ghosts() -> None:
                 return web.json_response({"default": {f"{name}/0": {"longest_matched": held, "GPU": held}}})
 
             async with server({"/register": register, "/query": query}) as url:
-                (score,) = await check_recordings([recording(name)], None, Place(), None, url, None, False)
+                (score,) = await check_recordings(
+                    [recording(name)], None, Place(), None, IndexerAddress(url), None, False
+                )
                 command = await replay_in_thread(recording(name), "--check", "--expect", "0", "--indexer", url)
                 return score, command.exit_code
 

@@ -169,6 +169,15 @@ def test_what_a_worker_had_before_the_recording_is_there_from_the_start(tmp_path
     asyncio.run(run())
 
 
+def test_what_only_a_replay_told_of_can_be_replayed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with published(written(tmp_path / "idle.kvrec", *map(replayed, range(3)))) as (loaded, _, (client,)):
+            assert loaded.messages == []
+            assert len(await client.replay(0)) == 3
+
+    asyncio.run(run())
+
+
 def test_the_recorded_times_come_round_as_fast_as_is_asked() -> None:
     path = recording("s3_sglang_salt_page32")
 

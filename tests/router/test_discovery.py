@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,6 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvevents import EventSource
+from kvevents.curve import create_key_pair, load_public_key
 from router.discovery import DiscoveryError, Engine, ServedModel, WorkerDescription, describe_worker
 from router.settings import WorkerSettings
 
@@ -163,6 +165,23 @@ async def test_what_the_settings_say_of_a_worker_wins() -> None:
         block_size=64,
         ranks=(0, 3),
     )
+
+
+async def test_an_encrypted_streams_key_comes_from_its_file(tmp_path: Path) -> None:
+    path, _ = create_key_pair(tmp_path, "worker")
+    streams = [{"endpoint": "tcp://10.0.0.1:1", "curve_server_key_file": str(path)}]
+    description = await describe(VLLM, streams=streams)
+    assert description.streams == (EventSource(0, "tcp://10.0.0.1:1", None, "", load_public_key(path, "key")),)
+
+
+async def test_a_key_file_that_is_gone_is_a_problem_of_its_worker(tmp_path: Path) -> None:
+    path, _ = create_key_pair(tmp_path, "worker")
+    streams = [{"endpoint": "tcp://10.0.0.1:1", "curve_server_key_file": str(path)}]
+    settings = WorkerSettings.model_validate({"url": "http://10.0.0.1:1", "streams": streams})
+    path.unlink()
+    async with server({"/v1/models": MODELS}) as url, aiohttp.ClientSession() as session:
+        with pytest.raises(DiscoveryError, match="curve_server_key_file"):
+            await describe_worker(session, settings.model_copy(update={"url": url}))
 
 
 async def test_streams_may_be_given_for_a_worker_that_cannot_tell_them() -> None:

@@ -1,0 +1,102 @@
+"""CurveZMQ: encrypted streams between parties that know each other by their keys.
+
+A publisher is the CURVE server of its PUB and its ROUTER, a subscriber the client of both. Keys are in the files that
+`zmq.auth.create_certificates` writes (so does `kvrouter keygen`): `NAME.key` holds the public one, `NAME.key_secret`
+both.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zmq
+from zmq.auth import create_certificates, load_certificate
+from zmq.utils import z85
+
+
+class KeyPair(NamedTuple):
+    """A public key and its secret key, as Z85 text (40 characters each)."""
+
+    public: bytes
+    secret: bytes
+
+
+def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
+    """Write `NAME.key` and `NAME.key_secret`, the latter for its owner only; makes the folder if need be.
+
+    Raises OSError; FileExistsError when one of them is there already.
+    """
+    public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (public, secret):
+        if path.exists():
+            raise FileExistsError(f"{path} exists already")
+    umask = os.umask(0o077)
+    try:
+        create_certificates(folder, name)
+    finally:
+        os.umask(umask)
+    public.chmod(0o644)
+    return public, secret
+
+
+def temporary_key_pair() -> KeyPair:
+    """A key pair of this process alone, for a client that servers need not know."""
+    return KeyPair(*zmq.curve_keypair())
+
+
+def load_public_key(path: Path | str, field: str) -> str:
+    """The public key in a file. Raises ValueError naming `field`, the setting that the path comes from."""
+    return checked_key(_load(path, field)[0], f"{field}: {path}").decode()
+
+
+def load_key_pair(path: Path | str, field: str) -> KeyPair:
+    """The key pair in a secret key file. Raises ValueError naming `field`, the setting that the path comes from."""
+    public, secret = _load(path, field)
+    if secret is None:
+        raise ValueError(f"{field}: {path} holds no secret key; name the file that ends in .key_secret")
+    pair = KeyPair(checked_key(public, f"{field}: {path}"), checked_key(secret, f"{field}: {path}"))
+    if zmq.curve_public(pair.secret) != pair.public:
+        raise ValueError(f"{field}: {path}: the public key does not belong to the secret key")
+    return pair
+
+
+def load_public_keys(folder: Path | str, field: str) -> set[bytes]:
+    """The public keys in all `*.key` files of a folder. Raises ValueError naming `field`, as for one file."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"{field}: {folder}: no such folder")
+    return {load_public_key(path, field).encode() for path in sorted(Path(folder).glob("*.key"))}
+
+
+def checked_key(key: bytes | str, field: str) -> bytes:
+    """A key's bytes. Raises ValueError naming `field` for what is no key of 40 characters."""
+    try:
+        text = key.encode("ascii") if isinstance(key, str) else key
+        if len(text) == 40 and len(z85.decode(text)) == 32:
+            return text
+    except (ValueError, KeyError, struct.error):
+        pass
+    raise ValueError(f"{field}: not a CURVE key; expected 40 characters of Z85, as in the .key file of kvrouter keygen")
+
+
+def be_server(socket: zmq.Socket[Any], pair: KeyPair) -> None:
+    """Take only encrypted connections on a socket. Before it is bound or connected."""
+    socket.curve_server = 1
+    socket.curve_publickey, socket.curve_secretkey = pair
+
+
+def be_client(socket: zmq.Socket[Any], server_key: str, pair: KeyPair) -> None:
+    """Connect a socket only to the holder of a public key. Before it is connected."""
+    socket.curve_serverkey = server_key.encode()
+    socket.curve_publickey, socket.curve_secretkey = pair
+
+
+def _load(path: Path | str, field: str) -> tuple[bytes, bytes | None]:
+    try:
+        return load_certificate(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ValueError(f"{field}: {path}: {reason}") from error
