@@ -48,14 +48,15 @@ def serve(
 ) -> None:
     """Run the router, with the index inside."""
     from kvrouter.serving import serve_router
+    from router.config_reload import SettingsFile
 
     overrides: dict[str, Any] = _given(server=_given(host=host, port=port), policy=_given(name=policy))
     if worker:
         overrides["workers"] = [{"url": url} for url in worker]
     settings = _settings(config, overrides)
-    if not settings.workers:
+    if not settings.workers and config is None:
         _fail("no workers: name them under workers: in the settings file, or with --worker URL")
-    _run(serve_router(settings), log_level)
+    _run(serve_router(settings, SettingsFile(config, overrides) if config else None), log_level)
 
 
 @app.command()

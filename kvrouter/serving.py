@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from indexer.app import indexer_app
 from indexer.errors import RequestError
 from router.app import running_router
+from router.config_reload import SettingsFile
 from router.embedded_index import running_indexer
 from router.match_requests import match_reader
 from router.settings import Settings
@@ -22,10 +23,10 @@ from router.tokenizer_source import configured_tokenizers
 KEEP_ALIVE_SECONDS = 75
 
 
-async def serve_router(settings: Settings) -> None:
+async def serve_router(settings: Settings, file: SettingsFile | None = None) -> None:
     """Run the router until SIGINT or SIGTERM. Raises OSError when its address cannot be bound."""
     listening = listen(settings.server.host, settings.server.port)
-    async with running_router(settings) as app:
+    async with running_router(settings, file) as app:
         await _run_app(app, listening, settings.server.shutdown_timeout, "kvrouter")
 
 

@@ -20,9 +20,10 @@ from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check
 from indexer.metrics import IndexCollector
 from router.access_log import AccessLog
 from router.audit import HitAudit
+from router.config_reload import SettingsFile, follow_workers
 from router.embedded_index import running_indexer
 from router.findings import findings
-from router.fleet import Fleet, Worker
+from router.fleet import Fleet, Worker, end_tasks
 from router.history import RoutingHistory
 from router.learned import Learned
 from router.load import LoadTable
@@ -39,6 +40,7 @@ from router.speculation import SpeculativeHoldings
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
 from router.tracing import tracing_to
+from router.worker_api import worker_routes, worker_status
 
 # vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
 _KEEPALIVE_SECONDS = 4
@@ -46,8 +48,11 @@ _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 @asynccontextmanager
-async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
-    """The application with everything behind it started; all of it ends with the context."""
+async def running_router(settings: Settings, file: SettingsFile | None = None) -> AsyncIterator[FastAPI]:
+    """The application with everything behind it started; all of it ends with the context.
+
+    The workers follow the `file` that the settings came from.
+    """
     async with AsyncExitStack() as stack:
         indexer = stack.enter_context(running_indexer(settings))
         session = await stack.enter_async_context(_client_session())
@@ -76,9 +81,12 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             history,
             audit,
         )
+        requests = RequestMetrics(registry)
+        fleet.on_removed += [router.removed, requests.forget]
+        if file is not None:
+            stack.push_async_callback(end_tasks, [asyncio.create_task(follow_workers(file, settings, fleet))])
         tracing = tracing_to(settings.otel.endpoint)
         stack.push_async_callback(asyncio.to_thread, tracing.stop)
-        requests = RequestMetrics(registry)
         proxy = Proxy(router, fleet, session, settings.proxy, settings.server.max_body_bytes, requests, tracing)
         app = _app(
             indexer,
@@ -90,7 +98,7 @@ async def running_router(settings: Settings) -> AsyncIterator[FastAPI]:
             proxy,
             registry,
             session,
-            settings.server.token,
+            settings,
             Readiness(fleet, indexer, settings.events.catch_up_timeout),
         )
         # The one that is added last is the first that a request comes to.
@@ -120,11 +128,13 @@ def _app(
     proxy: Proxy,
     registry: CollectorRegistry,
     session: aiohttp.ClientSession,
-    token: str,
+    settings: Settings,
     readiness: Readiness,
 ) -> FastAPI:
+    token = settings.server.token
     app = FastAPI(title="kvrouter")
     app.include_router(index_routes(indexer, read_match, token))
+    app.include_router(worker_routes(fleet, settings.fleet.allowed_networks, token))
     add_error_handlers(app)
 
     @app.get("/v1/models")
@@ -139,12 +149,12 @@ def _app(
         report = workers_report(indexer)
         for entry in report:
             if worker := by_url.get(entry["worker"]):
-                entry |= _worker_status(worker)
+                entry |= worker_status(worker)
                 for rank in entry["ranks"]:
                     now = load.of(worker.url, rank["dp_rank"])
                     rank["load"] = {"requests": now.requests, "pending": now.pending, "context": now.context}
         known = {entry["worker"] for entry in report}
-        silent = [{"worker": w.url, "ranks": []} | _worker_status(w) for w in fleet.workers if w.url not in known]
+        silent = [{"worker": w.url, "ranks": []} | worker_status(w) for w in fleet.workers if w.url not in known]
         return {"workers": report + silent}
 
     @app.get("/health")
@@ -184,10 +194,6 @@ def _model_cards(fleet: Fleet) -> dict[str, dict[str, Any]]:
             card = {"id": served.name, "object": "model", "created": now, "owned_by": "kvrouter", "root": served.root}
             cards.setdefault(served.name, card | {"parent": served.model if served.adapter else None})
     return cards
-
-
-def _worker_status(worker: Worker) -> dict[str, Any]:
-    return {"up": worker.up, "problem": worker.problem}
 
 
 async def _reset(worker: Worker, router: Router, session: aiohttp.ClientSession) -> str:

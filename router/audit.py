@@ -123,6 +123,11 @@ class HitAudit:
         self._audits: dict[Target, TargetAudit] = {}
         self._distrusted: set[Target] = set()
 
+    def forget(self, target: Target) -> None:
+        """A target was removed."""
+        self._audits.pop(target, None)
+        self._distrusted.discard(target)
+
     def distrusts(self, target: Target) -> bool:
         """Whether a target's events are known to mislead."""
         return target in self._distrusted

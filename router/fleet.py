@@ -17,7 +17,7 @@ from router.judge import Judge
 from router.settings import FleetSettings, WorkerSettings
 from router.worker import Worker, WorkerState
 
-__all__ = ["Fleet", "Worker", "WorkerState"]
+__all__ = ["Fleet", "Worker", "WorkerState", "end_tasks"]
 
 log = structlog.get_logger()
 
@@ -74,13 +74,13 @@ class Fleet:
     async def stop(self) -> None:
         """End the watching."""
         judging = [self._judging] if self._judging else []
-        await _end([*judging, *(task for tasks in self._tasks.values() for task in tasks)])
+        await end_tasks([*judging, *(task for tasks in self._tasks.values() for task in tasks)])
         self._tasks.clear()
 
     async def assign(self, source: str, workers: Iterable[WorkerSettings]) -> None:
         """Let these be the workers of a source. Others get no more requests; what they have goes on."""
         for worker in self._give(source, workers):
-            await _end(self._tasks.pop(worker, []))
+            await end_tasks(self._tasks.pop(worker, []))
             self._indexer.unregister(worker.targets)
             for told in self.on_removed:
                 told(worker)
@@ -217,7 +217,8 @@ class Fleet:
                 log.error("event stream not followed", worker=worker.url, reason=str(error))
 
 
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their end."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

@@ -81,3 +81,8 @@ class LoadTable:
     def of(self, worker: str, dp_rank: int) -> TargetLoad:
         """A rank's load now."""
         return self._loads.setdefault((worker, dp_rank), TargetLoad())
+
+    def forget(self, worker: str) -> None:
+        """A worker was removed. What it still has in flight is released all the same."""
+        for known in [known for known in self._loads if known[0] == worker]:
+            del self._loads[known]

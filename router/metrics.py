@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.audit import Basis, HitAudit
-from router.fleet import Fleet
+from router.fleet import Fleet, Worker, WorkerState
 from router.load import LoadTable
 from router.policies import Decision
 from router.usage import Usage
@@ -81,6 +81,11 @@ class RequestMetrics:
         if usage is not None and usage.completion > 1:
             self.token_time.labels(model).observe(seconds / (usage.completion - 1))
 
+    def forget(self, worker: Worker) -> None:
+        """A worker was removed: its series end."""
+        for counter in (self.answered, self.retried, self.broken):
+            counter.remove_by_labels({"worker": worker.url})
+
 
 class FleetCollector(Collector):
     """The workers and what is in flight on them, read when asked for."""
@@ -91,16 +96,25 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("kvrouter_worker_up", "1 while a worker is used", labels=["worker"])
+        state = GaugeMetricFamily("kvrouter_worker_state", "1 for the state it is in", labels=["worker", "state"])
         labels = ["worker", "dp_rank"]
+        unseen = GaugeMetricFamily("kvrouter_requests_of_others", "Requests that came by other ways", labels=labels)
+        usage = GaugeMetricFamily("kvrouter_kv_usage_ratio", "KV memory in use, as the engine tells", labels=labels)
         requests = GaugeMetricFamily("kvrouter_requests_in_flight", "Requests in flight", labels=labels)
         pending = GaugeMetricFamily("kvrouter_prefill_tokens_in_flight", "Uncached tokens to prefill", labels=labels)
         for worker in self._fleet.workers:
             up.add_metric([worker.url], float(worker.up))
+            for known in WorkerState:
+                state.add_metric([worker.url, known], float(worker.state is known))
             for dp_rank in worker.ranks():
                 load = self._load.of(worker.url, dp_rank)
                 requests.add_metric([worker.url, str(dp_rank)], load.requests)
                 pending.add_metric([worker.url, str(dp_rank)], load.pending)
-        yield from (up, requests, pending)
+                engine = worker.metrics.of(dp_rank)
+                unseen.add_metric([worker.url, str(dp_rank)], engine.unseen)
+                if engine.kv_usage is not None:
+                    usage.add_metric([worker.url, str(dp_rank)], engine.kv_usage)
+        yield from (up, state, requests, pending, unseen, usage)
 
 
 class AuditCollector(Collector):

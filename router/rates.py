@@ -178,6 +178,11 @@ class RateTable:
             workers[worker] = RateLearner(self._start)
         return workers[worker]
 
+    def forget(self, worker: str) -> None:
+        """A worker was removed."""
+        for workers in self._learners.values():
+            workers.pop(worker, None)
+
     def slowest_if_unlike(self, model: str) -> Rates | None:
         """None while the workers of a model are alike or not known well; else the rates of the slowest of them."""
         now = self._clock()

@@ -229,6 +229,15 @@ class Router:
             self._speculation.forget(target)
             self._history.forget(target)
 
+    def removed(self, worker: Worker) -> None:
+        """A worker is gone: nothing of it is kept."""
+        self._load.forget(worker.url)
+        self._learned.rates.forget(worker.url)
+        for target in worker.targets:
+            self._speculation.forget(target)
+            self._history.forget(target)
+            self._audit.forget(target)
+
     def others(self, prompt: RoutedPrompt, without: Collection[Worker]) -> bool:
         """Whether there is any other worker that could take a request now."""
         return bool(self._serving_now(prompt.name, without))

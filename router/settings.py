@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from importlib.util import find_spec
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +48,11 @@ def _key_pair_file(path: Path) -> Path:
 
 PublicKeyFile = Annotated[Path, AfterValidator(_public_key_file)]
 KeyPairFile = Annotated[Path, AfterValidator(_key_pair_file)]
+
+
+def _network(text: str) -> str:
+    ip_network(text)
+    return text
 
 
 class ConfigError(Exception):
@@ -174,6 +180,14 @@ class FleetSettings(_Section):
     outlier_factor: Annotated[float, Field(gt=1)] = 5.0
     max_ejected: Annotated[float, Field(ge=0, lt=1)] = 0.3
     slow_start: NonNegative = 10.0
+    allowed_networks: list[Annotated[str, AfterValidator(_network)]] = [
+        "127.0.0.0/8",
+        "::1/128",
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "fc00::/7",
+    ]
 
 
 class ProxySettings(_Section):

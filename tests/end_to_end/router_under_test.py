@@ -17,6 +17,7 @@ from yarl import URL
 
 from kvrouter.serving import HttpServer, listen
 from router.app import running_router
+from router.config_reload import SettingsFile
 from router.settings import Settings
 
 QUICK = {"probe_interval": 0.2, "retry_interval": 0.1}
@@ -109,11 +110,11 @@ class RouterUnderTest:
 
 
 @asynccontextmanager
-async def router(*workers: str, **sections: Any) -> AsyncIterator[RouterUnderTest]:
-    """A router in front of workers. `sections` are those of the settings."""
+async def router(*workers: str, file: SettingsFile | None = None, **sections: Any) -> AsyncIterator[RouterUnderTest]:
+    """A router in front of workers. `sections` are those of the settings, `file` where they can be read again."""
     settings = Settings(**{"workers": [{"url": url} for url in workers], "fleet": QUICK, **sections})
     async with (
-        running_router(settings) as app,
+        running_router(settings, file) as app,
         serving(HttpServer(app, shutdown_timeout=1)) as url,
         aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(20)) as session,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as client,

@@ -1,0 +1,182 @@
+"""Adding, draining and removing workers over HTTP, and following the settings file."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from router_under_test import QUICK, RouterUnderTest, router, until
+from scripted_worker import Exchange, ScriptedWorker, scripted_worker
+
+from router.config_reload import SettingsFile
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+BODY = b'{"model": "m", "prompt": "x", "max_tokens": 1}'
+
+
+async def status(routed: RouterUnderTest, worker: ScriptedWorker) -> dict[str, Any]:
+    return next((known for known in await routed.workers() if known["worker"] == worker.url), {})
+
+
+async def until_state(routed: RouterUnderTest, worker: ScriptedWorker, *states: str | None) -> None:
+    async def reached() -> bool:
+        return (await status(routed, worker)).get("state") in states
+
+    await until(reached)
+
+
+async def test_a_worker_is_added_used_and_removed() -> None:
+    async with scripted_worker() as worker, router() as routed:
+        assert (await routed.call(PATH, BODY)).status == 503
+        added = await routed.call("/workers", {"url": worker.url, "weight": 2, "role": "decode"})
+        assert added.status == 201
+        assert added.json()["worker"] == worker.url
+        await until_state(routed, worker, "warming")
+        told = await status(routed, worker)
+        assert (told["source"], told["weight"], told["role"]) == ("api", 2, "decode")
+        assert (await routed.call(PATH, BODY)).worker == worker.url
+        removed = await routed.call(f"/workers?url={worker.url}", method="DELETE")
+        assert removed.json() == {"worker": worker.url, "removed": True, "requests_in_flight": 0}
+        assert await routed.workers() == []
+        assert (await routed.call(PATH, BODY)).status == 503
+        assert await routed.metric("kvrouter_requests_total", worker=worker.url) == 0
+
+
+async def test_adding_a_worker_again_changes_its_settings() -> None:
+    async with scripted_worker() as worker, router() as routed:
+        for weight in (1, 3):
+            assert (await routed.call("/workers", {"url": worker.url, "weight": weight})).status == 201
+        assert [known["weight"] for known in await routed.workers()] == [3]
+
+
+async def test_the_requests_of_a_removed_worker_go_on() -> None:
+    end = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await end.wait()
+        await exchange.chunk(b"data: 2\n\n")
+        await exchange.chunk(b"")
+
+    async with scripted_worker(script) as worker, router() as routed:
+        await routed.call("/workers", {"url": worker.url})
+        await until_state(routed, worker, "warming")
+        async with routed.request(PATH, BODY) as response:
+            removed = await routed.call(f"/workers?url={worker.url}", method="DELETE")
+            assert removed.json()["requests_in_flight"] == 1
+            end.set()
+            assert await response.read() == b"data: 1\n\ndata: 2\n\n"
+        assert await routed.workers() == []
+
+
+async def test_a_worker_is_drained_and_used_again() -> None:
+    end = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await end.wait()
+        await exchange.chunk(b"")
+
+    async with scripted_worker(script) as worker, scripted_worker() as other, router(worker.url) as routed:
+        async with routed.request(PATH, BODY) as response:
+            drained = await routed.call("/workers/drain", {"url": worker.url})
+            assert (drained.json()["state"], drained.json()["requests_in_flight"]) == ("draining", 1)
+            assert (await routed.call(PATH, BODY)).status == 503
+            await routed.call("/workers", {"url": other.url})
+            await until_state(routed, other, "warming")
+            assert {(await routed.call(PATH, BODY)).worker for _ in range(4)} == {other.url}
+            end.set()
+            assert await response.read() == b"data: 1\n\n"
+        await until_state(routed, worker, "drained")
+        assert await routed.metric("kvrouter_worker_state", worker=worker.url, state="drained") == 1
+        assert (await routed.call("/workers/undrain", {"url": worker.url})).json()["state"] == "ready"
+        assert (await routed.call(PATH, BODY)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "expected", "param"),
+    [
+        ("POST", "/workers", {"url": "http://8.8.8.8:80"}, 403, "url"),
+        ("POST", "/workers", {"url": "http://169.254.169.254/"}, 403, "url"),
+        ("POST", "/workers", {"url": "http://[::ffff:169.254.169.254]/"}, 403, "url"),
+        ("POST", "/workers", {"url": "http://no-such-host.invalid/"}, 403, "url"),
+        (
+            "POST",
+            "/workers",
+            {"url": "http://127.0.0.1:1", "streams": [{"endpoint": "tcp://8.8.8.8:1"}]},
+            403,
+            "streams",
+        ),
+        ("POST", "/workers", {"url": "http://127.0.0.1:1", "streams": [{"endpoint": "ipc:///x"}]}, 400, "streams"),
+        ("POST", "/workers", {"url": "ftp://127.0.0.1"}, 400, "url"),
+        ("POST", "/workers", {"url": "http://127.0.0.1:1", "weight": 0}, 400, "weight"),
+        ("POST", "/workers", {"url": "http://127.0.0.1:1", "rank": 0}, 400, "rank"),
+        ("POST", "/workers", b"{", 400, None),
+        ("POST", "/workers/drain", {"url": "http://127.0.0.1:1"}, 404, "url"),
+        ("POST", "/workers/drain", {}, 400, "url"),
+        ("DELETE", "/workers?url=http://127.0.0.1:1", None, 404, "url"),
+    ],
+)
+async def test_what_is_refused(
+    empty: RouterUnderTest, method: str, path: str, body: Any, expected: int, param: str | None
+) -> None:
+    reply = await empty.call(path, body, method)
+    assert (reply.status, reply.error["param"]) == (expected, param)
+    assert await empty.workers() == []
+
+
+@pytest.fixture(scope="module")
+async def empty() -> Any:
+    async with router() as routed:
+        yield routed
+
+
+async def test_a_configured_worker_is_not_removed_over_http() -> None:
+    async with scripted_worker() as worker, router(worker.url) as routed:
+        for reply in (
+            await routed.call(f"/workers?url={worker.url}/", method="DELETE"),
+            await routed.call("/workers", {"url": worker.url}),
+        ):
+            assert reply.status == 409
+            assert "comes from config" in reply.error["message"]
+        assert (await routed.call(PATH, BODY)).status == 200
+
+
+async def test_changes_want_the_token() -> None:
+    async with scripted_worker() as worker, router(server={"token": "secret"}) as routed:
+        for method, path in (
+            ("POST", "/workers"),
+            ("POST", "/workers/drain"),
+            ("DELETE", f"/workers?url={worker.url}"),
+        ):
+            reply = await routed.call(path, {"url": worker.url} if method == "POST" else None, method)
+            assert reply.status == 401
+        added = await routed.call("/workers", {"url": worker.url}, headers={"authorization": "Bearer secret"})
+        assert added.status == 201
+
+
+async def test_the_workers_follow_the_settings_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+
+    def write(*workers: ScriptedWorker) -> None:
+        replaced = tmp_path / "new"
+        replaced.write_text("workers: [" + ", ".join(f'{{url: "{worker.url}"}}' for worker in workers) + "]")
+        replaced.rename(path)
+
+    async with scripted_worker() as one, scripted_worker() as two:
+        write(one)
+        async with router(one.url, file=SettingsFile(path, {"fleet": QUICK})) as routed:
+            write(one, two)
+            await until_state(routed, two, "warming", "ready")
+            path.write_text("workers: [{url: nowhere}]")
+            await asyncio.sleep(1.5)  # the file is looked at every second
+            assert len(await routed.workers()) == 2
+            write(two)
+            await until_state(routed, one, None)
+            assert (await routed.call(PATH, BODY)).worker == two.url
