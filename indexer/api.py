@@ -30,6 +30,7 @@ from indexer.indexer import (
     UnknownModelError,
 )
 from indexer.matching import Match
+from indexer.openapi import errors, json_body
 from kvevents import EventSource, Tier
 
 # Reads the body of `/match`, tokenizing its prompt. Raises RequestError.
@@ -63,6 +64,18 @@ class UnregisterBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
+class MatchBody(msgspec.Struct):
+    """`POST /match`: a prompt in one of three forms; whatever changes how it is rendered may stand beside it."""
+
+    model: str
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[int] | None = None
+    token_ids: list[int] | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    tenant_id: str | None = None
+
+
 class HashQueryBody(msgspec.Struct):
     """`POST /query_by_hash`: the prefix hashes of consecutive blocks, from the start of a prompt."""
 
@@ -87,13 +100,19 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRout
     routes = APIRouter()
     protected = [Depends(token_check(token))]
 
-    @routes.post("/match")
+    @routes.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
     async def match(request: Request) -> Response:
         query = await read_match(await request.body())
         matches = _ask(indexer.match, query, "token_ids", 2**32 - 1)
         return _json({"model": query.model, "tokens": len(query.token_ids), "matches": [_match(m) for m in matches]})
 
-    @routes.post("/register", status_code=201, dependencies=protected)
+    @routes.post(
+        "/register",
+        status_code=201,
+        dependencies=protected,
+        openapi_extra=json_body(RegisterBody),
+        responses=errors(400, 401),
+    )
     async def register(request: Request) -> Response:
         body = _decode(await request.body(), RegisterBody)
         registration = _registration(body)
@@ -103,7 +122,12 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRout
             raise RequestError(str(error), param=_named_first(error)) from error
         return _json({"status": "registered", "instance_id": body.instance_id, "dp_rank": body.dp_rank}, 201)
 
-    @routes.post("/unregister", dependencies=protected)
+    @routes.post(
+        "/unregister",
+        dependencies=protected,
+        openapi_extra=json_body(UnregisterBody),
+        responses=errors(400, 401, 404),
+    )
     async def unregister(request: Request) -> Response:
         body = _decode(await request.body(), UnregisterBody)
         targets = [known.target for known in indexer.registered() if _named(known.target, body)]
@@ -117,19 +141,19 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRout
         indexer.unregister(targets)
         return _json({"status": "unregistered", "instance_id": body.instance_id, "targets": len(targets)})
 
-    @routes.post("/query")
+    @routes.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
     async def query(request: Request) -> Response:
         body = _decode(await request.body(), QueryBody)
         asked = MatchQuery(body.model, body.token_ids, body.lora_name, body.cache_salt, body.tenant_id)
         return _json({body.tenant_id: _by_instance(_ask(indexer.longest, asked, "token_ids", 2**32 - 1))})
 
-    @routes.post("/query_by_hash")
+    @routes.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
     async def query_by_hash(request: Request) -> Response:
         body = _decode(await request.body(), HashQueryBody)
         asked = HashQuery(body.model, body.block_hashes, body.block_size, body.tenant_id)
         return _json({body.tenant_id: _by_instance(_ask(indexer.longest_by_hash, asked, "block_hashes", 2**64 - 1))})
 
-    @routes.get("/dump")
+    @routes.get("/dump", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}})
     async def dump() -> StreamingResponse:
         return StreamingResponse(indexer.dump(), media_type="application/x-ndjson")
 

@@ -82,12 +82,25 @@ def match(
     """Ask who holds how much of a prompt."""
     from kvrouter.match import print_matches
 
-    text = sys.stdin.read() if prompt == "-" else prompt
-    body = (
-        {"model": model, "messages": [{"role": "user", "content": text}]} if chat else {"model": model, "prompt": text}
-    )
     try:
-        print_matches(url, body)
+        print_matches(url, _prompted(prompt, model, chat))
+    except ConnectionError as error:
+        _fail(str(error))
+
+
+@app.command()
+def explain(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    model: Annotated[str, typer.Option(help="The model's name.")],
+    url: Annotated[str, typer.Option(help="The router to ask.")] = "http://127.0.0.1:8080",
+    chat: Annotated[bool, typer.Option(help="The prompt is a user's message, rendered with the chat template.")] = True,
+) -> None:
+    """Ask where a prompt would go now, and why."""
+    from kvrouter.explain import print_explanation
+
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    try:
+        print_explanation(url, {"path": path, "request": _prompted(prompt, model, chat)})
     except ConnectionError as error:
         _fail(str(error))
 
@@ -241,6 +254,13 @@ def demo(
         run_demo(workers, conversations, keep)
     except DemoError as error:
         _fail(str(error))
+
+
+def _prompted(prompt: str, model: str, chat: bool) -> dict[str, Any]:
+    """The body of a request with this prompt; - is standard input."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    return {"model": model, **asked}
 
 
 def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:

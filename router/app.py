@@ -10,18 +10,20 @@ from random import Random
 from typing import Any
 
 import aiohttp
-from fastapi import Depends, FastAPI, Response
+from fastapi import Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from indexer import Indexer
 from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check, workers_report
 from indexer.metrics import IndexCollector
+from indexer.openapi import errors, json_body
 from router.access_log import AccessLog
 from router.audit import HitAudit
 from router.config_reload import SettingsFile, follow_workers
 from router.embedded_index import running_indexer
+from router.explain import ExplainBody, explain
 from router.findings import findings
 from router.fleet import Fleet, Worker, end_tasks
 from router.history import RoutingHistory
@@ -29,6 +31,7 @@ from router.learned import Learned
 from router.load import LoadTable
 from router.match_requests import match_reader
 from router.metrics import AuditCollector, FleetCollector, RequestMetrics
+from router.model_cards import model_card, model_cards
 from router.policies import policy_named
 from router.proxy import Proxy
 from router.rates import Rates
@@ -133,6 +136,7 @@ def _app(
 ) -> FastAPI:
     token = settings.server.token
     app = FastAPI(title="kvrouter")
+    started = int(time.time())
     app.include_router(index_routes(indexer, read_match, token))
     app.include_router(worker_routes(fleet, settings.fleet.allowed_networks, token))
     add_error_handlers(app)
@@ -140,7 +144,17 @@ def _app(
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """Every model and adapter that a worker serves."""
-        return {"object": "list", "data": list(_model_cards(fleet).values())}
+        return {"object": "list", "data": list(model_cards(fleet, started).values())}
+
+    @app.get("/v1/models/{name:path}", responses=errors(404))
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        return model_card(fleet, started, name)
+
+    @app.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
+    async def explain_decision(request: Request) -> dict[str, Any]:
+        """The decision a request would get now, without sending it."""
+        return await explain(router, await request.body(), request.scope["headers"])
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
@@ -171,12 +185,12 @@ def _app(
         problem = readiness.problem()
         return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.post("/reset_prefix_cache", dependencies=[Depends(token_check(token))])
+    @app.post("/reset_prefix_cache", dependencies=[Depends(token_check(token))], responses=errors(401))
     async def reset_prefix_cache() -> dict[str, Any]:
         """Reset the cache of every worker, and forget what they held."""
         statuses = await asyncio.gather(*(_reset(worker, router, session) for worker in fleet.workers))
@@ -184,16 +198,6 @@ def _app(
 
     app.router.routes.append(Route("/{path:path}", proxy, methods=_METHODS))
     return app
-
-
-def _model_cards(fleet: Fleet) -> dict[str, dict[str, Any]]:
-    now = int(time.time())
-    cards: dict[str, dict[str, Any]] = {}
-    for worker in fleet.workers:
-        for served in worker.description.models.values() if worker.description else ():
-            card = {"id": served.name, "object": "model", "created": now, "owned_by": "kvrouter", "root": served.root}
-            cards.setdefault(served.name, card | {"parent": served.model if served.adapter else None})
-    return cards
 
 
 async def _reset(worker: Worker, router: Router, session: aiohttp.ClientSession) -> str:

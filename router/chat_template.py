@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -17,6 +19,7 @@ from router.requests import ChatPrompt
 
 # What the renderer itself fills in.
 _NOT_THE_CLIENTS = frozenset({"messages", "conversation", "chat_template", "tokenize"})
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 class ChatTemplate:
@@ -30,9 +33,44 @@ class ChatTemplate:
         self._knows_developer = '"developer"' in source or "'developer'" in source
         self._variables = meta.find_undeclared_variables(root) - _NOT_THE_CLIENTS
 
-    def render(self, chat: ChatPrompt) -> str:
-        """The text of the conversation. Raises RequestError (400) with the template's words when it refuses."""
-        messages = prepare_messages(chat.messages, wraps_parts=self._wraps_parts, knows_developer=self._knows_developer)
+    @cached_property
+    def takes_system_first(self) -> bool:
+        """Whether a system message must be the first one, found out as vLLM does: by a bare rendering of another."""
+        conversation = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        try:
+            environment.from_string(self._source).render(messages=conversation, add_generation_prompt=False)
+        except jinja2.TemplateError:
+            return True
+        return False
+
+    @cached_property
+    def effort_without_thinking(self) -> str:
+        """The effort by which a template is told not to think: "none", or "low" where it does not know that."""
+        hello = ChatPrompt([{"role": "user", "content": "Hi"}])
+        try:
+            none = self.render(replace(hello, reasoning_effort="none"))
+        except RequestError:
+            return "low"
+        for effort in _EFFORTS:
+            try:
+                if self.render(replace(hello, reasoning_effort=effort)) == none:
+                    return "low"
+            except RequestError:
+                continue
+        return "none"
+
+    def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
+        """The text of the conversation. Raises RequestError (400) with the template's words when it refuses.
+
+        `media_as_text`: with a text of their own in the place of images and the like.
+        """
+        messages = prepare_messages(
+            chat.messages,
+            wraps_parts=self._wraps_parts,
+            knows_developer=self._knows_developer,
+            media_as_text=media_as_text,
+        )
         variables = {"tools": prepare_tools(chat.tools)} | template_variables(chat)
         try:
             text: str = self._tokenizer.apply_chat_template(

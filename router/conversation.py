@@ -10,16 +10,21 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from router.media import MODALITIES, media_type, stand_in
+
 Message = dict[str, Any]
 
 
-def prepare_messages(messages: list[Message], *, wraps_parts: bool, knows_developer: bool) -> list[Message]:
+def prepare_messages(
+    messages: list[Message], *, wraps_parts: bool, knows_developer: bool, media_as_text: bool = False
+) -> list[Message]:
     """New messages for the template; the given ones stay as they are.
 
     `wraps_parts`: every content is a list of parts, `{"type": "text", "text": …}` or `{"type": "image"}`. Otherwise it
     is one string, a line for each text part. `knows_developer`: the template has a form of its own for that role.
+    `media_as_text`: a text stands for each media item, where vLLM puts its placeholder.
     """
-    prepared = [_message(message, wraps_parts) for message in messages]
+    prepared = [_message(message, wraps_parts, media_as_text) for message in messages]
     if not knows_developer and any(message["role"] == "developer" for message in prepared):
         return _developers_as_one_system(prepared)
     return prepared
@@ -30,12 +35,16 @@ def prepare_tools(tools: list[Any] | None) -> list[Any] | None:
     return None if tools is None else [_tool(tool) for tool in tools]
 
 
-def _message(message: Message, wraps_parts: bool) -> Message:
+def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Message:
     role, content = message["role"], message.get("content")
     parts = [content] if isinstance(content, str) else content or []
     if role == "system":
         parts = _without_billing_header(parts)
-    # Media have a place in a template that wraps parts. In others vLLM puts the model's own placeholder.
+    # Media have a place in a template that wraps parts. In others vLLM puts the model's own placeholders first.
+    if media_as_text:
+        parts = [_media_as_text(part) for part in parts]
+        if not wraps_parts:
+            parts = sorted(parts, key=lambda part: not _stands_in(part))
     wrapped = [part for part in map(_wrapped_part, parts) if part is not None]
     result: Message = {"role": role, "content": wrapped if wraps_parts else _joined(wrapped)}
     if role == "assistant":
@@ -82,20 +91,9 @@ _TEXT_OF = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-_MODALITY_OF = {
-    "image_url": "image",
-    "input_image": "image",
-    "image_pil": "image",
-    "image_embeds": "image",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "audio_embeds": "audio",
-    "video_url": "video",
-    "video_embeds": "video",
-}
 # Keys of a part that vLLM reads itself. Templates see the others, such as a cache_control.
 _OWN_KEYS = {"type", "text", "refusal", "thinking", "closed", "file", "data", "uuid", "name"} | (
-    _MODALITY_OF.keys() - {"input_image"}
+    MODALITIES.keys() - {"input_image"}
 )
 
 
@@ -103,7 +101,7 @@ def _wrapped_part(part: str | dict[str, Any]) -> dict[str, Any] | None:
     """A part as templates that loop over them expect it; None for one vLLM would refuse or skip."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    kind = part.get("type") or next((key for key in _MODALITY_OF if key in part), None)
+    kind = part.get("type") or media_type(part)
     if not isinstance(kind, str):
         return None
     if kind == "tool_reference":
@@ -112,7 +110,16 @@ def _wrapped_part(part: str | dict[str, Any]) -> dict[str, Any] | None:
     if kind in _TEXT_OF:
         text = part.get(_TEXT_OF[kind])
         return {"type": "text", "text": text, **others} if isinstance(text, str) else None
-    return {"type": _MODALITY_OF[kind], **others} if kind in _MODALITY_OF else None
+    return {"type": MODALITIES[kind], **others} if kind in MODALITIES else None
+
+
+def _media_as_text(part: Any) -> Any:
+    kind = media_type(part) if isinstance(part, dict) else None
+    return stand_in(part, kind) if kind else part
+
+
+def _stands_in(part: Any) -> bool:
+    return isinstance(part, str) and part.startswith("\0")
 
 
 def _joined(wrapped: list[dict[str, Any]]) -> str:

@@ -40,6 +40,7 @@ class ServedModel:
     model: str
     adapter: str | None = None
     root: str | None = None
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class _ModelCard(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
+    max_model_len: int | None = None
 
 
 class _ModelList(msgspec.Struct):
@@ -123,14 +125,18 @@ def _models(body: str, only: str | None) -> dict[str, ServedModel]:
     models = {}
     for card in sorted(cards, key=lambda card: card.parent is not None):
         if card.parent is None:
-            models[card.id] = ServedModel(card.id, first_of_root[card.root or card.id], None, card.root)
+            model = first_of_root[card.root or card.id]
+            models[card.id] = ServedModel(card.id, model, None, card.root, card.max_model_len)
         else:
             base = models.get(card.parent)
-            models[card.id] = ServedModel(card.id, base.model if base else card.parent, card.id, card.root)
+            length = card.max_model_len or (base.max_model_len if base else None)
+            models[card.id] = ServedModel(card.id, base.model if base else card.parent, card.id, card.root, length)
     if only is None:
         return models
-    root = next((model.root for model in models.values() if model.adapter is None), None)
-    return {only: ServedModel(only, only, None, root)}
+    first = next((model for model in models.values() if model.adapter is None), None)
+    if first is None:
+        return {only: ServedModel(only, only)}
+    return {only: replace(first, name=only, model=only)}
 
 
 def _vllm_cache(metrics: str) -> tuple[int | None, int | None]:

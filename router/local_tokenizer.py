@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ class LocalTokenizer:
             config = {}
         return cls(tokenizer, (config.get("text_config") or config).get("vocab_size") or 0)
 
-    def render(self, chat: ChatPrompt) -> str:
+    def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
         """The text that the model's chat template makes of a conversation.
+
+        `media_as_text`: with a text of their own in the place of images and the like.
 
         Raises RequestError (400) when the template refuses it, TokenizerUnavailableError when the request brings its
         own template (a program, which only a worker told to trust it runs) or the model has none.
@@ -68,7 +71,16 @@ class LocalTokenizer:
         template = self._template if chat.tools is None else self._tools_template
         if template is None:
             raise TokenizerUnavailableError("the model has no chat template that can be read")
-        return template.render(chat)
+        return template.render(self._adapted(chat), media_as_text=media_as_text)
+
+    def _adapted(self, chat: ChatPrompt) -> ChatPrompt:
+        """What another API leaves to the template, said as this one takes it."""
+        if chat.thinking_off and self._template:
+            chat = replace(chat, reasoning_effort=self._template.effort_without_thinking)
+        templates = (self._template, self._tools_template)
+        if chat.merges_system and any(template and template.takes_system_first for template in templates):
+            chat = replace(chat, messages=_with_one_system(chat.messages))
+        return chat
 
     def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         """The token ids of each text. Special tokens that stand in a text are read as such.
@@ -81,6 +93,12 @@ class LocalTokenizer:
         except TypeError as error:
             raise RequestError("The prompt has half of a surrogate pair in it. Send valid Unicode.") from error
         return [encoding.ids for encoding in encodings]
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    system = "".join(message["content"] for message in messages if message["role"] == "system")
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": system}, *others] if system else others
 
 
 def _template(tokenizer: Any, tools: list[Any] | None) -> ChatTemplate | None:

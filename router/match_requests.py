@@ -7,7 +7,8 @@ from collections.abc import Callable
 from indexer import DEFAULT_TENANT, MatchQuery
 from indexer.api import ReadMatch
 from indexer.errors import RequestError
-from router.requests import ChatPrompt, decode_match
+from router.openai_requests import decode_match
+from router.requests import ChatPrompt
 from router.tokens import Tokenizers, TokenizerUnavailableError
 
 # The model and adapter behind a name. Raises RequestError (404) for a name that nobody serves.

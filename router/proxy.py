@@ -14,19 +14,20 @@ from http import HTTPStatus
 from io import BytesIO
 
 import aiohttp
-import msgspec
 import structlog
 from multidict import CIMultiDict
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from indexer.errors import RequestError, error_body
+from indexer.errors import RequestError
+from router.endpoints import RESPONSES, Call, call_error_body, error_event, read_call
+from router.explain import compact
 from router.fleet import Fleet, Worker
 from router.health import Attempt, Outcome
 from router.metrics import RequestMetrics
-from router.requests import Endpoint, decode_request
+from router.response_owners import SEARCHED_BYTES
 from router.retry_budget import RetryBudget
-from router.routing import Placement, RoutedPrompt, Router, unread_prompt
+from router.routing import Placement, RoutedPrompt, Router
 from router.settings import ProxySettings
 from router.tracing import Tracing
 from router.usage import UsageTail
@@ -40,12 +41,12 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_EXPLAIN = b"x-kvrouter-explain"
+_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect", _EXPLAIN}
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
 _RANK_HEADER = "X-data-parallel-rank"  # vLLM and SGLang read it
 # A stream has an event a token, or nearly so, and these: the role, the end, `[DONE]`.
 _EVENTS_WITHOUT_TOKENS = 3
-_ROUTED_PATHS = frozenset(Endpoint)
 
 
 # A worker that answers so did not take the request.
@@ -66,10 +67,6 @@ class WorkerHangsError(TryElsewhereError):
 
 class _ClientGoneError(Exception):
     """The client left before its request was complete."""
-
-
-class _Named(msgspec.Struct):
-    model: str | None = None
 
 
 class Proxy:
@@ -103,7 +100,7 @@ class Proxy:
             await _unless_client_leaves(self._serve(scope, body, send), receive)
         except RequestError as error:
             self._metrics.refused.labels(str(error.status)).inc()
-            await _send_error(send, error)
+            await _send_error(send, error, scope["path"])
         except _ClientGoneError:
             self._metrics.abandoned.inc()
 
@@ -146,13 +143,8 @@ class Proxy:
         )
 
     async def _read_prompt(self, scope: Scope, body: bytes) -> RoutedPrompt:
-        if scope["path"] in _ROUTED_PATHS and scope["method"] == "POST":
-            return await self._router.read(decode_request(Endpoint(scope["path"]), body), len(body))
-        try:
-            name = msgspec.json.decode(body, type=_Named).model
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            name = None  # a path that the router does not know may carry anything
-        return unread_prompt(name, len(body))
+        call = Call(scope["method"], scope["path"], scope["headers"], body)
+        return await self._router.read(read_call(call), len(body))
 
     async def _begin(
         self, scope: Scope, body: bytes, placement: Placement, others: bool, movable: bool
@@ -232,12 +224,13 @@ class Proxy:
                 {
                     "type": "http.response.start",
                     "status": response.status,
-                    "headers": _client_headers(response.raw_headers, placement),
+                    "headers": _client_headers(response.raw_headers, placement, (_EXPLAIN, b"1") in scope["headers"]),
                 }
             )
             tail = UsageTail()
             began = arrived
             events = 0
+            unowned, beginning = scope["path"] == RESPONSES, b""
             try:
                 async for chunk in _chunks(first, response.content):
                     attempt.heard()
@@ -247,11 +240,15 @@ class Proxy:
                         self._metrics.first_byte.labels(model).observe(began - arrived)
                         arrived = 0.0
                     events += chunk.count(b"\n\n")
+                    if unowned:
+                        beginning += chunk
+                        learned = self._router.responses.learn(beginning, placement.worker.url)
+                        unowned = not learned and len(beginning) < SEARCHED_BYTES
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     tail.feed(chunk)
             except (aiohttp.ClientError, TimeoutError) as error:
                 attempt.end(Outcome.FAILED, f"answer broken off: {str(error) or type(error).__name__}")
-                await self._break_off(response, placement.worker, error, send)
+                await self._break_off(response, placement.worker, error, scope["path"], send)
                 return
             attempt.end(_outcome(response.status), f"status {response.status}")
             if response.status == HTTPStatus.OK:
@@ -262,7 +259,9 @@ class Proxy:
                     self._metrics.streamed(model, time.monotonic() - began, usage)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _break_off(self, response: aiohttp.ClientResponse, worker: Worker, error: Exception, send: Send) -> None:
+    async def _break_off(
+        self, response: aiohttp.ClientResponse, worker: Worker, error: Exception, path: str, send: Send
+    ) -> None:
         """Tell a client that its answer will not be finished."""
         self._metrics.broken.labels(worker.url).inc()
         reason = str(error) or type(error).__name__
@@ -271,7 +270,7 @@ class Proxy:
         if response.content_type != "text/event-stream":
             return  # returning before the end of the body makes the server close the connection
         failure = RequestError("The worker broke off its answer.", status=502, type="upstream_error")
-        event = b"\n\ndata: " + error_body(failure) + b"\n\n"  # what came last may have been half an event
+        event = b"\n\n" + error_event(path, failure)  # what came last may have been half an event
         await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -328,8 +327,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _send_error(send: Send, error: RequestError) -> None:
-    body = error_body(error)
+async def _send_error(send: Send, error: RequestError, path: str) -> None:
+    body = call_error_body(path, error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -352,13 +351,15 @@ def _upstream_headers(headers: RawHeaders, placement: Placement) -> CIMultiDict[
     return forwarded
 
 
-def _client_headers(headers: RawHeaders, placement: Placement) -> list[tuple[bytes, bytes]]:
+def _client_headers(headers: RawHeaders, placement: Placement, explained: bool) -> list[tuple[bytes, bytes]]:
     target = placement.target
     returned = _end_to_end(headers, _NOT_RETURNED)
     returned.append((b"x-kvrouter-worker", target.worker.encode()))
     returned.append((b"x-kvrouter-overlap-tokens", str(placement.overlap).encode()))
     if len(placement.worker.ranks()) > 1:
         returned.append((b"x-kvrouter-dp-rank", str(target.dp_rank).encode()))
+    if explained:
+        returned.append((_EXPLAIN, compact(placement.decision).encode()))
     return returned
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from router.load import LoadTable, Reservation
 from router.policies import Candidate, Decision, Policy, Request
 from router.rates import Rates, prefill_seconds
 from router.requests import RoutedRequest
+from router.response_owners import ResponseOwners
 from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 from router.tokens import Tokenizers, TokenizerUnavailableError
 from router.usage import Usage
@@ -60,22 +61,33 @@ class RoutedPrompt:
     """What routing knows of a request.
 
     `name`: the model or adapter it asks for, None when any worker will do. `tokens`: the length of its prompts, which
-    is an estimate when `token_ids` is empty. `answers`: how many each prompt wants, of `max_tokens` at most.
+    is an estimate when not all is known. `token_ids` are those that the engine will compute for sure; `identities` tell
+    apart as well prompts whose tokens only the engine knows, such as those of images, and are otherwise the same.
+    `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
+    at most. `previous_response`: it goes on from this response, which the worker that made it knows.
     """
 
     name: str | None
     tokens: int
     token_ids: list[list[int]] = field(default_factory=list)
+    identities: list[list[int]] = field(default_factory=list)
+    exact: bool = False
     cache_salt: str | None = None
     answers: int = 1
     streamed: bool = False
     session: str | None = None
     max_tokens: int | None = None
+    previous_response: str | None = None
 
 
-def unread_prompt(name: str | None, body_bytes: int) -> RoutedPrompt:
+def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
     """A prompt whose tokens are not known, routed by load alone."""
-    return RoutedPrompt(name, body_bytes // _BYTES_PER_TOKEN)
+    return RoutedPrompt(
+        request.model,
+        body_bytes // _BYTES_PER_TOKEN,
+        session=request.session,
+        previous_response=request.previous_response,
+    )
 
 
 @dataclass(slots=True)
@@ -139,6 +151,7 @@ class Router:
         self._learned = learned
         self._history = history
         self._audit = audit
+        self.responses = ResponseOwners()
         self._random = Random()
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
@@ -152,26 +165,45 @@ class Router:
 
     async def read(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         """Tokenize a request's prompts. Raises RequestError for a model nobody serves and for a prompt that is none."""
+        if request.model is None and request.prompt is not None:
+            request = replace(request, model=self._only_model())
+        if request.model is None:
+            return unread_prompt(request, body_bytes)
         serving = self._fleet.serving(request.model)
         if not serving:
             raise self._unknown_model(request.model)
+        if request.prompt is None:
+            return unread_prompt(request, body_bytes)
         try:
-            token_ids = await self._tokenizers.token_ids(serving[0][1].model, request.prompt)
+            tokenized = await self._tokenizers.tokenize(serving[0][1].model, request.prompt)
         except TokenizerUnavailableError as error:
             log.debug("routed by load alone", model=request.model, reason=str(error))
-            return unread_prompt(request.model, body_bytes)
+            return unread_prompt(request, body_bytes)
+        except RequestError as error:
+            if not request.converted:
+                raise
+            log.debug("routed by load alone", model=request.model, reason=error.message)
+            return unread_prompt(request, body_bytes)
         return RoutedPrompt(
             request.model,
-            sum(map(len, token_ids)),
-            token_ids,
+            sum(map(len, tokenized.identities)),
+            tokenized.token_ids,
+            tokenized.identities,
+            tokenized.token_ids == tokenized.identities and request.previous_response is None,
             request.cache_salt,
             request.n,
             request.stream,
-            max_tokens=request.max_tokens,
+            request.session,
+            request.max_tokens,
+            request.previous_response,
         )
 
-    def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Placement:
-        """Choose a target and reserve its load, in one step. Raises RequestError (503) when no worker is left."""
+    def explain(self, prompt: RoutedPrompt) -> Decision:
+        """The choice as it would be now. Raises RequestError (503) when no worker is left."""
+        decision, _ = self._decide(prompt, ())
+        return decision
+
+    def _decide(self, prompt: RoutedPrompt, without: Collection[Worker]) -> tuple[Decision, dict[Target, _Option]]:
         self._learned.look_at_evictions(self._indexer)
         options = {option.candidate.target: option for option in self._options(prompt, without)}
         if not options:
@@ -183,7 +215,11 @@ class Router:
                 type="service_unavailable",
                 code="no_worker_available",
             )
-        decision = self._policy([option.candidate for option in options.values()], self._request(prompt, options))
+        return self._policy([option.candidate for option in options.values()], self._request(prompt, options)), options
+
+    def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Placement:
+        """Choose a target and reserve its load, in one step. Raises RequestError (503) when no worker is left."""
+        decision, options = self._decide(prompt, without)
         choice = decision.choice
         _, worker, hashes, by_events = options[choice.target]
         rates = self._learned.rates.learner(worker.url, choice.target.model)
@@ -203,7 +239,7 @@ class Router:
             prompt.tokens,
             choice.overlap,
             by_events if self._audit.events_complete(choice.target) else None,
-            comparable=one_answer,
+            comparable=one_answer and prompt.exact,
             capacity=worker.capacity_tokens,
         )
         attempt = worker.health.begin(load.pending, choice.target.dp_rank, prompt.streamed)
@@ -215,7 +251,11 @@ class Router:
             prediction,
             attempt,
             self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer else None,
-            [self._speculation.hold(choice.target, known) for known in hashes],
+            [
+                # No event tells that a target holds what media stand in: that has to last.
+                self._speculation.hold(choice.target, known, lasting=identity != token_ids)
+                for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True)
+            ],
         )
 
     def answered(self, placement: Placement, usage: Usage | None) -> None:
@@ -245,11 +285,11 @@ class Router:
     def _options(self, prompt: RoutedPrompt, without: Collection[Worker]) -> Iterator[_Option]:
         """Every target that could take a prompt now, with what it holds of it and has to do."""
         eviction = self._learned.pressure.price()
-        for served, workers in self._able(prompt.name, without).items():
+        for served, workers in self._able(prompt, without).items():
             matched = [self._matched(served, token_ids, prompt.cache_salt) for token_ids in prompt.token_ids]
             hashes = [
-                prompt_hashes(served.model, served.adapter, prompt.cache_salt, token_ids)
-                for token_ids in prompt.token_ids
+                prompt_hashes(served.model, served.adapter, prompt.cache_salt, identity)
+                for identity in prompt.identities
             ]
             slowest = self._learned.rates.slowest_if_unlike(served.model)
             for worker in workers:
@@ -257,8 +297,8 @@ class Router:
                 for dp_rank in worker.ranks():
                     candidate = self._loaded(Target(worker.url, dp_rank, served.model), worker, rates)
                     by_events = sum(
-                        self._add_overlap(candidate, held.get(candidate.target), known, len(token_ids))
-                        for held, known, token_ids in zip(matched, hashes, prompt.token_ids, strict=True)
+                        self._add_overlap(candidate, held.get(candidate.target), known, len(identity))
+                        for held, known, identity in zip(matched, hashes, prompt.identities, strict=True)
                     )
                     if eviction and self._learned.pressure.evicting(candidate.target):
                         candidate.eviction = eviction
@@ -304,12 +344,17 @@ class Router:
         if session is None and first.hashes and first.hashes[0]:
             session = str(first.hashes[0][:_SESSION_CHUNKS][-1])
         expected = self._learned.outputs.expected(first.candidate.target.model, prompt.max_tokens)
-        return Request(prompt.tokens, expected, session)
+        return Request(prompt.tokens, expected * prompt.answers, session)
 
-    def _able(self, name: str | None, without: Collection[Worker]) -> dict[_Served, list[Worker]]:
-        """The workers that a request may go to now, by what they serve under its name."""
+    def _able(self, prompt: RoutedPrompt, without: Collection[Worker]) -> dict[_Served, list[Worker]]:
+        """The workers that a request may go to now, by what they serve under its name.
+
+        What goes on from a response goes to the worker that made it, as long as that one is there.
+        """
+        name, workers = prompt.name, self._serving_now(prompt.name, without)
+        owner = prompt.previous_response and self.responses.of(prompt.previous_response)
         able: dict[_Served, list[Worker]] = {}
-        for worker in choosable(self._serving_now(name, without), self._random):
+        for worker in [each for each in workers if each.url == owner] or choosable(workers, self._random):
             served = worker.served(name) if name is not None else None
             able.setdefault(_Served(served.model, served.adapter) if served else _Served("", None), []).append(worker)
         return able
@@ -334,6 +379,12 @@ class Router:
         """What a target reuses of a prompt when it has seen so many tokens of it."""
         shared = min(shared, tokens - 1)
         return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS) if shared else 0
+
+    def _only_model(self) -> str | None:
+        """The model, where the workers serve but one."""
+        described = [worker.description for worker in self._fleet.workers if worker.description]
+        models = {model.name for description in described for model in description.base_models()}
+        return models.pop() if len(models) == 1 else None
 
     def _unknown_model(self, name: str) -> RequestError:
         known = sorted(self._fleet.names())

@@ -31,23 +31,31 @@ def prompt_hashes(model: str, adapter: str | None, cache_salt: str | None, token
     return hashes
 
 
+# Prompts that no event tells of are held so long, and so many prefixes of prompts that ended.
+LASTING_SECONDS = 600.0
+MAX_ENDED = 1 << 20
+
+
 class SpeculativeHoldings:
-    """The prompts in flight, by target. A prompt is let go `linger` seconds after it ended."""
+    """The prompts in flight, by target. A prompt is let go `linger` seconds after it ended, a lasting one later."""
 
     def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._linger = linger
         self._clock = clock
         self._held: dict[Target, Counter[int]] = {}
         self._numbers = count()
+        self._ended_prefixes = 0
         self._ended: SortedDict[tuple[float, int], tuple[Counter[int], array[int]]] = SortedDict()
 
-    def hold(self, target: Target, hashes: array[int]) -> Callable[[], None]:
+    def hold(self, target: Target, hashes: array[int], *, lasting: bool = False) -> Callable[[], None]:
         """Hold a prompt for a target. Returns what to call when the request ended."""
+        linger = max(self._linger, LASTING_SECONDS) if lasting else self._linger
         held = self._held.setdefault(target, Counter())
         held.update(hashes)
 
         def ended() -> None:
-            self._ended[self._clock() + self._linger, next(self._numbers)] = (held, hashes)
+            self._ended[self._clock() + linger, next(self._numbers)] = (held, hashes)
+            self._ended_prefixes += len(hashes)
             self._expire()
 
         return ended
@@ -72,8 +80,9 @@ class SpeculativeHoldings:
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._ended and self._ended.peekitem(0)[0][0] <= now:
+        while self._ended and (self._ended.peekitem(0)[0][0] <= now or self._ended_prefixes > MAX_ENDED):
             _, (held, hashes) = self._ended.popitem(0)
+            self._ended_prefixes -= len(hashes)
             for known in hashes:
                 held[known] -= 1
                 if not held[known]:

@@ -58,6 +58,9 @@ def _read(usage: dict[str, Any]) -> Usage | None:
         if prompt is not None:
             details = usage.get(f"{prompt_name}_tokens_details")
             cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+            if "cache_read_input_tokens" in usage:  # Anthropic's: what was cached is not among the input
+                cached = _count(usage["cache_read_input_tokens"])
+                prompt += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
             return Usage(prompt, completion or 0, cached)
     return None
 

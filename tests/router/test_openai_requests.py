@@ -11,17 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import RequestError, error_body
-from router.requests import (
-    ChatPrompt,
-    Endpoint,
-    MatchRequest,
-    RoutedRequest,
-    TextPrompts,
-    TokenPrompts,
-    Truncation,
-    decode_match,
-    decode_request,
-)
+from router.endpoints import Decode
+from router.openai_requests import decode_chat, decode_completion, decode_match
+from router.requests import ChatPrompt, MatchRequest, RoutedRequest, TextPrompts, TokenPrompts, Truncation
 
 # The machine may be busy: how long an example takes says nothing here.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -30,11 +22,11 @@ HELLO = {"role": "user", "content": "hello"}
 
 
 def completion(**fields: Any) -> RoutedRequest:
-    return decode_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": "hi"} | fields).encode())
+    return decode_completion(json.dumps({"model": "m", "prompt": "hi"} | fields).encode(), ())
 
 
 def chat(**fields: Any) -> RoutedRequest:
-    return decode_request(Endpoint.CHAT_COMPLETIONS, json.dumps({"model": "m", "messages": [HELLO]} | fields).encode())
+    return decode_chat(json.dumps({"model": "m", "messages": [HELLO]} | fields).encode(), ())
 
 
 def match(**fields: Any) -> MatchRequest:
@@ -56,7 +48,7 @@ def test_a_completion_with_options() -> None:
         stream=True, max_tokens=5, n=2, priority=-1, user="u", cache_salt="s", add_special_tokens=False, temperature=0.5
     )
     prompt = TextPrompts(["hi"], add_special_tokens=False)
-    assert request == RoutedRequest("m", prompt, True, "s", max_tokens=5, n=2, priority=-1, user="u")
+    assert request == RoutedRequest("m", prompt, True, "s", max_tokens=5, n=2, priority=-1, session="u")
 
 
 @pytest.mark.parametrize(
@@ -165,11 +157,11 @@ def test_truncation_to_the_whole_context_is_none() -> None:
     ],
 )
 def test_json_that_engines_read(body: bytes) -> None:
-    assert decode_request(Endpoint.COMPLETIONS, body).prompt == TextPrompts(["hi"])
+    assert decode_completion(body).prompt == TextPrompts(["hi"])
 
 
-COMPLETIONS, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT_COMPLETIONS
-BAD_BODIES: list[tuple[Endpoint, bytes, str | None, str]] = [
+COMPLETIONS, CHAT = DECODERS = decode_completion, decode_chat
+BAD_BODIES: list[tuple[Decode, bytes, str | None, str]] = [
     (COMPLETIONS, b"", None, "not JSON"),
     (COMPLETIONS, b"{", None, "not JSON"),
     (COMPLETIONS, b'{"model": "m"} x', None, "Extra data"),
@@ -213,10 +205,10 @@ BAD_BODIES: list[tuple[Endpoint, bytes, str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("endpoint", "body", "param", "phrase"), BAD_BODIES)
-def test_a_bad_body_is_explained(endpoint: Endpoint, body: bytes, param: str | None, phrase: str) -> None:
+@pytest.mark.parametrize(("decode", "body", "param", "phrase"), BAD_BODIES)
+def test_a_bad_body_is_explained(decode: Decode, body: bytes, param: str | None, phrase: str) -> None:
     with pytest.raises(RequestError) as caught:
-        decode_request(endpoint, body)
+        decode(body, ())
     error = caught.value
     assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
     assert phrase in error.message
@@ -228,9 +220,9 @@ def test_a_bad_body_is_explained(endpoint: Endpoint, body: bytes, param: str | N
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps).map(str.encode)
 )
 def test_no_body_raises_anything_else(body: bytes) -> None:
-    for endpoint in Endpoint:
+    for decode in DECODERS:
         with pytest.raises(RequestError):
-            decode_request(endpoint, body)
+            decode(body, ())
 
 
 ANY_JSON = st.recursive(
@@ -253,10 +245,10 @@ FIELDS = [
 
 
 @unhurried
-@given(st.dictionaries(st.sampled_from(FIELDS), ANY_JSON), st.sampled_from(Endpoint))
-def test_any_values_are_read_or_explained(fields: dict[str, Any], endpoint: Endpoint) -> None:
+@given(st.dictionaries(st.sampled_from(FIELDS), ANY_JSON), st.sampled_from(DECODERS))
+def test_any_values_are_read_or_explained(fields: dict[str, Any], decode: Decode) -> None:
     with contextlib.suppress(RequestError):
-        assert decode_request(endpoint, json.dumps({"model": "m"} | fields).encode()).model == "m"
+        assert decode(json.dumps({"model": "m"} | fields).encode(), ()).model == "m"
 
 
 @unhurried

@@ -1,0 +1,27 @@
+"""Asking a running router or indexer something, from the command line."""
+
+from __future__ import annotations
+
+import json
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> Any:
+    """The answer to a question. Raises ConnectionError, saying what went wrong."""
+    try:
+        request = Request(url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(request, timeout=30) as response:
+            return json.load(response)
+    except HTTPError as error:
+        try:
+            reason = json.load(error)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            reason = error.reason
+        raise ConnectionError(f"{url} answers {error.code}: {reason}") from error
+    except (OSError, HTTPException) as error:
+        raise ConnectionError(f"{url} cannot be reached: {error}") from error
+    except ValueError as error:
+        raise ConnectionError(f"{url} is no router: {error}") from error

@@ -1,0 +1,42 @@
+"""Which worker made which response, so that a request that goes on from one finds it there.
+
+Only its worker has a response. Its id is read from the first bytes of the answer; the latest ones are remembered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+
+MAX_RESPONSES = 65536
+# How much of an answer is searched: the id is among the first fields.
+SEARCHED_BYTES = 4096
+
+_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
+
+
+class ResponseOwners:
+    """The workers of the latest responses, by URL."""
+
+    def __init__(self, most: int = MAX_RESPONSES) -> None:
+        self._most = most
+        self._owners: OrderedDict[str, str] = OrderedDict()
+
+    def learn(self, beginning: bytes, worker: str) -> bool:
+        """Remember the response that an answer, or its first event, begins with. Whether there was one."""
+        found = _ID.search(beginning, 0, SEARCHED_BYTES)
+        if found is None:
+            return False
+        response = found.group(1).decode(errors="replace")
+        self._owners[response] = worker
+        self._owners.move_to_end(response)
+        if len(self._owners) > self._most:
+            self._owners.popitem(last=False)
+        return True
+
+    def of(self, response: str) -> str | None:
+        """The URL of the worker that made a response."""
+        return self._owners.get(response)
+
+    def __len__(self) -> int:
+        return len(self._owners)

@@ -1,0 +1,52 @@
+"""What the requests of one conversation, or of one user, have in common: their session.
+
+The first of these that is there, from the most to the least specific: the header `x-session-id`, the body's
+`session_id`, `vllm_xargs.session_id`, `metadata.session_id`, `prompt_cache_key`, `metadata.user_id`, `user`, and the
+header `x-user-id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import msgspec
+
+# As ASGI has them: names in lower case.
+Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
+
+_SESSION_HEADER = b"x-session-id"
+_USER_HEADER = b"x-user-id"
+
+# The longest session that is kept.
+MAX_LENGTH = 512
+
+
+class SessionFields(msgspec.Struct):
+    """The fields of a body that may name its session."""
+
+    session_id: Any = None
+    vllm_xargs: Any = None
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    user: Any = None
+
+
+def session_of(headers: Headers, fields: SessionFields) -> str | None:
+    """The session of a request, by its headers and its body."""
+    named = {name: value.decode("latin-1") for name, value in headers if name in (_SESSION_HEADER, _USER_HEADER)}
+    found = (
+        named.get(_SESSION_HEADER),
+        fields.session_id,
+        _inner(fields.vllm_xargs, "session_id"),
+        _inner(fields.metadata, "session_id"),
+        fields.prompt_cache_key,
+        _inner(fields.metadata, "user_id"),
+        fields.user,
+        named.get(_USER_HEADER),
+    )
+    return next((value[:MAX_LENGTH] for value in found if isinstance(value, str) and value), None)
+
+
+def _inner(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
