@@ -9,7 +9,7 @@ class RequestError(Exception):
     """A request that cannot be served: what to answer the client.
 
     `status` is the HTTP status; `type`, `param` and `code` are those of OpenAI's error body. `param` names the field at
-    fault, None when it is the body as a whole or no field at all.
+    fault, None when it is the body as a whole or no field at all. `retry_after`: seconds after which it may be served.
     """
 
     def __init__(
@@ -20,6 +20,7 @@ class RequestError(Exception):
         type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -27,6 +28,7 @@ class RequestError(Exception):
         self.type = type
         self.param = param
         self.code = code
+        self.retry_after = retry_after
 
 
 def error_body(error: RequestError) -> bytes:
@@ -34,3 +36,11 @@ def error_body(error: RequestError) -> bytes:
     return msgspec.json.encode(
         {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
     )
+
+
+def error_headers(error: RequestError, body: bytes) -> list[tuple[bytes, bytes]]:
+    """The headers of an answer with this body."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after))
+    return headers

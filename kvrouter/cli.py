@@ -105,6 +105,21 @@ def explain(
         _fail(str(error))
 
 
+@app.command("hash-key")
+def hash_key(
+    key: Annotated[str, typer.Argument(help="The API key; - reads it from standard input.")] = "",
+) -> None:
+    """Print the hash of an API key, for tenants in the settings file. Without a key, make one."""
+    from secrets import token_urlsafe
+
+    from router.access import hashed_key
+
+    if not key:
+        key = f"kv-{token_urlsafe(32)}"
+        typer.echo(f"key   {key}", err=True)
+    typer.echo(hashed_key(sys.stdin.read().strip() if key == "-" else key))
+
+
 @app.command()
 def simulate(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

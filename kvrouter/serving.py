@@ -6,17 +6,19 @@ import signal
 import socket
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
 from indexer.app import indexer_app
 from indexer.errors import RequestError
+from kvrouter.http_protocol import BoundedHttpProtocol
 from router.app import running_router
 from router.config_reload import SettingsFile
 from router.embedded_index import running_indexer
 from router.match_requests import match_reader
-from router.settings import Settings
+from router.settings import ServerSettings, Settings
 from router.tokenizer_source import configured_tokenizers
 
 # Longer than clients and balancers keep an idle connection: a request on one that we close meanwhile would be lost.
@@ -27,7 +29,7 @@ async def serve_router(settings: Settings, file: SettingsFile | None = None) -> 
     """Run the router until SIGINT or SIGTERM. Raises OSError when its address cannot be bound."""
     listening = listen(settings.server.host, settings.server.port)
     async with running_router(settings, file) as app:
-        await _run_app(app, listening, settings.server.shutdown_timeout, "kvrouter")
+        await _run_app(app, listening, settings.server, "kvrouter")
 
 
 async def serve_indexer(settings: Settings) -> None:
@@ -45,7 +47,7 @@ async def serve_indexer(settings: Settings) -> None:
             return name, None
 
         app = indexer_app(indexer, match_reader(tokenizers, resolve), settings.server.token)
-        await _run_app(app, listening, settings.server.shutdown_timeout, "kvrouter indexer")
+        await _run_app(app, listening, settings.server, "kvrouter indexer")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -60,9 +62,14 @@ def listen(host: str, port: int) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """Serves an application; at its end requests in flight have `shutdown_timeout` seconds to finish."""
 
-    def __init__(self, app: FastAPI, shutdown_timeout: float) -> None:
+    def __init__(
+        self, app: FastAPI, shutdown_timeout: float, certificate: Path | None = None, key: Path | None = None
+    ) -> None:
         config = uvicorn.Config(
             app,
+            http=BoundedHttpProtocol,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -75,11 +82,12 @@ class HttpServer(uvicorn.Server):
         return nullcontext()  # uvicorn would raise them again at its end, before ours
 
 
-async def _run_app(app: FastAPI, listening: socket.socket, shutdown_timeout: float, name: str) -> None:
+async def _run_app(app: FastAPI, listening: socket.socket, settings: ServerSettings, name: str) -> None:
     """Serve on a listening socket until SIGINT or SIGTERM."""
-    server = HttpServer(app, shutdown_timeout)
+    server = HttpServer(app, settings.shutdown_timeout, settings.certificate, settings.key)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, server.handle_exit)
     host, port = listening.getsockname()[:2]
-    print(f"{name} listens on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+    scheme = "https" if settings.certificate else "http"
+    print(f"{name} listens on {scheme}://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
     await server.serve(sockets=[listening])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,6 +20,7 @@ from indexer import Indexer
 from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check, workers_report
 from indexer.metrics import IndexCollector
 from indexer.openapi import errors, json_body
+from router.access import AccessControl
 from router.access_log import AccessLog
 from router.audit import HitAudit
 from router.config_reload import SettingsFile, follow_workers
@@ -38,7 +40,7 @@ from router.rates import Rates
 from router.readiness import Readiness
 from router.request_id import RequestIds
 from router.routing import Router
-from router.settings import Settings
+from router.settings import Settings, UpstreamSettings
 from router.speculation import SpeculativeHoldings
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
@@ -58,7 +60,7 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
     """
     async with AsyncExitStack() as stack:
         indexer = stack.enter_context(running_indexer(settings))
-        session = await stack.enter_async_context(_client_session())
+        session = await stack.enter_async_context(_client_session(settings.upstream))
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer.timeout)
@@ -105,6 +107,8 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
             Readiness(fleet, indexer, settings.events.catch_up_timeout),
         )
         # The one that is added last is the first that a request comes to.
+        if settings.tenants.named:
+            app.add_middleware(AccessControl, settings.tenants, settings.server.token)
         if settings.logs.access:
             app.add_middleware(AccessLog)
         app.add_middleware(tracing.around)
@@ -112,9 +116,14 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
         yield app
 
 
-def _client_session() -> aiohttp.ClientSession:
+def _client_session(settings: UpstreamSettings) -> aiohttp.ClientSession:
+    tls = ssl.create_default_context(cafile=settings.ca)
+    if not settings.verify:
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    if settings.certificate is not None:
+        tls.load_cert_chain(settings.certificate, settings.key)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ssl=tls),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),

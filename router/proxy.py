@@ -19,7 +19,8 @@ from multidict import CIMultiDict
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from indexer.errors import RequestError
+from indexer.errors import RequestError, error_headers
+from router.access import headers_for_workers, tenant_of
 from router.endpoints import RESPONSES, Call, call_error_body, error_event, read_call
 from router.explain import compact
 from router.fleet import Fleet, Worker
@@ -107,9 +108,14 @@ class Proxy:
     async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
         """Send a request to one worker after the other, until one answers. Raises RequestError when none does."""
         arrived = time.monotonic()
+        tenant = tenant_of(scope)
+        if tenant is not None:
+            body = tenant.isolated(scope["path"], body)
         with self._tracing.span("tokenize") as span:
             prompt = await self._read_prompt(scope, body)
             span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
+        if tenant is not None:
+            tenant.admit(prompt.name, prompt.tokens)
         self._budget.request()
         tried: list[Worker] = []
         hung = False
@@ -168,7 +174,7 @@ class Proxy:
                 response = await self._session.request(
                     scope["method"],
                     _upstream_url(placement.worker, scope),
-                    headers=self._tracing.inject(_upstream_headers(scope["headers"], placement)),
+                    headers=self._tracing.inject(_upstream_headers(headers_for_workers(scope), placement)),
                     data=BytesIO(body) if body else None,  # aiohttp writes it in pieces
                     timeout=self._timeout,
                     allow_redirects=False,
@@ -255,6 +261,8 @@ class Proxy:
                 placement.complete(max(events - _EVENTS_WITHOUT_TOKENS, 0))
                 usage = tail.usage()
                 self._router.answered(placement, usage)
+                if (tenant := tenant_of(scope)) is not None and usage is not None:
+                    tenant.spend(usage.completion)
                 if response.content_type == "text/event-stream":
                     self._metrics.streamed(model, time.monotonic() - began, usage)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -329,8 +337,7 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _send_error(send: Send, error: RequestError, path: str) -> None:
     body = call_error_body(path, error)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.start", "status": error.status, "headers": error_headers(error, body)})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -22,6 +22,7 @@ from pydantic import (
     PositiveInt,
     ValidationError,
     field_validator,
+    model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
@@ -85,6 +86,8 @@ class ServerSettings(_Section):
     max_body_bytes: PositiveInt = 64 * 2**20
     shutdown_timeout: NonNegative = 30.0
     token: str = ""
+    certificate: Path | None = None
+    key: Path | None = None
 
 
 class StreamSettings(_Section):
@@ -201,6 +204,39 @@ class ProxySettings(_Section):
     speculation_seconds: NonNegative = 2.0
 
 
+class TenantSettings(_Section):
+    """A tenant: its API keys, hashed by `kvrouter hash-key`, and what they open. None: no limit."""
+
+    keys: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(min_length=1)
+    models: list[str] | None = None
+    requests_per_second: PositiveFloat | None = None
+    tokens_per_minute: PositiveFloat | None = None
+
+
+class TenantsSettings(_Section):
+    """Who may send requests."""
+
+    isolate: bool = False
+    named: dict[str, TenantSettings] = {}
+
+    @field_validator("named")
+    @classmethod
+    def _keys_are_ones_own(cls, named: dict[str, TenantSettings]) -> dict[str, TenantSettings]:
+        keys = [key for tenant in named.values() for key in tenant.keys]
+        if len(set(keys)) < len(keys):
+            raise ValueError("a key stands there twice: every tenant needs its own")
+        return named
+
+
+class UpstreamSettings(_Section):
+    """TLS to workers whose URL is https."""
+
+    ca: Path | None = None
+    verify: bool = True
+    certificate: Path | None = None
+    key: Path | None = None
+
+
 class AuditSettings(_Section):
     """When predictions count as wrong."""
 
@@ -248,10 +284,18 @@ class Settings(BaseSettings):
     events: EventSettings = EventSettings()
     fleet: FleetSettings = FleetSettings()
     proxy: ProxySettings = ProxySettings()
+    upstream: UpstreamSettings = UpstreamSettings()
+    tenants: TenantsSettings = TenantsSettings()
     audit: AuditSettings = AuditSettings()
     logs: LogSettings = LogSettings()
     otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
+
+    @model_validator(mode="after")
+    def _tenants_need_a_token(self) -> Settings:
+        if self.tenants.named and not self.server.token:
+            raise ValueError("tenants: set server.token too, or else anyone may ask what tenants hold")
+        return self
 
     @classmethod
     def settings_customise_sources(

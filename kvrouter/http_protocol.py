@@ -1,0 +1,80 @@
+"""HTTP/1.1 as uvicorn and httptools read it, with bounds: on the size of a request's head, and on how long it takes.
+
+httptools refuses what could be read in two ways: several lengths, a length beside a transfer coding, bare CR or LF.
+Refused here besides: targets that are not a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_BYTES = 64 * 1024
+HEAD_SECONDS = 30.0
+
+
+class RefusedRequestError(Exception):
+    """A request that is not read any further."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Closes connections whose next request takes too long to say what it is, and refuses heads that are too large."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._reading_head = True
+        self._head_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = self.loop.call_later(HEAD_SECONDS, self._late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self._head_bytes
+        super().data_received(data)
+        # The parser keeps a header to itself until it is complete.
+        if self._reading_head and not self.transport.is_closing():
+            self._head_bytes = before + len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._reading_head = True
+        self._head_bytes = 0
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self._late)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + len(b": \r\n"))
+
+    def on_headers_complete(self) -> None:
+        self._reading_head = False
+        self._in_time()
+        if not self.url.startswith(b"/"):
+            raise RefusedRequestError("the target is no path")
+        super().on_headers_complete()
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES:
+            raise RefusedRequestError("the head is too large")  # httptools makes a parser's error of it: 400
+
+    def _refuse_head(self) -> None:
+        self.send_400_response("Request header fields too large.")
+
+    def _late(self) -> None:
+        self._deadline = None
+        self.transport.close()
+
+    def _in_time(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

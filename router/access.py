@@ -1,0 +1,180 @@
+"""Who may ask for what, and how often: tenants, known by their API keys.
+
+A tenant's key opens the inference endpoints, for the models it may use and at its rates. All else that a router and
+its workers offer wants the admin token as soon as there are tenants: what is cached tells what others asked. Only
+liveness, readiness and metrics stay open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from secrets import compare_digest
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from indexer.errors import RequestError, error_headers
+from router.endpoints import call_error_body
+from router.settings import TenantSettings, TenantsSettings
+from router.splice import SpliceError, field, with_field
+
+_OPEN = frozenset({"/health", "/ready", "/metrics"})
+_SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
+# Engines read no cache salt here: closed to tenants that are kept apart.
+_UNSALTED = frozenset({"/v1/messages", "/v1/messages/count_tokens", "/v1/rerank", "/v1/score"})
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+_TENANT = "kvrouter.tenant"
+
+
+def hashed_key(key: str) -> str:
+    """An API key as the settings have it."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Bucket:
+    """Fills with `rate` a second up to what comes in `seconds`. A charge may leave a debt, which is waited for."""
+
+    def __init__(self, rate: float, seconds: float, clock: Callable[[], float]) -> None:
+        self._rate = rate
+        self._most = max(rate * seconds, 1.0)
+        self._clock = clock
+        self._level = self._most
+        self._at = clock()
+
+    def wait(self) -> float:
+        """Seconds until there is one again; 0 when there is."""
+        now = self._clock()
+        self._level = min(self._most, self._level + (now - self._at) * self._rate)
+        self._at = now
+        return max(1.0 - self._level, 0.0) / self._rate
+
+    def charge(self, amount: float) -> None:
+        """Take something out."""
+        self._level -= amount
+
+
+class Tenant:
+    """A tenant and what it has left."""
+
+    def __init__(
+        self, name: str, settings: TenantSettings, isolate: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = name
+        self._models = settings.models
+        self._isolate = isolate
+        requests, tokens = settings.requests_per_second, settings.tokens_per_minute
+        self._requests = Bucket(requests, 1.0, clock) if requests else None
+        self._tokens = Bucket(tokens / 60, 60.0, clock) if tokens else None
+
+    def isolated(self, path: str, body: bytes) -> bytes:
+        """A body whose cached prefix no other tenant shares. Raises RequestError (400) when it cannot be changed."""
+        if not self._isolate or path not in _SALTED:
+            return body
+        try:
+            # Whatever a client sends as its own, it gets no other tenant's.
+            own = field(body, "cache_salt") or b""
+            salt = hashlib.sha256(msgspec.json.encode([self.name, own.decode("latin-1")])).hexdigest()
+            return with_field(body, "cache_salt", b'"%b"' % salt.encode())
+        except SpliceError as error:
+            raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
+
+    def admit(self, model: str | None, tokens: int) -> None:
+        """Let a request through, or raise RequestError: 403 for the model, 429 for the rate."""
+        if self._models is not None and model not in self._models:
+            raise RequestError(
+                f"This API key may not use the model {model!r}. Send one of: {', '.join(sorted(self._models))}.",
+                status=403,
+                type="permission_error",
+                param="model",
+                code="model_not_allowed",
+            )
+        for bucket, what in ((self._requests, "requests a second"), (self._tokens, "tokens a minute")):
+            if bucket is not None and (wait := bucket.wait()):
+                seconds = math.ceil(wait)
+                raise RequestError(
+                    f"This API key has used up its {what}. Try again in {seconds} s.",
+                    status=429,
+                    type="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    retry_after=seconds,
+                )
+        if self._requests is not None:
+            self._requests.charge(1)
+        self.spend(tokens)
+
+    def spend(self, tokens: int) -> None:
+        """Tokens were used."""
+        if self._tokens is not None:
+            self._tokens.charge(tokens)
+
+
+def tenant_of(scope: Scope) -> Tenant | None:
+    """Who asks; None where there are no tenants."""
+    tenant: Tenant | None = scope.get(_TENANT)
+    return tenant
+
+
+def headers_for_workers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """A request's headers, without the credentials when they were meant for us."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    return [each for each in headers if each[0] not in _CREDENTIALS] if _TENANT in scope else headers
+
+
+class AccessControl:
+    """Lets through to `app` who may pass."""
+
+    def __init__(self, app: ASGIApp, settings: TenantsSettings, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+        self._paths = _SALTED | _WITHOUT_CACHE | (frozenset() if settings.isolate else _UNSALTED)
+        self._tenants: dict[str, Tenant] = {}
+        for name, each in settings.named.items():
+            self._tenants |= dict.fromkeys(each.keys, Tenant(name, each, settings.isolate))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
+            try:
+                scope = self._checked(scope)
+            except RequestError as error:
+                body = call_error_body(scope["path"], error)
+                headers = [*error_headers(error, body), (b"www-authenticate", b"Bearer")]
+                await send({"type": "http.response.start", "status": error.status, "headers": headers})
+                await send({"type": "http.response.body", "body": body})
+                return
+        await self._app(scope, receive, send)
+
+    def _checked(self, scope: Scope) -> Scope:
+        """The request with its tenant. Raises RequestError: 401 without a key that is known, 403 with the wrong one."""
+        key = _credential(scope)
+        if compare_digest(key.encode(), self._token):
+            return {**scope, _TENANT: None}
+        tenant = self._tenants.get(hashed_key(key))
+        if tenant is None:
+            raise RequestError(
+                "Send Authorization: Bearer with an API key of this service.",
+                status=401,
+                type="authentication_error",
+                param="authorization",
+                code="invalid_api_key",
+            )
+        if scope["path"] not in self._paths and not scope["path"].startswith("/v1/models/"):
+            raise RequestError(
+                "This wants the admin token, not an API key.", status=403, type="permission_error", code="not_allowed"
+            )
+        return {**scope, _TENANT: tenant}
+
+
+def _credential(scope: Scope) -> str:
+    """The key that a request carries: as a bearer token, or in `x-api-key` as Anthropic's clients send it."""
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            return str(value.decode("latin-1"))
+        if name == b"authorization":
+            scheme, _, given = value.decode("latin-1").partition(" ")
+            if scheme.lower() == "bearer":
+                return str(given.strip())
+    return ""
