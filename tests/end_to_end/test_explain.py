@@ -1,0 +1,86 @@
+"""`/explain`, `kvrouter explain` and the header: decisions told, not made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from router_under_test import RouterUnderTest, router
+from typer.testing import CliRunner
+
+from kvrouter.cli import app
+from worker.simulated import SimulatedWorkerSettings, running
+
+pytestmark = pytest.mark.anyio
+
+MODEL = "simulated"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is held where? " * 20}]}
+
+
+@pytest.fixture(scope="module")
+async def routed() -> AsyncIterator[RouterUnderTest]:
+    settings = SimulatedWorkerSettings(base_step_s=0.001)
+    async with running(settings) as one, running(settings) as two, router(one, two) as routed:
+        yield routed
+
+
+async def explained(routed: RouterUnderTest, request: Any, **options: Any) -> dict[str, Any]:
+    reply = await routed.call("/explain", {"request": request} | options)
+    assert reply.status == 200, reply.body
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+async def test_a_decision_is_told_and_nothing_happens(routed: RouterUnderTest) -> None:
+    before = await routed.loads()
+    answer = await explained(routed, CHAT | {"user": "me"})
+    assert (answer["model"], answer["session"], answer["exact"]) == (MODEL, "me", True)
+    assert len(answer["candidates"]) == 2
+    assert answer["candidates"][0]["total"] <= answer["candidates"][1]["total"]
+    for candidate in answer["candidates"]:
+        assert candidate["total"] == pytest.approx(sum(candidate["terms"].values()))
+    assert await routed.loads() == before
+
+
+async def test_what_was_sent_is_explained_by_what_it_left(routed: RouterUnderTest) -> None:
+    sent = await routed.call("/v1/chat/completions", CHAT | {"max_tokens": 2}, headers={"x-kvrouter-explain": "1"})
+    told = dict(pair.split("=") for pair in sent.headers["x-kvrouter-explain"].split())
+    assert told["candidates"] == "2"
+    assert float(told["total"]) == pytest.approx(
+        sum(float(value) for name, value in told.items() if name not in ("total", "candidates")), rel=1e-3
+    )
+    answer = await explained(routed, CHAT)
+    assert answer["choice"]["worker"] == sent.worker
+    assert answer["candidates"][0]["overlap"] > 0
+    assert "x-kvrouter-explain" not in (await routed.call("/v1/chat/completions", CHAT | {"max_tokens": 2})).headers
+
+
+@pytest.mark.parametrize(
+    ("path", "request_"),
+    [
+        ("/v1/completions", {"model": MODEL, "prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}),
+        ("/generate", {"text": "hi"}),
+        ("/v1/embeddings", {"model": MODEL, "input": "hi"}),
+    ],
+)
+async def test_any_path_is_explained(routed: RouterUnderTest, path: str, request_: Any) -> None:
+    answer = await explained(routed, request_, path=path)
+    assert answer["path"] == path
+    assert answer["tokens"] > 0
+    assert answer["exact"] is (path != "/v1/embeddings")
+
+
+async def test_the_command_prints_a_table(routed: RouterUnderTest) -> None:
+    arguments = ["explain", "hi", "--model", MODEL, "--url", routed.url]
+    environment = {"COLUMNS": "200", "NO_COLOR": "1"}
+    shown = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environment)
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.count("http://127.0.0.1:") == 2
+    assert "➤" in shown.output
+    refused = await asyncio.to_thread(CliRunner().invoke, app, [*arguments[:3], "nobody", *arguments[4:]])
+    assert refused.exit_code == 1
+    assert "does not exist" in refused.output
