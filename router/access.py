@@ -14,10 +14,11 @@ from collections.abc import Callable
 from secrets import compare_digest
 
 import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from indexer.errors import RequestError, error_headers
 from router.endpoints import call_error_body
+from router.metrics import RequestMetrics
 from router.settings import TenantSettings, TenantsSettings
 from router.splice import SpliceError, field, with_field
 
@@ -127,8 +128,9 @@ def headers_for_workers(scope: Scope) -> list[tuple[bytes, bytes]]:
 class AccessControl:
     """Lets through to `app` who may pass."""
 
-    def __init__(self, app: ASGIApp, settings: TenantsSettings, token: str) -> None:
+    def __init__(self, app: ASGIApp, settings: TenantsSettings, token: str, metrics: RequestMetrics) -> None:
         self._app = app
+        self._metrics = metrics
         self._token = token.encode()
         self._paths = _SALTED | _WITHOUT_CACHE | (frozenset() if settings.isolate else _UNSALTED)
         self._tenants: dict[str, Tenant] = {}
@@ -142,10 +144,18 @@ class AccessControl:
             except RequestError as error:
                 body = call_error_body(scope["path"], error)
                 headers = [*error_headers(error, body), (b"www-authenticate", b"Bearer")]
+                self._metrics.refused.labels(str(error.status)).inc()
                 await send({"type": "http.response.start", "status": error.status, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
                 return
-        await self._app(scope, receive, send)
+        tenant = tenant_of(scope)
+
+        async def counted_send(message: Message) -> None:
+            if tenant is not None and message["type"] == "http.response.start":
+                self._metrics.of_tenant.labels(tenant.name, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted_send)
 
     def _checked(self, scope: Scope) -> Scope:
         """The request with its tenant. Raises RequestError: 401 without a key that is known, 403 with the wrong one."""

@@ -108,7 +108,7 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
         )
         # The one that is added last is the first that a request comes to.
         if settings.tenants.named:
-            app.add_middleware(AccessControl, settings.tenants, settings.server.token)
+            app.add_middleware(AccessControl, settings.tenants, settings.server.token, requests)
         if settings.logs.access:
             app.add_middleware(AccessLog)
         app.add_middleware(tracing.around)

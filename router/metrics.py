@@ -31,6 +31,9 @@ class RequestMetrics:
         self.retried = Counter(
             "kvrouter_requests_retried", "Attempts that went elsewhere", ["worker"], registry=registry
         )
+        self.of_tenant = Counter(
+            "kvrouter_tenant_requests", "Requests of each tenant", ["tenant", "status"], registry=registry
+        )
         self.abandoned = Counter("kvrouter_requests_abandoned", "Requests left by their client", registry=registry)
         self.broken = Counter(
             "kvrouter_answers_broken", "Answers that a worker did not finish", ["worker"], registry=registry

@@ -21,6 +21,7 @@ from yarl import URL
 
 from indexer.errors import RequestError, error_headers
 from router.access import headers_for_workers, tenant_of
+from router.asked_usage import UsageHidden, asking_for_usage
 from router.endpoints import RESPONSES, Call, call_error_body, error_event, read_call
 from router.explain import compact
 from router.fleet import Fleet, Worker
@@ -111,6 +112,8 @@ class Proxy:
         tenant = tenant_of(scope)
         if tenant is not None:
             body = tenant.isolated(scope["path"], body)
+        if self._settings.ask_usage and (asking := asking_for_usage(scope["path"], body)):
+            body, send = asking, UsageHidden(send)
         with self._tracing.span("tokenize") as span:
             prompt = await self._read_prompt(scope, body)
             span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)

@@ -202,6 +202,7 @@ class ProxySettings(_Section):
     retry_share: NonNegative = 0.2
     retry_minimum: Annotated[int, Field(ge=0)] = 10
     speculation_seconds: NonNegative = 2.0
+    ask_usage: bool = False
 
 
 class TenantSettings(_Section):

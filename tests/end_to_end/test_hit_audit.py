@@ -13,6 +13,7 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
 from kvevents import BlockStored, EventBatch
 from worker import ZmqEventPublisher
+from worker.simulated import SimulatedWorkerSettings, running
 
 pytestmark = pytest.mark.anyio
 
@@ -138,6 +139,19 @@ async def test_predictions_are_compared_with_what_the_worker_found(routed: Route
     assert await routed.metric("kvrouter_audit_predicted_tokens_total") == 192
     assert await routed.metric("kvrouter_audit_wrong_tokens_total") == 0
     assert (await basis(routed), await findings(routed)) == ("events", [])
+
+
+@pytest.mark.parametrize("asks", [False, True])
+async def test_usage_is_asked_for_on_the_clients_behalf(asks: bool) -> None:
+    settings = SimulatedWorkerSettings(base_step_s=0.001, prefill_s_per_token=0.0, model="m")
+    async with running(settings) as url, router(url, proxy={"ask_usage": asks}) as routed:
+        stream = {"model": "m", "prompt": prompt(1), "max_tokens": 3, "stream": True}
+        reply = await routed.call("/v1/completions", stream)
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+        assert b'"usage"' not in reply.body
+        assert await routed.metric("kvrouter_audit_answers_total") == (1 if asks else 0)
+        reply = await routed.call("/v1/completions", stream | {"stream_options": {"include_usage": True}})
+        assert b'"usage"' in reply.body
 
 
 async def test_events_that_tell_nothing_are_replaced_by_history_until_they_are_right(

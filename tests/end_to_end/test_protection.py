@@ -17,8 +17,9 @@ import trustme
 from aiohttp import web
 from router_under_test import Reply, RouterUnderTest, router, serving
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
+from typer.testing import CliRunner
 
-from kvrouter import http_protocol
+from kvrouter import cli, http_protocol
 from kvrouter.serving import HttpServer
 from router.access import hashed_key
 from router.app import running_router
@@ -99,6 +100,8 @@ async def test_models_and_rates_are_a_tenants_own(routed: RouterUnderTest) -> No
     reply = await routed.call(PATH, BODY, headers=bearer("key-slow"))
     assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (429, "rate_limit_exceeded", "100")
     assert (await routed.call(PATH, BODY, headers=bearer("key-a"))).status == 200
+    assert await routed.metric("kvrouter_tenant_requests_total", tenant="slow") == 2
+    assert await routed.metric("kvrouter_tenant_requests_total", tenant="slow", status="429") == 1
 
 
 async def test_the_client_library_knows_the_errors(routed: RouterUnderTest) -> None:
@@ -320,3 +323,14 @@ async def test_a_head_that_never_ends_is_not_waited_for(
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     assert await raw(unguarded, b"") == b""
     assert await raw(unguarded, HEAD + b"X-A: on") == b""
+
+
+# The command
+
+
+def test_keys_are_hashed_and_made_by_the_command() -> None:
+    command = CliRunner()
+    assert command.invoke(cli.app, ["hash-key", "key-a"]).stdout.strip() == hashed_key("key-a")
+    assert command.invoke(cli.app, ["hash-key", "-"], input="key-a\n").stdout.strip() == hashed_key("key-a")
+    made = command.invoke(cli.app, ["hash-key"])
+    assert made.stdout.strip() == hashed_key(made.stderr.split()[1])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from structlog.testing import LogCapture
 
 pytestmark = pytest.mark.anyio
 
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 PATH = "/v1/completions"
 SECRET = "the quick brown fox"
 BODY = {"model": MODEL, "prompt": list(range(100))}
@@ -77,6 +80,8 @@ async def test_every_metric_is_there_and_says_what_it_is(routed: RouterUnderTest
     text = (await routed.call("/metrics")).body.decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert all(family.documentation for family in families.values())
+    named = set(re.findall(r"`(kvrouter_[a-z_]+)`", OPERATIONS.read_text()))
+    assert {name.removesuffix("_total") for name in named} <= set(families)
     assert {
         "kvrouter_requests": "counter",
         "kvrouter_requests_refused": "counter",
