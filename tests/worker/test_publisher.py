@@ -247,7 +247,7 @@ def publisher_end(sockets: Sockets, publisher: ZmqEventPublisher) -> int:
 
 def test_a_client_that_leaves_in_the_middle_of_its_replay_is_given_up(sockets, make):
     publisher = make(buffer_steps=20_000)
-    payload = EventBatch(0.0, [BlockStored([1], None, list(range(500)), 500)])
+    payload = EventBatch(0.0, [BlockStored([1], None, list(range(2000)), 2000)])
     for _ in range(8000):
         publisher.publish(payload)
     gone = sockets.open(zmq.DEALER)
