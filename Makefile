@@ -7,7 +7,7 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-engine bench-index lint
+.PHONY: demo test test-engine bench-index bench-policy bench-faults lint
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -21,6 +21,9 @@ test-engine: .venv/installed
 
 bench-index: .venv/installed .bench/dynamo/installed
 	$(BIN)/python -m benchmarks.index $(ARGS)
+
+bench-policy: .venv/installed
+	$(BIN)/python -m benchmarks.policy $(ARGS)
 
 bench-faults: .venv/installed
 	$(BIN)/pytest tests/indexer/test_faults.py -q -s -p no:randomly $(ARGS)

@@ -1,0 +1,67 @@
+"""The command: `python -m benchmarks.policy`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.policy.decisions import TARGETS, decision_seconds
+from benchmarks.policy.grid import full_grid, play, quick_grid, trace_grid
+from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, Measures
+from benchmarks.policy.report import CellResult, markdown, verdict
+from benchmarks.policy.sides import OURS, SIDES
+
+_HOW = f"""\
+Each policy replays the same requests on the same simulated fleet: paged caches whose leaves are evicted first, chunked
+prefill, batches, events that the router sees 3 to 280 ms late. All policies have the same exact knowledge of the caches
+and of the requests in flight. Figures are medians over {{seeds}} seeds, the first half of each run left out. TTFT and
+TPOT are times to the first token and for each one after it; goodput is answers a second that begin within
+{TTFT_GOAL:g} s and go on at {1000 * TPOT_GOAL:g} ms a token or less. A load is a share of what the fleet could do if it
+never computed a prefix twice; of a recorded trace, it is requests a second and worker."""
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Three cells, two seeds: less than a minute.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Replay this trace (Mooncake's format, .gz or not).")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each policy in each cell.")] = None,
+    output: Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Draw TTFT p90 (needs the extra bench).")] = None,
+) -> None:
+    """Compare policies on a simulated fleet, and say what a decision costs."""
+    begun = time.process_time()
+    count = seeds or (2 if quick else 3)
+    cells = trace_grid(trace, quick) if trace else quick_grid() if quick else full_grid()
+    results: list[CellResult] = []
+    for cell in cells:
+        runs: dict[str, list[Measures]] = {side.name: [] for side in SIDES}
+        for seed in range(count):
+            requests = cell.requests(seed)
+            for side in SIDES:
+                runs[side.name].append(play(cell, requests, side, seed))
+        results.append(CellResult(cell.name, runs))
+        print(results[-1].table(), end="\n\n", flush=True)
+    summary = f"{verdict(results)}\n\n{_decisions()}\n\nThe run took {time.process_time() - begun:.0f} s of one core."
+    print(summary)
+    if output:
+        tables = [result.table() for result in results]
+        output.write_text("\n\n".join(["# Policies", _HOW.format(seeds=count), summary, *tables]) + "\n")
+    if picture:
+        from benchmarks.policy.plot import plot
+
+        plot(results, picture)
+    if any(result.lost_to(OURS.name) for result in results):
+        print(f"{OURS.name} lost to a peer in a cell.")
+
+
+def _decisions() -> str:
+    costs = [decision_seconds(count) for count in TARGETS]
+    rows = [["a decision, µs", *(f"{count} targets" for count in TARGETS)]]
+    rows += [[side, *(f"{1e6 * cost[side]:.1f}" for cost in costs)] for side in costs[0]]
+    return markdown(rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)

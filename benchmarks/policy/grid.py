@@ -1,0 +1,92 @@
+"""The cells of a run: what is replayed, on which fleet, with how much cache, how fast. Every policy plays in each.
+
+Loads are shares of what the fleet could do if it never computed a prefix twice; near saturation is where caches are too
+small for that, so each workload and cache has loads of its own. A recorded trace is replayed at several speeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from benchmarks.policy.fleet import Fleet
+from benchmarks.policy.measures import Measures, measured
+from benchmarks.policy.profiles import LLAMA_8B, LLAMA_70B, Profile
+from benchmarks.policy.sides import Side
+from benchmarks.policy.trace import TracedRequest, read_trace, requests_of
+from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
+
+# Requests that decode together in a busy engine, and the context of each in tokens.
+_BATCH, _CONTEXT = 24, 6000
+_SAMPLE_SECONDS = 600.0
+_TRACE_REQUESTS_A_WORKER = 900
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One comparison. `kv_tokens` of cache a worker; `load` as above, of a trace: requests a second and worker."""
+
+    workload: Workload | Path
+    profile: Profile
+    workers: int
+    kv_tokens: int
+    load: float
+    seconds: float = 300.0
+
+    @property
+    def name(self) -> str:
+        what = self.workload.name if isinstance(self.workload, Workload) else "trace"
+        load = f"load {self.load}" if isinstance(self.workload, Workload) else f"{self.load}/s a worker"
+        return f"{what}, {self.workers} of {self.profile.name}, {self.kv_tokens / 1e6:g} M tokens, {load}"
+
+    def requests(self, seed: int) -> list[TracedRequest]:
+        """The requests to replay."""
+        if isinstance(self.workload, Path):
+            lines = read_trace(self.workload, _TRACE_REQUESTS_A_WORKER * self.workers)
+            seconds = (lines[-1].timestamp - lines[0].timestamp) / 1000
+            return requests_of(lines, self.load * self.workers / (len(lines) / seconds))
+        sample = sessions(self.workload, 1.0, _SAMPLE_SECONDS, Random(0))
+        work = ideal_seconds(sample, *_prices(self.profile))
+        rate = self.load * self.workers / work / (len(sample) / _SAMPLE_SECONDS)
+        return requests_of(sessions(self.workload, rate, self.seconds, Random(seed)))
+
+
+def _prices(profile: Profile) -> tuple[float, float]:
+    """Seconds of work for a prompt token, some attention included, and for a token of an answer."""
+    rates = profile.rates
+    return 1.1 * rates.token, rates.step / _BATCH + rates.token + rates.context_token * _CONTEXT
+
+
+def play(cell: Cell, requests: Sequence[TracedRequest], side: Side, seed: int) -> Measures:
+    """One policy in one cell."""
+    random = Random(seed)
+    fleet = Fleet(cell.profile, cell.workers, cell.kv_tokens, side.policy_for(random), side.late_binding, random)
+    return measured(fleet.run(requests))
+
+
+def full_grid() -> Iterator[Cell]:
+    """Two workloads, large and small caches, moderate load to saturation; then other engines and a larger fleet."""
+    for workload, kv_tokens, loads in (
+        (CONVERSATION, 1_200_000, (0.6, 1.2, 1.7)),
+        (CONVERSATION, 300_000, (0.5, 0.8, 1.05)),
+        (AGENT, 1_200_000, (0.4, 0.7, 0.9)),
+        (AGENT, 300_000, (0.2, 0.3, 0.4)),
+    ):
+        yield from (Cell(workload, LLAMA_70B, 8, kv_tokens, load) for load in loads)
+    yield from (Cell(CONVERSATION, LLAMA_8B, 8, 400_000, load) for load in (0.8, 1.05))
+    yield Cell(CONVERSATION, LLAMA_70B, 32, 300_000, 1.1, seconds=200.0)
+    yield Cell(AGENT, LLAMA_70B, 32, 300_000, 0.45, seconds=200.0)
+
+
+def quick_grid() -> Iterator[Cell]:
+    """An easy cell, and both workloads near saturation."""
+    yield from (Cell(CONVERSATION, LLAMA_70B, 8, 300_000, load) for load in (0.5, 1.05))
+    yield Cell(AGENT, LLAMA_70B, 8, 300_000, 0.4)
+
+
+def trace_grid(trace: Path, quick: bool) -> Iterator[Cell]:
+    """A recorded trace on small and large caches."""
+    for kv_tokens, rates in ((1_200_000, (0.8, 1.2, 1.35)), (4_000_000, (1.0, 1.5, 1.65))):
+        yield from (Cell(trace, LLAMA_70B, 8, kv_tokens, rate) for rate in (rates[-1:] if quick else rates))

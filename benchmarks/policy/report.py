@@ -1,0 +1,83 @@
+"""The tables of a run, in Markdown that is readable as it is: medians over the seeds, with the spread of TTFT p90."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.policy.measures import Measures
+from benchmarks.policy.sides import OURS, OURS_LATE
+
+_COLUMNS = ("hit rate", "TTFT p50", "p90", "(spread)", "p99", "TPOT p50", "p90", "goodput")
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """What every policy did in a cell, a value for each seed."""
+
+    name: str
+    by_side: Mapping[str, Sequence[Measures]]
+
+    def ttft_p90(self, side: str) -> list[float]:
+        """The measure that cells are judged by, for each seed."""
+        return [measures.ttft_p90 for measures in self.by_side[side]]
+
+    def table(self) -> str:
+        """The cell as a table: a policy a row."""
+        rows = [[self.name, *_COLUMNS]]
+        for side, runs in self.by_side.items():
+            p90 = self.ttft_p90(side)
+            rows.append(
+                [
+                    side,
+                    f"{median(run.hit_rate for run in runs):.3f}",
+                    _seconds(median(run.ttft_p50 for run in runs)),
+                    _seconds(median(p90)),
+                    f"{_seconds(min(p90))}-{_seconds(max(p90))}",
+                    _seconds(median(run.ttft_p99 for run in runs)),
+                    f"{1000 * median(run.tpot_p50 for run in runs):.0f} ms",
+                    f"{1000 * median(run.tpot_p90 for run in runs):.0f} ms",
+                    f"{median(run.goodput for run in runs):.1f}/s",
+                ]
+            )
+        return markdown(rows)
+
+    def lost_to(self, ours: str) -> list[str]:
+        """The peers that beat a side of ours: their TTFT p90 is more than 5 % lower in the median, and lower for more
+        than half of the seeds by more than that."""
+        mine = self.ttft_p90(ours)
+        return [
+            side
+            for side in self.by_side
+            if side not in (OURS.name, OURS_LATE.name)
+            and median(self.ttft_p90(side)) < 0.95 * median(mine)
+            and 2 * sum(b < 0.95 * a for a, b in zip(mine, self.ttft_p90(side), strict=True)) > len(mine)
+        ]
+
+
+def verdict(results: Iterable[CellResult]) -> str:
+    """Each cell in a line: ours against the best peer, TTFT p90."""
+    rows = [["TTFT p90", OURS.name, OURS_LATE.name, "best peer", "", "ours / best peer"]]
+    for result in results:
+        ours, late = (median(result.ttft_p90(side.name)) for side in (OURS, OURS_LATE))
+        peers = {
+            side: median(result.ttft_p90(side)) for side in result.by_side if side not in (OURS.name, OURS_LATE.name)
+        }
+        best = min(peers, key=lambda side: peers[side])
+        lost = " (lost)" if result.lost_to(OURS.name) else ""
+        row = [_seconds(ours), _seconds(late), _seconds(peers[best]), best, f"{ours / peers[best]:.2f}{lost}"]
+        rows.append([result.name, *row])
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a table; the first is its head, and all columns but the first are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |" for row in rows]
+    rule = "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"

@@ -1,0 +1,62 @@
+"""Traces: read, made up, and what is known of their blocks."""
+
+from __future__ import annotations
+
+import gzip
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benchmarks.policy.trace import BLOCK_TOKENS, TraceLine, read_trace, requests_of
+from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
+
+LINES = b"""\
+{"timestamp": 0, "input_length": 1200, "output_length": 400, "hash_ids": [0, 1, 2]}
+{"timestamp": 3000, "input_length": 1700, "output_length": 10, "hash_ids": [0, 1, 3, 4]}
+"""
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_trace_in_the_public_format(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(LINES) if path.suffix == ".gz" else LINES)
+    first, second = requests_of(read_trace(path), speed=2.0)
+    assert (first.arrival, second.arrival) == (0, 1.5)
+    assert (first.input_tokens, first.output_tokens, first.blocks) == (1200, 400, (0, 1))
+    assert first.session == second.session == "1"
+    assert len(read_trace(path, limit=1)) == 1
+
+
+def test_the_next_turn_names_the_blocks_of_an_answer() -> None:
+    first, second = requests_of([TraceLine(0, 1200, 400, [0, 1, 2]), TraceLine(3000, 1700, 10, [0, 1, 3, 4])])
+    assert first.finished == (0, 1, 3)
+    assert second.finished == second.blocks == (0, 1, 3)
+
+
+def test_an_answer_that_nothing_follows_has_blocks_of_its_own() -> None:
+    first, other = requests_of([TraceLine(0, 600, 1000, [0, 1]), TraceLine(1, 600, 1000, [2, 3])])
+    assert len(first.finished) == len(other.finished) == 3
+    assert first.finished[0] == 0
+    assert not set(first.finished) & set(other.finished)
+
+
+@pytest.mark.parametrize("workload", [CONVERSATION, AGENT])
+def test_made_up_traces_are_what_they_say(workload: Workload) -> None:
+    lines = sessions(workload, 0.5, 400, Random(3))
+    assert lines == sessions(workload, 0.5, 400, Random(3))
+    assert lines != sessions(workload, 0.5, 400, Random(4))
+    assert [line.timestamp for line in lines] == sorted(line.timestamp for line in lines)
+    turns = Counter(line.session_id for line in lines)
+    assert 0.4 * workload.turns < len(lines) / len(turns) <= 1.3 * workload.turns
+    before: dict[int, int | None] = {}
+    for line in lines:
+        assert len(line.hash_ids) == -(-line.input_length // BLOCK_TOKENS)
+        for parent, block in zip([None, *line.hash_ids], line.hash_ids, strict=False):
+            assert before.setdefault(block, parent) == parent  # equal ids mean equal prefixes
+
+
+def test_ideal_work_counts_a_prefix_once() -> None:
+    lines = [TraceLine(0, 1024, 10, [0, 1]), TraceLine(1, 1536, 10, [0, 1, 2])]
+    assert ideal_seconds(lines, token=1.0, output_token=10.0) == (1536 + 2 * 100) / 2
