@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
 
 from indexer.errors import RequestError, error_body
 from indexer.holdings import Target
@@ -198,6 +199,12 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def refuse(_: Request, error: RequestError) -> Response:
         return Response(error_body(error), error.status, media_type="application/json")
+
+    @app.exception_handler(HTTPException)
+    async def nothing_here(request: Request, error: HTTPException) -> Response:
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        refusal = RequestError(f"{request.method} here: {error.detail}.", status=error.status_code, type=kind)
+        return await refuse(request, refusal)
 
 
 def _registration(body: RegisterBody) -> Registration:

@@ -25,9 +25,25 @@ _ERROR = {
 
 
 def json_body(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is this struct, which refers to no other."""
-    schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    """`openapi_extra` of a route whose body is this struct."""
+    return schema_body(msgspec.json.schema(kind))
+
+
+def schema_body(schema: dict[str, Any]) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body has this JSON schema."""
+    whole = _inlined(schema, schema.get("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """A schema with what it refers to in the place of the references."""
+    if isinstance(schema, list):
+        return [_inlined(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inlined(value, definitions) for key, value in schema.items() if key != "$defs"}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -35,7 +51,9 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     described = {
         400: "The body is not as described.",
         401: "The token is missing or wrong.",
+        403: "It cannot be changed here.",
         404: "Nothing of this name is known.",
+        409: "There is no room for it.",
         503: "No worker can be reached.",
     }
     return {

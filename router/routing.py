@@ -253,7 +253,7 @@ class Router:
             self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer else None,
             [
                 # No event tells that a target holds what media stand in: that has to last.
-                self._speculation.hold(choice.target, known, lasting=identity != token_ids)
+                self._speculation.hold(choice.target, known, lasting=identity is not token_ids)
                 for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True)
             ],
         )

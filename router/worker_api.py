@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from indexer.api import token_check
 from indexer.errors import RequestError
+from indexer.openapi import errors, json_body, schema_body
 from router.allowed_networks import AddressNotAllowedError, check_address
 from router.fleet import Fleet
 from router.settings import WorkerSettings
@@ -24,11 +25,20 @@ from router.worker import Worker
 MAX_ADDED = 1024
 
 
+class _Named(msgspec.Struct):
+    url: str
+
+
 def worker_routes(fleet: Fleet, allowed_networks: list[str], token: str) -> APIRouter:
     """The routes that change which workers there are."""
     routes = APIRouter(dependencies=[Depends(token_check(token))])
 
-    @routes.post("/workers", status_code=201)
+    @routes.post(
+        "/workers",
+        status_code=201,
+        openapi_extra=schema_body(WorkerSettings.model_json_schema()),
+        responses=errors(400, 401, 403, 409),
+    )
     async def add(request: Request) -> dict[str, Any]:
         """Add a worker; one that was added before takes these settings."""
         settings = _worker_settings(await request.body())
@@ -51,14 +61,14 @@ def worker_routes(fleet: Fleet, allowed_networks: list[str], token: str) -> APIR
         await fleet.assign("api", [known for known in fleet.assigned("api") if known.url != worker.settings.url])
         return {"worker": worker.url, "removed": True, "requests_in_flight": len(worker.health.attempts)}
 
-    @routes.post("/workers/drain")
+    @routes.post("/workers/drain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
     async def drain(request: Request) -> dict[str, Any]:
         """Send a worker no new requests. When it is `drained`, those it had are done."""
         worker = _find(fleet, _url(await request.body()))
         worker.draining = True
         return {"worker": worker.url} | worker_status(worker)
 
-    @routes.post("/workers/undrain")
+    @routes.post("/workers/undrain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
     async def undrain(request: Request) -> dict[str, Any]:
         """Use a worker again."""
         worker = _find(fleet, _url(await request.body()))
@@ -81,10 +91,6 @@ def worker_status(worker: Worker) -> dict[str, Any]:
         "weight": worker.settings.weight,
         "role": worker.settings.role,
     }
-
-
-class _Named(msgspec.Struct):
-    url: str
 
 
 def _url(body: bytes) -> str:
