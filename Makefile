@@ -7,7 +7,7 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-engine bench-index bench-policy bench-faults lint
+.PHONY: demo test test-engine bench-index bench-policy bench-faults bench-chaos lint
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -24,6 +24,9 @@ bench-index: .venv/installed .bench/dynamo/installed
 
 bench-policy: .venv/installed
 	$(BIN)/python -m benchmarks.policy $(ARGS)
+
+bench-chaos: .venv/installed
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 bench-faults: .venv/installed
 	$(BIN)/pytest tests/indexer/test_faults.py -q -s -p no:randomly $(ARGS)

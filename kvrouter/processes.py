@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,10 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
                 break
             time.sleep(0.05)
         raise ProcessError(f"kvrouter {self._name} did not start:\n{self._output()[-2000:]}")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the process a signal, such as SIGKILL."""
+        self._process.send_signal(number)
 
     def _output(self) -> str:
         return self._log.read_text(errors="replace")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from dataclasses import dataclass
 from http import HTTPStatus
 from io import BytesIO
 
@@ -71,6 +72,19 @@ class _ClientGoneError(Exception):
     """The client left before its request was complete."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """One attempt at a request, counted from 1.
+
+    `others`: there are other workers that could take it. `movable`: it may be called off when its worker hangs.
+    """
+
+    placement: Placement
+    number: int
+    others: bool
+    movable: bool
+
+
 class Proxy:
     """Forwards requests to the workers that `router` chooses."""
 
@@ -129,10 +143,11 @@ class Proxy:
             self._metrics.placed(prompt.name or "", time.monotonic() - arrived, placement.decision)
             tried.append(placement.worker)
             others = len(tried) < self._settings.attempts and self._router.others(prompt, tried)
+            # A request that hung one worker may be why; it does not get to hang them all.
+            attempt = _Try(placement, len(tried), others, movable=others and not hung)
             try:
-                # A request that hung one worker may be why; it does not get to hang them all.
                 with self._tracing.span("upstream", worker=placement.worker.url):
-                    await self._exchange(scope, body, prompt, placement, arrived, others, others and not hung, send)
+                    await self._exchange(scope, body, prompt, attempt, arrived, send)
             except TryElsewhereError as error:
                 hung = hung or isinstance(error, WorkerHangsError)
                 self._metrics.retried.labels(placement.worker.url).inc()
@@ -155,16 +170,13 @@ class Proxy:
         call = Call(scope["method"], scope["path"], scope["headers"], body)
         return await self._router.read(read_call(call), len(body))
 
-    async def _begin(
-        self, scope: Scope, body: bytes, placement: Placement, others: bool, movable: bool
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
+    async def _begin(self, scope: Scope, body: bytes, this: _Try) -> tuple[aiohttp.ClientResponse, bytes]:
         """Send a request and wait until its answer begins: its head, and of an event stream the first bytes.
 
         Engines send the head of a stream at once. It is worth nothing: until the first event the request can still go
-        elsewhere, if there are `others`. It may be called off as hung while it is `movable`. Raises TryElsewhereError,
-        and RequestError on a timeout.
+        elsewhere. Raises TryElsewhereError, and RequestError on a timeout.
         """
-        attempt = placement.attempt
+        placement, attempt = this.placement, this.placement.attempt
         patience = asyncio.timeout(None)
 
         def give_up() -> None:
@@ -173,7 +185,7 @@ class Proxy:
 
         try:
             async with patience:
-                attempt.give_up = give_up if movable else None
+                attempt.give_up = give_up if this.movable else None
                 response = await self._session.request(
                     scope["method"],
                     _upstream_url(placement.worker, scope),
@@ -185,7 +197,7 @@ class Proxy:
                 try:
                     is_stream = response.content_type == "text/event-stream"
                     first = await response.content.readany() if is_stream else b""
-                    if response.status in _NOT_TAKEN and others and self._budget.take():
+                    if response.status in _NOT_TAKEN and this.others and self._budget.take():
                         attempt.end(Outcome.FAILED, f"status {response.status}")
                         raise TryElsewhereError(f"status {response.status}")
                 except BaseException:
@@ -215,15 +227,13 @@ class Proxy:
         scope: Scope,
         body: bytes,
         prompt: RoutedPrompt,
-        placement: Placement,
+        this: _Try,
         arrived: float,
-        others: bool,
-        movable: bool,
         send: Send,
     ) -> None:
         """One attempt. Raises TryElsewhereError while nothing of an answer was passed on, RequestError on a timeout."""
-        response, first = await self._begin(scope, body, placement, others, movable)
-        attempt = placement.attempt
+        response, first = await self._begin(scope, body, this)
+        placement, attempt = this.placement, this.placement.attempt
         model = prompt.name or ""
         async with response:
             self._metrics.answered.labels(model, placement.worker.url, str(response.status)).inc()
@@ -233,7 +243,7 @@ class Proxy:
                 {
                     "type": "http.response.start",
                     "status": response.status,
-                    "headers": _client_headers(response.raw_headers, placement, (_EXPLAIN, b"1") in scope["headers"]),
+                    "headers": _client_headers(response.raw_headers, this, (_EXPLAIN, b"1") in scope["headers"]),
                 }
             )
             tail = UsageTail()
@@ -361,11 +371,13 @@ def _upstream_headers(headers: RawHeaders, placement: Placement) -> CIMultiDict[
     return forwarded
 
 
-def _client_headers(headers: RawHeaders, placement: Placement, explained: bool) -> list[tuple[bytes, bytes]]:
-    target = placement.target
+def _client_headers(headers: RawHeaders, this: _Try, explained: bool) -> list[tuple[bytes, bytes]]:
+    placement, target = this.placement, this.placement.target
     returned = _end_to_end(headers, _NOT_RETURNED)
     returned.append((b"x-kvrouter-worker", target.worker.encode()))
     returned.append((b"x-kvrouter-overlap-tokens", str(placement.overlap).encode()))
+    if this.number > 1:
+        returned.append((b"x-kvrouter-attempts", str(this.number).encode()))
     if len(placement.worker.ranks()) > 1:
         returned.append((b"x-kvrouter-dp-rank", str(target.dp_rank).encode()))
     if explained:

@@ -60,10 +60,14 @@ Script = Callable[[Exchange], Awaitable[None]]
 
 
 class ScriptedWorker:
-    """Serves the model `m`, without events; `script` answers all but the questions of what it is."""
+    """Serves the model `m`, without events; `script` answers all but the questions of what it is.
+
+    It has `metrics` when a test gives it some.
+    """
 
     def __init__(self, script: Script) -> None:
         self.script = script
+        self.metrics: bytes | None = None
         self.exchanges: list[Exchange] = []
         self._server: asyncio.Server | None = None
         self._port = 0
@@ -97,13 +101,26 @@ class ScriptedWorker:
         number = len(self._connections) - 1
         try:
             while exchange := await _receive(reader, writer, number):
-                if not await _discovery(exchange):
+                if not await self._discovery(exchange):
                     self.exchanges.append(exchange)
                     await self.script(exchange)
         except (ConnectionError, asyncio.CancelledError):
             pass
         finally:
             writer.transport.abort()
+
+    async def _discovery(self, exchange: Exchange) -> bool:
+        """Answer what a router asks every worker; False for any other request."""
+        match exchange.method, exchange.target:
+            case "GET", "/v1/models":
+                await exchange.answer(json.dumps({"data": [{"id": MODEL}]}).encode())
+            case "GET", "/metrics" if self.metrics is not None:
+                await exchange.answer(self.metrics)
+            case ("GET", "/kv_event_sources" | "/server_info" | "/metrics") | ("POST", "/tokenize"):
+                await exchange.answer(status="404 Not Found")
+            case _:
+                return False
+        return True
 
 
 @asynccontextmanager
@@ -128,15 +145,3 @@ async def _receive(reader: StreamReader, writer: StreamWriter, connection: int) 
     headers = [(name.decode().lower(), value) for name, _, value in (line.partition(b": ") for line in lines)]
     length = next((int(value) for name, value in headers if name == "content-length"), 0)
     return Exchange(method, target, headers, await reader.readexactly(length), connection, reader, writer)
-
-
-async def _discovery(exchange: Exchange) -> bool:
-    """Answer what a router asks every worker; False for any other request."""
-    match exchange.method, exchange.target:
-        case "GET", "/v1/models":
-            await exchange.answer(json.dumps({"data": [{"id": MODEL}]}).encode())
-        case ("GET", "/kv_event_sources" | "/server_info" | "/metrics") | ("POST", "/tokenize"):
-            await exchange.answer(status="404 Not Found")
-        case _:
-            return False
-    return True

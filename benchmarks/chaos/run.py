@@ -1,0 +1,109 @@
+"""The run: one undisturbed phase, then one phase for each fault, each on a worker of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.load import Stream, keep_streaming
+from benchmarks.chaos.workers import ChaosFleet, SimulatedWorker
+
+STRIKE_AFTER = 1.0
+_USED = ("ready", "warming")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much load, for how long, and how fast the workers are."""
+
+    workers: int = 8
+    streams: int = 200
+    seconds: float = 10.0
+    tokens: int = 20
+    step_ms: float = 200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The streams of one phase. `noticed`: seconds from the fault until the worker was left out; None if it was not."""
+
+    name: str
+    streams: list[Stream]
+    victim: str = ""
+    noticed: float | None = None
+
+    @property
+    def lost(self) -> list[Stream]:
+        """Requests that got no answer at all."""
+        return [stream for stream in self.streams if stream.first_byte is None]
+
+    @property
+    def broken(self) -> list[Stream]:
+        """Answers that began and did not end as they should."""
+        return [stream for stream in self.streams if stream.first_byte is not None and not stream.complete]
+
+    @property
+    def moved(self) -> int:
+        """Requests that another worker answered than the first that was tried."""
+        return sum(stream.attempts > 1 for stream in self.streams)
+
+    def to_others(self) -> list[float]:
+        """The seconds to the first byte of the requests that the struck worker had no part in."""
+        return sorted(
+            stream.first_byte
+            for stream in self.streams
+            if stream.first_byte is not None and stream.attempts == 1 and stream.worker != self.victim
+        )
+
+    def p99(self) -> float:
+        """The 99th percentile of them."""
+        seconds = self.to_others()
+        return seconds[min(int(len(seconds) * 0.99), len(seconds) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All phases, and what was still reserved at the end."""
+
+    phases: list[Phase]
+    left_over: int
+
+
+async def run_chaos(plan: Plan, faults: Sequence[Fault]) -> Result:
+    """Start everything, play the phases, end everything."""
+    async with ChaosFleet(plan.workers, plan.step_ms) as fleet:
+        await keep_streaming(fleet.url, plan.streams, 1.0, plan.tokens)  # connections, code, caches
+        phases = [Phase("undisturbed", await keep_streaming(fleet.url, plan.streams, plan.seconds, plan.tokens))]
+        for fault, victim in zip(faults, fleet.workers, strict=False):
+            phases.append(await _disturbed(fleet, plan, fault, victim))
+            await fleet.until_used(victim)
+        return Result(phases, await _left_over(fleet))
+
+
+async def _disturbed(fleet: ChaosFleet, plan: Plan, fault: Fault, victim: SimulatedWorker) -> Phase:
+    streaming = asyncio.create_task(keep_streaming(fleet.url, plan.streams, plan.seconds, plan.tokens))
+    await asyncio.sleep(STRIKE_AFTER)
+    struck = time.monotonic()
+    striking = asyncio.ensure_future(fault.strike(victim, plan.seconds - STRIKE_AFTER))
+    noticed = None
+    while noticed is None and time.monotonic() < struck + plan.seconds - STRIKE_AFTER:
+        if await fleet.state(victim) not in _USED:
+            noticed = time.monotonic() - struck
+        await asyncio.sleep(0.05)
+    await striking
+    await asyncio.wait([streaming], timeout=plan.seconds)
+    await fault.mend(victim)  # a hung worker's open streams end only now
+    return Phase(fault.name, await streaming, victim.url, noticed)
+
+
+async def _left_over(fleet: ChaosFleet) -> int:
+    """What is reserved when all streams have ended and the router has had the time to notice."""
+    left = await fleet.left_over()
+    deadline = time.monotonic() + 5
+    while left and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+        left = await fleet.left_over()
+    return left

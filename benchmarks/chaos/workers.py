@@ -1,0 +1,125 @@
+"""A fleet of real processes: simulated workers that can be killed, stopped and started again, and the router."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import socket
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import yaml
+from aiohttp import web
+
+from kvrouter.processes import KvrouterProcess
+
+
+def _free_port() -> int:
+    """A port that no outgoing connection is given: a worker that is down must be able to come back."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as trial:
+            try:
+                trial.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
+class SimulatedWorker:
+    """A simulated worker at one address, whatever becomes of its process."""
+
+    def __init__(self, step_ms: float) -> None:
+        self._port = _free_port()
+        self._options = ["--port", str(self._port), "--step-ms", str(step_ms)]
+        self._process = KvrouterProcess(["simulate", *self._options])
+        self._refusing: web.AppRunner | None = None
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def wait_until_listening(self) -> None:
+        """Wait until it answers."""
+        self._process.wait_until_listening()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send its process a signal."""
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """End its process and wait for that."""
+        self._process.__exit__(None, None, None)
+
+    async def start_again(self) -> None:
+        """A new process at the same address, in place of one that ended."""
+        if self._refusing:
+            await self._refusing.cleanup()
+            self._refusing = None
+        self._process = KvrouterProcess(["simulate", *self._options])
+        await asyncio.to_thread(self.wait_until_listening)
+
+    async def refuse_everything(self) -> None:
+        """Answer every request with 503, in place of a process that ended."""
+
+        async def refuse(_: web.Request) -> web.Response:
+            return web.Response(status=503)
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", refuse)
+        self._refusing = web.AppRunner(app)
+        await self._refusing.setup()
+        await web.TCPSite(self._refusing, "127.0.0.1", self._port).start()
+
+
+class ChaosFleet:
+    """Workers and a router in front of them, all processes of their own."""
+
+    def __init__(self, workers: int, step_ms: float) -> None:
+        self.workers = [SimulatedWorker(step_ms) for _ in range(workers)]
+        self.url = ""
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        for worker in self.workers:
+            self._stack.callback(worker.stop)
+        for worker in self.workers:
+            await asyncio.to_thread(worker.wait_until_listening)
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        config = Path(folder) / "config.yaml"
+        config.write_text(yaml.safe_dump({"workers": [{"url": worker.url} for worker in self.workers]}))
+        router = self._stack.enter_context(KvrouterProcess(["serve", "--config", str(config), "--port", "0"]))
+        self.url = await asyncio.to_thread(router.wait_until_listening)
+        self._session = await self._stack.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def report(self) -> dict[str, dict[str, Any]]:
+        """What the router says of its workers, by URL."""
+        async with self._session.get(f"{self.url}/workers") as response:
+            return {worker["worker"]: worker for worker in (await response.json())["workers"]}
+
+    async def state(self, worker: SimulatedWorker) -> str:
+        """The state of one."""
+        return str((await self.report())[worker.url]["state"])
+
+    async def until_used(self, worker: SimulatedWorker, seconds: float = 60) -> None:
+        """Wait until a worker gets requests again."""
+        async with asyncio.timeout(seconds):
+            while await self.state(worker) not in ("ready", "warming", "trial"):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+    async def left_over(self) -> int:
+        """Whatever is still reserved on any worker."""
+        report = await self.report()
+        loads = [rank["load"] for worker in report.values() for rank in worker["ranks"]]
+        reserved: int = sum(sum(load.values()) for load in loads)
+        return reserved + sum(int(worker["requests_in_flight"]) for worker in report.values())

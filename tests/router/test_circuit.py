@@ -1,0 +1,163 @@
+"""The circuit breaker, step by step and under any order of events."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from router.circuit import Circuit, CircuitLimits, CircuitState
+
+LIMITS = CircuitLimits(failures=3, backoff=1.0, longest_backoff=8.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(clock: Clock) -> Circuit:
+    circuit = Circuit(LIMITS, clock)
+    circuit.open("a reason")
+    return circuit
+
+
+def test_failures_in_a_row_open_it() -> None:
+    circuit = Circuit(LIMITS, Clock())
+    for _ in range(2):
+        circuit.failed(circuit.begin(), "status 500")
+    assert circuit.state is CircuitState.CLOSED
+    circuit.failed(circuit.begin(), "status 502")
+    assert (circuit.state, circuit.allows, circuit.reason) == (CircuitState.OPEN, False, "status 502")
+
+
+def test_a_success_between_them_does_not() -> None:
+    circuit = Circuit(LIMITS, Clock())
+    for _ in range(5):
+        circuit.failed(circuit.begin(), "x")
+        circuit.failed(circuit.begin(), "x")
+        circuit.succeeded(circuit.begin())
+    assert circuit.state is CircuitState.CLOSED
+
+
+def test_after_the_backoff_one_request_at_a_time_is_let_through() -> None:
+    clock = Clock()
+    circuit = opened(clock)
+    clock.now += 0.9
+    assert not circuit.allows
+    clock.now += 0.1
+    assert (circuit.state, circuit.allows) == (CircuitState.HALF_OPEN, True)
+    trial = circuit.begin()
+    assert not circuit.allows
+    circuit.ended(trial)  # its client left
+    assert circuit.allows
+    circuit.succeeded(circuit.begin())
+    assert (circuit.state, circuit.reason) == (CircuitState.CLOSED, None)
+
+
+def test_each_failed_trial_doubles_the_backoff_up_to_the_longest() -> None:
+    clock = Clock()
+    circuit = opened(clock)
+    for backoff in (1, 2, 4, 8, 8):
+        clock.now += backoff - 0.01
+        assert circuit.state is CircuitState.OPEN
+        clock.now += 0.01
+        circuit.failed(circuit.begin(), "again")
+    clock.now += 8
+    circuit.succeeded(circuit.begin())
+    circuit.open("later")
+    clock.now += 1
+    assert circuit.allows
+
+
+def test_requests_from_before_it_opened_change_nothing() -> None:
+    clock = Clock()
+    circuit = Circuit(LIMITS, clock)
+    old = [circuit.begin() for _ in range(3)]
+    circuit.open("it hangs")
+    circuit.succeeded(old[0])
+    assert circuit.state is CircuitState.OPEN
+    clock.now += 1
+    circuit.failed(old[1], "late")
+    circuit.ended(old[2])
+    assert circuit.state is CircuitState.HALF_OPEN
+
+
+def test_a_request_sent_although_it_is_open_counts() -> None:
+    """When every worker is left out, all are used."""
+    circuit = opened(Clock())
+    circuit.succeeded(circuit.begin())
+    assert circuit.state is CircuitState.CLOSED
+
+
+class CircuitMachine(RuleBasedStateMachine):
+    """Requests begin only when they may, and end in any order and way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.circuit = Circuit(LIMITS, self.clock)
+        self.running: list[int] = []
+        self.trials: set[int] = set()
+
+    @rule(seconds=st.floats(0, 20))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @precondition(lambda self: self.circuit.allows)
+    @rule()
+    def begin(self) -> None:
+        half_open = self.circuit.state is CircuitState.HALF_OPEN
+        number = self.circuit.begin()
+        self.running.append(number)
+        if half_open:
+            self.trials.add(number)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), how=st.sampled_from(("succeeded", "failed", "ended")))
+    def end(self, data: st.DataObject, how: str) -> None:
+        number = data.draw(st.sampled_from(self.running))
+        self.running.remove(number)
+        self.trials.discard(number)
+        if how == "failed":
+            self.circuit.failed(number, "x")
+        else:
+            getattr(self.circuit, how)(number)
+        if self.circuit.state is not CircuitState.HALF_OPEN:
+            self.trials.clear()  # the one there was is decided, or belongs to an opening that is over
+
+    @rule()
+    def open(self) -> None:
+        self.circuit.open("x")
+        self.trials.clear()
+        assert not self.circuit.allows
+
+    @invariant()
+    def at_most_one_trial(self) -> None:
+        assert len(self.trials) <= 1
+
+    @invariant()
+    def a_reason_unless_closed(self) -> None:
+        assert (self.circuit.reason is None) == (self.circuit.state is CircuitState.CLOSED)
+
+    @invariant()
+    def never_stuck(self) -> None:
+        """With time and its requests ended it lets something through."""
+        if not self.running and self.circuit.state is not CircuitState.OPEN:
+            assert self.circuit.allows
+
+
+TestCircuitMachine = CircuitMachine.TestCase
+
+
+@given(st.integers(0, 200))
+def test_the_backoff_is_bounded_however_often_it_opens(openings: int) -> None:
+    clock = Clock()
+    circuit = Circuit(LIMITS, clock)
+    for _ in range(openings):
+        circuit.open("x")
+    clock.now += LIMITS.longest_backoff
+    assert circuit.allows

@@ -1,0 +1,91 @@
+"""Engines' own load, in the names of vLLM and SGLang."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.engine_metrics import NOTHING_KNOWN, EngineLoad, EngineMetrics, EngineView, read_engine_loads
+
+VLLM = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+vllm:prompt_tokens_total{engine="0",model_name="m"} 1.5e+03
+vllm:generation_tokens_total{engine="0",model_name="m"} 500.0
+vllm:prompt_tokens_created{engine="0",model_name="m"} 1.7e+09
+"""
+SGLANG = """\
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{dp_rank="1",engine_type="unified",model_name="m",tp_rank="0"} 4.0
+sglang:num_queue_reqs{dp_rank="1",engine_type="unified",model_name="m",tp_rank="0"} 5.0
+sglang:token_usage{dp_rank="1",engine_type="unified",model_name="m",tp_rank="0"} 0.75
+sglang:prompt_tokens_total{model_name="m"} 10.0
+"""
+
+
+def test_vllm() -> None:
+    assert read_engine_loads(VLLM) == {0: EngineLoad(3, 2, 0.25, 2000), 1: EngineLoad(1, 0, 0.5, 0)}
+
+
+def test_sglang() -> None:
+    assert read_engine_loads(SGLANG) == {0: EngineLoad(0, 0, None, 10), 1: EngineLoad(4, 5, 0.75, 0)}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "other_metric 1", "vllm:num_requests_running{} NaN", "vllm:num_requests_running x"]
+)
+def test_anything_else_tells_nothing(text: str) -> None:
+    assert read_engine_loads(text) == {}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_requests_of_others_are_those_that_are_not_ours() -> None:
+    metrics = EngineMetrics(5.0, Clock())
+    metrics.read(VLLM, {0: 2, 1: 4})
+    assert metrics.of(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25)
+    assert metrics.of(1) == EngineView(unseen=0, waiting=0, kv_usage=0.5)
+    assert metrics.of(2) == NOTHING_KNOWN
+
+
+def test_what_is_old_is_not_known() -> None:
+    clock = Clock()
+    metrics = EngineMetrics(5.0, clock)
+    metrics.read(VLLM, {})
+    clock.now += 5.1
+    assert metrics.of(0) == NOTHING_KNOWN
+
+
+def test_how_long_an_answer_is_owed() -> None:
+    clock = Clock()
+    metrics = EngineMetrics(5.0, clock)
+    metrics.asked()
+    clock.now += 2
+    metrics.asked()
+    assert metrics.unanswered == 2
+    metrics.answered()
+    assert metrics.unanswered == 0
+
+
+def test_progress_is_when_the_counters_go_on() -> None:
+    clock = Clock()
+    metrics = EngineMetrics(5.0, clock)
+    for _ in range(2):
+        clock.now += 1
+        metrics.read(VLLM, {})
+    assert metrics.progress_at == 11
+    clock.now += 1
+    metrics.read(VLLM.replace("1.5e+03", "1.6e+03"), {})
+    assert metrics.progress_at == 13
