@@ -48,8 +48,6 @@ _EXPLAIN = b"x-kvrouter-explain"
 _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect", _EXPLAIN}
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
 _RANK_HEADER = "X-data-parallel-rank"  # vLLM and SGLang read it
-# A stream has an event a token, or nearly so, and these: the role, the end, `[DONE]`.
-_EVENTS_WITHOUT_TOKENS = 3
 
 
 # A worker that answers so did not take the request.
@@ -248,7 +246,6 @@ class Proxy:
             )
             tail = UsageTail()
             began = arrived
-            events = 0
             unowned, beginning = scope["path"] == RESPONSES, b""
             try:
                 async for chunk in _chunks(first, response.content):
@@ -258,7 +255,6 @@ class Proxy:
                         began = time.monotonic()
                         self._metrics.first_byte.labels(model).observe(began - arrived)
                         arrived = 0.0
-                    events += chunk.count(b"\n\n")
                     if unowned:
                         beginning += chunk
                         learned = self._router.responses.learn(beginning, placement.worker.url)
@@ -271,7 +267,6 @@ class Proxy:
                 return
             attempt.end(_outcome(response.status), f"status {response.status}")
             if response.status == HTTPStatus.OK:
-                placement.complete(max(events - _EVENTS_WITHOUT_TOKENS, 0))
                 usage = tail.usage()
                 self._router.answered(placement, usage)
                 if (tenant := tenant_of(scope)) is not None and usage is not None:

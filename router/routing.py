@@ -114,11 +114,6 @@ class Placement:
         if self.timing:
             self.timing.first_byte()
 
-    def complete(self, output_tokens: int) -> None:
-        """The answer came whole. How many tokens it had counts only when it was streamed."""
-        if self.timing:
-            self.timing.end(output_tokens)
-
     def release(self) -> None:
         """The request ended, however it did. Only the first call counts."""
         self.reservation.release()
@@ -261,6 +256,8 @@ class Router:
     def answered(self, placement: Placement, usage: Usage | None) -> None:
         """A worker answered a request in full; `usage` is what it says of the tokens."""
         self._audit.answered(placement.prediction, usage)
+        if placement.timing and usage:
+            placement.timing.end(usage.completion)
 
     def forget(self, worker: Worker) -> None:
         """A worker's cache was reset. Engines tell of it late, so what it held is forgotten at once."""
