@@ -85,7 +85,8 @@ class _Replay:
     known: StreamFrame | None  # what it starts from, and must still begin with
     heard_at: float
     rounds_left: int
-    answered: bool = False  # anything came at all, in this round
+    heard: bool = False  # anything came at all, in this round
+    answered: bool = False  # a batch came, in this round
     progress: bool = False  # something new came, in this round
 
 
@@ -104,8 +105,8 @@ class StreamSequence:
         self._settings = settings or SequenceSettings()
         self._can_replay = can_replay
         self._replay_answers = True
-        self._replays_batches = False
         self._replay: _Replay | None = None
+        self._unended = 0  # replays asked for whose end has not come: requests may wait until somebody is there
         self._last_frame: StreamFrame | None = None
         self._unconfirmed: StreamFrame | None = None  # the last one before a reconnection: same publisher still?
         self._last_live_seq: int | None = None
@@ -148,6 +149,7 @@ class StreamSequence:
         if not self._can_replay or self.state is StreamState.CONNECTING:
             return []
         self.counters.resyncs += 1
+        self._heard = self._heard or self._last_frame  # so much there is, whatever comes of the replay
         self._begin_again()
         return [Clear(), *self._ask(now)]
 
@@ -198,14 +200,16 @@ class StreamSequence:
     def on_replay(self, frame: StreamFrame | None, now: float) -> list[Action]:
         """A replayed batch came, or the end of a replay (None)."""
         self._replay_answers = True
+        if frame is None:
+            self._unended = max(self._unended - 1, 0)
         replay = self._replay
         if replay is None:
             return []  # what is left of a replay that was given up
         replay.heard_at = now
+        replay.heard = True
         if frame is None:
-            return self._end_of_round(replay, now, ended=True)
+            return [] if self._unended else self._end_of_round(replay, now, ended=True)
         replay.answered = True
-        self._replays_batches = True
         if replay.known is not None and frame.seq == replay.known.seq:
             if _newer(frame, replay.known):
                 return self._restart() + self._ask(now)
@@ -225,7 +229,8 @@ class StreamSequence:
         if replay is not None:
             if now - replay.heard_at < self._settings.replay_timeout:
                 return []
-            if replay.answered:
+            if replay.heard:
+                self._unended = 0
                 return self._end_of_round(replay, now, ended=False)
             self.counters.replays_unanswered += 1
             self._replay_answers = False
@@ -242,6 +247,7 @@ class StreamSequence:
         known = self._unconfirmed or self._last_frame
         rounds_left = self._settings.replay_rounds if rounds_left is None else rounds_left
         self._replay = _Replay(known, now, rounds_left)
+        self._unended += 1
         self.counters.replays += 1
         return [AskReplay(known.seq if known else 0)]
 
@@ -252,7 +258,7 @@ class StreamSequence:
         if rounds_left and (self._behind or self._unconfirmed or ignored):
             return self._ask(now, rounds_left)
         reconnected, self._unconfirmed = self._unconfirmed is not None, None
-        if ignored and (reconnected or self._replays_batches):
+        if ignored and reconnected:
             # Not even our last batch: the publisher keeps none for replay, or has not sent it in its present life.
             return self._restart() + self._ask(now)
         if reconnected:
@@ -298,7 +304,6 @@ class StreamSequence:
         self._last_live_seq = None
         self._pending.clear()
         self._replay = None
-        self._replays_batches = False
         self._missing = None
 
     def _drain(self) -> list[Action]:

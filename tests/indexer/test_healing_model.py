@@ -123,8 +123,11 @@ class Healing(RuleBasedStateMachine):
     @precondition(lambda self: not self.connected)
     @rule()
     def connect(self) -> None:
+        """Requests that waited for somebody to be there are answered, too."""
         self.connected = True
         self.answers.clear()
+        while self.waiting:
+            self.answers.extend([*self.engine.replay(self.waiting.popleft()), None])
         self.act(self.sequence.on_connected(self.now))
 
     @rule(arrive=st.integers(0, 3))
@@ -161,9 +164,9 @@ class Healing(RuleBasedStateMachine):
     @rule(ticks=st.sampled_from([1, 6, 40]))
     def wait(self, ticks: int) -> None:
         """Nothing comes meanwhile; an answer so late is none."""
-        self.recoverable &= ticks == 1 or not self.answers
         for _ in range(ticks):
             self.tick()
+            self.recoverable &= ticks == 1 or not self.answers
 
     @rule()
     def quiet(self) -> None:
@@ -195,6 +198,7 @@ class Healing(RuleBasedStateMachine):
         self.start_reading()
         self.index.restore(TARGET, self.saved)
         self.claimable = self.saved_claimable.copy()
+        self.recoverable &= self.saved.stream.complete
         last = self.saved.stream
         self.sequence.resume(StreamFrame(last.last_seq, encode_batch(EventBatch(last.last_time, [], 0))), last.complete)
 
@@ -280,6 +284,7 @@ class Healing(RuleBasedStateMachine):
         self.connected = False
         self.live: deque[StreamFrame] = deque()
         self.answers: deque[StreamFrame | None] = deque()
+        self.waiting: deque[int] = deque()
         self.claimable: set[Prompt] = set()
 
     def publish(self, events: list[Event], fate: Fate) -> None:
@@ -304,8 +309,10 @@ class Healing(RuleBasedStateMachine):
                     self.answers.clear()
                     self.claimable.clear()
                 case AskReplay(start):
-                    if self.replay_works and self.connected:
+                    if self.connected and self.replay_works:
                         self.answers.extend([*self.engine.replay(start), None])
+                    elif self.replay_works:
+                        self.waiting.append(start)
 
     def apply(self, frame: StreamFrame) -> None:
         batch = decode_batch(frame.payload)
@@ -324,4 +331,4 @@ def case_of(machine: Any, examples: int, steps: int) -> Any:
     return machine.TestCase
 
 
-TestHealing = case_of(Healing, 1000, 30)
+TestHealing = case_of(Healing, 600, 30)

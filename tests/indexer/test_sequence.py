@@ -135,6 +135,7 @@ def test_after_a_silent_replay_gaps_delay_nothing_until_it_answers_again() -> No
     sequence.on_tick(11.0)
     assert applied(sequence.on_live(frame(4), 11.0)) == [4]
     assert sequence.on_tick(60.0) == [AskReplay(4)]
+    sequence.on_replay(None, 60.0)
     sequence.on_replay(frame(4), 60.0)
     sequence.on_replay(None, 60.0)
     assert sequence.on_live(frame(6), 60.0) == [AskReplay(4)]
@@ -315,6 +316,34 @@ def test_a_restart_as_a_publisher_that_keeps_nothing_for_replay_is_cleared_once(
             actions = sequence.on_replay(None, now)
             assert Clear() not in actions
     assert (sequence.state, sequence.last_seq) == (StreamState.LIVE, 0)
+
+
+def test_the_ends_of_earlier_replays_end_no_later_one() -> None:
+    """While a publisher is away, requests wait for it; when it is back, it answers them all."""
+    sequence = live_at(5)
+    asked = sum(bool(sequence.on_tick(now)) for now in (10.0, 11.0, 20.0, 21.0, 30.0, 31.0))
+    assert asked == 3
+    assert sequence.on_connected(40.0) == [AskReplay(5)]
+    assert sequence.on_live(frame(7), 40.0) == []
+    for _ in range(asked):
+        assert sequence.on_replay(None, 40.0) == []
+    sequence.on_replay(frame(5), 40.0)
+    assert applied(sequence.on_replay(frame(6), 40.0)) == [6, 7]
+    assert sequence.on_replay(None, 40.0) == []
+    assert (sequence.state, sequence.counters.restarts, sequence.confirmed_at) == (StreamState.LIVE, 0, 40.0)
+
+
+def test_a_replay_whose_end_got_lost_delays_the_next_by_its_timeout_at_most() -> None:
+    sequence = live_at(0)
+    assert sequence.on_tick(10.0) == [AskReplay(0)]
+    assert sequence.on_tick(11.0) == []
+    assert sequence.on_tick(20.0) == [AskReplay(0)]
+    sequence.on_replay(frame(0), 20.0)
+    assert sequence.on_replay(None, 20.0) == []
+    sequence.on_tick(21.0)
+    assert sequence.on_live(frame(2), 21.0) == [AskReplay(0)]
+    assert applied(sequence.on_replay(frame(1), 21.0)) == [1, 2]
+    assert sequence.on_replay(None, 21.0) == []
 
 
 def test_what_was_heard_before_a_restart_was_noticed_is_lost_if_it_cannot_be_replayed() -> None:
