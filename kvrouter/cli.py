@@ -54,7 +54,7 @@ def serve(
     if worker:
         overrides["workers"] = [{"url": url} for url in worker]
     settings = _settings(config, overrides)
-    if not settings.workers and config is None:
+    if not settings.workers and config is None and not settings.kubernetes.used:
         _fail("no workers: name them under workers: in the settings file, or with --worker URL")
     _run(serve_router(settings, SettingsFile(config, overrides) if config else None), log_level)
 
@@ -289,12 +289,12 @@ def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
 
 def _run(service: Any, log_level: str) -> None:
     from kvrouter.logs import log_to_stderr
-    from router.errors import TokenizerUnavailableError
+    from router.errors import KubernetesError, TokenizerUnavailableError
 
     log_to_stderr(log_level)
     try:
         asyncio.run(service)
-    except (OSError, TokenizerUnavailableError) as error:
+    except (OSError, TokenizerUnavailableError, KubernetesError) as error:
         _fail(str(error))
 
 

@@ -29,6 +29,7 @@ from router.explain import ExplainBody, explain
 from router.findings import findings
 from router.fleet import Fleet, Worker, end_tasks
 from router.history import RoutingHistory
+from router.kubernetes import ClusterAccess, follow_kubernetes
 from router.learned import Learned
 from router.load import LoadTable
 from router.match_requests import match_reader
@@ -88,6 +89,10 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
         )
         requests = RequestMetrics(registry)
         fleet.on_removed += [router.removed, requests.forget]
+        if settings.kubernetes.used:
+            access = ClusterAccess.in_cluster(settings.kubernetes.namespace)
+            following = follow_kubernetes(settings.kubernetes, access, session, fleet)
+            stack.push_async_callback(end_tasks, [asyncio.create_task(following)])
         if file is not None:
             stack.push_async_callback(end_tasks, [asyncio.create_task(follow_workers(file, settings, fleet))])
         tracing = tracing_to(settings.otel.endpoint)

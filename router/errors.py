@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class TokenizerUnavailableError(Exception):
     """The token ids of a prompt cannot be known now, through no fault of the client: route it by load alone."""
+
+
+class KubernetesError(Exception):
+    """The API server could not be asked, or said something that cannot be used; or there is no cluster around."""

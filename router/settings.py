@@ -193,6 +193,21 @@ class FleetSettings(_Section):
     ]
 
 
+class KubernetesSettings(_Section):
+    """Workers from the cluster that the router runs in: those of a service, or the pods of a label selector."""
+
+    service: str = ""
+    selector: str = ""
+    namespace: str = ""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    resync: PositiveFloat = 300.0
+
+    @property
+    def used(self) -> bool:
+        """Whether anything is looked for."""
+        return bool(self.service or self.selector)
+
+
 class ProxySettings(_Section):
     """How requests reach workers. Times in seconds."""
 
@@ -284,6 +299,7 @@ class Settings(BaseSettings):
     index: IndexSettings = IndexSettings()
     events: EventSettings = EventSettings()
     fleet: FleetSettings = FleetSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
     proxy: ProxySettings = ProxySettings()
     upstream: UpstreamSettings = UpstreamSettings()
     tenants: TenantsSettings = TenantsSettings()
