@@ -62,7 +62,7 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._log.unlink()
+        self._log.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self

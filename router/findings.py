@@ -7,7 +7,7 @@ from typing import Any
 from indexer import Indexer, Target
 from indexer.sequence import StreamState
 from router.audit import Basis, HitAudit
-from router.fleet import Fleet
+from router.fleet import Fleet, WorkerState
 
 
 def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, Any]]:
@@ -16,6 +16,11 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         {"finding": "worker_down", "worker": worker.url, "detail": worker.problem}
         for worker in fleet.workers
         if not worker.up
+    ]
+    found += [
+        {"finding": "worker_left_out", "worker": worker.url, "detail": worker.reason}
+        for worker in fleet.workers
+        if worker.state in (WorkerState.LEFT_OUT, WorkerState.TRIAL)
     ]
     up = {worker.url for worker in fleet.workers if worker.up}
     for registration in indexer.registered():

@@ -15,11 +15,15 @@ FLOOD_REQUESTS = 24
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`strike` returns at once or when its own end comes; `mend` brings the worker back."""
+    """`strike` returns at once or when its own end comes; `mend` brings the worker back.
+
+    `holds_streams`: those that are open on the worker end only when it is mended; mending twice does no harm then.
+    """
 
     name: str
     strike: Callable[[SimulatedWorker, float], Awaitable[None]]
     mend: Callable[[SimulatedWorker], Awaitable[None]]
+    holds_streams: bool = False
 
 
 async def _kill(worker: SimulatedWorker, _: float) -> None:
@@ -58,7 +62,7 @@ async def _nothing(_: SimulatedWorker) -> None:
 
 
 KILL = Fault("killed", _kill, _start_again)
-HANG = Fault("hung", _hang, _resume)
+HANG = Fault("hung", _hang, _resume, holds_streams=True)
 SLOW = Fault("busy with others", _slow, _nothing)
 RESTART = Fault("restarted", _restart, _nothing)
 REFUSE = Fault("refusing", _refuse, _start_again)

@@ -79,7 +79,9 @@ async def run_chaos(plan: Plan, faults: Sequence[Fault]) -> Result:
         phases = [Phase("undisturbed", await keep_streaming(fleet.url, plan.streams, plan.seconds, plan.tokens))]
         for fault, victim in zip(faults, fleet.workers, strict=False):
             phases.append(await _disturbed(fleet, plan, fault, victim))
-            await fleet.until_used(victim)
+            if fault is not faults[-1]:
+                await fault.mend(victim)
+                await fleet.until_used(victim)
         return Result(phases, await _left_over(fleet))
 
 
@@ -94,8 +96,9 @@ async def _disturbed(fleet: ChaosFleet, plan: Plan, fault: Fault, victim: Simula
             noticed = time.monotonic() - struck
         await asyncio.sleep(0.05)
     await striking
-    await asyncio.wait([streaming], timeout=plan.seconds)
-    await fault.mend(victim)  # a hung worker's open streams end only now
+    if fault.holds_streams:
+        await asyncio.wait([streaming], timeout=plan.seconds / 2)
+        await fault.mend(victim)
     return Phase(fault.name, await streaming, victim.url, noticed)
 
 
