@@ -394,6 +394,16 @@ def test_a_stream_goes_on_after_the_batch_of_a_snapshot() -> None:
     assert (sequence.state, sequence.counters.restarts) == (StreamState.LIVE, 0)
 
 
+def test_what_came_since_a_reconnection_is_complete_once_the_publisher_is_known_to_be_the_same() -> None:
+    sequence = live_at(5)
+    sequence.on_connected(0.0)
+    assert sequence.complete
+    sequence.on_live(frame(6), 0.0)
+    assert not sequence.complete, "it may be the seventh batch of another life"
+    sequence.on_replay(frame(5), 0.0)
+    assert sequence.complete
+
+
 def test_a_snapshot_of_a_stream_that_had_lost_something_stays_lost() -> None:
     sequence = live_at(0, can_replay=False)
     sequence.on_live(frame(3), 0.0)
