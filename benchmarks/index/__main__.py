@@ -35,8 +35,12 @@ Before a figure counts, the answers about prompts of all workers are compared wi
 continued differently, begun differently. Publishers have no high-water mark, and an ingest ends when the last block of
 every stream is found, so nothing is dropped unnoticed.
 {load}
-Machine: {machine}; load average {load_before:.1f} before, {load_after:.1f} after. With so few
-cores the figures are noisy. The run took {minutes:.0f} min."""
+Machine: {machine}; load average {load_before:.1f} before, {load_after:.1f} after.{noise}
+The run took {minutes:.0f} min."""
+_NOISE = """\
+ That is more than
+its cores: other work took its share, so rates and latencies are worse than on an idle machine, and not equally for both
+sides."""
 
 
 def main(
@@ -59,6 +63,7 @@ def main(
     started, load_before = time.monotonic(), os.getloadavg()[0]
     run = Run([Kvrouter(), peer], scale)
     run.do(part or list(Part))
+    load_after = os.getloadavg()[0]
     load = f"While an indexer ingested, the publisher used at most {run.load:.0%} of its core.\n" if run.load else ""
     how = _HOW.format(
         peer=peer_version,
@@ -70,7 +75,8 @@ def main(
         blocks=scale.blocks,
         machine=description(),
         load_before=load_before,
-        load_after=os.getloadavg()[0],
+        load_after=load_after,
+        noise=_NOISE if max(load_before, load_after) > len(CORES) else "",
         minutes=(time.monotonic() - started) / 60,
     )
     text = "\n\n".join([how, *filter(None, (table.render() for table in run.tables))])
