@@ -160,6 +160,7 @@ async def _get_if_there(session: aiohttp.ClientSession, url: str) -> str | None:
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> str:
-    async with session.get(url) as response:
+    # A redirect would lead out of the allowed networks.
+    async with session.get(url, allow_redirects=False) as response:
         response.raise_for_status()
         return await response.text()

@@ -65,7 +65,8 @@ def _samples(text: str) -> Iterator[tuple[str, str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What a scrape added to what the router knows of a rank: requests of others that run and wait, and KV usage."""
+    """What a scrape added to what the router knows of a rank: the requests of others, how many of them may be waiting,
+    and KV usage."""
 
     unseen: int = 0
     waiting: int = 0
@@ -104,10 +105,10 @@ class EngineMetrics:
     def read(self, text: str, in_flight: Mapping[int, int]) -> None:
         """Take in the answer; `in_flight` tells how many requests of ours each rank had meanwhile."""
         loads = read_engine_loads(text)
-        self._views = {
-            rank: EngineView(max(load.running + load.waiting - in_flight.get(rank, 0), 0), load.waiting, load.kv_usage)
-            for rank, load in loads.items()
-        }
+        self._views = {}
+        for rank, load in loads.items():
+            unseen = max(load.running + load.waiting - in_flight.get(rank, 0), 0)
+            self._views[rank] = EngineView(unseen, min(unseen, load.waiting), load.kv_usage)
         tokens = {rank: load.tokens for rank, load in loads.items()}
         if tokens != self._tokens:
             self._tokens = tokens

@@ -156,12 +156,12 @@ class Fleet:
 
     async def _scrape(self, worker: Worker) -> None:
         """Ask a worker for its metrics, again and again. Any answer is a sign of life."""
-        timeout = aiohttp.ClientTimeout(total=self._settings.probe_timeout)
+        url, timeout = f"{worker.url}/metrics", aiohttp.ClientTimeout(total=self._settings.probe_timeout)
         while True:
             before = worker.health.in_flight()
             worker.metrics.asked()
             try:
-                async with self._session.get(f"{worker.url}/metrics", timeout=timeout) as response:
+                async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
                     text = await response.text() if response.status == 200 else ""
             except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:
                 log.debug("no metrics", worker=worker.url, reason=str(error) or type(error).__name__)

@@ -62,12 +62,13 @@ Script = Callable[[Exchange], Awaitable[None]]
 class ScriptedWorker:
     """Serves the model `m`, without events; `script` answers all but the questions of what it is.
 
-    It has `metrics` when a test gives it some.
+    It has `metrics` when a test gives it some, and without `answers_questions` the script has those too.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.metrics: bytes | None = None
+        self.answers_questions = True
         self.exchanges: list[Exchange] = []
         self._server: asyncio.Server | None = None
         self._port = 0
@@ -101,7 +102,7 @@ class ScriptedWorker:
         number = len(self._connections) - 1
         try:
             while exchange := await _receive(reader, writer, number):
-                if not await self._discovery(exchange):
+                if not (self.answers_questions and await self._discovery(exchange)):
                     self.exchanges.append(exchange)
                     await self.script(exchange)
         except (ConnectionError, asyncio.CancelledError):
