@@ -95,6 +95,7 @@ def test_live_batches_and_replays_are_recorded_by_source(publishers: list[ZmqEve
     async def run() -> list[RecordedStream]:
         for number in range(3):
             publishers[1].publish(stored(number))
+        await until(lambda: newest(publishers[1]) == 2, "the publisher sends late")
         recording = asyncio.create_task(record_streams(sources(publishers), path, None))
         await until(lambda: all(ends_of_replay(path, source) for source in (0, 1)), "no replay at the start")
         for source, publisher in enumerate(publishers):
