@@ -68,7 +68,9 @@ def test_a_killed_worker_is_left_out_and_comes_back_empty(workers: list[VllmWork
         after = [client.ask(messages) for _ in range(4)]
         assert [answer.worker for answer in after] == [survivor.url] * 4
         assert all(answer.complete for answer in after)
-        assert router.health() == {"status": "ok", "workers": 2, "workers_up": 1}
+        health = router.health()
+        assert (health["status"], health["workers"], health["workers_up"]) == ("ok", 2, 1)
+        assert [found["finding"] for found in health["findings"]] == ["worker_down"]
 
         victim.start()
         victim.wait_until_ready()
@@ -76,6 +78,7 @@ def test_a_killed_worker_is_left_out_and_comes_back_empty(workers: list[VllmWork
         assert router.matched(messages)[victim.url] == 0
         assert router.workers()[victim.url]["ranks"][0]["blocks"]["gpu"] == 0
 
+        wait_for(lambda: router.workers()[victim.url]["state"] == "ready", 60, "it bears its full share again")
         fresh = client.converse_all(conversations(seed=3)[:8], think_seconds=0.3)
         assert {answer.worker for answer in fresh} == {victim.url, survivor.url}
         assert [answer.predicted for answer in fresh] == [answer.cached for answer in fresh]
