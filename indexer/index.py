@@ -117,13 +117,6 @@ class Index:
         with self._lock:
             return follow(self._tree.walk(hashes, len(hashes), lambda _: None), block_size)
 
-    def prefix_hashes(self, namespace: Namespace, tokens: bytes, blocks: int) -> array[int]:
-        """The prefix hashes of a packed prompt's first blocks."""
-        hashes: array[int] = array("Q")
-        seed = namespace_hash(namespace, self._secret)
-        extend_prefix_hashes(hashes, seed, tokens, namespace.block_size, blocks)
-        return hashes
-
     def dump(self, target: Target) -> tuple[list[DumpedRun], list[DumpedHolder]]:
         """What a target holds; nothing when it is not known."""
         with self._lock:
