@@ -1,0 +1,47 @@
+"""Transfer engines: they move KV pages from a prefill worker's memory into a decode worker's.
+
+engine   the interface every engine implements, and the rule they keep
+runs     pages into runs and byte ranges
+"""
+
+from worker.disaggregation.transfer.engine import (
+    DeadlineError,
+    GrantKey,
+    PeerLostError,
+    Quiescence,
+    RefusedError,
+    Region,
+    Session,
+    TransferEngine,
+    TransferError,
+)
+from worker.disaggregation.transfer.runs import (
+    PageRuns,
+    Ranges,
+    Writes,
+    group_runs,
+    join_ranges,
+    join_writes,
+    page_ranges,
+    page_writes,
+)
+
+__all__ = [
+    "DeadlineError",
+    "GrantKey",
+    "PageRuns",
+    "PeerLostError",
+    "Quiescence",
+    "Ranges",
+    "RefusedError",
+    "Region",
+    "Session",
+    "TransferEngine",
+    "TransferError",
+    "Writes",
+    "group_runs",
+    "join_ranges",
+    "join_writes",
+    "page_ranges",
+    "page_writes",
+]

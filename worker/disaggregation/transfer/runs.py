@@ -1,0 +1,107 @@
+"""Pages into runs, runs into byte ranges: the arithmetic of a transfer, all in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Addresses = NDArray[np.uint64]
+
+
+class Ranges(NamedTuple):
+    """Byte ranges; two arrays of one length."""
+
+    pointers: Addresses
+    lengths: Addresses
+
+
+class Writes(NamedTuple):
+    """Copies of `lengths` bytes from our addresses to the peer's; three arrays of one length."""
+
+    sources: Addresses
+    destinations: Addresses
+    lengths: Addresses
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return int(self.lengths.sum())
+
+
+class PageRuns(NamedTuple):
+    """Pages contiguous on both sides: first page here, first page there, how many; three int64 arrays of one length."""
+
+    sources: NDArray[np.int64]
+    destinations: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+def group_runs(src_pages: ArrayLike, dst_pages: ArrayLike) -> PageRuns:
+    """Merge neighbours that follow each other in both arrays. Raises ValueError for empty or unequal arrays."""
+    sources, destinations = page_array(src_pages, "src_pages"), page_array(dst_pages, "dst_pages")
+    if len(sources) != len(destinations):
+        raise ValueError(
+            f"src_pages has {len(sources)} pages and dst_pages {len(destinations)}: give each source a destination"
+        )
+    if not len(sources):
+        raise ValueError("src_pages and dst_pages are empty: a chunk without pages needs no transfer")
+    breaks = np.flatnonzero((sources[1:] - sources[:-1] != 1) | (destinations[1:] - destinations[:-1] != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    return PageRuns(sources[starts], destinations[starts], np.diff(starts, append=len(sources)))
+
+
+def page_writes(
+    runs: PageRuns, sources: Sequence[int], destinations: Sequence[int], item_lengths: Sequence[int]
+) -> Writes:
+    """The runs in every buffer (layer); page `p` of one is `item_length` bytes at its address `+ p * item_length`.
+
+    Raises ValueError when the numbers of buffers differ.
+    """
+    if not len(sources) == len(destinations) == len(item_lengths):
+        raise ValueError(
+            f"{len(sources)} source buffers, {len(destinations)} destination buffers and {len(item_lengths)} item "
+            "lengths: both sides need the same buffers"
+        )
+    items = np.asarray(item_lengths, np.uint64)[:, None]
+    return Writes(
+        (np.asarray(sources, np.uint64)[:, None] + items * runs.sources.astype(np.uint64)).ravel(),
+        (np.asarray(destinations, np.uint64)[:, None] + items * runs.destinations.astype(np.uint64)).ravel(),
+        (items * runs.counts.astype(np.uint64)).ravel(),
+    )
+
+
+def page_ranges(pages: ArrayLike, pointers: Sequence[int], item_lengths: Sequence[int]) -> Ranges:
+    """The bytes of pages, in any order, in every buffer: what a receiver grants. Empty for no pages.
+
+    Raises ValueError when the numbers of buffers differ.
+    """
+    wanted = np.sort(page_array(pages, "pages"))
+    if not len(wanted):
+        return Ranges(np.empty(0, np.uint64), np.empty(0, np.uint64))
+    runs = group_runs(wanted, wanted)
+    _, destinations, lengths = page_writes(runs, pointers, pointers, item_lengths)
+    return Ranges(destinations, lengths)
+
+
+def join_ranges(*parts: Ranges) -> Ranges:
+    """All the ranges of the parts."""
+    return Ranges(np.concatenate([part.pointers for part in parts]), np.concatenate([part.lengths for part in parts]))
+
+
+def join_writes(*parts: Writes) -> Writes:
+    """All the writes of the parts, in their order."""
+    return Writes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def page_array(pages: ArrayLike, name: str) -> NDArray[np.int64]:
+    """Page indices as a flat int64 array. Raises ValueError, with `name`, for anything else or a negative page."""
+    array = np.asarray(pages)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be a flat array of page indices, not {array.dtype} of shape {array.shape}")
+    array = array.astype(np.int64, copy=False)
+    if array.size and array.min() < 0:
+        raise ValueError(f"{name} holds page {array.min()}: page indices start at 0")
+    return array
