@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from worker.disaggregation.transfer.runs import Ranges, Writes
 
@@ -22,6 +25,13 @@ class Region:
 
     pointer: int
     length: int
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Region:
+        """Where a contiguous array lies."""
+        if not array.flags.c_contiguous:
+            raise ValueError("only a contiguous array is one region")
+        return cls(array.ctypes.data, array.nbytes)
 
 
 class GrantKey(NamedTuple):
@@ -53,7 +63,7 @@ class PeerLostError(TransferError):
 
 
 class RefusedError(TransferError):
-    """The receiver refused: no such grant, or a range outside of it. Other rooms may go on using the session."""
+    """The peer said no: another secret; no such grant, or a range outside of it. The session serves other rooms."""
 
 
 class Session(Protocol):
@@ -77,9 +87,11 @@ class TransferEngine(Protocol):
     name: str
     """tcp, shm, mooncake, nixl."""
 
-    def allocate(self, length: int) -> Region:
-        """New zeroed memory, page-aligned, that this engine can register; freed by `close`. Shared memory needs it:
-        there `register` takes nothing else. Other engines take any host memory."""
+    def allocate(self, length: int) -> NDArray[np.uint8]:
+        """New zeroed bytes, page-aligned, that live as long as the array; `Region.of` tells where they are.
+
+        Shared memory needs it for what is written from; any host memory will do for everything else.
+        """
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -113,5 +125,5 @@ class TransferEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Close sessions, threads and sockets, and free what was allocated. May be repeated."""
+        """End sessions, threads and sockets. May be repeated."""
         ...
