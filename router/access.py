@@ -65,6 +65,7 @@ class Tenant:
         self, name: str, settings: TenantSettings, isolate: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = name
+        self.priority = settings.priority
         self._models = settings.models
         self._isolate = isolate
         requests, tokens = settings.requests_per_second, settings.tokens_per_minute
@@ -82,6 +83,13 @@ class Tenant:
             return with_field(body, "cache_salt", b'"%b"' % salt.encode())
         except SpliceError as error:
             raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
+
+    def with_priority(self, body: bytes, asked: int) -> bytes:
+        """A body that asks the engine for no better priority than this tenant may have.
+
+        One that asks for none stays as it is: engines without priorities refuse a body that has one.
+        """
+        return with_field(body, "priority", b"%d" % self.priority) if asked and asked < self.priority else body
 
     def admit(self, model: str | None, tokens: int) -> None:
         """Let a request through, or raise RequestError: 403 for the model, 429 for the rate."""

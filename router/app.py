@@ -22,6 +22,8 @@ from indexer.metrics import IndexCollector
 from indexer.openapi import errors, json_body
 from router.access import AccessControl
 from router.access_log import AccessLog
+from router.admission import Admission
+from router.admission_metrics import AdmissionMetrics
 from router.audit import HitAudit
 from router.config_reload import SettingsFile, follow_workers
 from router.embedded_index import running_indexer
@@ -87,6 +89,10 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
             history,
             audit,
         )
+        admission = Admission(router, settings.admission)
+        load.on_freed.append(admission.freed)
+        fleet.on_change.append(admission.wake)
+        AdmissionMetrics(admission, registry)
         requests = RequestMetrics(registry)
         fleet.on_removed += [router.removed, requests.forget]
         if settings.kubernetes.used:
@@ -97,13 +103,14 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
             stack.push_async_callback(end_tasks, [asyncio.create_task(follow_workers(file, settings, fleet))])
         tracing = tracing_to(settings.otel.endpoint)
         stack.push_async_callback(asyncio.to_thread, tracing.stop)
-        proxy = Proxy(router, fleet, session, settings.proxy, settings.server.max_body_bytes, requests, tracing)
+        proxy = Proxy(router, admission, fleet, session, settings.proxy, settings.server, requests, tracing)
         app = _app(
             indexer,
             match_reader(tokenizers, router.resolve),
             fleet,
             load,
             router,
+            admission,
             audit,
             proxy,
             registry,
@@ -141,6 +148,7 @@ def _app(
     fleet: Fleet,
     load: LoadTable,
     router: Router,
+    admission: Admission,
     audit: HitAudit,
     proxy: Proxy,
     registry: CollectorRegistry,
@@ -168,7 +176,7 @@ def _app(
     @app.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
     async def explain_decision(request: Request) -> dict[str, Any]:
         """The decision a request would get now, without sending it."""
-        return await explain(router, await request.body(), request.scope["headers"])
+        return await explain(router, admission, await request.body(), request.scope["headers"])
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
@@ -191,7 +199,13 @@ def _app(
         up = sum(worker.up for worker in fleet.workers)
         status = "ok" if up else "no worker answers"
         found = findings(fleet, indexer, audit)
-        return {"status": status, "workers": len(fleet.workers), "workers_up": up, "findings": found}
+        return {
+            "status": status,
+            "workers": len(fleet.workers),
+            "workers_up": up,
+            "queue": {held.value: waiting for held, waiting in admission.waiting_for().items()},
+            "findings": found,
+        }
 
     @app.get("/ready")
     async def ready() -> Response:

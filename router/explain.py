@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from indexer.errors import RequestError
+from router.admission import Admission
 from router.endpoints import PROMPTED, Call, read_call
 from router.fields import kind_of, read_body
 from router.policies import Cost, Decision
@@ -26,7 +27,7 @@ class _ExplainFields(msgspec.Struct):
     path: Any = "/v1/chat/completions"
 
 
-async def explain(router: Router, body: bytes, headers: Headers) -> dict[str, Any]:
+async def explain(router: Router, admission: Admission, body: bytes, headers: Headers) -> dict[str, Any]:
     """The answer to `/explain`, the best candidate first. Raises RequestError naming the field at fault."""
     fields = read_body(body, _ExplainFields)
     if not isinstance(fields.request, dict):
@@ -37,7 +38,9 @@ async def explain(router: Router, body: bytes, headers: Headers) -> dict[str, An
         raise RequestError(f"path must be one such as {', '.join(PROMPTED)}.", param="path")
     asked = msgspec.json.encode(fields.request)
     prompt = await router.read(read_call(Call("POST", fields.path, headers, asked)), len(asked))
-    decision = router.explain(prompt)
+    choice = router.choose(prompt)
+    assert choice is not None  # nothing is at a limit where there is none
+    decision = choice.decision
     costs = sorted(decision.costs, key=lambda cost: cost.total)
     return {
         "path": fields.path,
@@ -45,6 +48,7 @@ async def explain(router: Router, body: bytes, headers: Headers) -> dict[str, An
         "tokens": prompt.tokens,
         "exact": prompt.exact,
         "session": prompt.session,
+        "held": admission.would_hold(prompt),
         "choice": {"worker": decision.choice.target.worker, "dp_rank": decision.choice.target.dp_rank},
         "candidates": [_candidate(cost) for cost in costs],
     }

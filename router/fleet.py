@@ -30,7 +30,8 @@ _STALE_SCRAPES = 5
 class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
-    `on_model` is told of every model of a worker that answers, each time it does; `on_removed` of each that is gone.
+    `on_model` is told of every model of a worker that answers, each time it does; `on_removed` of each that is gone;
+    `on_change` whenever more may be known of a worker, or it may take more than before.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Fleet:
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
     ) -> None:
         self.on_removed: list[Callable[[Worker], None]] = []
+        self.on_change: list[Callable[[], None]] = []
         self._settings = settings
         self._indexer = indexer
         self._session = session
@@ -89,6 +91,12 @@ class Fleet:
             if worker not in self._tasks:
                 log.info("worker added", worker=worker.url, source=worker.source)
                 self._watch_from_now(worker)
+        self._changed()
+
+    def drain(self, worker: Worker, draining: bool) -> None:
+        """Send a worker no new requests, or use it again."""
+        worker.draining = draining
+        self._changed()
 
     def assigned(self, source: str) -> list[WorkerSettings]:
         """The workers that a source names."""
@@ -168,6 +176,7 @@ class Fleet:
             else:
                 worker.metrics.answered()
                 worker.metrics.read(text, before | worker.health.in_flight())
+                self._changed()
             await asyncio.sleep(self._settings.metrics_interval)
 
     async def _look(self, worker: Worker) -> None:
@@ -181,6 +190,7 @@ class Fleet:
                 return  # a busy worker may be late once
             worker.problem = str(error) or f"no answer within {self._settings.probe_timeout} s"
             worker.health.give_up_waiting()
+            self._changed()
             return
         if description != worker.description:
             self._register(worker, description)
@@ -192,6 +202,11 @@ class Fleet:
         worker.problem = None
         for model in description.base_models():
             await self._on_model(worker, model)
+        self._changed()
+
+    def _changed(self) -> None:
+        for told in self.on_change:
+            told()
 
     def _register(self, worker: Worker, description: WorkerDescription) -> None:
         """Tell the indexer of a worker's streams as they are now."""

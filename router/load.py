@@ -12,12 +12,16 @@ class TargetLoad:
     """Requests in flight, their uncached tokens before the first byte, and the tokens they hold.
 
     `prefills` are the requests without a first byte, the oldest first, with the seconds each is expected to take.
+    `streamed`: how much of `pending` is that of streamed answers. Only their first byte comes when their prefill ends.
+    `on_freed` is called whenever something gets less, with whether a request ended.
     """
 
     requests: int = 0
     pending: int = 0
     context: int = 0
+    streamed: int = 0
     clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)
+    on_freed: Callable[[bool], None] = field(default=lambda _: None, compare=False, repr=False)
     prefills: dict[Reservation, float] = field(default_factory=dict, compare=False, repr=False)
     head_since: float = field(default=0.0, compare=False, repr=False)
 
@@ -41,13 +45,17 @@ class Reservation:
     take, where rates are known.
     """
 
-    def __init__(self, load: TargetLoad, uncached: int, context: int, prefill_seconds: float = 0.0) -> None:
+    def __init__(
+        self, load: TargetLoad, uncached: int, context: int, prefill_seconds: float = 0.0, *, streamed: bool = False
+    ) -> None:
         self._load = load
         self._pending = uncached
+        self._streamed = uncached if streamed else 0
         self._context = context
         self._held = True
         load.requests += 1
         load.pending += uncached
+        load.streamed += self._streamed
         load.context += context
         if not load.prefills:
             load.head_since = load.clock()
@@ -58,9 +66,11 @@ class Reservation:
         if self not in self._load.prefills:
             return
         self._load.pending -= self._pending
+        self._load.streamed -= self._streamed
         if next(iter(self._load.prefills)) is self:
             self._load.head_since = self._load.clock()
         del self._load.prefills[self]
+        self._load.on_freed(False)
 
     def release(self) -> None:
         """The request ended, however it did."""
@@ -70,19 +80,31 @@ class Reservation:
         self.first_byte()
         self._load.requests -= 1
         self._load.context -= self._context
+        self._load.on_freed(True)
 
 
 class LoadTable:
-    """The load of every DP rank of every worker, whatever model a request is for."""
+    """The load of every DP rank of every worker, whatever model a request is for.
+
+    `on_freed`: called whenever there is less of it anywhere, with whether a request ended.
+    """
 
     def __init__(self) -> None:
+        self.on_freed: list[Callable[[bool], None]] = []
         self._loads: dict[tuple[str, int], TargetLoad] = {}
 
     def of(self, worker: str, dp_rank: int) -> TargetLoad:
         """A rank's load now."""
-        return self._loads.setdefault((worker, dp_rank), TargetLoad())
+        load = self._loads.get((worker, dp_rank))
+        if load is None:
+            load = self._loads[worker, dp_rank] = TargetLoad(on_freed=self._freed)
+        return load
 
     def forget(self, worker: str) -> None:
         """A worker was removed. What it still has in flight is released all the same."""
         for known in [known for known in self._loads if known[0] == worker]:
             del self._loads[known]
+
+    def _freed(self, ended: bool) -> None:
+        for told in self.on_freed:
+            told(ended)

@@ -22,6 +22,7 @@ from yarl import URL
 
 from indexer.errors import RequestError, error_headers
 from router.access import headers_for_workers, tenant_of
+from router.admission import Admission
 from router.asked_usage import UsageHidden, asking_for_usage
 from router.endpoints import RESPONSES, Call, call_error_body, error_event, read_call
 from router.explain import compact
@@ -31,7 +32,8 @@ from router.metrics import RequestMetrics
 from router.response_owners import SEARCHED_BYTES
 from router.retry_budget import RetryBudget
 from router.routing import Placement, RoutedPrompt, Router
-from router.settings import ProxySettings
+from router.settings import ProxySettings, ServerSettings
+from router.ticket import Ticket, deadline_error, read_ticket
 from router.tracing import Tracing
 from router.usage import UsageTail
 
@@ -78,6 +80,7 @@ class _Try:
     """
 
     placement: Placement
+    ticket: Ticket
     number: int
     others: bool
     movable: bool
@@ -89,18 +92,20 @@ class Proxy:
     def __init__(
         self,
         router: Router,
+        admission: Admission,
         fleet: Fleet,
         session: aiohttp.ClientSession,
         settings: ProxySettings,
-        max_body_bytes: int,
+        server: ServerSettings,
         metrics: RequestMetrics,
         tracing: Tracing,
     ) -> None:
         self._router = router
+        self._admission = admission
         self._fleet = fleet
         self._session = session
         self._settings = settings
-        self._max_body_bytes = max_body_bytes
+        self._server = server
         self._metrics = metrics
         self._tracing = tracing
         self._budget = RetryBudget(settings.retry_share, settings.retry_minimum)
@@ -110,7 +115,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await _read_body(receive, self._max_body_bytes)
+            body = await _read_body(receive, self._server)
             await _unless_client_leaves(self._serve(scope, body, send), receive)
         except RequestError as error:
             self._metrics.refused.labels(str(error.status)).inc()
@@ -129,20 +134,31 @@ class Proxy:
         with self._tracing.span("tokenize") as span:
             prompt = await self._read_prompt(scope, body)
             span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
+        ticket = read_ticket(
+            scope["headers"],
+            prompt.priority,
+            tenant=tenant.name if tenant else "",
+            best_priority=tenant.priority if tenant else None,
+            tokens=prompt.tokens,
+            size=len(body),
+        )
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)
+            body = tenant.with_priority(body, prompt.priority)
         self._budget.request()
         tried: list[Worker] = []
         hung = False
         while len(tried) < self._settings.attempts:
             with self._tracing.span("decide") as span:
-                placement = self._router.place(prompt, tried)
+                placement = self._admission.place(prompt, tried, ticket) or await self._admission.wait(
+                    prompt, tried, ticket
+                )
                 span.set(worker=placement.worker.url, overlap_tokens=placement.overlap)
             self._metrics.placed(prompt.name or "", time.monotonic() - arrived, placement.decision)
             tried.append(placement.worker)
             others = len(tried) < self._settings.attempts and self._router.others(prompt, tried)
             # A request that hung one worker may be why; it does not get to hang them all.
-            attempt = _Try(placement, len(tried), others, movable=others and not hung)
+            attempt = _Try(placement, ticket, len(tried), others, movable=others and not hung)
             try:
                 with self._tracing.span("upstream", worker=placement.worker.url):
                     await self._exchange(scope, body, prompt, attempt, arrived, send)
@@ -172,13 +188,16 @@ class Proxy:
         """Send a request and wait until its answer begins: its head, and of an event stream the first bytes.
 
         Engines send the head of a stream at once. It is worth nothing: until the first event the request can still go
-        elsewhere. Raises TryElsewhereError, and RequestError on a timeout.
+        elsewhere. Raises TryElsewhereError, and RequestError on a timeout or at the client's deadline.
         """
         placement, attempt = this.placement, this.placement.attempt
-        patience = asyncio.timeout(None)
+        patience = asyncio.timeout(this.ticket.left(time.monotonic()))
+        hung = False
 
         def give_up() -> None:
+            nonlocal hung
             if self._budget.take():
+                hung = True
                 patience.reschedule(0)
 
         try:
@@ -205,8 +224,10 @@ class Proxy:
         except aiohttp.ConnectionTimeoutError as error:
             raise self._unreachable(attempt, f"no connection within {self._settings.connect_timeout} s") from error
         except TimeoutError as error:
-            if patience.expired():
+            if hung:
                 raise WorkerHangsError from error
+            if patience.expired():
+                raise deadline_error() from error
             attempt.end(Outcome.FAILED, f"no answer within {self._settings.idle_timeout} s")
             raise RequestError(
                 f"The worker did not answer within {self._settings.idle_timeout} s.", status=504, type="timeout_error"
@@ -247,23 +268,30 @@ class Proxy:
             tail = UsageTail()
             began = arrived
             unowned, beginning = scope["path"] == RESPONSES, b""
+            limit = asyncio.timeout(this.ticket.left(time.monotonic()))
             try:
-                async for chunk in _chunks(first, response.content):
-                    attempt.heard()
-                    if arrived:
-                        placement.first_byte()
-                        began = time.monotonic()
-                        self._metrics.first_byte.labels(model).observe(began - arrived)
-                        arrived = 0.0
-                    if unowned:
-                        beginning += chunk
-                        learned = self._router.responses.learn(beginning, placement.worker.url)
-                        unowned = not learned and len(beginning) < SEARCHED_BYTES
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    tail.feed(chunk)
+                async with limit:
+                    async for chunk in _chunks(first, response.content):
+                        attempt.heard()
+                        if arrived:
+                            placement.first_byte()
+                            began = time.monotonic()
+                            self._metrics.first_byte.labels(model).observe(began - arrived)
+                            arrived = 0.0
+                        if unowned:
+                            beginning += chunk
+                            learned = self._router.responses.learn(beginning, placement.worker.url)
+                            unowned = not learned and len(beginning) < SEARCHED_BYTES
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        tail.feed(chunk)
             except (aiohttp.ClientError, TimeoutError) as error:
+                if limit.expired():
+                    await _end_unfinished(response, deadline_error(), scope["path"], send)
+                    return
                 attempt.end(Outcome.FAILED, f"answer broken off: {str(error) or type(error).__name__}")
-                await self._break_off(response, placement.worker, error, scope["path"], send)
+                self._broken(placement.worker, error)
+                failure = RequestError("The worker broke off its answer.", status=502, type="upstream_error")
+                await _end_unfinished(response, failure, scope["path"], send)
                 return
             attempt.end(_outcome(response.status), f"status {response.status}")
             if response.status == HTTPStatus.OK:
@@ -275,19 +303,19 @@ class Proxy:
                     self._metrics.streamed(model, time.monotonic() - began, usage)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _break_off(
-        self, response: aiohttp.ClientResponse, worker: Worker, error: Exception, path: str, send: Send
-    ) -> None:
-        """Tell a client that its answer will not be finished."""
+    def _broken(self, worker: Worker, error: Exception) -> None:
+        """A worker did not finish its answer."""
         self._metrics.broken.labels(worker.url).inc()
-        reason = str(error) or type(error).__name__
-        log.warning("answer broken off", worker=worker.url, reason=reason)
+        log.warning("answer broken off", worker=worker.url, reason=str(error) or type(error).__name__)
         self._fleet.look_soon(worker)
-        if response.content_type != "text/event-stream":
-            return  # returning before the end of the body makes the server close the connection
-        failure = RequestError("The worker broke off its answer.", status=502, type="upstream_error")
-        event = b"\n\n" + error_event(path, failure)  # what came last may have been half an event
-        await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+async def _end_unfinished(response: aiohttp.ClientResponse, failure: RequestError, path: str, send: Send) -> None:
+    """Tell a client that its answer will not be finished."""
+    if response.content_type != "text/event-stream":
+        return  # returning before the end of the body makes the server close the connection
+    event = b"\n\n" + error_event(path, failure)  # what came last may have been half an event
+    await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 async def _chunks(first: bytes, rest: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -305,22 +333,33 @@ def _outcome(status: int) -> Outcome:
     return Outcome.FAILED if status >= 500 else Outcome.NEITHER
 
 
-async def _read_body(receive: Receive, limit: int) -> bytes:
+async def _read_body(receive: Receive, settings: ServerSettings) -> bytes:
+    """The whole body. Raises RequestError: 413 when it is too large, 408 when it takes too long."""
     chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _ClientGoneError
-        chunk = message.get("body", b"")
-        chunks.append(chunk)
-        size += len(chunk)
-        if size > limit:
-            raise RequestError(
-                f"The body is larger than {limit} bytes. Send less, or raise server.max_body_bytes.", status=413
-            )
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _ClientGoneError
+                chunk = message.get("body", b"")
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > settings.max_body_bytes:
+                    raise RequestError(
+                        f"The body is larger than {settings.max_body_bytes} bytes. "
+                        "Send less, or raise server.max_body_bytes.",
+                        status=413,
+                    )
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise RequestError(
+            f"The body did not come within {settings.body_timeout} s. Send it faster, or raise server.body_timeout.",
+            status=408,
+            type="timeout_error",
+        ) from error
+    return b"".join(chunks)
 
 
 async def _unless_client_leaves(work: Coroutine[None, None, None], receive: Receive) -> None:

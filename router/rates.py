@@ -166,7 +166,7 @@ class RateTable:
     """The rates of every worker for every model. `start` is the configured beginning."""
 
     def __init__(self, start: Rates, clock: Callable[[], float] = time.monotonic) -> None:
-        self._start = start
+        self.start = start
         self._clock = clock
         self._learners: dict[str, dict[str, RateLearner]] = {}  # by model and worker
         self._compared: dict[str, tuple[float, Rates | None]] = {}
@@ -175,7 +175,7 @@ class RateTable:
         """A worker's rates for a model."""
         workers = self._learners.setdefault(model, {})
         if worker not in workers:
-            workers[worker] = RateLearner(self._start)
+            workers[worker] = RateLearner(self.start)
         return workers[worker]
 
     def forget(self, worker: str) -> None:

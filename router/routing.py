@@ -17,7 +17,9 @@ from router.audit import HitAudit, Prediction
 from router.fleet import Fleet, Worker
 from router.health import Attempt, Outcome
 from router.history import RoutingHistory
+from router.late_binding import must_wait
 from router.learned import Learned, RequestTiming
+from router.limits import NO_LIMITS, Limits
 from router.load import LoadTable, Reservation
 from router.policies import Candidate, Decision, Policy, Request
 from router.rates import Rates, prefill_seconds
@@ -64,7 +66,8 @@ class RoutedPrompt:
     is an estimate when not all is known. `token_ids` are those that the engine will compute for sure; `identities` tell
     apart as well prompts whose tokens only the engine knows, such as those of images, and are otherwise the same.
     `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
-    at most. `previous_response`: it goes on from this response, which the worker that made it knows.
+    at most. `previous_response`: it goes on from this response, which the worker that made it knows. `priority`: as the
+    body has it, lower is sooner.
     """
 
     name: str | None
@@ -78,6 +81,7 @@ class RoutedPrompt:
     session: str | None = None
     max_tokens: int | None = None
     previous_response: str | None = None
+    priority: int = 0
 
 
 def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
@@ -87,7 +91,20 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         body_bytes // _BYTES_PER_TOKEN,
         session=request.session,
         previous_response=request.previous_response,
+        priority=request.priority,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision that nothing has been reserved for yet."""
+
+    decision: Decision
+    options: dict[Target, _Option]
+
+    @property
+    def worker(self) -> Worker:
+        return self.options[self.decision.choice.target].worker
 
 
 @dataclass(slots=True)
@@ -191,30 +208,70 @@ class Router:
             request.session,
             request.max_tokens,
             request.previous_response,
+            request.priority,
         )
 
-    def explain(self, prompt: RoutedPrompt) -> Decision:
-        """The choice as it would be now. Raises RequestError (503) when no worker is left."""
-        decision, _ = self._decide(prompt, ())
-        return decision
+    def choose(
+        self, prompt: RoutedPrompt, without: Collection[Worker] = (), limits: Limits = NO_LIMITS
+    ) -> Choice | None:
+        """The choice as it would be now; None when all targets are at their limits.
 
-    def _decide(self, prompt: RoutedPrompt, without: Collection[Worker]) -> tuple[Decision, dict[Target, _Option]]:
+        Raises RequestError (503) when no worker is left.
+        """
         self._learned.look_at_evictions(self._indexer)
-        options = {option.candidate.target: option for option in self._options(prompt, without)}
-        if not options:
-            if prompt.name is not None and not self._fleet.serving(prompt.name):
-                raise self._unknown_model(prompt.name)
-            raise RequestError(
-                f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached. Try again later.",
-                status=503,
-                type="service_unavailable",
-                code="no_worker_available",
-            )
-        return self._policy([option.candidate for option in options.values()], self._request(prompt, options)), options
+        options = {option.candidate.target: option for option in self._options(prompt, without, limits)}
+        if options:
+            candidates = [option.candidate for option in options.values()]
+            return Choice(self._policy(candidates, self._request(prompt, options)), options)
+        if self._serving_now(prompt.name, without):
+            return None
+        if prompt.name is not None and not self._fleet.serving(prompt.name):
+            raise self._unknown_model(prompt.name)
+        raise RequestError(
+            f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached. Try again later.",
+            status=503,
+            type="service_unavailable",
+            code="no_worker_available",
+        )
+
+    def busy(self, choice: Choice) -> bool:
+        """Whether a request better waits than goes to its choice, because that is busy with the prompts of others.
+
+        Where there is no other target there is nothing to wait for.
+        """
+        return len(choice.options) > 1 and self._must_wait(choice.worker, choice.decision.choice.target.dp_rank)
+
+    def has_room(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, late_binding: bool) -> bool:
+        """Whether any target could take a request now: it may be worth choosing again."""
+        targets = [(each, rank) for each in self._serving_now(prompt.name, without) for rank in each.ranks()]
+        late_binding = late_binding and len(targets) > 1
+        return any(
+            self._room(worker, dp_rank, limits, prompt.tokens)
+            and not (late_binding and self._must_wait(worker, dp_rank))
+            for worker, dp_rank in targets
+        )
+
+    def prefill_seconds(self, prompt: RoutedPrompt) -> float:
+        """How long a prompt's prefill would take where most of it is cached; all of it where nobody is left."""
+        try:
+            choice = self.choose(prompt)
+        except RequestError:
+            choice = None
+        if choice is None:
+            return prefill_seconds(self._learned.rates.start, prompt.tokens, 0, 0, 0)
+        best = max((option.candidate for option in choice.options.values()), key=lambda candidate: candidate.overlap)
+        rates = self._learned.rates.learner(best.target.worker, best.target.model).rates
+        return prefill_seconds(rates, prompt.tokens, best.overlap, best.requests, best.context)
 
     def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Placement:
-        """Choose a target and reserve its load, in one step. Raises RequestError (503) when no worker is left."""
-        decision, options = self._decide(prompt, without)
+        """Choose a target, whatever its load, and reserve a share. Raises RequestError (503) when no worker is left."""
+        choice = self.choose(prompt, without)
+        assert choice is not None
+        return self.reserve(prompt, choice)
+
+    def reserve(self, prompt: RoutedPrompt, chosen: Choice) -> Placement:
+        """Reserve a request's share of its choice's load, in the same step as the choice."""
+        decision, options = chosen.decision, chosen.options
         choice = decision.choice
         _, worker, hashes, by_events = options[choice.target]
         rates = self._learned.rates.learner(worker.url, choice.target.model)
@@ -224,6 +281,7 @@ class Router:
             max(prompt.tokens - choice.overlap, 1),
             prompt.tokens,
             prefill_seconds(rates.rates, prompt.tokens, choice.overlap, choice.requests, choice.context),
+            streamed=prompt.streamed,
         )
         if len(hashes) == 1:
             self._learned.pressure.routed(hashes[0], max(option.candidate.overlap for option in options.values()))
@@ -279,10 +337,10 @@ class Router:
         """Whether there is any other worker that could take a request now."""
         return bool(self._serving_now(prompt.name, without))
 
-    def _options(self, prompt: RoutedPrompt, without: Collection[Worker]) -> Iterator[_Option]:
+    def _options(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits) -> Iterator[_Option]:
         """Every target that could take a prompt now, with what it holds of it and has to do."""
         eviction = self._learned.pressure.price()
-        for served, workers in self._able(prompt, without).items():
+        for served, workers in self._able(prompt, without, limits).items():
             matched = [self._matched(served, token_ids, prompt.cache_salt) for token_ids in prompt.token_ids]
             hashes = [
                 prompt_hashes(served.model, served.adapter, prompt.cache_salt, identity)
@@ -292,6 +350,8 @@ class Router:
             for worker in workers:
                 rates = self._learned.rates.of(worker.url, served.model, slowest) if slowest else None
                 for dp_rank in worker.ranks():
+                    if not self._room(worker, dp_rank, limits, prompt.tokens):
+                        continue
                     candidate = self._loaded(Target(worker.url, dp_rank, served.model), worker, rates)
                     by_events = sum(
                         self._add_overlap(candidate, held.get(candidate.target), known, len(identity))
@@ -316,6 +376,17 @@ class Router:
             backlog=load.backlog if rates else 0.0,
             rates=rates,
         )
+
+    def _room(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
+        """Whether a rank may get one more request."""
+        if limits.unlimited:
+            return True
+        load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight
+        return limits.room((load.requests + worker.metrics.of(dp_rank).unseen) / weight, load.context / weight, tokens)
+
+    def _must_wait(self, worker: Worker, dp_rank: int) -> bool:
+        """Late binding's rule. It counts only prefills whose end will be seen."""
+        return must_wait(self._load.of(worker.url, dp_rank).streamed / worker.settings.weight)
 
     def _add_overlap(self, candidate: Candidate, match: Match | None, hashes: array[int], tokens: int) -> int:
         """Count what a target holds of a prompt, or will hold once it has seen what is in flight to it.
@@ -343,7 +414,7 @@ class Router:
         expected = self._learned.outputs.expected(first.candidate.target.model, prompt.max_tokens)
         return Request(prompt.tokens, expected * prompt.answers, session)
 
-    def _able(self, prompt: RoutedPrompt, without: Collection[Worker]) -> dict[_Served, list[Worker]]:
+    def _able(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits) -> dict[_Served, list[Worker]]:
         """The workers that a request may go to now, by what they serve under its name.
 
         What goes on from a response goes to the worker that made it, as long as that one is there.
@@ -351,7 +422,11 @@ class Router:
         name, workers = prompt.name, self._serving_now(prompt.name, without)
         owner = prompt.previous_response and self.responses.of(prompt.previous_response)
         able: dict[_Served, list[Worker]] = {}
-        for worker in [each for each in workers if each.url == owner] or choosable(workers, self._random):
+
+        def room(worker: Worker) -> bool:
+            return any(self._room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
+
+        for worker in [each for each in workers if each.url == owner] or choosable(workers, self._random, room):
             served = worker.served(name) if name is not None else None
             able.setdefault(_Served(served.model, served.adapter) if served else _Served("", None), []).append(worker)
         return able

@@ -84,6 +84,7 @@ class ServerSettings(_Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     max_body_bytes: PositiveInt = 64 * 2**20
+    body_timeout: PositiveFloat = 60.0
     shutdown_timeout: NonNegative = 30.0
     token: str = ""
     certificate: Path | None = None
@@ -220,6 +221,17 @@ class ProxySettings(_Section):
     ask_usage: bool = False
 
 
+class AdmissionSettings(_Section):
+    """When requests wait in the router, and how many may. Times in seconds."""
+
+    requests: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    late_binding: bool = True
+    queue: Annotated[int, Field(ge=0)] = 1000
+    queue_bytes: PositiveInt = 256 * 2**20
+    timeout: PositiveFloat = 30.0
+
+
 class TenantSettings(_Section):
     """A tenant: its API keys, hashed by `kvrouter hash-key`, and what they open. None: no limit."""
 
@@ -227,6 +239,7 @@ class TenantSettings(_Section):
     models: list[str] | None = None
     requests_per_second: PositiveFloat | None = None
     tokens_per_minute: PositiveFloat | None = None
+    priority: int = 0
 
 
 class TenantsSettings(_Section):
@@ -301,6 +314,7 @@ class Settings(BaseSettings):
     fleet: FleetSettings = FleetSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
     proxy: ProxySettings = ProxySettings()
+    admission: AdmissionSettings = AdmissionSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     tenants: TenantsSettings = TenantsSettings()
     audit: AuditSettings = AuditSettings()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -112,7 +112,11 @@ class Worker:
         return self.description.ranks if self.description else (0,)
 
 
-def choosable(workers: Collection[Worker], random: Random) -> Collection[Worker]:
-    """Those of some workers that a request may go to now: all of them when nothing is left otherwise."""
+def choosable(
+    workers: Collection[Worker], random: Random, has_room: Callable[[Worker], bool] = lambda _: True
+) -> Collection[Worker]:
+    """Those of some workers that a request may go to now. Untrusted ones are left when nothing else is there; when
+    those that are have no room, none is left."""
     trusted = [worker for worker in workers if worker.trusted] or workers
-    return [worker for worker in trusted if worker.share >= 1 or random.random() < worker.share] or trusted
+    free = [worker for worker in trusted if has_room(worker)]
+    return [worker for worker in free if worker.share >= 1 or random.random() < worker.share] or free

@@ -65,14 +65,14 @@ def worker_routes(fleet: Fleet, allowed_networks: list[str], token: str) -> APIR
     async def drain(request: Request) -> dict[str, Any]:
         """Send a worker no new requests. When it is `drained`, those it had are done."""
         worker = _find(fleet, _url(await request.body()))
-        worker.draining = True
+        fleet.drain(worker, True)
         return {"worker": worker.url} | worker_status(worker)
 
     @routes.post("/workers/undrain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
     async def undrain(request: Request) -> dict[str, Any]:
         """Use a worker again."""
         worker = _find(fleet, _url(await request.body()))
-        worker.draining = False
+        fleet.drain(worker, False)
         return {"worker": worker.url} | worker_status(worker)
 
     return routes

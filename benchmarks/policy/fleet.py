@@ -21,7 +21,7 @@ from benchmarks.policy.profiles import Profile
 from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest
 from indexer import Target
 from router.eviction_pressure import EvictionPressure
-from router.late_binding import STEP_TOKENS, held_order, must_wait
+from router.late_binding import held_order, must_wait
 from router.load import Reservation, TargetLoad
 from router.policies import Candidate, Policy, Request
 from router.rates import prefill_seconds
@@ -200,7 +200,7 @@ class Fleet:
     def _place(self, outcome: Outcome) -> set[int]:
         """A request arrives. Returns the worker that got it, if any did."""
         choice = self._choose(outcome.request)
-        if self._late_binding and must_wait(choice):
+        if self._late_binding and must_wait(choice.pending):
             request, rates = outcome.request, self._profile.rates
             prefill = prefill_seconds(rates, request.input_tokens, choice.overlap, choice.requests, choice.context)
             insort(self._held, (held_order(request.arrival, prefill), next(self._numbers), outcome))
@@ -211,10 +211,10 @@ class Fleet:
         """Let held requests choose again, as long as any worker has room."""
         bound: set[int] = set()
         for held in self._held[:_TRIES]:
-            if all(load.waiting and load.pending > STEP_TOKENS for load in self._loads):
+            if all(must_wait(load.pending) for load in self._loads):
                 break
             choice = self._choose(held[2].request)
-            if not must_wait(choice):
+            if not must_wait(choice.pending):
                 self._held.remove(held)
                 bound.add(self._bind(held[2], choice))
         return bound

@@ -1,0 +1,165 @@
+"""The order of requests that wait: by priority, then fairly between tenants, then each tenant's own order.
+
+Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996): every tenant has a clock that goes on by
+the tokens it got. Whose clock is behind is next. One that had nothing to wait for begins at the clock of whoever was
+served last, so that nobody saves up.
+
+    lane = (priority, tenant, name)        the requests of a lane are sorted by their `order`
+    next = the lane with the lowest (priority, clock of its tenant, order of its first)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Generic, NamedTuple, TypeVar
+
+from sortedcontainers import SortedKeyList
+
+_numbers = count()
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request that waits. `name`: what it asks for; `order`: its place in its lane, the lowest first; `tokens`: what
+    its tenant is charged; `size`: the bytes it keeps in memory."""
+
+    priority: int
+    tenant: str
+    name: str | None
+    order: float
+    tokens: int
+    size: int = 0
+    number: int = field(default_factory=lambda: next(_numbers))
+    queued: bool = False
+
+
+class _Lane(NamedTuple):
+    priority: int
+    tenant: str
+    name: str | None
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class FairQueue(Generic[W]):
+    """At most `max_requests` that keep `max_bytes` in memory."""
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._lanes: dict[_Lane, SortedKeyList[W]] = {}
+        self._of_tenant: Counter[str] = Counter()
+        self._of_priority: Counter[int] = Counter()
+        self._clocks: dict[str, float] = {}
+        self._clock = 0.0  # of whoever was served last
+        self._length = 0
+        self.size = 0  # bytes
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fits(self, size: int) -> bool:
+        """Whether a request that keeps so many bytes can be added."""
+        return self._length < self._max_requests and self.size + size <= self._max_bytes
+
+    def add(self, request: W) -> None:
+        """Let a request wait."""
+        lane = _lane_of(request)
+        if lane not in self._lanes:
+            self._lanes[lane] = SortedKeyList(key=_place_in_lane)
+        self._lanes[lane].add(request)
+        if not self._of_tenant[request.tenant]:
+            self._clocks[request.tenant] = max(self._clocks.get(request.tenant, 0.0), self._clock)
+        self._of_tenant[request.tenant] += 1
+        self._of_priority[request.priority] += 1
+        self._length += 1
+        self.size += request.size
+        request.queued = True
+
+    def remove(self, request: W) -> None:
+        """A request waits no longer, whatever became of it. Only the first call counts."""
+        if not request.queued:
+            return
+        request.queued = False
+        lane = _lane_of(request)
+        self._lanes[lane].remove(request)
+        if not self._lanes[lane]:
+            del self._lanes[lane]
+        self._of_tenant[request.tenant] -= 1
+        self._of_priority[request.priority] -= 1
+        if not self._of_tenant[request.tenant]:
+            del self._of_tenant[request.tenant]
+        if not self._of_priority[request.priority]:
+            del self._of_priority[request.priority]
+        self._length -= 1
+        self.size -= request.size
+        if not self._length:
+            self._clocks.clear()
+            self._clock = 0.0
+        elif request.tenant not in self._of_tenant and self._clocks[request.tenant] <= self._clock:
+            del self._clocks[request.tenant]
+
+    def served(self, tenant: str, tokens: int) -> None:
+        """A tenant got something, waited for or not. Counts while anybody waits."""
+        if not self._length:
+            return
+        waits = tenant in self._of_tenant
+        start = self._clocks[tenant] if waits else max(self._clocks.get(tenant, 0.0), self._clock)
+        self._clock = max(self._clock, start)
+        self._clocks[tenant] = start + max(tokens, 1)
+
+    def in_order(self, without: Container[str | None] = ()) -> Iterator[W]:
+        """The requests, the next one first. They may be removed and served meanwhile, which changes what comes next.
+        Names may be added to `without` meanwhile as well."""
+        heap = [(self._key(lane, queue[0]), lane, 0) for lane, queue in self._lanes.items()]
+        heapify(heap)
+        while heap:
+            key, lane, place = heappop(heap)
+            queue = self._lanes.get(lane)
+            if queue is None or lane.name in without or place >= len(queue):
+                continue
+            request: W = queue[place]
+            now = self._key(lane, request)
+            if now > key:  # its tenant was served meanwhile
+                heappush(heap, (now, lane, place))
+                continue
+            yield request
+            heappush(heap, (key, lane, place + request.queued))
+
+    def last(self) -> W | None:
+        """The one that would come last, which is the first to give way."""
+        if not self._lanes:
+            return None
+        lowest = max(self._of_priority)
+        ends: list[tuple[_Lane, W]] = [
+            (lane, queue[-1]) for lane, queue in self._lanes.items() if lane.priority == lowest
+        ]
+        return max(ends, key=lambda end: self._key(*end))[1]
+
+    def best_priority(self, name: str | None) -> int | None:
+        """The highest priority, which is the lowest number, among those that wait for a name."""
+        return min((lane.priority for lane in self._lanes if lane.name == name), default=None)
+
+    def lengths(self) -> dict[int, int]:
+        """How many requests wait, by priority."""
+        return dict(self._of_priority)
+
+    def ahead_of(self, priority: int) -> int:
+        """How many would come before a request of this priority that comes last in it."""
+        return sum(waiting for known, waiting in self._of_priority.items() if known <= priority)
+
+    def _key(self, lane: _Lane, request: W) -> tuple[int, float, float, int]:
+        return lane.priority, self._clocks[lane.tenant], request.order, request.number
+
+
+def _lane_of(request: Waiting) -> _Lane:
+    return _Lane(request.priority, request.tenant, request.name)
+
+
+def _place_in_lane(request: Waiting) -> tuple[float, int]:
+    return request.order, request.number
