@@ -2,6 +2,12 @@
 
 engine   the interface every engine implements, and the rule they keep
 runs     pages into runs and byte ranges
+engines  an engine by its name
+tcp      plain sockets, the default
+
+memory   registered memory: bytes by address
+grants   what peers may write, and what lands there right now
+endpoint, listener, handshake, channel: sessions over sockets, from the whole down to the frame
 """
 
 from worker.disaggregation.transfer.engine import (
@@ -15,6 +21,7 @@ from worker.disaggregation.transfer.engine import (
     TransferEngine,
     TransferError,
 )
+from worker.disaggregation.transfer.engines import ENGINES, open_engine
 from worker.disaggregation.transfer.runs import (
     PageRuns,
     Ranges,
@@ -27,6 +34,7 @@ from worker.disaggregation.transfer.runs import (
 )
 
 __all__ = [
+    "ENGINES",
     "DeadlineError",
     "GrantKey",
     "PageRuns",
@@ -42,6 +50,7 @@ __all__ = [
     "group_runs",
     "join_ranges",
     "join_writes",
+    "open_engine",
     "page_ranges",
     "page_writes",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -105,3 +105,24 @@ def page_array(pages: ArrayLike, name: str) -> NDArray[np.int64]:
     if array.size and array.min() < 0:
         raise ValueError(f"{name} holds page {array.min()}: page indices start at 0")
     return array
+
+
+def split_writes(writes: Writes, most_runs: int, most_bytes: int) -> Iterator[Writes]:
+    """The same copies in portions of at most so many runs and bytes; longer runs are cut, empty ones left out."""
+    kept = writes.lengths > 0
+    sources, destinations, lengths = (array[kept] for array in writes)
+    pieces = (lengths + np.uint64(most_bytes - 1)) // np.uint64(most_bytes)
+    if (pieces > 1).any():
+        counts = pieces.astype(np.int64)
+        place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets = place.astype(np.uint64) * np.uint64(most_bytes)
+        sources, destinations, lengths = (np.repeat(array, counts) for array in (sources, destinations, lengths))
+        sources, destinations = sources + offsets, destinations + offsets
+        lengths = np.minimum(lengths - offsets, np.uint64(most_bytes))
+    ends = np.cumsum(lengths)
+    start, before = 0, 0
+    while start < len(lengths):
+        fitting = int(np.searchsorted(ends, np.uint64(before + most_bytes), side="right"))
+        stop = min(fitting, start + most_runs)
+        yield Writes(sources[start:stop], destinations[start:stop], lengths[start:stop])
+        start, before = stop, int(ends[stop - 1])

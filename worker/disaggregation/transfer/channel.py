@@ -1,0 +1,204 @@
+"""Frames over a socket: a versioned little-endian header, a body, a signature where a secret is set, then raw payload.
+
+    magic "KVTX" | version u16 | kind u16 | length of the body u32 | body | signature, 16 bytes (signed sessions)
+
+A signature covers header, body and the number of frames before it. Payload is not signed: what it may overwrite is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import IntEnum
+from math import ceil, inf
+
+from worker.disaggregation.transfer.engine import DeadlineError, PeerLostError
+
+VERSION = 1
+MOST_BODY = 1 << 20  # bytes; what a stranger can make us hold
+_MAGIC = b"KVTX"
+_HEADER = struct.Struct("<4sHHI")
+_SEQUENCE = struct.Struct("<Q")
+_SIGNATURE = 16
+_IOV_MAX = 1024
+_BATCH = 1 << 20  # bytes of payload handed to one system call, about: more buffers than it takes are wasted work
+
+
+class Kind(IntEnum):
+    """What a frame says."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WELCOME = 4
+    REFUSED = 5
+    WRITE = 6
+    LANDED = 7
+    MEMORY = 8
+    BEGIN = 9
+    GRANTED = 10
+    DONE = 11
+
+
+class Channel:
+    """One connection. One thread sends and one receives; any thread may `cut`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(connection)
+        self.socket = connection
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
+        self._send_key = self._receive_key = b""
+        self._sent = self._received = 0
+
+    def sign(self, send_key: bytes, receive_key: bytes) -> None:
+        """From here on frames carry signatures."""
+        self._send_key, self._receive_key = send_key, receive_key
+
+    def send(self, kind: Kind, body: bytes = b"", deadline: float = inf, payload: Sequence[memoryview] = ()) -> None:
+        """A frame, and what follows it. Raises PeerLostError, DeadlineError."""
+        frame = _HEADER.pack(_MAGIC, VERSION, kind, len(body)) + body
+        if self._send_key:
+            frame += _signature(self._send_key, self._sent, frame)
+        self._sent += 1
+        self._send_all([memoryview(frame), *payload], deadline)
+
+    def receive(self, deadline: float = inf) -> tuple[Kind, bytes]:
+        """The next frame. Raises PeerLostError, also for one that is malformed, and DeadlineError."""
+        header = self._receive_exactly(_HEADER.size, deadline)
+        magic, version, kind, length = _HEADER.unpack(header)
+        if magic != _MAGIC:
+            raise PeerLostError("the peer does not speak the transfer protocol")
+        if version != VERSION:
+            raise PeerLostError(f"the peer speaks version {version} of the transfer protocol, we speak {VERSION}")
+        if kind not in Kind.__members__.values():
+            raise PeerLostError(f"the peer sent a frame of unknown kind {kind}")
+        if length > MOST_BODY:
+            raise PeerLostError(f"the peer sent a frame of {length} bytes; at most {MOST_BODY} are allowed")
+        signature = _SIGNATURE if self._receive_key else 0
+        rest = self._receive_exactly(length + signature, deadline)
+        body = rest[:length]
+        if self._receive_key:
+            expected = _signature(self._receive_key, self._received, header + body)
+            if not hmac.compare_digest(expected, rest[length:]):
+                raise PeerLostError("the peer sent a frame with a wrong signature")
+        self._received += 1
+        return Kind(kind), body
+
+    def read_now(self, buffers: Buffers) -> None:
+        """Fill buffers with what has arrived, if anything; never waits. Raises PeerLostError."""
+        try:
+            count = self.socket.recvmsg_into(buffers.next())[0]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise _lost(error) from None
+        if not count:
+            raise PeerLostError("the peer closed the connection")
+        buffers.advance(count)
+
+    def wait_readable(self, deadline: float = inf) -> None:
+        """Until something arrived, or the connection ended. Raises DeadlineError."""
+        _wait(self._readable, deadline)
+
+    def discard(self, count: int) -> None:
+        """Read and forget bytes. Raises PeerLostError."""
+        scratch = memoryview(bytearray(min(count, 1 << 18)))
+        while count:
+            buffers = Buffers([scratch[: min(count, len(scratch))]])
+            before = buffers.left
+            self.read_now(buffers)
+            if buffers.left == before:
+                self.wait_readable()
+            count -= before - buffers.left
+
+    def cut(self) -> None:
+        """End the connection for whoever uses it."""
+        with suppress(OSError):  # it has ended already
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Free the socket; nobody may use it any more."""
+        self.cut()
+        self.socket.close()
+
+    def _send_all(self, views: list[memoryview], deadline: float) -> None:
+        buffers = Buffers(views)
+        while buffers.left:
+            try:
+                buffers.advance(self.socket.sendmsg(buffers.next()))
+            except BlockingIOError:
+                _wait(self._writable, deadline)
+            except OSError as error:
+                raise _lost(error) from None
+
+    def _receive_exactly(self, count: int, deadline: float) -> bytes:
+        data = bytearray(count)
+        buffers = Buffers([memoryview(data)])
+        while buffers.left:
+            before = buffers.left
+            self.read_now(buffers)
+            if buffers.left == before:
+                self.wait_readable(deadline)
+        return bytes(data)
+
+
+class Buffers:
+    """Buffers that are filled or sent in order, in as many steps as it takes."""
+
+    def __init__(self, views: list[memoryview]) -> None:
+        self._views = views
+        self._index = 0
+        self.left = sum(map(len, views))
+        """Bytes not done yet."""
+        self._step = max(1, min(_IOV_MAX, _BATCH * len(views) // max(self.left, 1)))
+
+    def next(self) -> list[memoryview]:
+        """The next few."""
+        return self._views[self._index : self._index + self._step]
+
+    def advance(self, count: int) -> None:
+        """Bytes are done."""
+        self.left -= count
+        views, index = self._views, self._index
+        while count and count >= len(views[index]):
+            count -= len(views[index])
+            index += 1
+        if count:
+            views[index] = views[index][count:]
+        self._index = index
+
+
+def _signature(key: bytes, number: int, frame: bytes) -> bytes:
+    return hashlib.blake2b(_SEQUENCE.pack(number) + frame, key=key, digest_size=_SIGNATURE).digest()
+
+
+def _wait(poll: select.poll, deadline: float) -> None:
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the peer did not answer within the deadline")
+        if poll.poll(None if left == inf else min(ceil(left * 1000), 1 << 30)):
+            return
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Notice within half a minute that the peer's host is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _lost(error: OSError) -> PeerLostError:
+    return PeerLostError(f"the connection to the peer broke: {error.strerror or error}")

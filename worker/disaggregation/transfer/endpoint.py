@@ -1,0 +1,199 @@
+"""What all engines share: registered memory, grants, a door for senders and the sessions to receivers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.disaggregation.transfer.channel import Channel
+from worker.disaggregation.transfer.engine import (
+    DeadlineError,
+    GrantKey,
+    PeerLostError,
+    Quiescence,
+    RefusedError,
+    Region,
+    Session,
+)
+from worker.disaggregation.transfer.grants import Grants, check_key
+from worker.disaggregation.transfer.handshake import greet
+from worker.disaggregation.transfer.listener import Listener
+from worker.disaggregation.transfer.memory import Memory, array_at, new_array
+from worker.disaggregation.transfer.runs import Ranges, Writes
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where an engine listens. Without a port `host` is the name of a local socket."""
+
+    engine: str
+    host: str
+    port: int | None = None
+
+
+class Writer(Protocol):
+    """How an engine writes, with the connection to itself."""
+
+    def write(self, key: GrantKey, writes: Writes, deadline: float) -> None:
+        """See Session.write. After a RefusedError the connection is still in step."""
+        ...
+
+    def close(self) -> None:
+        """Free what is not the connection."""
+        ...
+
+
+class Endpoint:
+    """Base of the engines, which add how bytes move."""
+
+    name = ""
+
+    def __init__(self, listening: socket.socket, secret: bytes | None) -> None:
+        if secret is not None and not secret:
+            raise ValueError("the secret is empty: leave it out or give one")
+        self._secret = secret
+        self.memory = Memory()
+        self.grants = Grants(self.memory)
+        self._lock = threading.Lock()
+        self._sessions: set[ChannelSession] = set()
+        self._closed = False
+        self._listener = Listener(listening, self.name, secret, self._serve)
+
+    def allocate(self, length: int) -> NDArray[np.uint8]:
+        """See TransferEngine."""
+        return new_array(length)
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """See TransferEngine."""
+        for region in regions:
+            if region.pointer <= 0 or region.length <= 0:
+                raise ValueError(f"{region}: a region has an address and a length above 0")
+        self.memory.add((region.pointer, array_at(region.pointer, region.length)) for region in regions)
+
+    def address(self) -> bytes:
+        """See TransferEngine."""
+        return msgspec.json.encode(self._address())
+
+    def connect(self, peer: bytes, deadline: float) -> Session:
+        """See TransferEngine."""
+        try:
+            address = msgspec.json.decode(peer, type=Address)
+        except msgspec.DecodeError as error:
+            raise PeerLostError(f"this is no address of a transfer engine: {error}") from None
+        if address.engine != self.name:
+            raise RefusedError(f"the peer transfers by {address.engine}, we by {self.name}: configure the same")
+        channel = Channel(dial(address, deadline))
+        try:
+            greet(channel, self.name, self._secret, deadline)
+            session = ChannelSession(channel, self._writer(channel, deadline), self._sessions.discard)
+        except BaseException:
+            channel.close()
+            raise
+        with self._lock:
+            closed = self._closed
+            self._sessions.add(session)
+        if closed:
+            session.close()
+            raise PeerLostError("this engine was closed")
+        return session
+
+    def grant(self, key: GrantKey, ranges: Ranges) -> None:
+        """See TransferEngine."""
+        self.grants.add(key, ranges)
+
+    def revoke(self, key: GrantKey, deadline: float) -> Quiescence:
+        """See TransferEngine."""
+        return self.grants.revoke(key, deadline)
+
+    def close(self) -> None:
+        """See TransferEngine."""
+        with self._lock:
+            self._closed = True
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.close()
+        self._listener.close()
+
+    def _address(self) -> Address:
+        host, port, *_ = self._listener.socket.getsockname()
+        return Address(self.name, host, port)
+
+    def _serve(self, channel: Channel) -> None:
+        raise NotImplementedError
+
+    def _writer(self, channel: Channel, deadline: float) -> Writer:
+        raise NotImplementedError
+
+
+class ChannelSession:
+    """A session over one connection: writes take turns, and the first that breaks it ends it."""
+
+    def __init__(self, channel: Channel, writer: Writer, forget: Callable[[ChannelSession], None]) -> None:
+        self._channel, self._writer, self._forget = channel, writer, forget
+        self._turn = threading.Lock()
+        self._ended = False
+
+    def write(self, key: GrantKey, writes: Writes, deadline: float) -> None:
+        """See Session."""
+        check_key(key)
+        if not self._turn.acquire(timeout=max(0, deadline - time.monotonic())):
+            raise DeadlineError("other writes to the peer took until the deadline")
+        try:
+            if self._ended:
+                raise PeerLostError("the session has ended")
+            try:
+                self._writer.write(key, writes, deadline)
+            except (PeerLostError, DeadlineError):
+                self._ended = True
+                self._channel.cut()
+                raise
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        """See Session."""
+        self._ended = True
+        self._channel.cut()
+        with self._turn:
+            self._writer.close()
+            self._channel.close()
+        self._forget(self)
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening TCP socket, IPv4 or IPv6. Raises ValueError for an address that peers can't connect to."""
+    if host in {"", "0.0.0.0", "::", "*"}:
+        raise ValueError(f"host: {host!r} is no address that peers can connect to; give this machine's own")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except OSError as error:
+        raise ValueError(f"host: can't listen on {host!r}: {error}") from None
+
+
+def dial(address: Address, deadline: float) -> socket.socket:
+    """A connection to that address. Raises PeerLostError, DeadlineError."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineError("no time was left to connect to the peer")
+    try:
+        if address.port is not None:
+            return socket.create_connection((address.host, address.port), timeout=left)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(left)
+            connection.connect("\0" + address.host)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+    except TimeoutError:
+        raise DeadlineError(f"{address.host} did not answer within the deadline") from None
+    except (OSError, ValueError) as error:
+        raise PeerLostError(f"can't connect to {address.host}: {error}") from None

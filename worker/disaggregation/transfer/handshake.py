@@ -1,0 +1,80 @@
+"""How a session begins: which engine both speak, and proof from both that they know the secret, if there is one.
+
+    sender    HELLO      nonce, name of the engine
+    receiver  CHALLENGE  nonce, 1 if there is a secret
+    sender    PROOF      HMAC-SHA256(secret, "sender", both nonces), or nothing
+    receiver  WELCOME    HMAC-SHA256(secret, "receiver", both nonces), or nothing; or REFUSED, with the reason
+
+With a secret all later frames are signed, with keys made of it and the nonces.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+
+from worker.disaggregation.transfer.channel import Channel, Kind
+from worker.disaggregation.transfer.engine import PeerLostError, RefusedError
+
+_NONCE = 32
+
+
+def greet(channel: Channel, engine: str, secret: bytes | None, deadline: float) -> None:
+    """The sender's part. Raises RefusedError, PeerLostError, DeadlineError."""
+    nonce = secrets.token_bytes(_NONCE)
+    channel.send(Kind.HELLO, nonce + engine.encode(), deadline)
+    challenge = expect(channel, Kind.CHALLENGE, deadline)
+    if len(challenge) != _NONCE + 1:
+        raise PeerLostError("the peer's challenge is malformed")
+    if challenge[_NONCE] and secret is None:
+        raise RefusedError("the peer asks for a secret and we have none")
+    if not challenge[_NONCE] and secret is not None:
+        raise RefusedError("we have a secret and the peer has none")
+    nonces = nonce + challenge[:_NONCE]
+    channel.send(Kind.PROOF, _proof(secret, b"sender", nonces), deadline)
+    welcome = expect(channel, Kind.WELCOME, deadline)
+    if not hmac.compare_digest(welcome, _proof(secret, b"receiver", nonces)):
+        raise RefusedError("the peer does not know our secret")
+    _sign(channel, secret, nonces, b"sender", b"receiver")
+
+
+def welcome(channel: Channel, engine: str, secret: bytes | None, deadline: float) -> None:
+    """The receiver's part. Raises RefusedError, PeerLostError, DeadlineError."""
+    hello = expect(channel, Kind.HELLO, deadline)
+    if len(hello) < _NONCE:
+        raise PeerLostError("the peer's hello is malformed")
+    theirs = hello[_NONCE:].decode(errors="replace")
+    if theirs != engine:
+        _refuse(channel, f"the sender transfers by {theirs}, the receiver by {engine}: configure the same", deadline)
+    nonce = secrets.token_bytes(_NONCE)
+    nonces = hello[:_NONCE] + nonce
+    channel.send(Kind.CHALLENGE, nonce + bytes([secret is not None]), deadline)
+    proof = expect(channel, Kind.PROOF, deadline)
+    if not hmac.compare_digest(proof, _proof(secret, b"sender", nonces)):
+        _refuse(channel, "the sender does not know the receiver's secret", deadline)
+    channel.send(Kind.WELCOME, _proof(secret, b"receiver", nonces), deadline)
+    _sign(channel, secret, nonces, b"receiver", b"sender")
+
+
+def expect(channel: Channel, kind: Kind, deadline: float) -> bytes:
+    """The body of the next frame, which must be of this kind. Raises RefusedError, PeerLostError, DeadlineError."""
+    received, body = channel.receive(deadline)
+    if received is Kind.REFUSED:
+        raise RefusedError(body.decode(errors="replace"))
+    if received is not kind:
+        raise PeerLostError(f"the peer sent {received.name} instead of {kind.name}")
+    return body
+
+
+def _refuse(channel: Channel, reason: str, deadline: float) -> None:
+    channel.send(Kind.REFUSED, reason.encode(), deadline)
+    raise RefusedError(reason)
+
+
+def _proof(secret: bytes | None, role: bytes, nonces: bytes) -> bytes:
+    return b"" if secret is None else hmac.digest(secret, b"proof of the " + role + nonces, "sha256")
+
+
+def _sign(channel: Channel, secret: bytes | None, nonces: bytes, ours: bytes, theirs: bytes) -> None:
+    if secret is not None:
+        channel.sign(*(hmac.digest(secret, b"frames of the " + role + nonces, "sha256") for role in (ours, theirs)))

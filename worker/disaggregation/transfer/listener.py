@@ -1,0 +1,84 @@
+"""The receiver's door: accepts connections, has each greeted and served by a thread of its own, and ends them all."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from worker.disaggregation.transfer.channel import Channel
+from worker.disaggregation.transfer.engine import RefusedError, TransferError
+from worker.disaggregation.transfer.handshake import welcome
+
+MOST_SESSIONS = 1024
+_GREETING_SECONDS = 5.0
+_logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Serves sessions on a listening socket, which it owns, until `close`."""
+
+    def __init__(
+        self, listening: socket.socket, engine: str, secret: bytes | None, serve: Callable[[Channel], None]
+    ) -> None:
+        self.socket = listening
+        self._engine, self._secret, self._serve = engine, secret, serve
+        self._lock = threading.Lock()
+        self._sessions: dict[threading.Thread, Channel] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name=f"transfer-{engine}-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Refuse new sessions, cut those there are, and wait for their threads. May be repeated."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            sessions = dict(self._sessions)
+        with suppress(OSError):  # unusable already: accept fails either way
+            self.socket.shutdown(socket.SHUT_RDWR)
+        for channel in sessions.values():
+            channel.cut()
+        self._thread.join()
+        for thread in sessions:
+            thread.join()
+        self.socket.close()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self.socket.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    _logger.warning("a transfer session could not be accepted: %s", error)
+                    self._closing.wait(0.1)  # out of file descriptors, most likely
+                continue
+            channel = Channel(connection)
+            thread = threading.Thread(
+                target=self._run, args=(channel,), name=f"transfer-{self._engine}-session", daemon=True
+            )
+            with self._lock:
+                admitted = len(self._sessions) < MOST_SESSIONS and not self._closing.is_set()
+                if admitted:
+                    self._sessions[thread] = channel
+                    thread.start()
+            if not admitted:
+                channel.close()
+
+    def _run(self, channel: Channel) -> None:
+        try:
+            welcome(channel, self._engine, self._secret, time.monotonic() + _GREETING_SECONDS)
+            self._serve(channel)
+        except RefusedError as error:
+            _logger.warning("a transfer session was refused: %s", error)
+        except TransferError as error:
+            if not self._closing.is_set():
+                _logger.info("a transfer session ended: %s", error)
+        finally:
+            with self._lock:
+                self._sessions.pop(threading.current_thread(), None)
+            channel.close()
