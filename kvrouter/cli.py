@@ -241,6 +241,29 @@ def replay(
 
 
 @app.command()
+def doctor(
+    config: ConfigFile = None,
+    worker: Annotated[list[str] | None, typer.Option("--worker", "-w", help="URL of a worker; repeatable.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The workers' API key.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Find out why hits are zero or low, by connecting to the workers as the router would.
+
+    Sends a few short requests to each worker. The exit status is 0 when nothing is wrong, 1 when something is, and 2
+    when nothing could be examined.
+    """
+    from kvrouter.doctor import run_doctor
+    from kvrouter.logs import log_to_stderr
+
+    settings = _settings(config, {"workers": [{"url": url} for url in worker]} if worker else {})
+    if not settings.workers:
+        _fail("no workers: name them under workers: in the settings file, or with --worker URL", status=2)
+    log_to_stderr(Level.ERROR)
+    if not asyncio.run(run_doctor(settings, api_key, as_json)):
+        raise typer.Exit(1)
+
+
+@app.command()
 def keygen(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the keys.")],
     name: Annotated[str, typer.Option(help="What the files are called.")] = "kvrouter",
@@ -303,6 +326,6 @@ def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None and value != {}}
 
 
-def _fail(message: str) -> Any:
+def _fail(message: str, status: int = 1) -> Any:
     typer.echo(f"kvrouter: {message}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(status)

@@ -1,0 +1,90 @@
+"""What the doctor can find, and what to do about each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """Why hits are zero or low."""
+
+    WORKER_UNREACHABLE = "worker_unreachable"
+    REQUESTS_REFUSED = "requests_refused"
+    EVENTS_OFF = "events_off"
+    ENDPOINT_UNREACHABLE = "endpoint_unreachable"
+    NO_PUBLISHER = "no_publisher"
+    STREAM_SILENT = "stream_silent"
+    TOPIC_MISMATCH = "topic_mismatch"
+    EVENTS_UNREADABLE = "events_unreadable"
+    EVENTS_WITHOUT_TOKENS = "events_without_tokens"
+    BLOCK_SIZE = "block_size"
+    TOKENIZER = "tokenizer"
+    CHAT_TEMPLATE = "chat_template"
+    SALT = "salt"
+    ADAPTER = "adapter"
+    PREFIX_CACHING_OFF = "prefix_caching_off"
+    REPLAY_MISSING = "replay_missing"
+    REPLAY_SILENT = "replay_silent"
+    SEQUENCE = "sequence"
+    CLOCK = "clock"
+    STREAM_BUFFERED = "stream_buffered"
+    NOT_MATCHED = "not_matched"
+
+
+FIXES = {
+    Cause.WORKER_UNREACHABLE: "Start the worker, or correct its URL; it must answer GET /v1/models.",
+    Cause.REQUESTS_REFUSED: "Give the worker's key with --api-key, or correct what the answer complains of.",
+    Cause.EVENTS_OFF: "Start the engine with --kv-events-config, publisher zmq and events enabled, or name its streams "
+    "in the settings, under workers: streams:.",
+    Cause.ENDPOINT_UNREACHABLE: "Correct the endpoint (each DP rank has its own port), let the engine bind an address "
+    "that is reachable from here, or open the port in the firewall.",
+    Cause.NO_PUBLISHER: "Connect to the PUB endpoint, not to the replay endpoint or another service; for an encrypted "
+    "stream set curve_server_key_file.",
+    Cause.STREAM_SILENT: "Something listens there, but this worker publishes elsewhere: compare the endpoint with the "
+    "one in the engine's --kv-events-config, and the port with the DP rank's.",
+    Cause.TOPIC_MISMATCH: 'Set the topic under workers: streams: to what the engine publishes under, or to "" for all.',
+    Cause.EVENTS_UNREADABLE: "Upgrade what publishes these events, or connect to the engine itself.",
+    Cause.EVENTS_WITHOUT_TOKENS: "Upgrade the engine, or remove what strips token_ids from its events: a prompt is "
+    "matched by its tokens.",
+    Cause.BLOCK_SIZE: "Remove block_size from the worker's settings, or set it to what the engine uses.",
+    Cause.TOKENIZER: "Set models: NAME: tokenizer: to the folder of the very model that the worker serves.",
+    Cause.CHAT_TEMPLATE: "Give the router's tokenizer folder the chat template that the worker is started with.",
+    Cause.SALT: "Something between router and engine adds a cache salt to requests: remove it, or let clients send it "
+    "in the body (cache_salt) through the router.",
+    Cause.ADAPTER: "Ask for the adapter by its own model name, so that the router knows of it too.",
+    Cause.PREFIX_CACHING_OFF: "Start the engine with prefix caching (vLLM: --enable-prefix-caching; SGLang: without "
+    "--disable-radix-cache).",
+    Cause.REPLAY_MISSING: "Set replay_endpoint in the engine's --kv-events-config: without it a router that starts "
+    "later never learns what is cached already, and a lost batch stays lost.",
+    Cause.REPLAY_SILENT: "Correct replay_endpoint, or open its port; it must be the engine's ROUTER socket.",
+    Cause.SEQUENCE: "Let one publisher alone use this endpoint, and connect to it without a relay that drops messages.",
+    Cause.CLOCK: "Synchronize the clocks (NTP): lags and freshness are computed from the engine's time.",
+    Cause.STREAM_BUFFERED: "Switch off response buffering in the proxy between here and the worker "
+    "(nginx: proxy_buffering off).",
+    Cause.NOT_MATCHED: "None of the known causes: compare the events in `kvrouter record` with the prompt's tokens.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong: where, how that was seen, and what to do."""
+
+    cause: Cause
+    worker: str
+    evidence: str
+    dp_rank: int | None = None
+
+    @property
+    def fix(self) -> str:
+        return FIXES[self.cause]
+
+    def as_json(self) -> dict[str, object]:
+        """The finding with its fix, for scripts."""
+        return {
+            "cause": self.cause.value,
+            "worker": self.worker,
+            "dp_rank": self.dp_rank,
+            "evidence": self.evidence,
+            "fix": self.fix,
+        }
