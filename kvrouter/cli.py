@@ -129,6 +129,7 @@ def simulate(
     block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
     blocks: Annotated[int, typer.Option(help="Blocks in the cache of each DP rank.")] = 4096,
     dp_size: Annotated[int, typer.Option(help="Number of DP ranks.")] = 1,
+    prefix_caching: Annotated[bool, typer.Option(help="Keep what was computed, and find it again.")] = True,
     max_model_len: Annotated[int, typer.Option(help="Tokens of the longest prompt with its answer.")] = 32768,
     prefill_ms: Annotated[float, typer.Option(help="Milliseconds to compute one uncached prompt token.")] = 0.15,
     step_ms: Annotated[float, typer.Option(help="Milliseconds a step takes at least: the time of a token.")] = 5.0,
@@ -148,6 +149,7 @@ def simulate(
             block_size=block_size,
             num_blocks=blocks,
             dp_size=dp_size,
+            prefix_caching=prefix_caching,
             max_model_len=max_model_len,
             prefill_s_per_token=prefill_ms / 1000,
             base_step_s=step_ms / 1000,
@@ -245,6 +247,7 @@ def doctor(
     config: ConfigFile = None,
     worker: Annotated[list[str] | None, typer.Option("--worker", "-w", help="URL of a worker; repeatable.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The workers' API key.")] = None,
+    patience: Annotated[float, typer.Option(min=0.1, help="Seconds that events may take to come.")] = 4.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Find out why hits are zero or low, by connecting to the workers as the router would.
@@ -259,7 +262,7 @@ def doctor(
     if not settings.workers:
         _fail("no workers: name them under workers: in the settings file, or with --worker URL", status=2)
     log_to_stderr(Level.ERROR)
-    if not asyncio.run(run_doctor(settings, api_key, as_json)):
+    if not asyncio.run(run_doctor(settings, api_key, patience, as_json)):
         raise typer.Exit(1)
 
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
 
 import aiohttp
-import zmq
 
 from indexer import Indexer, MatchQuery, Registration, Target
 from kvevents import BlockStored
@@ -27,11 +25,11 @@ from router.settings import WorkerSettings
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
 
-HEARING_TIMEOUT = 4.0  # seconds from an answer to its events
 CLOCK_TOLERANCE = 5.0
 _UNKNOWN_BLOCK_SIZE = 64
 # A buffered stream comes in a few reads at its end. Below this nothing can be told.
 _SHORTEST_STREAM = 0.05
+_STREAMS = 3
 
 
 class Examination:
@@ -45,6 +43,7 @@ class Examination:
         tokenizers: Tokenizers,
         source: TokenizerSource,
         keys: KeyPair | None,
+        patience: float,
     ) -> None:
         self.url = str(settings.url).rstrip("/")
         self.findings: list[Finding] = []
@@ -55,6 +54,7 @@ class Examination:
         self._tokenizers = tokenizers
         self._source = source
         self._keys = keys
+        self._patience = patience
 
     async def run(self) -> None:
         """Go through all steps."""
@@ -104,11 +104,9 @@ class Examination:
                 self._found(Cause.EVENTS_OFF, "it does not say where its events are, and no settings do")
             return
         async with AsyncExitStack() as stack:
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            stack.callback(context.term)
             watched = []
             for source in described.streams:
-                stream = WatchedStream(context, source, self._keys)
+                stream = WatchedStream(source, self._keys)
                 stack.push_async_callback(stream.close)
                 if await self._connected(stream):
                     watched.append(stream)
@@ -124,7 +122,7 @@ class Examination:
         rank, source = stream.source.dp_rank, stream.source
         try:
             await stream.connect()
-        except (UnreachableError, zmq.ZMQError) as error:
+        except UnreachableError as error:
             self._found(Cause.ENDPOINT_UNREACHABLE, str(error), rank)
             return False
         except NoPublisherError as error:
@@ -143,11 +141,14 @@ class Examination:
     ) -> None:
         rank, heard = stream.source.dp_rank, stream.heard
         found_before = len(self.findings)
-        text = worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE)
-        await worker.complete(text, rank)
-        expected = await text_tokens(self._tokenizers, model, text)
-        # Engines that do not take the rank header choose a rank themselves.
-        stored = await self._heard_on(all_streams, lambda each: expected and stored_at_root(expected, each.stored()))
+        for _ in range(2):  # the first may have come before the subscription
+            text = worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE)
+            expected = await text_tokens(self._tokenizers, model, text)
+            await worker.complete(text, rank)
+            # Engines that do not take the rank header choose a rank themselves.
+            stored = await self._heard_on(all_streams, expected)
+            if any(each.heard.topics for each in all_streams):
+                break
         if not any(each.heard.topics for each in all_streams):
             evidence = (
                 f"connected to {stream.source.endpoint}; the worker computed a new prompt, and nothing was published"
@@ -171,15 +172,18 @@ class Examination:
         if expected is not None and len(self.findings) == found_before:
             await self._examine_match(Target(self.url, rank, model), expected)
 
-    async def _heard_on(
-        self, streams: list[WatchedStream], look: Callable[[Heard], BlockStored | list[int] | None]
-    ) -> BlockStored | None:
-        """What `look` finds in what comes on any of the streams before the deadline."""
-        deadline = time.monotonic() + HEARING_TIMEOUT
+    async def _heard_on(self, streams: list[WatchedStream], token_ids: list[int] | None) -> BlockStored | None:
+        """The event that stores a prompt, if it comes on any of the streams in time.
+
+        Where its tokens are not known, the wait is until anything comes.
+        """
+        deadline = time.monotonic() + self._patience
         while True:
             for stream in streams:
                 stream.arrived.clear()
-                if isinstance(found := look(stream.heard), BlockStored):
+                if token_ids is None and stream.heard.topics:
+                    return None
+                if token_ids is not None and (found := stored_at_root(token_ids, stream.heard.stored())):
                     return found
             waiting = [asyncio.create_task(stream.arrived.wait()) for stream in streams]
             try:
@@ -236,7 +240,7 @@ class Examination:
             await worker.chat(messages, rank)
         except RequestRefusedError:
             return  # a model without a chat template
-        if await self._heard_on(all_streams, lambda each: stored_at_root(expected, each.stored())) is None:
+        if await self._heard_on(all_streams, expected) is None:
             evidence = f"a new conversation was sent: {difference(expected, stream.heard.stored())}"
             self._found(Cause.CHAT_TEMPLATE, evidence, rank)
         else:
@@ -262,7 +266,7 @@ class Examination:
             return
         try:
             batches = await stream.replayed()
-        except (UnreachableError, NoPublisherError, zmq.ZMQError) as error:
+        except (UnreachableError, NoPublisherError) as error:
             self._found(Cause.REPLAY_SILENT, str(error), rank)
             return
         self.passed.append(f"rank {rank}: {batches} batches can be replayed")
@@ -270,7 +274,7 @@ class Examination:
     async def _examine_match(self, target: Target, token_ids: list[int]) -> None:
         """Whether the index finds the prompt."""
         query = MatchQuery(target.model, token_ids)
-        deadline = time.monotonic() + HEARING_TIMEOUT
+        deadline = time.monotonic() + self._patience
         while not (matched := max((m.matched_tokens for m in self._indexer.match(query)), default=0)):
             if time.monotonic() > deadline:
                 evidence = f"a prompt of {len(token_ids)} tokens was computed and told of, and is not found"
@@ -283,17 +287,19 @@ class Examination:
         """Whether tokens come one by one: the first of a long answer comes long before its last."""
         text = worker.unused_text(1)
         await worker.stream(text, 1)
-        one, many = await worker.stream(text, 1), await worker.stream(text, STREAMED_TOKENS)
-        if many.whole < _SHORTEST_STREAM or one.whole > many.whole / 2:
-            return
-        if many.first_byte > (one.whole + many.whole) / 2:
-            evidence = (
-                f"{STREAMED_TOKENS} tokens took {many.whole * 1000:.0f} ms and the first came after "
-                f"{many.first_byte * 1000:.0f} ms, although one alone takes {one.whole * 1000:.0f} ms"
-            )
-            self._found(Cause.STREAM_BUFFERED, evidence)
-        else:
-            self.passed.append(f"streams: the first of {STREAMED_TOKENS} tokens after {many.first_byte * 1000:.0f} ms")
+        for _ in range(_STREAMS):  # a busy worker may stutter
+            one, many = await worker.stream(text, 1), await worker.stream(text, STREAMED_TOKENS)
+            if many.whole < _SHORTEST_STREAM or one.whole > many.whole / 2:
+                return
+            if many.first_byte < (one.whole + many.whole) / 2:
+                first = f"the first of {STREAMED_TOKENS} tokens after {many.first_byte * 1000:.0f} ms"
+                self.passed.append(f"streams: {first}, the last after {many.whole * 1000:.0f} ms")
+                return
+        evidence = (
+            f"{STREAMED_TOKENS} tokens took {many.whole * 1000:.0f} ms and the first came after "
+            f"{many.first_byte * 1000:.0f} ms, although one alone takes {one.whole * 1000:.0f} ms"
+        )
+        self._found(Cause.STREAM_BUFFERED, evidence)
 
     def _found(self, cause: Cause, evidence: str, dp_rank: int | None = None) -> None:
         self.findings.append(Finding(cause, self.url, evidence, dp_rank))

@@ -20,9 +20,9 @@ _AT_ONCE = 16  # workers
 _REQUEST_TIMEOUT = 60.0  # seconds
 
 
-async def run_doctor(settings: Settings, api_key: str | None, as_json: bool) -> bool:
+async def run_doctor(settings: Settings, api_key: str | None, patience: float, as_json: bool) -> bool:
     """Examine the settings' workers and print what was found. Whether the fleet is sound."""
-    examined = await _examine(settings, api_key)
+    examined = await examine(settings, api_key, patience)
     findings = [finding for each in examined for finding in each.findings]
     if as_json:
         print(json.dumps({"workers": [each.url for each in examined], "findings": [f.as_json() for f in findings]}))
@@ -40,7 +40,8 @@ async def run_doctor(settings: Settings, api_key: str | None, as_json: bool) -> 
     return not findings
 
 
-async def _examine(settings: Settings, api_key: str | None) -> list[Examination]:
+async def examine(settings: Settings, api_key: str | None, patience: float) -> list[Examination]:
+    """Examine the settings' workers, several at once. `patience`: seconds that events may take to come."""
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
     # What the router has saved is not to be read or written here.
@@ -53,15 +54,15 @@ async def _examine(settings: Settings, api_key: str | None) -> list[Examination]
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer.timeout)
             examinations = [
-                Examination(worker, session, indexer, tokenizers, source, keys) for worker in settings.workers
+                Examination(worker, session, indexer, tokenizers, source, keys, patience) for worker in settings.workers
             ]
 
-            async def examine(each: Examination) -> None:
+            async def run(each: Examination) -> None:
                 async with at_once:
                     await each.run()
 
             try:
-                await asyncio.gather(*map(examine, examinations))
+                await asyncio.gather(*map(run, examinations))
             finally:
                 await tokenizers.close()
     return examinations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Event, Thread
 from urllib.parse import urlsplit
 
 import zmq
-import zmq.asyncio
 
 from indexer.stream_monitor import Refused, monitor_of, read_monitor
 from kvevents import BlockStored, EventBatch, EventSource, MalformedBatchError, decode_batch
@@ -19,6 +20,7 @@ from kvevents.frames import MalformedFrameError, parse_live, parse_replay, repla
 CONNECT_TIMEOUT = 3.0  # seconds
 REPLAY_TIMEOUT = 3.0
 _QUEUE = 100_000  # messages
+_TURN_MS = 50  # between looks at whether to end
 
 
 class UnreachableError(Exception):
@@ -31,96 +33,121 @@ class NoPublisherError(Exception):
 
 @dataclass(slots=True)
 class Heard:
-    """What came on a stream: batches by their number, topics, and what could not be read."""
+    """What came on a stream: batches by number and time of arrival (unix seconds), topics, and what is unreadable."""
 
-    batches: list[tuple[int, float, EventBatch]] = field(default_factory=list)  # number, arrival (unix time), batch
+    batches: list[tuple[int, float, EventBatch]] = field(default_factory=list)
     topics: set[str] = field(default_factory=set)
     unreadable: list[str] = field(default_factory=list)
 
     def stored(self) -> list[BlockStored]:
+        """Every block that was stored, in order."""
         return [event for _, _, batch in self.batches for event in batch.events if isinstance(event, BlockStored)]
 
 
 class WatchedStream:
-    """Follows a DP rank's stream in a task of its own, until `close`."""
+    """Follows a DP rank's stream in a thread of its own, from `connect` to `close`."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: EventSource, keys: KeyPair | None) -> None:
+    def __init__(self, source: EventSource, keys: KeyPair | None) -> None:
         self.source = source
         self.heard = Heard()
         self.arrived = asyncio.Event()  # set at every message
-        self._context = context
+        self._loop = asyncio.get_running_loop()
         self._keys = keys
-        self._socket = self._open(zmq.SUB)
-        self._task: asyncio.Task[None] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._closing = Event()
+        self._thread: Thread | None = None
 
     async def connect(self) -> None:
         """Reach the publisher and begin to listen. Raises UnreachableError, NoPublisherError."""
         await reach(self.source.endpoint)
-        self._socket.subscribe(b"")
-        monitor = monitor_of(self._socket)
-        try:
-            self._socket.connect(self.source.endpoint)
-            if not await asyncio.to_thread(monitor.poll, int(CONNECT_TIMEOUT * 1000)):
-                raise NoPublisherError(f"{self.source.endpoint} accepts connections, but does not speak ZeroMQ")
-            if isinstance(refused := read_monitor(monitor), Refused):
-                raise NoPublisherError(f"{self.source.endpoint} is no publisher: {refused.reason}")
-        finally:
-            self._socket.disable_monitor()
-            monitor.close(0)
-        self._task = asyncio.create_task(self._follow())
+        socket = await asyncio.to_thread(self._subscribe)
+        self._thread = Thread(target=self._follow, args=(socket,), name="doctor-stream", daemon=True)
+        self._thread.start()
 
     async def replayed(self) -> int:
         """How many batches the replay endpoint still has. Raises UnreachableError, NoPublisherError."""
-        endpoint = self.source.replay_endpoint
-        assert endpoint is not None
-        await reach(endpoint)
-        socket = self._open(zmq.DEALER)
-        dealer = zmq.asyncio.Socket.shadow(socket)
-        try:
-            socket.connect(endpoint)
-            await dealer.send_multipart(replay_request(0))
-            count = 0
-            while await dealer.poll(int(REPLAY_TIMEOUT * 1000)):
-                if parse_replay(await dealer.recv_multipart()) is None:
-                    return count
-                count += 1
-        except MalformedFrameError as error:
-            raise NoPublisherError(f"{endpoint} answers a replay request with something else: {error}") from error
-        finally:
-            dealer.close(0)
-            socket.close(0)
-        raise NoPublisherError(f"{endpoint} is reached, but sends no end of a replay within {REPLAY_TIMEOUT:g} s")
+        assert self.source.replay_endpoint is not None
+        await reach(self.source.replay_endpoint)
+        return await asyncio.to_thread(self._ask_replay, self.source.replay_endpoint)
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-        self._socket.close(0)
+        self._closing.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        self._context.destroy(0)
+
+    def _subscribe(self) -> zmq.Socket[bytes]:
+        endpoint = self.source.endpoint
+        socket = self._open(zmq.SUB)
+        socket.subscribe(b"")
+        monitor = monitor_of(socket)
+        try:
+            _connect(socket, endpoint)
+            if not monitor.poll(int(CONNECT_TIMEOUT * 1000)):
+                raise NoPublisherError(f"{endpoint} accepts connections, but takes no subscriber")
+            if isinstance(refused := read_monitor(monitor), Refused):
+                raise NoPublisherError(f"{endpoint} is no publisher: {refused.reason}")
+        except BaseException:
+            socket.disable_monitor()
+            socket.close(0)
+            raise
+        finally:
+            monitor.close(0)
+        socket.disable_monitor()
+        return socket
+
+    def _ask_replay(self, endpoint: str) -> int:
+        with self._open(zmq.DEALER) as dealer:
+            _connect(dealer, endpoint)
+            dealer.send_multipart(replay_request(0))
+            count = 0
+            try:
+                while dealer.poll(int(REPLAY_TIMEOUT * 1000)):
+                    if parse_replay(dealer.recv_multipart()) is None:
+                        return count
+                    count += 1
+            except MalformedFrameError as error:
+                raise NoPublisherError(f"{endpoint} answers a replay request with something else: {error}") from error
+        raise NoPublisherError(f"{endpoint} is reached, but sends no end of a replay within {REPLAY_TIMEOUT:g} s")
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        socket.linger = 0
         socket.set_hwm(_QUEUE)
-        socket.setsockopt(zmq.IPV6, "[" in self.source.endpoint)
         if self.source.curve_server_key is not None:
             be_client(socket, self.source.curve_server_key, self._keys or temporary_key_pair())
         return socket
 
-    async def _follow(self) -> None:
-        socket = zmq.asyncio.Socket.shadow(self._socket)
-        while True:
-            frames = await socket.recv_multipart()
-            self.heard.topics.add(frames[0].decode(errors="replace"))
-            try:
-                frame = parse_live(frames)
-                batch = decode_batch(frame.payload)
-            except (MalformedFrameError, MalformedBatchError) as error:
-                self.heard.unreadable.append(str(error))
-            else:
-                self.heard.batches.append((frame.seq, time.time(), batch))
-                self.heard.unreadable += [rejected.reason for rejected in batch.rejected]
-            self.arrived.set()
+    def _follow(self, socket: zmq.Socket[bytes]) -> None:
+        with socket:
+            while not self._closing.is_set():
+                if socket.poll(_TURN_MS):
+                    self._read(socket.recv_multipart())
+                    self._tell(self.arrived.set)
+
+    def _read(self, frames: list[bytes]) -> None:
+        self.heard.topics.add(frames[0].decode(errors="replace"))
+        try:
+            frame = parse_live(frames)
+            batch = decode_batch(frame.payload)
+        except (MalformedFrameError, MalformedBatchError) as error:
+            self.heard.unreadable.append(str(error))
+            return
+        self.heard.batches.append((frame.seq, time.time(), batch))
+        self.heard.unreadable += [rejected.reason for rejected in batch.rejected]
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(call)
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise UnreachableError(f"{endpoint} is no address: {error}") from error
 
 
 async def reach(endpoint: str) -> None:

@@ -245,7 +245,8 @@ class SimulatedEngine:
         end = generation.num_computed + count
         if not self.cache.allocate(generation.sequence, end):
             return False
-        self.cache.store(generation.sequence, end)
+        if self._settings.prefix_caching:
+            self.cache.store(generation.sequence, end)
         return True
 
     def _preempt_latest(self) -> None:

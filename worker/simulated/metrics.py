@@ -65,7 +65,8 @@ class _EngineCollector(Collector):
             labels=("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"),
         )
         for rank in range(len(self._engines)):
-            config.add_metric((str(rank), str(self._settings.block_size), str(self._settings.num_blocks), "True"), 1)
+            layout = (self._settings.block_size, self._settings.num_blocks, self._settings.prefix_caching)
+            config.add_metric((str(rank), *map(str, layout)), 1)
         yield config
 
     def _gauge(self, name: str, text: str, by_rank: Sequence[float]) -> Metric:

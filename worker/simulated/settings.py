@@ -31,6 +31,7 @@ class SimulatedWorkerSettings:
     block_size: int = 16  # tokens
     num_blocks: int = 4096  # per DP rank
     dp_size: int = 1
+    prefix_caching: bool = True
     max_model_len: int = 32768  # tokens, prompt and answer together
 
     max_num_seqs: int = 64  # running at once, per DP rank

@@ -1,0 +1,81 @@
+"""What stands between a router and a sound worker, and breaks it: a proxy for requests, a relay for events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+Frames = list[bytes]
+
+
+@asynccontextmanager
+async def request_proxy(
+    worker: str,
+    change: Callable[[str, bytes], bytes] = lambda _, body: body,
+    key: str | None = None,
+    buffered: bool = False,
+) -> AsyncIterator[str]:
+    """A proxy that changes bodies by their path, or lets only one key through, or keeps answers until they end."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if key and request.method == "POST" and request.headers.get("Authorization") != f"Bearer {key}":
+            return web.Response(status=401, text="no key")
+        body = change(request.path, await request.read())
+        headers = {
+            name: request.headers[name] for name in ("Content-Type", "X-data-parallel-rank") if name in request.headers
+        }
+        async with session.request(request.method, worker + request.path, data=body, headers=headers) as response:
+            answer = web.StreamResponse(status=response.status, headers={"Content-Type": response.content_type})
+            whole = await response.read() if buffered else b""
+            await answer.prepare(request)
+            await answer.write(whole)
+            async for chunk in response.content.iter_any():
+                await answer.write(chunk)
+        return answer
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        async with aiohttp.ClientSession() as session:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def event_relay(endpoint: str, change: Callable[[Frames], Frames | None]) -> AsyncIterator[str]:
+    """A relay of a stream that changes its messages, or drops those that `change` makes None of."""
+    context: Any = zmq.asyncio.Context()
+    heard, told = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    heard.subscribe(b"")
+    monitor = heard.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    heard.connect(endpoint)
+    port = told.bind_to_random_port("tcp://127.0.0.1")
+
+    async def relay() -> None:
+        while True:
+            if (frames := change(await heard.recv_multipart())) is not None:
+                await told.send_multipart(frames)
+
+    await monitor.recv_multipart()
+    relaying = asyncio.create_task(relay())
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        relaying.cancel()
+        await asyncio.gather(relaying, return_exceptions=True)
+        heard.disable_monitor()
+        monitor.close(0)
+        context.destroy(0)

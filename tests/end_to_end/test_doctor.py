@@ -1,0 +1,199 @@
+"""Fleets that are each broken in one way: the doctor names that way, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import zmq
+from broken_fleet import Frames, event_relay, request_proxy
+
+from kvevents import BlockStored, WireForm, decode_batch, encode_batch
+from kvrouter.doctor.findings import FIXES, Cause
+from kvrouter.doctor.run import examine
+from router.settings import Settings
+from worker import PublisherConfig
+from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated.settings import BUNDLED_MODEL
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE = 1.5
+
+
+class Sound:
+    """A worker with nothing wrong, and where its events are."""
+
+    def __init__(self, url: str, source: dict[str, Any]) -> None:
+        self.url = url
+        self.endpoint, self.replay_endpoint = source["endpoint"], source["replay_endpoint"]
+
+    def streams(self, **changed: Any) -> list[dict[str, Any]]:
+        stream = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint, **changed}
+        return [{name: value for name, value in stream.items() if value is not None}]
+
+
+@pytest.fixture(scope="module")
+async def sound() -> AsyncIterator[Sound]:
+    settings = SimulatedWorkerSettings(adapters=("tuned",), prefill_s_per_token=1e-6, base_step_s=0.005)
+    async with running(settings) as url, aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/kv_event_sources") as response:
+            sources = await response.json()
+        yield Sound(url, sources["0"])
+
+
+async def found(*workers: dict[str, Any], api_key: str | None = None, **sections: Any) -> list[list[Cause]]:
+    """What the doctor finds of each worker."""
+    examined = await examine(Settings(workers=list(workers), **sections), api_key, PATIENCE)
+    for each in examined:
+        print(each.url, *each.passed, *each.findings, sep="\n  ")  # shown when a test fails
+    return [[finding.cause for finding in each.findings] for each in examined]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+async def test_nothing_is_found_in_a_sound_fleet(sound: Sound) -> None:
+    async with running(SimulatedWorkerSettings(dp_size=2, prefill_s_per_token=1e-6)) as two_ranks:
+        assert await found({"url": sound.url}, {"url": two_ranks}) == [[], []]
+
+
+async def test_each_broken_worker_is_found_to_be_broken_in_its_way(sound: Sound) -> None:
+    broken: dict[Cause, list[dict[str, Any]]] = {}
+    async with AsyncExitStack() as stack:
+
+        async def with_streams(cause: Cause, **changed: Any) -> None:
+            """A worker whose stream the settings describe."""
+            url = await stack.enter_async_context(request_proxy(sound.url))
+            broken.setdefault(cause, []).append({"url": url, "streams": sound.streams(**changed)})
+
+        async def behind_proxy(cause: Cause, **options: Any) -> None:
+            url = await stack.enter_async_context(request_proxy(sound.url, **options))
+            broken.setdefault(cause, []).append({"url": url})
+
+        async def relayed(cause: Cause, change: Callable[[Frames], Frames]) -> None:
+            endpoint = await stack.enter_async_context(event_relay(sound.endpoint, change))
+            await with_streams(cause, endpoint=endpoint)
+
+        async def started(cause: Cause, **options: Any) -> None:
+            url = await stack.enter_async_context(running(SimulatedWorkerSettings(**options)))
+            broken.setdefault(cause, []).append({"url": url})
+
+        broken[Cause.WORKER_UNREACHABLE] = [{"url": f"http://127.0.0.1:{free_port()}"}]
+        await behind_proxy(Cause.REQUESTS_REFUSED, key="secret")
+        await behind_proxy(Cause.SALT, change=with_fields(cache_salt="pinch"))
+        await behind_proxy(Cause.ADAPTER, change=with_fields(model="tuned"))
+        await behind_proxy(Cause.STREAM_BUFFERED, buffered=True)
+        await started(Cause.EVENTS_OFF, kv_events=PublisherConfig(publisher="null"))
+        await started(Cause.PREFIX_CACHING_OFF, prefix_caching=False)
+        url = await stack.enter_async_context(request_proxy(sound.url))
+        broken[Cause.BLOCK_SIZE] = [{"url": url, "block_size": 32}]
+        silent = stack.enter_context(zmq.Context()).socket(zmq.PUB)
+        stack.callback(silent.close, 0)
+        closed, unused = (
+            f"tcp://127.0.0.1:{port}" for port in (free_port(), silent.bind_to_random_port("tcp://127.0.0.1"))
+        )
+        await with_streams(Cause.ENDPOINT_UNREACHABLE, endpoint=closed)
+        await with_streams(Cause.NO_PUBLISHER, endpoint=sound.replay_endpoint)
+        await with_streams(Cause.NO_PUBLISHER, endpoint=sound.url.replace("http", "tcp"))
+        await with_streams(Cause.STREAM_SILENT, endpoint=unused)
+        await with_streams(Cause.TOPIC_MISMATCH, topic="other")
+        await with_streams(Cause.REPLAY_MISSING, replay_endpoint=None)
+        await with_streams(Cause.REPLAY_SILENT, replay_endpoint=closed)
+        await with_streams(Cause.REPLAY_SILENT, replay_endpoint=sound.endpoint)
+        await relayed(Cause.EVENTS_WITHOUT_TOKENS, without_tokens)
+        await relayed(Cause.EVENTS_UNREADABLE, lambda frames: [*frames[:2], b"\xc1"])
+        await relayed(Cause.CLOCK, an_hour_early)
+        await relayed(Cause.SEQUENCE, numbered_anew(lambda number: 2 * number))
+        await relayed(Cause.SEQUENCE, numbered_anew(lambda number: 10_000 - number))
+
+        workers = [(cause, worker) for cause, each in broken.items() for worker in each]
+        causes = await found(*(worker for _, worker in workers))
+    assert causes == [[cause] for cause, _ in workers]
+
+
+async def test_a_key_opens_the_worker(sound: Sound) -> None:
+    async with request_proxy(sound.url, key="secret") as url:
+        assert await found({"url": url}, api_key="secret") == [[]]
+
+
+async def test_another_tokenizer(sound: Sound, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for one, other in ("01", "23", "45", "67", "89"):
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(tokenizer))
+    models = {"simulated": {"tokenizer": str(folder)}}
+    assert await found({"url": sound.url}, models=models) == [[Cause.TOKENIZER]]
+
+
+async def test_another_chat_template(sound: Sound, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["chat_template"] = "You are new. " + config["chat_template"]
+    file.write_text(json.dumps(config))
+    models = {"simulated": {"tokenizer": str(folder)}}
+    assert await found({"url": sound.url}, models=models) == [[Cause.CHAT_TEMPLATE]]
+
+
+async def test_the_command_prints_json_and_tells_by_its_exit_status(sound: Sound) -> None:
+    command = [sys.executable, "-m", "kvrouter", "doctor", "--json", "--worker"]
+    for url, status, causes in (
+        (sound.url, 0, []),
+        (f"http://127.0.0.1:{free_port()}", 1, ["worker_unreachable"]),
+    ):
+        process = await asyncio.create_subprocess_exec(*command, url, stdout=asyncio.subprocess.PIPE)
+        printed, _ = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == status
+        answer = json.loads(printed)
+        assert answer["workers"] == [url]
+        assert [finding["cause"] for finding in answer["findings"]] == causes
+        assert all(finding["evidence"] and finding["fix"] for finding in answer["findings"])
+
+
+def test_there_is_a_fix_for_every_cause() -> None:
+    assert set(FIXES) == set(Cause)
+
+
+def with_fields(**fields: str) -> Any:
+    def change(path: str, body: bytes) -> bytes:
+        return json.dumps(json.loads(body) | fields).encode() if "completions" in path else body
+
+    return change
+
+
+def numbered_anew(number: Any) -> Any:
+    return lambda frames: [frames[0], number(int.from_bytes(frames[1], "big")).to_bytes(8, "big"), frames[2]]
+
+
+def without_tokens(frames: Frames) -> Frames:
+    batch = decode_batch(frames[2])
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            event.token_ids = []
+    return [*frames[:2], encode_batch(batch, WireForm.VLLM_MAPS)]
+
+
+def an_hour_early(frames: Frames) -> Frames:
+    batch = decode_batch(frames[2])
+    batch.ts -= 3600
+    return [*frames[:2], encode_batch(batch, WireForm.VLLM_MAPS)]
+
+
+def test_the_docs_tell_of_every_cause() -> None:
+    docs = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
+    assert {cause for cause in Cause if f"| `{cause}` |" in docs} == set(Cause)
