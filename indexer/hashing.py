@@ -37,7 +37,7 @@ def namespace_hash(namespace: Namespace, secret: str = "") -> int:
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Token ids as little-endian u32. Raises OverflowError or TypeError for anything that is no such id."""
-    packed = array("I", token_ids)
+    packed = array("I", token_ids)  # of another array, this is a plain copy
     if _BIG_ENDIAN:
         packed.byteswap()
     return packed.tobytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -47,7 +47,7 @@ class MatchQuery:
     """A tokenized prompt and all that tells its blocks from others with the same tokens."""
 
     model: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     adapter: str | None = None
     cache_salt: str | None = None
     tenant: str = DEFAULT_TENANT

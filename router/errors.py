@@ -9,3 +9,7 @@ class TokenizerUnavailableError(Exception):
 
 class KubernetesError(Exception):
     """The API server could not be asked, or said something that cannot be used; or there is no cluster around."""
+
+
+class TooLongForNowError(Exception):
+    """A text would hold up the event loop for too long: it is to be tokenized in a thread."""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+import sys
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import structlog
 from jinja2 import TemplateSyntaxError
 
 from indexer.errors import RequestError
 from router.chat_template import ChatTemplate
-from router.errors import TokenizerUnavailableError
+from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.requests import ChatPrompt
+from router.segment_cache import SegmentCache
+from router.segments import Cutter, SegmentedEncoder, ends_of
+from router.tokenizer_check import difference
+
+log = structlog.get_logger()
+
+CACHE_BYTES = 64 * 2**20
 
 
 class LocalTokenizer:
@@ -21,18 +31,22 @@ class LocalTokenizer:
     `vocab_size` is one more than the largest token id the model takes.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int = 0) -> None:
-        """`tokenizer` is one of transformers, of the fast kind; `vocab_size` what the model's configuration says."""
+    def __init__(self, tokenizer: Any, vocab_size: int = 0, cache_bytes: int = CACHE_BYTES) -> None:
+        """`tokenizer` is one of transformers, of the fast kind; `vocab_size` what the model's configuration says.
+
+        `cache_bytes` bounds what is kept of the texts seen before.
+        """
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_padding()
         self._backend.no_truncation()
+        self._segmented = self._piece_by_piece(cache_bytes)
         self._template = _template(tokenizer, None)
         self._tools_template = _template(tokenizer, [])
         # Models pad their vocabulary, and tokenizers have tokens of their own: the larger one counts, as in vLLM.
         self.vocab_size = max(vocab_size, max(tokenizer.get_vocab().values()) + 1)
 
     @classmethod
-    def load(cls, path_or_name: str) -> LocalTokenizer:
+    def load(cls, path_or_name: str, cache_bytes: int = CACHE_BYTES) -> LocalTokenizer:
         """The tokenizer of a model's directory or, over the network, of a name on the Hugging Face Hub.
 
         Slow: call it in a thread. Raises TokenizerUnavailableError, saying why.
@@ -56,7 +70,12 @@ class LocalTokenizer:
             config, _ = PretrainedConfig.get_config_dict(path_or_name, **options)
         except OSError:
             config = {}
-        return cls(tokenizer, (config.get("text_config") or config).get("vocab_size") or 0)
+        return cls(tokenizer, (config.get("text_config") or config).get("vocab_size") or 0, cache_bytes)
+
+    @property
+    def by_pieces(self) -> bool:
+        """Whether texts are tokenized piece by piece, because that is exact for this tokenizer."""
+        return self._segmented is not None
 
     def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
         """The text that the model's chat template makes of a conversation.
@@ -82,17 +101,38 @@ class LocalTokenizer:
             chat = replace(chat, messages=_with_one_system(chat.messages))
         return chat
 
-    def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[array[int]]:
         """The token ids of each text. Special tokens that stand in a text are read as such.
 
-        Raises RequestError (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
+        Raises TooLongForNowError when more than `at_most` characters have to be tokenized for it, and RequestError
+        (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
         """
+        if self._segmented is not None:
+            return self._segmented.encode(texts, add_special_tokens=add_special_tokens, at_most=at_most)
+        if sum(map(len, texts)) > at_most:
+            raise TooLongForNowError
+        return self._whole(texts, add_special_tokens=add_special_tokens)
+
+    def _whole(self, texts: list[str], *, add_special_tokens: bool) -> list[array[int]]:
+        return [array("I", ids) for ids in self._ids(texts, add_special_tokens)]
+
+    def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
         try:
             # Unlike `encode`, this lets other threads run; and it skips the offsets, a third of the work.
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise RequestError("The prompt has half of a surrogate pair in it. Send valid Unicode.") from error
         return [encoding.ids for encoding in encodings]
+
+    def _piece_by_piece(self, cache_bytes: int) -> SegmentedEncoder | None:
+        """The tokenizer used piece by piece; None when that is not the same as using it on whole texts."""
+        cutter, ends = Cutter(self._backend), ends_of(self._backend)
+        trial = SegmentedEncoder(self._ids, cutter, ends, SegmentCache(cache_bytes))
+        text = difference(self._whole, trial.encode, cutter)
+        if text is not None:
+            log.warning("prompts are tokenized whole: special tokens do not separate texts here", text=text)
+            return None
+        return SegmentedEncoder(self._ids, cutter, ends, SegmentCache(cache_bytes))
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

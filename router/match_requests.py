@@ -23,7 +23,7 @@ def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
         tenant = asked.tenant_id or DEFAULT_TENANT
         model, adapter = resolve(asked.model, tenant)
         try:
-            (token_ids,) = await tokenizers.token_ids(model, asked.prompt)
+            (token_ids,) = await tokenizers.token_ids(model, asked.prompt, len(body))
         except TokenizerUnavailableError as error:
             raise RequestError(
                 f"{error}: send token_ids instead, or set models.{model}.tokenizer",

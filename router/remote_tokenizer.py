@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from io import BytesIO
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -11,11 +12,12 @@ import msgspec
 from indexer.errors import RequestError
 from router.chat_template import template_variables
 from router.errors import TokenizerUnavailableError
+from router.fields import MAX_TOKEN_ID
 from router.requests import ChatPrompt, TextPrompts
 
 
 class _Tokens(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 
 
 class _Refusal(msgspec.Struct):
@@ -40,7 +42,7 @@ class RemoteTokenizer:
         self._model = model
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
 
-    async def token_ids(self, prompt: TextPrompts | ChatPrompt) -> list[list[int]]:
+    async def token_ids(self, prompt: TextPrompts | ChatPrompt) -> list[array[int]]:
         """The token ids of each prompt.
 
         Raises RequestError with the worker's words for a prompt it refuses, TokenizerUnavailableError when it does not
@@ -52,7 +54,7 @@ class RemoteTokenizer:
             await self._ask({"prompt": text, "add_special_tokens": prompt.add_special_tokens}) for text in prompt.texts
         ]
 
-    async def _ask(self, body: dict[str, Any]) -> list[int]:
+    async def _ask(self, body: dict[str, Any]) -> array[int]:
         data = BytesIO(msgspec.json.encode({"model": self._model} | body))  # aiohttp writes it in pieces
         headers = {"Content-Type": "application/json"}
         try:
@@ -62,7 +64,7 @@ class RemoteTokenizer:
             raise TokenizerUnavailableError(f"{self._url}: {str(error) or type(error).__name__}") from error
         try:
             if status == 200:
-                return _decode_tokens(answer).tokens
+                return array("I", _decode_tokens(answer).tokens)
             # Other refusals, such as 404 where a server has no /tokenize, are not about the prompt.
             if status in (400, 422):
                 refusal = _decode_refusal(answer).error

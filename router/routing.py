@@ -26,7 +26,7 @@ from router.rates import Rates, prefill_seconds
 from router.requests import RoutedRequest
 from router.response_owners import ResponseOwners
 from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
-from router.tokens import Tokenizers, TokenizerUnavailableError
+from router.tokens import Tokenized, Tokenizers, TokenizerUnavailableError
 from router.usage import Usage
 from router.worker import choosable
 
@@ -72,8 +72,8 @@ class RoutedPrompt:
 
     name: str | None
     tokens: int
-    token_ids: list[list[int]] = field(default_factory=list)
-    identities: list[list[int]] = field(default_factory=list)
+    token_ids: list[array[int]] = field(default_factory=list)
+    identities: list[array[int]] = field(default_factory=list)
     exact: bool = False
     cache_salt: str | None = None
     answers: int = 1
@@ -92,6 +92,23 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         session=request.session,
         previous_response=request.previous_response,
         priority=request.priority,
+    )
+
+
+def _routed_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedPrompt:
+    return RoutedPrompt(
+        request.model,
+        sum(map(len, tokenized.identities)),
+        tokenized.token_ids,
+        tokenized.identities,
+        tokenized.token_ids == tokenized.identities and request.previous_response is None,
+        request.cache_salt,
+        request.n,
+        request.stream,
+        request.session,
+        request.max_tokens,
+        request.previous_response,
+        request.priority,
     )
 
 
@@ -177,39 +194,52 @@ class Router:
 
     async def read(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         """Tokenize a request's prompts. Raises RequestError for a model nobody serves and for a prompt that is none."""
+        return self.read_now(request, body_bytes) or await self.read_aside(request, body_bytes)
+
+    def read_now(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt | None:
+        """The same at once; None when it takes longer than the event loop may be held up: then `read_aside` does it.
+
+        Raises the same errors.
+        """
+        request, model = self._asked(request)
+        if model is None or request.prompt is None:
+            return unread_prompt(request, body_bytes)
+        try:
+            tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)
+        except (TokenizerUnavailableError, RequestError) as error:
+            return self._routed_by_load(request, body_bytes, error)
+        return None if tokenized is None else _routed_prompt(request, tokenized)
+
+    async def read_aside(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
+        """The same for what `read_now` leaves: in a thread, or by a worker. Raises the same errors."""
+        request, model = self._asked(request)
+        if model is None or request.prompt is None:
+            return unread_prompt(request, body_bytes)
+        try:
+            tokenized = await self._tokenizers.tokenize_aside(model, request.prompt)
+        except (TokenizerUnavailableError, RequestError) as error:
+            return self._routed_by_load(request, body_bytes, error)
+        return _routed_prompt(request, tokenized)
+
+    def _asked(self, request: RoutedRequest) -> tuple[RoutedRequest, str | None]:
+        """A request with the name of what it asks for, and the model behind it. Without a name any worker will do."""
         if request.model is None and request.prompt is not None:
             request = replace(request, model=self._only_model())
         if request.model is None:
-            return unread_prompt(request, body_bytes)
+            return request, None
         serving = self._fleet.serving(request.model)
         if not serving:
             raise self._unknown_model(request.model)
-        if request.prompt is None:
-            return unread_prompt(request, body_bytes)
-        try:
-            tokenized = await self._tokenizers.tokenize(serving[0][1].model, request.prompt)
-        except TokenizerUnavailableError as error:
-            log.debug("routed by load alone", model=request.model, reason=str(error))
-            return unread_prompt(request, body_bytes)
-        except RequestError as error:
-            if not request.converted:
-                raise
-            log.debug("routed by load alone", model=request.model, reason=error.message)
-            return unread_prompt(request, body_bytes)
-        return RoutedPrompt(
-            request.model,
-            sum(map(len, tokenized.identities)),
-            tokenized.token_ids,
-            tokenized.identities,
-            tokenized.token_ids == tokenized.identities and request.previous_response is None,
-            request.cache_salt,
-            request.n,
-            request.stream,
-            request.session,
-            request.max_tokens,
-            request.previous_response,
-            request.priority,
-        )
+        return request, serving[0][1].model
+
+    def _routed_by_load(
+        self, request: RoutedRequest, body_bytes: int, error: TokenizerUnavailableError | RequestError
+    ) -> RoutedPrompt:
+        """A prompt that could not be tokenized. Raises the error when it is the client's to know."""
+        if isinstance(error, RequestError) and not request.converted:
+            raise error
+        log.debug("routed by load alone", model=request.model, reason=str(error))
+        return unread_prompt(request, body_bytes)
 
     def choose(
         self, prompt: RoutedPrompt, without: Collection[Worker] = (), limits: Limits = NO_LIMITS
@@ -439,7 +469,7 @@ class Router:
             if worker.up and not worker.draining and worker not in without and (name is None or worker.served(name))
         ]
 
-    def _matched(self, served: _Served, token_ids: list[int], cache_salt: str | None) -> dict[Target, Match]:
+    def _matched(self, served: _Served, token_ids: array[int], cache_salt: str | None) -> dict[Target, Match]:
         """What each target holds of a prompt, by the index."""
         try:
             matches = self._indexer.match(MatchQuery(served.model, token_ids, served.adapter, cache_salt))

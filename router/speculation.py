@@ -10,7 +10,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from sortedcontainers import SortedDict
@@ -22,7 +22,7 @@ from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pac
 CHUNK_TOKENS = 16
 
 
-def prompt_hashes(model: str, adapter: str | None, cache_salt: str | None, token_ids: list[int]) -> array[int]:
+def prompt_hashes(model: str, adapter: str | None, cache_salt: str | None, token_ids: Sequence[int]) -> array[int]:
     """A hash for each prefix of a prompt that is a whole number of chunks."""
     namespace = Namespace(model, "", adapter, cache_salt, CHUNK_TOKENS)
     hashes: array[int] = array("Q")

@@ -1,18 +1,21 @@
 """The token ids of a request's prompts: exactly those the engine will compute, by the model's tokenizer.
 
-A model's tokenizer is local where there is one, else a worker's. Long texts are tokenized in threads, so that the event
-loop never waits for one; short ones take less time than the way to a thread and back.
+A model's tokenizer is local where there is one, else a worker's. What takes long is done in threads, so that the event
+loop never waits for it; the rest takes less time than the way to a thread and back: short prompts, and long ones of
+which nearly all was seen before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from array import array
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from indexer.errors import RequestError
-from router.errors import TokenizerUnavailableError
+from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.local_tokenizer import LocalTokenizer
 from router.media import has_media
 from router.remote_tokenizer import RemoteTokenizer
@@ -20,8 +23,10 @@ from router.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Trunc
 
 __all__ = ["TokenizerUnavailableError", "Tokenizers"]
 
-# A quarter of a millisecond's work.
+# What is tokenized at once, in characters not seen before: a quarter of a millisecond's work.
 INLINE_CHARACTERS = 2048
+# What is rendered and looked up at once, in bytes of the body: two milliseconds' work at most.
+INLINE_BYTES = 2**18
 # Requests whose texts wait for a thread or are in one.
 MAX_WAITING = 256
 
@@ -33,8 +38,8 @@ class Tokenized(NamedTuple):
     are the same for prompts without media; of others, tokens in which a text stands for each item.
     """
 
-    token_ids: list[list[int]]
-    identities: list[list[int]]
+    token_ids: list[array[int]]
+    identities: list[array[int]]
 
 
 class Tokenizers:
@@ -54,74 +59,89 @@ class Tokenizers:
         """Forget the model's tokenizer, if it has one."""
         self._tokenizers.pop(model, None)
 
-    async def token_ids(self, model: str, prompt: Prompt) -> list[list[int]]:
-        """The token ids of each prompt: one list for a chat; none for prompts that are embeddings.
+    async def token_ids(self, model: str, prompt: Prompt, body_bytes: int = 0) -> list[array[int]]:
+        """The token ids of each prompt: one array for a chat; none for prompts that are embeddings.
 
-        A chat with media has those before the first of them.
+        A chat with media has those before the first of them. `body_bytes` is the size of what the prompt was read from.
 
         Raises RequestError (400) for a prompt that no worker would take, and TokenizerUnavailableError when the ids
         cannot be known (no tokenizer, its worker does not answer, too much to do already).
         """
-        return (await self.tokenize(model, prompt)).token_ids
+        return (await self.tokenize(model, prompt, body_bytes)).token_ids
 
-    async def tokenize(self, model: str, prompt: Prompt) -> Tokenized:
+    async def tokenize(self, model: str, prompt: Prompt, body_bytes: int = 0) -> Tokenized:
         """The same, and what tells apart prompts with media from each other."""
+        return self.tokenize_now(model, prompt, body_bytes) or await self.tokenize_aside(model, prompt)
+
+    def tokenize_now(self, model: str, prompt: Prompt, body_bytes: int = 0) -> Tokenized | None:
+        """The same at once; None when it takes longer than the event loop may be held up. Raises the same errors."""
         tokenizer = self._tokenizers.get(model)
-        if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
-            return await self._tokenize_around_media(tokenizer, prompt)
         if isinstance(prompt, TokenPrompts):
             if isinstance(tokenizer, LocalTokenizer):
                 _check_vocabulary(prompt, tokenizer.vocab_size)
-            token_ids = prompt.token_ids
-        elif isinstance(tokenizer, LocalTokenizer):
-            token_ids = await self._encode(tokenizer, prompt)
-        elif tokenizer is not None:
-            token_ids = await tokenizer.token_ids(prompt)
-        else:
+            return _same([array("I", ids) for ids in prompt.token_ids], prompt)
+        if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
-        if prompt.truncation:
-            token_ids = [_truncated(ids, prompt.truncation) for ids in token_ids]
-        return Tokenized(token_ids, token_ids)
+        if isinstance(tokenizer, RemoteTokenizer) or body_bytes > INLINE_BYTES:
+            return None
+        try:
+            return _tokenized(tokenizer, prompt, INLINE_CHARACTERS)
+        except TooLongForNowError:
+            return None
 
-    async def _tokenize_around_media(
-        self, tokenizer: LocalTokenizer | RemoteTokenizer | None, chat: ChatPrompt
-    ) -> Tokenized:
-        if not isinstance(tokenizer, LocalTokenizer) or chat.truncation:
+    async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
+        """The same for what `tokenize_now` leaves: by a worker, or in a thread. Raises the same errors."""
+        tokenizer = self._tokenizers.get(model)
+        if tokenizer is None or isinstance(prompt, TokenPrompts):
+            raise TokenizerUnavailableError(f"no tokenizer for model {model!r} any more")
+        if isinstance(tokenizer, LocalTokenizer):
+            return await self._in_thread(tokenizer, prompt)
+        if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
             raise TokenizerUnavailableError("only a local tokenizer can tell what comes before the first media item")
-        told_apart = tokenizer.render(chat, media_as_text=True)
-        # Whatever the template does differently for media, up to here it renders the same.
-        exact = _common_start(told_apart, tokenizer.render(chat))
-        before, whole = await self._encode_texts(
-            tokenizer, [exact, told_apart], add_special_tokens=chat.add_special_tokens
-        )
-        return Tokenized([before], [whole])
+        return _same(await tokenizer.token_ids(prompt), prompt)
 
     async def close(self) -> None:
         """Stop the threads; what they have begun is finished first."""
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
-    async def _encode(self, tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt) -> list[list[int]]:
-        # A template is Python, which a second thread would not make faster: rendering stays here.
-        texts = prompt.texts if isinstance(prompt, TextPrompts) else [tokenizer.render(prompt)]
-        return await self._encode_texts(tokenizer, texts, add_special_tokens=prompt.add_special_tokens)
-
-    async def _encode_texts(
-        self, tokenizer: LocalTokenizer, texts: list[str], *, add_special_tokens: bool
-    ) -> list[list[int]]:
-        if sum(map(len, texts)) <= INLINE_CHARACTERS:
-            return tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+    async def _in_thread(self, tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt) -> Tokenized:
         if self._waiting >= MAX_WAITING:
             raise TokenizerUnavailableError(f"{MAX_WAITING} requests wait to be tokenized already")
         self._waiting += 1
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._executor, lambda: tokenizer.encode(texts, add_special_tokens=add_special_tokens)
-                )
+                return await asyncio.get_running_loop().run_in_executor(self._executor, _tokenized, tokenizer, prompt)
         except TimeoutError as error:
             raise TokenizerUnavailableError(f"not tokenized within {self._timeout_seconds:g} s") from error
         finally:
             self._waiting -= 1
+
+
+def _tokenized(tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt, at_most: int = sys.maxsize) -> Tokenized:
+    """A prompt as tokens. Raises TooLongForNowError when more than `at_most` characters of it are new."""
+    media = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
+    if isinstance(prompt, TextPrompts):
+        texts = prompt.texts
+    else:
+        texts = _around_media(tokenizer, prompt) if media else [tokenizer.render(prompt)]
+    token_ids = tokenizer.encode(texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
+    return Tokenized(token_ids[:1], token_ids[1:]) if media else _same(token_ids, prompt)
+
+
+def _around_media(tokenizer: LocalTokenizer, chat: ChatPrompt) -> list[str]:
+    """A chat's text up to its first media item, and all of it with other texts in the place of those."""
+    if chat.truncation:
+        raise TokenizerUnavailableError("nobody can tell how much of media a truncation leaves")
+    told_apart = tokenizer.render(chat, media_as_text=True)
+    # Whatever the template does differently for media, up to here it renders the same.
+    return [_common_start(told_apart, tokenizer.render(chat)), told_apart]
+
+
+def _same(token_ids: list[array[int]], prompt: Prompt) -> Tokenized:
+    """Prompts without media, truncated if they want that."""
+    if prompt.truncation:
+        token_ids = [_truncated(ids, prompt.truncation) for ids in token_ids]
+    return Tokenized(token_ids, token_ids)
 
 
 def _check_vocabulary(prompt: TokenPrompts, vocab_size: int) -> None:
@@ -140,7 +160,7 @@ def _common_start(text: str, other: str) -> str:
     return text[: bisect_left(range(len(text)), True, key=lambda place: not other.startswith(text[: place + 1]))]
 
 
-def _truncated(token_ids: list[int], truncation: Truncation) -> list[int]:
+def _truncated(token_ids: array[int], truncation: Truncation) -> array[int]:
     if truncation.side == "right":
         return token_ids[: truncation.tokens]
-    return token_ids[-truncation.tokens :] if truncation.tokens else []
+    return token_ids[max(0, len(token_ids) - truncation.tokens) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,7 +38,7 @@ def tokenize(local: LocalTokenizer) -> Handler:
         special = body.pop("add_special_tokens")
         text = body["prompt"] if "prompt" in body else local.render(ChatPrompt(**body))
         (ids,) = local.encode([text], add_special_tokens=special)
-        return web.json_response({"count": len(ids), "max_model_len": 32768, "tokens": ids, "token_strs": None})
+        return web.json_response({"count": len(ids), "max_model_len": 32768, "tokens": list(ids), "token_strs": None})
 
     return handler
 
@@ -50,8 +51,8 @@ async def asking(handler: Handler, timeout_seconds: float = 10) -> AsyncIterator
         yield RemoteTokenizer(session, str(server.make_url("/")), "m", timeout_seconds)
 
 
-def ask(handler: Handler, prompt: TextPrompts | ChatPrompt, timeout_seconds: float = 10) -> list[list[int]]:
-    async def main() -> list[list[int]]:
+def ask(handler: Handler, prompt: TextPrompts | ChatPrompt, timeout_seconds: float = 10) -> list[array[int]]:
+    async def main() -> list[array[int]]:
         async with asking(handler, timeout_seconds) as remote:
             return await remote.token_ids(prompt)
 
@@ -95,7 +96,7 @@ def test_a_chat_is_asked_with_all_that_changes_its_text() -> None:
         chat_template_kwargs={"color": "red"},
         add_special_tokens=True,
     )
-    assert ask(remember, chat) == [[1]]
+    assert ask(remember, chat) == [array("I", [1])]
     assert asked == [
         {
             "model": "m",
@@ -134,6 +135,8 @@ def test_a_refusal_has_the_workers_words(status: int) -> None:
         (500, b"oh no", "status 500"),
         (503, b'{"error": {"message": "sleeping"}}', "status 503"),
         (200, b'{"tokens": "abc"}', "makes no sense"),
+        (200, b'{"tokens": [1, -1]}', "makes no sense"),
+        (200, b'{"tokens": [4294967296]}', "makes no sense"),
         (200, b"<html>", "makes no sense"),
         (400, b"<html>", "makes no sense"),
     ],

@@ -28,7 +28,7 @@ TEXT = TextPrompts(["What holds the cache?"])
 
 @pytest.fixture(scope="module")
 def local_ids() -> list[list[int]]:
-    return LocalTokenizer.load(MODEL_FOLDER).encode(TEXT.texts, add_special_tokens=True)
+    return [list(ids) for ids in LocalTokenizer.load(MODEL_FOLDER).encode(TEXT.texts, add_special_tokens=True)]
 
 
 class Source:
@@ -42,7 +42,7 @@ class Source:
     async def told(self, number: int, root: str | None = None) -> list[list[int]]:
         """The token ids of a text once a worker answered that it serves the model."""
         await self._source.provide(self.workers[number], ServedModel("m", "m", None, root))
-        return await self._tokenizers.token_ids("m", TEXT)
+        return [list(ids) for ids in await self._tokenizers.token_ids("m", TEXT)]
 
 
 @asynccontextmanager
@@ -112,7 +112,7 @@ async def test_without_workers_the_settings_must_name_tokenizers_that_are_there(
     named = {"m": ModelSettings(tokenizer=MODEL_FOLDER), "n": ModelSettings()}
     tokenizers = await configured_tokenizers(named, TokenizerSettings())
     try:
-        assert await tokenizers.token_ids("m", TEXT) == local_ids
+        assert [list(ids) for ids in await tokenizers.token_ids("m", TEXT)] == local_ids
         with pytest.raises(TokenizerUnavailableError, match="no tokenizer for model 'n'"):
             await tokenizers.token_ids("n", TEXT)
     finally:
