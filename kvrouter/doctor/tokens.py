@@ -14,7 +14,7 @@ from router.tokens import Tokenizers, TokenizerUnavailableError
 async def text_tokens(tokenizers: Tokenizers, model: str, text: str) -> list[int] | None:
     """A text's token ids; None where the router has no tokenizer for the model."""
     try:
-        return (await tokenizers.token_ids(model, TextPrompts([text])))[0]
+        return list((await tokenizers.token_ids(model, TextPrompts([text])))[0])
     except (TokenizerUnavailableError, RequestError):
         return None
 
@@ -22,7 +22,7 @@ async def text_tokens(tokenizers: Tokenizers, model: str, text: str) -> list[int
 async def chat_tokens(tokenizers: Tokenizers, model: str, messages: list[dict[str, Any]]) -> list[int] | None:
     """A conversation's token ids; None where the router has no chat template for the model."""
     try:
-        return (await tokenizers.token_ids(model, ChatPrompt(messages)))[0]
+        return list((await tokenizers.token_ids(model, ChatPrompt(messages)))[0])
     except (TokenizerUnavailableError, RequestError):
         return None
 
