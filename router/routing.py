@@ -89,6 +89,7 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
     return RoutedPrompt(
         request.model,
         body_bytes // _BYTES_PER_TOKEN,
+        streamed=request.stream,
         session=request.session,
         previous_response=request.previous_response,
         priority=request.priority,

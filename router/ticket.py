@@ -64,11 +64,13 @@ def read_ticket(
     size: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ticket:
-    """The ticket of a request that is complete now; `priority` is the body's, and `best_priority` the best it may have.
+    """The ticket of a request that is complete now.
 
+    `priority` is the body's, where 0 is none. `best_priority`: the best it may have, and what it gets without one.
     Raises RequestError (400) naming the header at fault.
     """
     now = clock()
+    priority = priority or best_priority or 0
     deadlines: list[float] = []
     give_up: list[float] = []
     for name, value in headers:

@@ -1,0 +1,192 @@
+"""The order in which waiting requests go on, and how many may wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from router.fair_queue import FairQueue, Waiting
+
+MOST, BYTES = 12, 100
+
+
+def waiting(
+    tenant: str = "a", priority: int = 0, order: float = 0.0, tokens: int = 1, name: str | None = "m", size: int = 0
+) -> Waiting:
+    return Waiting(priority, tenant, name, order, tokens, size)
+
+
+def queue_of(*requests: Waiting) -> FairQueue[Waiting]:
+    queue: FairQueue[Waiting] = FairQueue(1000, 1000)
+    for request in requests:
+        queue.add(request)
+    return queue
+
+
+def serve(queue: FairQueue[Waiting], times: int) -> list[Waiting]:
+    """Let so many go on, one after the other."""
+    served = []
+    for _ in range(times):
+        request = next(queue.in_order())
+        queue.served(request.tenant, request.tokens)
+        queue.remove(request)
+        served.append(request)
+    return served
+
+
+def test_a_lower_number_is_sooner_and_then_the_own_order_counts() -> None:
+    late, soon, urgent = waiting(order=2.0), waiting(order=1.0), waiting(priority=-1, order=9.0)
+    queue = queue_of(late, soon, urgent)
+    assert list(queue.in_order()) == [urgent, soon, late]
+    assert queue.last() is late
+
+
+def test_one_that_asks_for_much_waits_longer_than_one_that_asks_for_little() -> None:
+    queue = queue_of(*(waiting("big", order=place, tokens=100) for place in range(20)))
+    for place in range(20):
+        queue.add(waiting("small", order=100 + place, tokens=10))
+    shares = Counter(request.tenant for request in serve(queue, 11))
+    assert shares["small"] >= 8
+
+
+def test_whoever_had_nothing_to_wait_for_saves_nothing_up() -> None:
+    queue = queue_of(*(waiting("busy", order=place, tokens=10) for place in range(100)))
+    serve(queue, 50)
+    for place in range(50):
+        queue.add(waiting("new", order=1000 + place, tokens=10))
+    shares = Counter(request.tenant for request in serve(queue, 20))
+    assert abs(shares["new"] - shares["busy"]) <= 1
+
+
+def test_what_a_tenant_gets_without_waiting_counts_too() -> None:
+    queue = queue_of(*(waiting(tenant, order=place, tokens=10) for tenant in "ab" for place in range(20)))
+    queue.served("a", 100)
+    assert {request.tenant for request in serve(queue, 10)} == {"b"}
+
+
+def test_when_nobody_waits_nobody_is_behind() -> None:
+    queue = queue_of(waiting("a", tokens=1000))
+    serve(queue, 1)
+    for tenant in "ab":
+        queue.add(waiting(tenant, order=1.0 if tenant == "a" else 2.0))
+    assert next(queue.in_order()).tenant == "a"
+
+
+def test_names_can_be_left_out_while_going_through() -> None:
+    queue = queue_of(waiting(name="m", order=0), waiting(name="m", order=1), waiting(name="n", order=2))
+    without: set[str | None] = set()
+    seen = []
+    for request in queue.in_order(without):
+        seen.append(request.name)
+        without.add(request.name)
+    assert seen == ["m", "n"]
+
+
+requests = st.builds(
+    waiting,
+    tenant=st.sampled_from("abc"),
+    priority=st.integers(-1, 1),
+    order=st.floats(0, 10),
+    tokens=st.integers(1, 50),
+    name=st.sampled_from(["m", "n", None]),
+    size=st.integers(0, 30),
+)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=40, max_size=40), min_size=2, max_size=4),
+    st.integers(1, 40),
+)
+def test_tenants_that_always_wait_get_the_same(tokens: list[list[int]], times: int) -> None:
+    """They differ by the largest request of each at most, however much each asks for at a time."""
+    queue = queue_of(
+        *(waiting(str(t), order=place, tokens=n) for t, each in enumerate(tokens) for place, n in enumerate(each))
+    )
+    got = dict.fromkeys(map(str, range(len(tokens))), 0)
+    for request in serve(queue, times):
+        got[request.tenant] += request.tokens
+    assert max(got.values()) - min(got.values()) <= 2 * max(map(max, tokens))
+
+
+class FairQueueMachine(RuleBasedStateMachine):
+    """Requests come, go on, and leave, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: FairQueue[Waiting] = FairQueue(MOST, BYTES)
+        self.there: list[Waiting] = []
+
+    @rule(request=requests)
+    def come(self, request: Waiting) -> None:
+        fits = len(self.there) < MOST and sum(each.size for each in self.there) + request.size <= BYTES
+        assert self.queue.fits(request.size) is fits
+        if fits:
+            request = waiting(  # hypothesis may give the same one twice
+                request.tenant, request.priority, request.order, request.tokens, request.name, request.size
+            )
+            self.queue.add(request)
+            self.there.append(request)
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.there))
+        self.queue.remove(request)
+        self.queue.remove(request)
+        self.there.remove(request)
+
+    @precondition(lambda self: self.there)
+    @rule(taken=st.lists(st.booleans(), min_size=1, max_size=MOST))
+    def go_on(self, taken: list[bool]) -> None:
+        """Some of those that are looked at in turn go on, the others stay."""
+        seen: list[Waiting] = []
+        for request, goes_on in zip(self.queue.in_order(), taken, strict=False):
+            seen.append(request)
+            if goes_on:
+                self.queue.served(request.tenant, request.tokens)
+                self.queue.remove(request)
+                self.there.remove(request)
+        assert len(set(map(id, seen))) == len(seen)
+        assert [request.priority for request in seen] == sorted(request.priority for request in seen)
+
+    @rule(tenant=st.sampled_from("abcd"), tokens=st.integers(1, 100))
+    def go_past(self, tenant: str, tokens: int) -> None:
+        self.queue.served(tenant, tokens)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert len(self.queue) == len(self.there)
+        assert self.queue.size == sum(request.size for request in self.there)
+        assert self.queue.lengths() == Counter(request.priority for request in self.there)
+        seen = list(self.queue.in_order())
+        assert sorted(map(id, seen)) == sorted(map(id, self.there))
+        for lane in {(each.priority, each.tenant, each.name) for each in self.there}:
+            orders = [each.order for each in seen if (each.priority, each.tenant, each.name) == lane]
+            assert orders == sorted(orders)
+
+    @invariant()
+    def the_last_is_one_of_the_lowest_priority(self) -> None:
+        last = self.queue.last()
+        assert (last is None) == (not self.there)
+        if last:
+            assert last.priority == max(request.priority for request in self.there)
+
+    @invariant()
+    def priorities_of_names(self) -> None:
+        for name in ("m", "n", None):
+            known = [request.priority for request in self.there if request.name == name]
+            assert self.queue.best_priority(name) == min(known, default=None)
+        assert self.queue.ahead_of(0) == sum(request.priority <= 0 for request in self.there)
+
+
+TestFairQueue = FairQueueMachine.TestCase
+TestFairQueue.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_going_through_stops_where_the_caller_does() -> None:
+    queue = queue_of(*(waiting(order=place) for place in range(5)))
+    assert [request.order for request in islice(queue.in_order(), 2)] == [0, 1]
