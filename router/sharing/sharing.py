@@ -70,7 +70,7 @@ class LoadSharing:
     def start(self) -> None:
         """Begin to tell and to hear."""
         for teller in self._tellers:
-            running = teller.carrier.run(self._receive, teller.hello)
+            running = teller.carrier.run(self.receive, teller.hello)
             self._tasks.append(asyncio.create_task(running, name=f"share load over {teller.carrier.name}"))
         if self._tellers:
             self._tasks.append(asyncio.create_task(self._beat(), name="share load"))
@@ -82,6 +82,10 @@ class LoadSharing:
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
                 await asyncio.gather(*(t.carrier.flush() for t in self._tellers if t.carrier.problem is None))
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End without a word."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -138,7 +142,8 @@ class LoadSharing:
         for teller in self._tellers:
             teller.changed((worker, dp_rank))
 
-    def _receive(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
+        """Take in a message; what is none counts for nothing."""
         try:
             message = decode(data)
         except msgspec.DecodeError as error:
@@ -147,15 +152,18 @@ class LoadSharing:
         if message.router == self.router:
             return
         if self.elsewhere.hear(message) or message.kind is Kind.HELLO:
-            for teller in self._tellers:
-                teller.everything()
+            self.tell_everything()
+
+    def tell_everything(self) -> None:
+        """Tell all that is in flight here."""
+        for teller in self._tellers:
+            teller.everything()
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.elsewhere.expiry / BEATS)
             self.elsewhere.expire()
-            for teller in self._tellers:
-                teller.everything()
+            self.tell_everything()
 
 
 class _Teller:
