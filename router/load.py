@@ -96,8 +96,8 @@ class Reservation:
 class LoadTable:
     """The load of every DP rank of every worker, whatever model a request is for.
 
-    `on_freed`: called whenever there is less of it anywhere, with whether a request ended. `on_change` is told the worker
-    and rank of every load that changes.
+    `on_freed`: called whenever there is less of it anywhere, with whether a request ended. `on_change` is told the
+    worker and rank of every load that changes.
     """
 
     def __init__(self) -> None:

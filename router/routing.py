@@ -424,11 +424,15 @@ class Router:
         if limits.unlimited:
             return True
         load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight
-        return limits.room((load.requests + worker.metrics.of(dp_rank).unseen) / weight, load.context / weight, tokens)
+        shared = self._sharing.elsewhere.of(worker.url, dp_rank)
+        requests = load.requests + shared.requests + worker.metrics.of(dp_rank).unseen
+        return limits.room(requests / weight, (load.context + shared.context) / weight, tokens)
 
     def _must_wait(self, worker: Worker, dp_rank: int) -> bool:
         """Late binding's rule. It counts only prefills whose end will be seen."""
-        streamed = self._load.of(worker.url, dp_rank).streamed + self._sharing.elsewhere.of(worker.url, dp_rank).streamed
+        streamed = (
+            self._load.of(worker.url, dp_rank).streamed + self._sharing.elsewhere.of(worker.url, dp_rank).streamed
+        )
         return must_wait(streamed / worker.settings.weight)
 
     def _add_overlap(self, candidate: Candidate, match: Match | None, hashes: array[int], tokens: int) -> int:

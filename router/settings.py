@@ -262,7 +262,7 @@ class ReplicasSettings(_Section):
 
     redis: str = ""
     prefix: Annotated[str, Field(min_length=1)] = "kvrouter"
-    interval: PositiveFloat = 0.02
+    interval: PositiveFloat = 0.005
     expiry: PositiveFloat = 3.0
 
     @field_validator("redis")

@@ -7,9 +7,10 @@ same events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop
+from itertools import count
 from math import inf
 from random import Random
 from statistics import median
@@ -23,7 +24,7 @@ from benchmarks.policy.measures import Measures, measured
 from benchmarks.policy.profiles import LLAMA_70B
 from benchmarks.policy.report import markdown
 from benchmarks.policy.sides import OURS
-from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest
+from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest, TraceLine, requests_of
 from benchmarks.policy.workloads import AGENT, CONVERSATION
 from router.load import Reservation, TargetLoad
 from router.policies import Candidate, Policy, Request
@@ -44,27 +45,37 @@ class Sharing:
     delay: float | None = None
     prompts: bool = False
     near: float = 0.0
-    scrape: bool = True
 
 
 SIDES = [
     Sharing("one router", 1),
     Sharing("4 routers, each alone", 4),
-    Sharing("load after 20 ms", 4, 0.02),
-    Sharing("load and prompts after 20 ms", 4, 0.02, prompts=True),
-    Sharing("  any within 2 %", 4, 0.02, prompts=True, near=0.02),
-    Sharing("  any within 5 %", 4, 0.02, prompts=True, near=0.05),
-    Sharing("load and prompts after 200 ms", 4, 0.2, prompts=True),
-    Sharing("  any within 5 %", 4, 0.2, prompts=True, near=0.05),
+    Sharing("4, load after 5 ms", 4, 0.005),
+    Sharing("4, load and prompts after 5 ms", 4, 0.005, prompts=True),
+    Sharing("4, the same after 20 ms", 4, 0.02, prompts=True),
+    Sharing("4, any within 5 % of the best", 4, 0.02, prompts=True, near=0.05),
+    Sharing("4, the same after 200 ms", 4, 0.2, prompts=True),
     Sharing("16 routers, each alone", 16),
-    Sharing("16, load and prompts after 20 ms", 16, 0.02, prompts=True),
-    Sharing("  any within 5 %", 16, 0.02, prompts=True, near=0.05),
+    Sharing("16, load and prompts after 5 ms", 16, 0.005, prompts=True),
 ]
 CELLS = [
     Cell(CONVERSATION, LLAMA_70B, 8, 300_000, 1.05, seconds=200.0),
     Cell(AGENT, LLAMA_70B, 8, 300_000, 0.4, seconds=200.0),
     Cell(CONVERSATION, LLAMA_70B, 64, 300_000, 1.0, seconds=120.0),
 ]
+SIBLINGS = Cell(CONVERSATION, LLAMA_70B, 8, 600_000, 0.0)
+
+
+def siblings(seed: int, seconds: float = 200.0, families: float = 0.3) -> list[TracedRequest]:
+    """Agents that fan out: eight requests within a tenth of a second, 24 000 tokens of each the same and new."""
+    random, ids, lines, now = Random(seed), count(), list[TraceLine](), 0.0
+    while (now := now + random.expovariate(families)) < seconds:
+        shared = [next(ids) for _ in range(24_000 // BLOCK_TOKENS)]
+        lines += [
+            TraceLine(1000 * (now + random.random() / 10), 24_500, 200, [*shared, next(ids)], str(next(ids)))
+            for _ in range(8)
+        ]
+    return requests_of(sorted(lines, key=lambda line: line.timestamp))
 
 
 class _Router:
@@ -144,7 +155,7 @@ class SeveralRouters(Fleet):
         loads = []
         for worker in router.changed:
             load = router.loads[worker]
-            loads.append(RankLoad(str(worker), 0, load.requests, load.pending, load.context, load.waiting, 0.0))
+            loads.append(RankLoad(str(worker), 0, load.requests, load.pending, load.context, load.waiting, 0, 0.0))
         told = _Told(router, Message(router.name, router.messages, Kind.NEWS, loads), router.sent)
         router.changed, router.sent = set(), []
         self._later((self._sharing.delay or 0.0) / 2, -1, told)
@@ -165,7 +176,7 @@ class SeveralRouters(Fleet):
             requests = waiting + len(engine._prefilling) + len(engine._decoding)
             for router in self._routers:
                 known = router.loads[worker].requests + router.elsewhere.of(str(worker), 0).requests
-                router.unseen[worker] = max(requests - known, 0) if self._sharing.scrape else 0
+                router.unseen[worker] = max(requests - known, 0)
                 router.unseen_waiting[worker] = min(router.unseen[worker], waiting)
 
     def _choose(self, request: TracedRequest) -> Candidate:
@@ -220,11 +231,15 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="The small fleet only.")] = False,
 ) -> None:
     """Compare ways of sharing on simulated fleets."""
-    for cell in CELLS[: 2 if quick else None]:
-        rows = [[cell.name, "hit rate", "TTFT p50", "p90", "p99", "TPOT p90", "p90 to one router's"]]
+    cells: list[tuple[str, Cell, Callable[[int], list[TracedRequest]]]] = [
+        *((cell.name, cell, cell.requests) for cell in CELLS[: 2 if quick else None]),
+        ("eight siblings at once, 8 of 70B", SIBLINGS, siblings),
+    ]
+    for name, cell, requests in cells:
+        rows = [[name, "hit rate", "TTFT p50", "p90", "p99", "TPOT p90", "p90 to one router's"]]
         alone: float | None = None
         for side in SIDES:
-            runs = [play(cell, cell.requests(seed), side, seed) for seed in range(seeds)]
+            runs = [play(cell, requests(seed), side, seed) for seed in range(seeds)]
             p90 = median(run.ttft_p90 for run in runs)
             alone = alone or p90
             times = [median(run.ttft_p50 for run in runs), p90, median(run.ttft_p99 for run in runs)]

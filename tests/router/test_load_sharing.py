@@ -54,7 +54,7 @@ class Wire:
 
 
 def load_of(worker: str, requests: int, pending: int = 0, rank: int = 0, backlog: float = 0.0) -> RankLoad:
-    return RankLoad(worker, rank, requests, pending, 10 * requests, requests, backlog)
+    return RankLoad(worker, rank, requests, pending, 10 * requests, requests, 0, backlog)
 
 
 def news(router: str, number: int, *loads: RankLoad) -> Message:
