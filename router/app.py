@@ -46,6 +46,7 @@ from router.routing import Router
 from router.settings import Settings, UpstreamSettings
 from router.sharing import Carrier, Elsewhere, LoadSharing, SharingCollector, replica_carriers
 from router.speculation import SpeculativeHoldings
+from router.tokenizer_metrics import TokenizerCollector
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
 from router.tracing import tracing_to
@@ -69,7 +70,7 @@ async def running_router(
         session = await stack.enter_async_context(_client_session(settings.upstream))
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
-        source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer.timeout)
+        source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
         await fleet.start()
         stack.push_async_callback(fleet.stop)
@@ -83,6 +84,7 @@ async def running_router(
         registry = CollectorRegistry()
         registry.register(SharingCollector(sharing, fleet))
         registry.register(IndexCollector(indexer))
+        registry.register(TokenizerCollector(tokenizers))
         registry.register(FleetCollector(fleet, load))
         history = RoutingHistory()
         audit = HitAudit(indexer, history, settings.audit)

@@ -315,6 +315,7 @@ class TokenizerSettings(_Section):
 
     threads: PositiveInt = 2
     timeout: PositiveFloat = 5.0
+    cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
 
 
 class Settings(BaseSettings):
