@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
@@ -44,9 +44,7 @@ from router.readiness import Readiness
 from router.request_id import RequestIds
 from router.routing import Router
 from router.settings import Settings, UpstreamSettings
-from router.sharing import Carrier, Elsewhere, LoadSharing, SharingCollector, replica_carriers
 from router.speculation import SpeculativeHoldings
-from router.tokenizer_metrics import TokenizerCollector
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
 from router.tracing import tracing_to
@@ -58,33 +56,24 @@ _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 @asynccontextmanager
-async def running_router(
-    settings: Settings, file: SettingsFile | None = None, carriers: Sequence[Carrier] = ()
-) -> AsyncIterator[FastAPI]:
+async def running_router(settings: Settings, file: SettingsFile | None = None) -> AsyncIterator[FastAPI]:
     """The application with everything behind it started; all of it ends with the context.
 
-    The workers follow the `file` that the settings came from. Load is shared over `carriers`, and the configured ones.
+    The workers follow the `file` that the settings came from.
     """
     async with AsyncExitStack() as stack:
         indexer = stack.enter_context(running_indexer(settings))
         session = await stack.enter_async_context(_client_session(settings.upstream))
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
-        source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
+        source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer.timeout)
         fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
         await fleet.start()
         stack.push_async_callback(fleet.stop)
         await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
         load = LoadTable()
-        elsewhere = Elsewhere(settings.replicas.expiry, settings.proxy.speculation_seconds)
-        sharing = LoadSharing(load, elsewhere, [*carriers, *replica_carriers(settings.replicas)])
-        fleet.elsewhere = elsewhere.in_flight
-        sharing.start()
-        stack.push_async_callback(sharing.stop)
         registry = CollectorRegistry()
-        registry.register(SharingCollector(sharing, fleet))
         registry.register(IndexCollector(indexer))
-        registry.register(TokenizerCollector(tokenizers))
         registry.register(FleetCollector(fleet, load))
         history = RoutingHistory()
         audit = HitAudit(indexer, history, settings.audit)
@@ -99,12 +88,10 @@ async def running_router(
             Learned(Rates(**settings.rates.model_dump())),
             history,
             audit,
-            sharing,
         )
         admission = Admission(router, settings.admission)
         load.on_freed.append(admission.freed)
         fleet.on_change.append(admission.wake)
-        sharing.on_heard.append(admission.wake)
         AdmissionMetrics(admission, registry)
         requests = RequestMetrics(registry)
         fleet.on_removed += [router.removed, requests.forget]
@@ -122,7 +109,6 @@ async def running_router(
             match_reader(tokenizers, router.resolve),
             fleet,
             load,
-            sharing,
             router,
             admission,
             audit,
@@ -161,7 +147,6 @@ def _app(
     read_match: ReadMatch,
     fleet: Fleet,
     load: LoadTable,
-    sharing: LoadSharing,
     router: Router,
     admission: Admission,
     audit: HitAudit,
@@ -204,8 +189,6 @@ def _app(
                 for rank in entry["ranks"]:
                     now = load.of(worker.url, rank["dp_rank"])
                     rank["load"] = {"requests": now.requests, "pending": now.pending, "context": now.context}
-                    far = sharing.elsewhere.of(worker.url, rank["dp_rank"])
-                    rank["elsewhere"] = {"requests": far.requests, "pending": far.pending, "context": far.context}
         known = {entry["worker"] for entry in report}
         silent = [{"worker": w.url, "ranks": []} | worker_status(w) for w in fleet.workers if w.url not in known]
         return {"workers": report + silent}
@@ -215,7 +198,7 @@ def _app(
         """Whether the router runs, how many of its workers answer, and what is wrong."""
         up = sum(worker.up for worker in fleet.workers)
         status = "ok" if up else "no worker answers"
-        found = findings(fleet, indexer, audit) + sharing.findings()
+        found = findings(fleet, indexer, audit)
         return {
             "status": status,
             "workers": len(fleet.workers),

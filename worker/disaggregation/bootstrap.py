@@ -1,0 +1,197 @@
+"""The bootstrap service of a prefill instance: decode ranks ask it where the prefill's ranks are.
+
+    python -m worker.disaggregation.bootstrap --host 10.0.0.7 --port 8998
+
+    PUT    /route    a rank registers; again as its heartbeat
+    GET    /route    one rank's address, or the sizes: the field's queries of both generations
+    DELETE /route    a rank leaves
+    GET    /ranks    every rank at once: what our decode ranks ask
+    GET    /health   how many ranks are registered
+
+With a token every request but /health needs `Authorization: Bearer <token>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from worker.disaggregation.addresses import join_host_port
+from worker.disaggregation.ranks import Rank
+from worker.disaggregation.registry import RankRegistry, Registration, RegistryError, read_registration
+
+DEFAULT_PORT = 8998
+MAX_BODY = 64 << 10
+START_TIMEOUT_S = 10.0
+
+_FIRST_QUERY = ("engine_rank", "target_dp_group")
+_LATER_QUERY = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+_PLACE_QUERY = ("dp_rank", "cp_rank", "tp_rank", "pp_rank")
+
+
+def bootstrap_app(token: str = "", clock: Callable[[], float] = time.monotonic) -> FastAPI:
+    """The application; its table lives in memory and is filled again by heartbeats after a restart."""
+    app = FastAPI(title="kvrouter bootstrap")
+    registry = RankRegistry()
+
+    @app.exception_handler(RegistryError)
+    async def answer_error(request: Request, error: RegistryError) -> JSONResponse:  # noqa: ARG001
+        headers = {"retry-after": "1"} if error.status == 503 else None
+        return JSONResponse({"error": {"message": str(error), "param": error.field}}, error.status, headers)
+
+    @app.put("/route")
+    async def register(request: Request) -> str:
+        _authenticate(request, token)
+        registry.register(read_registration(await _body(request)), clock())
+        return "OK"
+
+    @app.get("/route")
+    async def route(request: Request) -> dict[str, Any]:
+        _authenticate(request, token)
+        if any(name in request.query_params for name in _LATER_QUERY):
+            dp, cp, tp, pp = _numbers(request, _LATER_QUERY)
+            if (dp, cp, tp, pp) == (-1, -1, -1, -1):
+                return _later_sizes(registry.complete(clock()))
+        else:
+            tp, dp = _numbers(request, _FIRST_QUERY)
+            cp = pp = 0
+            if (tp, dp) == (-1, -1):
+                return _first_sizes(registry.complete(clock()))
+        entry = registry.rank(Rank(dp, cp, tp, pp), clock())
+        return {"rank_ip": entry.host, "rank_port": entry.port}
+
+    @app.delete("/route")
+    async def deregister(request: Request) -> str:
+        _authenticate(request, token)
+        rank = Rank(*_numbers(request, _PLACE_QUERY))
+        registry.deregister(rank, request.query_params.get("instance", ""), clock())
+        return "OK"
+
+    @app.get("/ranks")
+    async def ranks(request: Request) -> Response:
+        _authenticate(request, token)
+        return Response(msgspec.json.encode(registry.ranks(clock())), media_type="application/json")
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        registered, expected = registry.counts(clock())
+        return {"status": "ok", "registered": registered, "expected": expected}
+
+    return app
+
+
+def _authenticate(request: Request, token: str) -> None:
+    given = request.headers.get("authorization", "")
+    if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        raise RegistryError(401, "wrong or missing token: send `Authorization: Bearer <token>`", "authorization")
+
+
+async def _body(request: Request) -> bytes:
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > MAX_BODY:
+            raise RegistryError(413, f"the body is over {MAX_BODY} bytes: a registration is smaller")
+    return data
+
+
+def _numbers(request: Request, names: tuple[str, ...]) -> list[int]:
+    numbers = []
+    for name in names:
+        value = request.query_params.get(name)
+        if value is None:
+            raise RegistryError(400, f"{name}: missing; the query is {' and '.join(names)}, all of them", name)
+        try:
+            number = int(value)
+        except ValueError:
+            number = -2
+        if not -1 <= number < 4096:
+            raise RegistryError(
+                400, f"{name} {value[:40]!r}: must be a rank number, or -1 everywhere for the sizes", name
+            )
+        numbers.append(number)
+    return numbers
+
+
+def _first_sizes(entry: Registration) -> dict[str, Any]:
+    return {
+        "prefill_dp_size": entry.topology.dp,
+        "tp_size_per_dp_rank": entry.topology.tp,
+        "page_size": entry.page_size,
+        "kv_cache_dtype": entry.kv_cache_dtype,
+        "kv_layout": entry.kv_layout,
+    }
+
+
+def _later_sizes(entry: Registration) -> dict[str, Any]:
+    return {
+        "attn_tp_size": entry.topology.tp,
+        "attn_cp_size": entry.topology.cp,
+        "dp_size": entry.topology.dp,
+        "pp_size": entry.topology.pp,
+        "page_size": entry.page_size,
+        "kv_cache_dtype": entry.kv_cache_dtype,
+        "kv_layout": entry.kv_layout,
+        "follow_bootstrap_room": True,
+    }
+
+
+class KVBootstrapServer:
+    """The service in a thread of its own, beside an engine. `address` is `host:port`; port 0 takes a free one.
+
+    Raises OSError for an address in use.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = DEFAULT_PORT, token: str = "") -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self.address = join_host_port(host, self._socket.getsockname()[1])
+        config = uvicorn.Config(bootstrap_app(token), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+        self._server = _Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="kv-bootstrap", daemon=True
+        )
+        self._thread.start()
+        if not self._server.running.wait(START_TIMEOUT_S):
+            self.close()
+            raise RuntimeError(f"the bootstrap service at {self.address} did not start within {START_TIMEOUT_S:g} s")
+
+    def close(self) -> None:
+        """Answer what is being answered, for at most a second, and end the thread. May be repeated."""
+        self._server.should_exit = True
+        self._thread.join(START_TIMEOUT_S)
+        self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.running = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.running.set()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m worker.disaggregation.bootstrap", description="Bootstrap service.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port ({DEFAULT_PORT})")
+    options = parser.parse_args()
+    token = os.environ.get("KVROUTER_BOOTSTRAP_TOKEN", "")  # not an argument: those are in the process list
+    uvicorn.run(bootstrap_app(token), host=options.host, port=options.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

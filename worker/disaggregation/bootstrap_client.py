@@ -1,0 +1,146 @@
+"""Asking a prefill's bootstrap service, and staying registered with it."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from worker.disaggregation.addresses import split_host_port
+from worker.disaggregation.registry import PrefillRanks, Registration, check_ranks, registration_body
+
+logger = logging.getLogger(__name__)
+
+ATTEMPT_TIMEOUT_S = 5.0
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+MAX_ANSWER = 4 << 20
+
+
+class BootstrapError(Exception):
+    """The service refused. Asking again would not help; what passes by itself is tried again until the deadline."""
+
+
+class _NotNow(Exception):  # noqa: N818
+    """It may work a little later."""
+
+
+class BootstrapClient:
+    """`address` is `host:port`. Calls block until they succeed, `stop` is set or the deadline (monotonic) passes.
+
+    Raises ValueError for an address that can't be read.
+    """
+
+    def __init__(self, address: str, token: str = "") -> None:
+        self.address = address
+        self._host, self._port = split_host_port(address, "bootstrap_addr")
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+
+    def register(self, registration: Registration, deadline: float, stop: threading.Event) -> None:
+        """Raises BootstrapError when refused, TimeoutError at the deadline or when stopped."""
+        self._retry("PUT", "/route", registration_body(registration), deadline, stop)
+
+    def deregister(self, registration: Registration, deadline: float) -> None:
+        """One attempt: the heartbeat that stops comes to the same, a little later."""
+        rank = registration.rank
+        query = f"dp_rank={rank.dp}&cp_rank={rank.cp}&tp_rank={rank.tp}&pp_rank={rank.pp}"
+        try:
+            self._ask("DELETE", f"/route?{query}&instance={registration.instance}", b"", deadline)
+        except (BootstrapError, _NotNow) as error:
+            logger.info("could not deregister from %s: %s", self.address, error)
+
+    def ranks(self, deadline: float, stop: threading.Event) -> PrefillRanks:
+        """Every rank of the prefill, as soon as all are registered. Raises BootstrapError, TimeoutError."""
+        data = self._retry("GET", "/ranks", b"", deadline, stop)
+        try:
+            answer = msgspec.json.decode(data, type=PrefillRanks)
+            check_ranks(answer)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise BootstrapError(f"bootstrap {self.address} gave an answer that can't be read: {error}") from error
+        return answer
+
+    def _retry(self, method: str, path: str, body: bytes, deadline: float, stop: threading.Event) -> bytes:
+        for pause in _backoff():
+            try:
+                return self._ask(method, path, body, deadline)
+            except _NotNow as error:
+                if time.monotonic() + pause >= deadline or stop.wait(pause):
+                    raise TimeoutError(f"bootstrap {self.address} gave no answer in time: {error}") from error
+        raise AssertionError("the backoff has no end")
+
+    def _ask(self, method: str, path: str, body: bytes, deadline: float) -> bytes:
+        timeout = min(ATTEMPT_TIMEOUT_S, deadline - time.monotonic())
+        if timeout <= 0:
+            raise _NotNow("no time is left")
+        end = time.monotonic() + timeout
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        try:
+            connection.request(method, path, body or None, self._headers)
+            response = connection.getresponse()
+            data = b""
+            while part := response.read1(65536):
+                data += part
+                if len(data) > MAX_ANSWER or time.monotonic() > end:
+                    raise BootstrapError(f"bootstrap {self.address} sends an answer without end")
+        except (OSError, http.client.HTTPException) as error:
+            raise _NotNow(str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+        if response.status == 200:
+            return data
+        text = f"{response.status} {data[:500].decode(errors='replace')}"
+        if response.status >= 500 or response.status == 409:
+            raise _NotNow(text)
+        raise BootstrapError(f"bootstrap {self.address} answered {text}")
+
+
+def _backoff() -> Iterator[float]:
+    pause = FIRST_BACKOFF_S
+    while True:
+        yield pause * random.uniform(0.75, 1.25)
+        pause = min(2 * pause, MAX_BACKOFF_S)
+
+
+class Registrar:
+    """Keeps a prefill rank registered: repeats its registration every heartbeat, so that a service that restarted knows
+    it again, and takes it out in the end."""
+
+    def __init__(self, client: BootstrapClient, registration: Registration, heartbeat_s: float) -> None:
+        self.registered = threading.Event()
+        self.error = ""  # why it is not registered
+        self._client = client
+        self._registration = registration
+        self._heartbeat_s = heartbeat_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-registrar", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Deregister, if it was registered, and end the thread."""
+        self._stop.set()
+        self._thread.join()
+        if self.registered.is_set():
+            self._client.deregister(self._registration, time.monotonic() + 1.0)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._client.register(self._registration, time.monotonic() + self._heartbeat_s, self._stop)
+                self.registered.set()
+                self.error = ""
+            except TimeoutError as error:
+                self._note(error)
+                continue
+            except BootstrapError as error:
+                self._note(error)
+            self._stop.wait(self._heartbeat_s)
+
+    def _note(self, error: Exception) -> None:
+        if not self.error and not self._stop.is_set():
+            logger.warning("not registered: %s", error)
+        self.error = str(error)

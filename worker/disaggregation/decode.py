@@ -1,0 +1,324 @@
+"""A decode rank's half: it finds the prefill's ranks, grants pages to a room, asks for it, and hears how it ended.
+
+Everything here runs in the channel's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+
+from worker.disaggregation.bootstrap_client import BootstrapError
+from worker.disaggregation.channel import Timer
+from worker.disaggregation.frames import Done, Drained, Failure, Hello, Refusal, RoomRequest, Welcome
+from worker.disaggregation.layout import Pages
+from worker.disaggregation.local import LocalRank
+from worker.disaggregation.prefill_directory import Answer, PrefillDirectory
+from worker.disaggregation.quarantine import Quarantine
+from worker.disaggregation.ranks import RankMapping, Source, map_ranks, target_dp_group
+from worker.disaggregation.registry import PrefillRanks, RankAddress
+from worker.disaggregation.rooms import KVPoll, Room
+from worker.disaggregation.transfer import GrantKey
+
+RETRY_S = 0.2  # before a prefill is looked up again whose rank was lost
+HELLO_AGAIN_S = 1.0  # while a prefill rank has not answered the first
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `KVReceiver.init` asks for."""
+
+    pages: Pages
+    aux_index: int | None
+    prefix_pages: int
+
+
+@dataclass(eq=False)
+class Link:
+    """A prefill rank that we talk to."""
+
+    target: RankAddress
+    welcomed: bool = False
+    refused: str = ""
+    rooms: set[ReceivingRoom] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class ReceivingRoom:
+    """A room of this rank's receiver. `writers`: instances that were told of the room and may write."""
+
+    room: Room
+    bootstrap_addr: str
+    prefill_dp_rank: int | None
+    wanted: Wanted | None = None
+    mapping: RankMapping | None = None
+    links: dict[str, tuple[Link, Source]] = field(default_factory=dict)
+    asked: list[Link] = field(default_factory=list)
+    granted: bool = False
+    writers: set[str] = field(default_factory=set)
+    done: set[str] = field(default_factory=set)
+    timer: Timer | None = None
+    settled: bool = False
+
+    @property
+    def key(self) -> GrantKey:
+        return GrantKey(self.room.number, self.room.generation)
+
+
+class DecodeSide:
+    def __init__(self, local: LocalRank, token: str) -> None:
+        self.quarantine = Quarantine(local.engine)
+        self._local = local
+        self._channel = local.channel
+        self._directory = PrefillDirectory(
+            token, lambda address, answer: self._channel.post(partial(self._found, address, answer))
+        )
+        self._prefills: dict[str, PrefillRanks] = {}
+        self._links: dict[str, Link] = {}
+        self._rooms: dict[int, ReceivingRoom] = {}
+        self._unplaced: defaultdict[str, set[ReceivingRoom]] = defaultdict(set)
+
+    @property
+    def peers(self) -> int:
+        return len(self._links)
+
+    # From the engine, by way of KVReceiver
+
+    def open(self, receiving: ReceivingRoom) -> None:
+        self._rooms[receiving.room.number] = receiving
+        receiving.timer = self._channel.call_at(receiving.room.deadline, partial(self._expire, receiving))
+        self._place(receiving)
+
+    def want(self, receiving: ReceivingRoom, wanted: Wanted) -> None:
+        receiving.wanted = wanted
+        self._proceed(receiving)
+
+    def fail(self, receiving: ReceivingRoom, reason: str) -> None:
+        """Fail the room, tell the prefill ranks that know of it, and quarantine its pages."""
+        receiving.room.fail(reason)
+        if receiving.settled:
+            return
+        self._settle(receiving)
+        if receiving.granted and receiving.wanted is not None:
+            pages = len(receiving.wanted.pages)
+            self.quarantine.add(receiving.room, receiving.key, pages, receiving.writers)
+        else:
+            receiving.room.set_quiet()
+        for link in receiving.asked:
+            failure = Failure(
+                sender=self._local.instance,
+                to=link.target.instance,
+                room=receiving.room.number,
+                generation=receiving.room.generation,
+                reason=receiving.room.reason[:2000],
+            )
+            if self._links.get(link.target.instance) is link:
+                self._channel.send(link.target.endpoint, failure)
+
+    # From prefill ranks
+
+    def on_welcome(self, message: Welcome) -> None:
+        link = self._links.get(message.sender)
+        if link is not None:
+            link.welcomed = True
+            for receiving in list(link.rooms):
+                self._proceed(receiving)
+
+    def on_refusal(self, message: Refusal) -> None:
+        link = self._links.get(message.about)
+        if link is None:
+            return
+        if message.sender != message.about:
+            self._channel.forget(link.target.endpoint)
+            self.on_lost(link.target.endpoint, message.reason)
+            return
+        link.refused = message.reason
+        for receiving in list(link.rooms):
+            self._proceed(receiving)
+
+    def on_done(self, message: Done) -> None:
+        receiving = self._known(message)
+        if receiving is None or message.sender not in receiving.writers:
+            return
+        receiving.writers.discard(message.sender)
+        receiving.done.add(message.sender)
+        assert receiving.mapping is not None
+        if len(receiving.done) == receiving.mapping.required_responses and not receiving.room.terminal:
+            self._local.engine.revoke(receiving.key, time.monotonic())  # every writer is done: it is quiescent
+            if receiving.room.advance(KVPoll.Success):
+                self._settle(receiving)
+                receiving.room.set_quiet()
+
+    def on_failure(self, message: Failure) -> None:
+        if message.drained:
+            self.on_drained(message)
+        receiving = self._known(message)
+        if receiving is not None:
+            rank = receiving.links[message.sender][1].rank
+            self.fail(receiving, f"prefill rank {tuple(rank)}: {message.reason}")
+
+    def on_drained(self, message: Drained | Failure) -> None:
+        receiving = self._known(message)
+        if receiving is not None:
+            receiving.writers.discard(message.sender)
+        self.quarantine.drained(GrantKey(message.room, message.generation), message.sender)
+
+    def on_lost(self, endpoint: str, reason: str) -> None:
+        """Forget the ranks at this address and everything that says that they are there."""
+        for link in [link for link in self._links.values() if link.target.endpoint == endpoint]:
+            del self._links[link.target.instance]
+            for address, ranks in list(self._prefills.items()):
+                if link.target in ranks.ranks:
+                    del self._prefills[address]
+            for receiving in list(link.rooms):
+                if receiving.granted:
+                    self.fail(receiving, f"the prefill rank was lost: {reason}")
+                else:
+                    self._unlink(receiving)
+                    self._unplaced[receiving.bootstrap_addr].add(receiving)
+                    self._channel.call_at(time.monotonic() + RETRY_S, partial(self._place, receiving))
+
+    def close(self) -> None:
+        """Fail every room; `join` waits for the threads."""
+        for receiving in list(self._rooms.values()):
+            self.fail(receiving, "the decode rank was closed")
+
+    def join(self) -> None:
+        self._directory.close()
+        self.quarantine.close()
+
+    # Finding the prefill ranks
+
+    def _place(self, receiving: ReceivingRoom) -> None:
+        """Find out which prefill ranks send this room, and greet those that are new."""
+        if receiving.settled or receiving.links:
+            return
+        address = receiving.bootstrap_addr
+        prefill = self._prefills.get(address)
+        if prefill is None:
+            self._unplaced[address].add(receiving)
+            self._directory.ask(address)
+            return
+        self._forget_unplaced(receiving)
+        dp_rank = receiving.prefill_dp_rank
+        if dp_rank is None:
+            dp_rank = target_dp_group(receiving.room.number, prefill.topology.dp)
+        local = self._local
+        try:
+            mapping = map_ranks(local.topology, local.rank, prefill.topology, dp_rank, local.layout.total_heads)
+        except ValueError as error:
+            self.fail(receiving, str(error))
+            return
+        receiving.mapping = mapping
+        for source in mapping.sources:
+            target = prefill.find(source.rank)
+            if target is None:
+                self.fail(receiving, f"prefill rank {tuple(source.rank)} is not registered at {address}")
+                return
+            link = self._links.setdefault(target.instance, Link(target))
+            link.rooms.add(receiving)
+            receiving.links[target.instance] = (link, source)
+        for link, _ in list(receiving.links.values()):
+            if not (link.welcomed or link.refused) and len(link.rooms) == 1:
+                self._greet(link)
+        self._proceed(receiving)
+
+    def _found(self, address: str, answer: Answer) -> None:
+        rooms = [receiving for receiving in self._unplaced.get(address, ()) if not receiving.settled]
+        if isinstance(answer, PrefillRanks):
+            self._prefills[address] = answer
+        for receiving in rooms:
+            if isinstance(answer, BootstrapError):
+                self.fail(receiving, str(answer))
+            else:
+                self._place(receiving)
+
+    def _greet(self, link: Link) -> None:
+        """Say hello, again while there is no answer and somebody waits for one."""
+        if self._links.get(link.target.instance) is not link or link.welcomed or link.refused or not link.rooms:
+            return
+        hello = Hello(
+            sender=self._local.instance,
+            to=link.target.instance,
+            reply_to=self._channel.endpoint,
+            engine=self._local.engine.name,
+            engine_address=self._local.engine.address(),
+            layout=self._local.layout,
+        )
+        if self._channel.send(link.target.endpoint, hello):
+            self._channel.call_at(time.monotonic() + HELLO_AGAIN_S, partial(self._greet, link))
+
+    # A room's course
+
+    def _proceed(self, receiving: ReceivingRoom) -> None:
+        """Take the steps that are possible now."""
+        if receiving.settled or receiving.granted or not receiving.links:
+            return
+        links = [link for link, _ in receiving.links.values()]
+        refused = next((link for link in links if link.refused), None)
+        if refused is not None:
+            self.fail(receiving, f"prefill rank {tuple(refused.target.rank)} refused: {refused.refused}")
+        elif all(link.welcomed for link in links):
+            receiving.room.advance(KVPoll.WaitingForInput)
+            if receiving.wanted is not None:
+                self._ask_for(receiving, receiving.wanted)
+
+    def _ask_for(self, receiving: ReceivingRoom, wanted: Wanted) -> None:
+        if receiving.room.terminal:
+            return
+        self._local.engine.grant(receiving.key, self._local.layout.ranges(wanted.pages, wanted.aux_index))
+        receiving.granted = True
+        assert receiving.mapping is not None
+        for link, source in list(receiving.links.values()):
+            request = RoomRequest(
+                sender=self._local.instance,
+                to=link.target.instance,
+                reply_to=self._channel.endpoint,
+                room=receiving.room.number,
+                generation=receiving.room.generation,
+                pages=b"" if source.dummy else wanted.pages.astype("<i8").tobytes(),
+                prefix_pages=wanted.prefix_pages,
+                aux_index=wanted.aux_index if source.sends_aux else None,
+                dummy=source.dummy,
+                destinations=receiving.mapping.required_dst_info_num,
+                time_left=max(0.0, receiving.room.deadline - time.monotonic()),
+            )
+            receiving.asked.append(link)
+            if not source.dummy:
+                receiving.writers.add(link.target.instance)
+            if not self._channel.send(link.target.endpoint, request):
+                return  # the link is lost, and the room failed with it
+
+    def _known(self, message: Done | Failure | Drained) -> ReceivingRoom | None:
+        """The room a message is about, if it is this attempt of it and the sender has a part in it."""
+        receiving = self._rooms.get(message.room)
+        if receiving is None or receiving.room.generation != message.generation:
+            return None
+        return receiving if message.sender in receiving.links else None
+
+    def _expire(self, receiving: ReceivingRoom) -> None:
+        self.fail(receiving, f"timed out in state {receiving.room.state.name}")
+
+    def _settle(self, receiving: ReceivingRoom) -> None:
+        receiving.settled = True
+        if receiving.timer is not None:
+            receiving.timer.cancel()
+        self._unlink(receiving)
+        self._forget_unplaced(receiving)
+        if self._rooms.get(receiving.room.number) is receiving:
+            del self._rooms[receiving.room.number]
+        self._local.rooms.remove(receiving.room)
+
+    def _unlink(self, receiving: ReceivingRoom) -> None:
+        for link, _ in receiving.links.values():
+            link.rooms.discard(receiving)
+        receiving.links.clear()
+
+    def _forget_unplaced(self, receiving: ReceivingRoom) -> None:
+        rooms = self._unplaced.get(receiving.bootstrap_addr)
+        if rooms is not None:
+            rooms.discard(receiving)
+            if not rooms:
+                del self._unplaced[receiving.bootstrap_addr]

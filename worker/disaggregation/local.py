@@ -1,0 +1,54 @@
+"""What a rank knows of itself: the parts that both sides of a transfer are built on."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from worker.disaggregation.channel import Channel
+from worker.disaggregation.layout import Layout
+from worker.disaggregation.ranks import Rank, Topology
+from worker.disaggregation.rooms import Room
+from worker.disaggregation.transfer import TransferEngine
+
+MAX_ROOMS = 65536
+
+
+@dataclass
+class LocalRank:
+    """`instance` is random for each start. `room_timeout_s` is for rooms that are given no other."""
+
+    instance: str
+    topology: Topology
+    rank: Rank
+    layout: Layout
+    engine: TransferEngine
+    channel: Channel
+    room_timeout_s: float
+    rooms: LiveRooms
+
+
+@dataclass
+class LiveRooms:
+    """The numbers in use, so that no two rooms of a rank share one. Any thread may call it."""
+
+    _rooms: dict[int, Room] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, room: Room) -> None:
+        """Raises ValueError when the number is in use, RuntimeError when there are too many."""
+        with self._lock:
+            other = self._rooms.get(room.number)
+            if other is not None and not other.terminal:
+                raise ValueError(f"bootstrap_room {room.number} is in use on this rank: a retry takes a new room")
+            if len(self._rooms) >= MAX_ROOMS:
+                raise RuntimeError(f"{MAX_ROOMS} rooms are in use on this rank: finish or abort some first")
+            self._rooms[room.number] = room
+
+    def remove(self, room: Room) -> None:
+        with self._lock:
+            if self._rooms.get(room.number) is room:
+                del self._rooms[room.number]
+
+    def __len__(self) -> int:
+        return len(self._rooms)

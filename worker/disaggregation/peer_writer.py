@@ -1,0 +1,113 @@
+"""Writes to one decode rank: a queue and a thread of its own, so that a slow one holds back nobody else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.disaggregation.layout import Layout
+from worker.disaggregation.transfer import GrantKey, RefusedError, Session, TransferEngine, TransferError, Writes
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 16384
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class WriteTask:
+    """`begin` says whether to write at all. `finished` gets why it failed, or "", and is called in any case."""
+
+    key: GrantKey
+    deadline: float
+    begin: Callable[[], bool]
+    plan: Callable[[], Writes]
+    finished: Callable[[str], None]
+
+
+class PeerWriter:
+    """`address` is what the peer's transfer engine told; it is connected to when there is something to write."""
+
+    def __init__(self, engine: TransferEngine, endpoint: str, layout: Layout, address: bytes) -> None:
+        self.endpoint = endpoint
+        self.layout = layout
+        self._engine = engine
+        self._address = address
+        self._session: Session | None = None
+        self._tasks: deque[WriteTask] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"kv-writer {endpoint}", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: WriteTask) -> bool:
+        """Queue a write; False when too many wait."""
+        with self._changed:
+            if len(self._tasks) >= MAX_QUEUED:
+                return False
+            self._tasks.append(task)
+            self._changed.notify()
+            return True
+
+    def stop(self) -> None:
+        """Cut the write that is under way and fail the ones that wait; does not wait for that."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+            session = self._session
+        if session is not None:
+            session.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._closing)
+                if not self._tasks:
+                    break
+                task = self._tasks.popleft()
+            task.finished(self._write(task))
+        self._drop_session()
+
+    def _write(self, task: WriteTask) -> str:
+        if not task.begin():
+            return "it had failed before"
+        try:
+            writes = task.plan()
+            self._connected(task.deadline).write(task.key, writes, task.deadline)
+        except RefusedError as error:
+            return f"the transfer was refused: {error}"
+        except TransferError as error:
+            self._drop_session()
+            return f"the transfer failed: {error}"
+        except Exception as error:
+            logger.exception("a transfer to %s failed", self.endpoint)
+            self._drop_session()
+            return f"the transfer failed: {type(error).__name__}: {error}"
+        return ""
+
+    def _connected(self, deadline: float) -> Session:
+        if self._session is None:
+            session = self._engine.connect(self._address, min(deadline, time.monotonic() + CONNECT_TIMEOUT_S))
+            with self._changed:
+                self._session = session
+        with self._changed:
+            if self._closing:
+                raise TransferError("this rank gave the peer up")
+            return self._session
+
+    def _drop_session(self) -> None:
+        with self._changed:
+            session, self._session = self._session, None
+        if session is not None:
+            session.close()

@@ -1,0 +1,115 @@
+"""Pages of failed rooms, until no write to them can still land. **Only then may a page be reused.**
+
+A grant is revoked first of all, so that no new write begins. If the transfer engine can't rule out one that is under
+way, the pages wait for either of two proofs: the engine says quiescent after all, or every prefill rank that knew of
+the room says that it is drained.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from worker.disaggregation.rooms import Room
+from worker.disaggregation.transfer import GrantKey, Quiescence, TransferEngine
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 0.25  # for one room, before the next gets its turn
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
+CLOSE_S = 2.0
+
+
+@dataclass
+class _Entry:
+    room: Room
+    key: GrantKey
+    pages: int
+    writers: set[str]
+    pause: float = FIRST_PAUSE_S
+    due: float = 0.0
+
+
+class Quarantine:
+    """A thread that revokes. Rooms become quiet through it."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._entries: dict[GrantKey, _Entry] = {}
+        self._fresh: deque[_Entry] = deque()
+        self._changed = threading.Condition()
+        self._close_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-quarantine", daemon=True)
+        self._thread.start()
+
+    @property
+    def rooms(self) -> int:
+        with self._changed:
+            return len(self._entries)
+
+    @property
+    def pages(self) -> int:
+        with self._changed:
+            return sum(entry.pages for entry in self._entries.values())
+
+    def add(self, room: Room, key: GrantKey, pages: int, writers: set[str]) -> None:
+        """Take over the pages granted to `key`; `writers` are the instances that may still write."""
+        with self._changed:
+            entry = self._entries[key] = _Entry(room, key, pages, set(writers))
+            self._fresh.append(entry)
+            self._changed.notify()
+
+    def drained(self, key: GrantKey, writer: str) -> None:
+        """A prefill rank said that it writes no more."""
+        with self._changed:
+            entry = self._entries.get(key)
+            if entry is not None and writer in entry.writers:
+                entry.writers.discard(writer)
+                entry.due = 0.0
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Try until all pages are free, for at most CLOSE_S, and end the thread."""
+        with self._changed:
+            self._close_at = time.monotonic() + CLOSE_S
+            self._changed.notify()
+        self._thread.join()
+        if self._entries:
+            logger.warning("closed with %d rooms whose pages may still be written to", len(self._entries))
+
+    def _run(self) -> None:
+        while (entry := self._next()) is not None:
+            wait = WAIT_S if entry.due else 0.0  # the first time only to stop new writes
+            try:
+                answer = self._engine.revoke(entry.key, time.monotonic() + wait)
+            except Exception:
+                logger.exception("revoking the grant of room %d failed", entry.room.number)
+                answer = Quiescence.UNKNOWN
+            with self._changed:
+                if answer is Quiescence.QUIESCENT or not entry.writers:
+                    del self._entries[entry.key]
+                    entry.room.set_quiet()
+                else:
+                    entry.due = time.monotonic() + entry.pause
+                    entry.pause = min(2 * entry.pause, MAX_PAUSE_S)
+
+    def _next(self) -> _Entry | None:
+        """The room to revoke now: new ones first. None when closing, and nothing is left or no time."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                if self._fresh:
+                    return self._fresh.popleft()
+                if self._close_at is not None and (not self._entries or now >= self._close_at):
+                    return None
+                entry = min(self._entries.values(), key=lambda entry: entry.due, default=None)
+                if entry is not None and entry.due <= now:
+                    return entry
+                waits = [entry.due - now] if entry else []
+                if self._close_at is not None:
+                    waits.append(self._close_at - now)
+                self._changed.wait(min(waits, default=None))

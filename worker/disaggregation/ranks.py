@@ -1,0 +1,132 @@
+"""Which prefill ranks a decode rank gets its pages from, when both sides may be parallel in different ways.
+
+    TP   heads: rank r of n holds `head_range(total, n, r)`. Sizes must divide each other.
+    CP   pages: a prefill's CP rank sends its `page_share` of each prompt. A decode worker has CP 1.
+    PP   layers: each prefill stage sends its own. A decode worker has the prefill's PP size, or 1.
+    DP   whole requests: a room belongs to one DP rank of the prefill.
+
+Where several ranks hold the same heads (MLA's latent, or fewer heads than ranks) one of them sends; the others are
+dummies, that are told of the room so that it ends there too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Topology(NamedTuple):
+    """Sizes of an engine. `tp` and `cp` are those of attention: inside one DP rank."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+
+class Rank(NamedTuple):
+    """A rank's place in its topology."""
+
+    dp: int = 0
+    cp: int = 0
+    tp: int = 0
+    pp: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A prefill rank of a room. A dummy sends nothing; one source sends the aux buffers too."""
+
+    rank: Rank
+    dummy: bool
+    sends_aux: bool
+
+
+@dataclass(frozen=True)
+class RankMapping:
+    """Where one decode rank's pages come from.
+
+    `required_dst_info_num`: decode ranks that each of these prefill ranks must hear from before it sends.
+    """
+
+    sources: tuple[Source, ...]
+    required_dst_info_num: int
+
+    @property
+    def required_responses(self) -> int:
+        """Prefill ranks that must report success."""
+        return sum(not source.dummy for source in self.sources)
+
+
+def target_dp_group(bootstrap_room: int, prefill_dp_size: int) -> int:
+    """The prefill DP rank that a room belongs to, unless the router chose one."""
+    return bootstrap_room % prefill_dp_size
+
+
+def head_range(total_heads: int, tp_size: int, tp_rank: int) -> range:
+    """The KV heads of a TP rank; ranks share a head where there are fewer heads than ranks.
+
+    Raises ValueError when neither number divides the other.
+    """
+    if max(total_heads, tp_size) % min(total_heads, tp_size):
+        raise ValueError(f"{total_heads} KV heads can't be split over TP {tp_size}: one must divide the other")
+    if total_heads < tp_size:
+        head = tp_rank // (tp_size // total_heads)
+        return range(head, head + 1)
+    each = total_heads // tp_size
+    return range(tp_rank * each, (tp_rank + 1) * each)
+
+
+def page_share(pages: int, cp_size: int, cp_rank: int) -> range:
+    """The positions in a prompt's pages that a prefill's CP rank sends: contiguous, as equal as can be."""
+    return range(pages * cp_rank // cp_size, pages * (cp_rank + 1) // cp_size)
+
+
+def map_ranks(decode: Topology, rank: Rank, prefill: Topology, dp_rank: int, total_heads: int) -> RankMapping:
+    """The sources of decode rank `rank` for a room of the prefill's `dp_rank`. MLA counts as one head.
+
+    Raises ValueError, with both sides' sizes, when they do not fit.
+    """
+    _check_sizes(decode, prefill, dp_rank)
+    if decode.tp >= prefill.tp:
+        served = decode.tp // prefill.tp
+        tp_ranks = range(rank.tp // served, rank.tp // served + 1)
+    else:
+        served = 1
+        each = prefill.tp // decode.tp
+        tp_ranks = range(rank.tp * each, (rank.tp + 1) * each)
+    pp_ranks = range(prefill.pp) if decode.pp == 1 else range(rank.pp, rank.pp + 1)
+
+    wanted = set(head_range(total_heads, decode.tp, rank.tp))
+    senders = set()
+    for tp_rank in tp_ranks:
+        heads = wanted & set(head_range(total_heads, prefill.tp, tp_rank))
+        if heads:
+            senders.add(tp_rank)
+            wanted -= heads
+    sources = tuple(
+        Source(
+            Rank(dp_rank, cp, tp, pp),
+            dummy=tp not in senders,
+            sends_aux=(cp, tp, pp) == (0, min(senders), max(pp_ranks)),
+        )
+        for cp in range(prefill.cp)
+        for tp in tp_ranks
+        for pp in pp_ranks
+    )
+    return RankMapping(sources, served)
+
+
+def _check_sizes(decode: Topology, prefill: Topology, dp_rank: int) -> None:
+    if max(decode.tp, prefill.tp) % min(decode.tp, prefill.tp):
+        raise ValueError(f"decode has TP {decode.tp} and prefill TP {prefill.tp}: one must divide the other")
+    if decode.cp != 1:
+        raise ValueError(f"decode has CP {decode.cp}: a decode worker must have CP 1")
+    if decode.pp not in (1, prefill.pp):
+        raise ValueError(f"decode has PP {decode.pp} and prefill PP {prefill.pp}: decode needs the same, or 1")
+    if not 0 <= dp_rank < prefill.dp:
+        raise ValueError(f"prefill DP rank {dp_rank} does not exist: the prefill has DP {prefill.dp}")

@@ -1,0 +1,111 @@
+"""Rooms: one request's transfer as one rank sees it, from its first state to a terminal one that it never leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from enum import IntEnum
+
+MAX_ROOM = 2**63 - 1
+
+
+class KVPoll(IntEnum):
+    """The state of a room: later ones are larger, but Failed is the smallest (see `group_state`)."""
+
+    Failed = 0
+    Bootstrapping = 1
+    WaitingForInput = 2
+    Transferring = 3
+    Success = 4
+
+
+def group_state(states: Iterable[KVPoll]) -> KVPoll:
+    """What a TP group's scheduler acts on: the least advanced of its ranks; one failed rank fails the group.
+
+    Raises ValueError for no states.
+    """
+    return min(states)
+
+
+class KVTransferError(Exception):
+    """A room that failed, and why."""
+
+    def __init__(self, bootstrap_room: int, failure_reason: str) -> None:
+        super().__init__(f"room {bootstrap_room}: {failure_reason}")
+        self.bootstrap_room = bootstrap_room
+        self.failure_reason = failure_reason
+
+
+class Room:
+    """The state machine. Any thread may call it; Success and Failed are final.
+
+    `generation` tells one attempt from another with the same number. `deadline` is an instant of `time.monotonic()`;
+    whoever owns the room fails it then.
+    """
+
+    def __init__(self, number: int, generation: int, deadline: float) -> None:
+        self.number = number
+        self.generation = generation
+        self.deadline = deadline
+        self.reason = ""  # why it failed
+        self._state = KVPoll.Bootstrapping
+        self._quiet = False
+        self._changed = threading.Condition()
+
+    @property
+    def state(self) -> KVPoll:
+        return self._state
+
+    @property
+    def terminal(self) -> bool:
+        return self._state in (KVPoll.Failed, KVPoll.Success)
+
+    def advance(self, state: KVPoll) -> bool:
+        """Move to a later state; False, and nothing happens, for an earlier one and in a terminal one."""
+        with self._changed:
+            if self.terminal or state <= self._state:
+                return False
+            self._state = state
+            self._changed.notify_all()
+            return True
+
+    def fail(self, reason: str) -> bool:
+        """Fail it for good; False in a terminal state, whose reason stays."""
+        with self._changed:
+            if self.terminal:
+                return False
+            self._state = KVPoll.Failed
+            self.reason = reason
+            self._changed.notify_all()
+            return True
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the pages may be reused: on decode no write can still land, on prefill none reads them."""
+        return self._quiet
+
+    def set_quiet(self) -> None:
+        with self._changed:
+            self._quiet = True
+            self._changed.notify_all()
+
+    def wait(self, timeout: float) -> KVPoll:
+        """The state as soon as it is terminal, at the latest after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while not self.terminal and (left := end - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return self._state
+
+    def wait_quiet(self, timeout: float) -> bool:
+        """Whether the room became quiet, at the latest after `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._quiet, timeout)
+
+
+def check_room(number: int) -> int:
+    """A room number, as it is. Raises ValueError outside of [0, 2^63)."""
+    if not 0 <= number <= MAX_ROOM:
+        raise ValueError(f"bootstrap_room {number}: must be in [0, 2^63)")
+    return number
