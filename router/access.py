@@ -14,11 +14,8 @@ from collections.abc import Callable
 from secrets import compare_digest
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from indexer.errors import RequestError, error_headers
-from router.endpoints import call_error_body
-from router.metrics import RequestMetrics
+from indexer.errors import RequestError
 from router.settings import TenantSettings, TenantsSettings
 from router.splice import SpliceError, field, with_field
 
@@ -28,7 +25,8 @@ _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
 # Engines read no cache salt here: closed to tenants that are kept apart.
 _UNSALTED = frozenset({"/v1/messages", "/v1/messages/count_tokens", "/v1/rerank", "/v1/score"})
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
-_TENANT = "kvrouter.tenant"
+
+Headers = list[tuple[bytes, bytes]]  # names are in lower case
 
 
 def hashed_key(key: str) -> str:
@@ -121,55 +119,29 @@ class Tenant:
             self._tokens.charge(tokens)
 
 
-def tenant_of(scope: Scope) -> Tenant | None:
-    """Who asks; None where there are no tenants."""
-    tenant: Tenant | None = scope.get(_TENANT)
-    return tenant
-
-
-def headers_for_workers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """A request's headers, without the credentials when they were meant for us."""
-    headers: list[tuple[bytes, bytes]] = scope["headers"]
-    return [each for each in headers if each[0] not in _CREDENTIALS] if _TENANT in scope else headers
+def without_credentials(headers: Headers) -> Headers:
+    """The headers without the key that was meant for us."""
+    return [each for each in headers if each[0] not in _CREDENTIALS]
 
 
 class AccessControl:
-    """Lets through to `app` who may pass."""
+    """Who may pass, by the key that a request carries."""
 
-    def __init__(self, app: ASGIApp, settings: TenantsSettings, token: str, metrics: RequestMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
+    def __init__(self, settings: TenantsSettings, token: str) -> None:
         self._token = token.encode()
         self._paths = _SALTED | _WITHOUT_CACHE | (frozenset() if settings.isolate else _UNSALTED)
         self._tenants: dict[str, Tenant] = {}
         for name, each in settings.named.items():
             self._tenants |= dict.fromkeys(each.keys, Tenant(name, each, settings.isolate))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN:
-            try:
-                scope = self._checked(scope)
-            except RequestError as error:
-                body = call_error_body(scope["path"], error)
-                headers = [*error_headers(error, body), (b"www-authenticate", b"Bearer")]
-                self._metrics.refused.labels(str(error.status)).inc()
-                await send({"type": "http.response.start", "status": error.status, "headers": headers})
-                await send({"type": "http.response.body", "body": body})
-                return
-        tenant = tenant_of(scope)
-
-        async def counted_send(message: Message) -> None:
-            if tenant is not None and message["type"] == "http.response.start":
-                self._metrics.of_tenant.labels(tenant.name, str(message["status"])).inc()
-            await send(message)
-
-        await self._app(scope, receive, counted_send)
-
-    def _checked(self, scope: Scope) -> Scope:
-        """The request with its tenant. Raises RequestError: 401 without a key that is known, 403 with the wrong one."""
-        key = _credential(scope)
+    def check(self, path: str, headers: Headers) -> Tenant | None:
+        """Who asks; None for the admin and for what is open. Raises RequestError: 401 without a key that is known, 403
+        with the wrong one."""
+        if path in _OPEN:
+            return None
+        key = _credential(headers)
         if compare_digest(key.encode(), self._token):
-            return {**scope, _TENANT: None}
+            return None
         tenant = self._tenants.get(hashed_key(key))
         if tenant is None:
             raise RequestError(
@@ -179,20 +151,20 @@ class AccessControl:
                 param="authorization",
                 code="invalid_api_key",
             )
-        if scope["path"] not in self._paths and not scope["path"].startswith("/v1/models/"):
+        if path not in self._paths and not path.startswith("/v1/models/"):
             raise RequestError(
                 "This wants the admin token, not an API key.", status=403, type="permission_error", code="not_allowed"
             )
-        return {**scope, _TENANT: tenant}
+        return tenant
 
 
-def _credential(scope: Scope) -> str:
+def _credential(headers: Headers) -> str:
     """The key that a request carries: as a bearer token, or in `x-api-key` as Anthropic's clients send it."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == b"x-api-key":
-            return str(value.decode("latin-1"))
+            return value.decode("latin-1")
         if name == b"authorization":
             scheme, _, given = value.decode("latin-1").partition(" ")
             if scheme.lower() == "bearer":
-                return str(given.strip())
+                return given.strip()
     return ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import structlog
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = structlog.get_logger()
 
@@ -17,37 +17,29 @@ _CHOICE = {
 }
 
 
-class AccessLog:
-    """Logs the requests to `app`."""
+class AccessLine:
+    """The line of one request, from its arrival to its end."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, method: str, path: str) -> None:
+        """`path` without its query, which may hold anything."""
+        self._arrived = time.monotonic()
+        self._fields: dict[str, object] = {"method": method, "path": path, "status": None}
+        self._sent = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        arrived = time.monotonic()
-        fields: dict[str, object] = {"status": None}  # of clients that leave before there is one
-        sent = 0
+    def head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """The head of the answer is sent."""
+        self._fields["status"] = status
+        self._fields |= {_CHOICE[name]: value.decode() for name, value in headers if name in _CHOICE}
 
-        async def watched_send(message: Message) -> None:
-            nonlocal sent
-            if message["type"] == "http.response.start":
-                fields["status"] = message["status"]
-                fields.update({_CHOICE[n]: v.decode() for n, v in message.get("headers", ()) if n in _CHOICE})
-            elif body := message.get("body"):
-                if not sent:
-                    fields["first_byte_ms"] = _ms_since(arrived)
-                sent += len(body)
-            await send(message)
+    def passed(self, size: int) -> None:
+        """So many bytes of the answer's body are sent."""
+        if size and not self._sent:
+            self._fields["first_byte_ms"] = self._ms()
+        self._sent += size
 
-        try:
-            await self._app(scope, receive, watched_send)
-        finally:
-            # The path without its query, which may hold anything.
-            log.info("request", method=scope["method"], path=scope["path"], **fields, bytes=sent, ms=_ms_since(arrived))
+    def write(self, **fields: str) -> None:
+        """The request is over; clients that left before an answer have no status."""
+        log.info("request", **self._fields, bytes=self._sent, ms=self._ms(), **fields)
 
-
-def _ms_since(start: float) -> float:
-    return round((time.monotonic() - start) * 1000, 1)
+    def _ms(self) -> float:
+        return round((time.monotonic() - self._arrived) * 1000, 1)

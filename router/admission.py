@@ -72,7 +72,7 @@ class Admission:
         self.waited: list[Callable[[Held, float], None]] = []
         self.refused: list[Callable[[str], None]] = []
         self._router = router
-        self._late_binding = settings.late_binding
+        self._late_binding = settings.late_binding and router.needs_prompts
         self._timeout = settings.timeout
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first has found no room

@@ -21,12 +21,12 @@ from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check
 from indexer.metrics import IndexCollector
 from indexer.openapi import errors, json_body
 from router.access import AccessControl
-from router.access_log import AccessLog
 from router.admission import Admission
 from router.admission_metrics import AdmissionMetrics
 from router.audit import HitAudit
 from router.config_reload import SettingsFile, follow_workers
 from router.embedded_index import running_indexer
+from router.exchange import Forwarding
 from router.explain import ExplainBody, explain
 from router.findings import findings
 from router.fleet import Fleet, Worker, end_tasks
@@ -37,21 +37,21 @@ from router.load import LoadTable
 from router.match_requests import match_reader
 from router.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.model_cards import model_card, model_cards
-from router.policies import policy_named
+from router.policies import WITHOUT_PROMPTS, policy_named
 from router.proxy import Proxy
 from router.rates import Rates
 from router.readiness import Readiness
-from router.request_id import RequestIds
 from router.routing import Router
 from router.settings import Settings, UpstreamSettings
 from router.speculation import SpeculativeHoldings
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
 from router.tracing import tracing_to
+from router.upstream import Upstreams
+from router.upstream.pool import KEEPALIVE_SECONDS
+from router.visit import VisitedApp, Visits
 from router.worker_api import worker_routes, worker_status
 
-# vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
-_KEEPALIVE_SECONDS = 4
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
@@ -88,6 +88,7 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
             Learned(Rates(**settings.rates.model_dump())),
             history,
             audit,
+            needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
         )
         admission = Admission(router, settings.admission)
         load.on_freed.append(admission.freed)
@@ -96,14 +97,20 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
         requests = RequestMetrics(registry)
         fleet.on_removed += [router.removed, requests.forget]
         if settings.kubernetes.used:
-            access = ClusterAccess.in_cluster(settings.kubernetes.namespace)
-            following = follow_kubernetes(settings.kubernetes, access, session, fleet)
+            cluster = ClusterAccess.in_cluster(settings.kubernetes.namespace)
+            following = follow_kubernetes(settings.kubernetes, cluster, session, fleet)
             stack.push_async_callback(end_tasks, [asyncio.create_task(following)])
         if file is not None:
             stack.push_async_callback(end_tasks, [asyncio.create_task(follow_workers(file, settings, fleet))])
         tracing = tracing_to(settings.otel.endpoint)
         stack.push_async_callback(asyncio.to_thread, tracing.stop)
-        proxy = Proxy(router, admission, fleet, session, settings.proxy, settings.server, requests, tracing)
+        upstreams = Upstreams(
+            _client_tls(settings.upstream), settings.proxy.connect_timeout, settings.proxy.idle_timeout
+        )
+        stack.push_async_callback(upstreams.close)
+        fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
+        forwarding = Forwarding(router, admission, fleet, upstreams, settings.proxy, requests)
+        proxy = Proxy(forwarding, settings.server)
         app = _app(
             indexer,
             match_reader(tokenizers, router.resolve),
@@ -118,24 +125,25 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
             settings,
             Readiness(fleet, indexer, settings.events.catch_up_timeout),
         )
-        # The one that is added last is the first that a request comes to.
-        if settings.tenants.named:
-            app.add_middleware(AccessControl, settings.tenants, settings.server.token, requests)
-        if settings.logs.access:
-            app.add_middleware(AccessLog)
-        app.add_middleware(tracing.around)
-        app.add_middleware(RequestIds)
+        access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
+        visits = Visits(access, tracing, requests, settings.logs.access)
+        app.add_middleware(VisitedApp, visits)
         yield app
 
 
-def _client_session(settings: UpstreamSettings) -> aiohttp.ClientSession:
+def _client_tls(settings: UpstreamSettings) -> ssl.SSLContext:
     tls = ssl.create_default_context(cafile=settings.ca)
     if not settings.verify:
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     if settings.certificate is not None:
         tls.load_cert_chain(settings.certificate, settings.key)
+    return tls
+
+
+def _client_session(settings: UpstreamSettings) -> aiohttp.ClientSession:
+    """For all that is asked of workers beside requests."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ssl=tls),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=_client_tls(settings)),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),

@@ -7,7 +7,6 @@ left alone.
 from __future__ import annotations
 
 import msgspec
-from starlette.types import Message, Send
 
 from router.splice import SpliceError, field, with_field
 
@@ -27,31 +26,24 @@ def asking_for_usage(path: str, body: bytes) -> bytes | None:
         return None  # it is refused elsewhere, in words
 
 
-class UsageHidden:
-    """Sends an answer on as it comes; a stream without its event of usage."""
+class HiddenUsage:
+    """Takes the event of usage out of a stream's bytes as they pass."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._is_stream = False
+    def __init__(self) -> None:
         self._begun = b""  # an event whose end has not come
 
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = dict(message["headers"])
-            is_events = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-            self._is_stream = is_events and not {b"content-length", b"content-encoding"} & set(headers)
-        elif self._is_stream:
-            more = message.get("more_body", False)
-            body = self._without_usage(message.get("body", b""), more)
-            if more and not body:
-                return
-            message = {**message, "body": body}
-        await self._send(message)
+    @staticmethod
+    def hides(headers: list[tuple[bytes, bytes]]) -> bool:
+        """Whether an answer with these headers is a stream that can be changed."""
+        known = dict(headers)
+        is_events = known.get(b"content-type", b"").startswith(b"text/event-stream")
+        return is_events and not {b"content-length", b"content-encoding"} & set(known)
 
-    def _without_usage(self, chunk: bytes, more: bool) -> bytes:
+    def passed(self, chunk: bytes, ended: bool) -> bytes:
+        """What to pass on now that this came."""
         *events, self._begun = (self._begun + chunk).split(b"\n\n")
         passed = b"".join(event + b"\n\n" for event in events if not _is_usage(event))
-        if not more or len(self._begun) > _LONGEST_EVENT:
+        if ended or len(self._begun) > _LONGEST_EVENT:
             passed, self._begun = passed + self._begun, b""
         return passed
 

@@ -12,7 +12,7 @@ import msgspec
 
 from indexer.errors import RequestError, error_body
 from router.anthropic_messages import anthropic_error_body, decode_messages
-from router.fields import optional_string, read_body
+from router.fields import lenient, optional_string, read_body
 from router.generate import decode_generate
 from router.multipart import form_field
 from router.openai_requests import decode_chat, decode_completion
@@ -28,12 +28,19 @@ _ANTHROPIC = "/v1/messages"
 
 class _NamedFields(SessionFields):
     model: Any = None
+    stream: Any = None
+    priority: Any = None
 
 
 def decode_named(body: bytes, headers: Headers = ()) -> RoutedRequest:
     """What routing by load needs of a JSON body: the model. Raises RequestError (400) when that is no name."""
     fields = read_body(body, _NamedFields)
-    return RoutedRequest(optional_string(fields.model, "model"), session=session_of(headers, fields))
+    return RoutedRequest(
+        optional_string(fields.model, "model"),
+        stream=lenient(fields.stream, bool, False),
+        priority=lenient(fields.priority, int, 0),
+        session=session_of(headers, fields),
+    )
 
 
 # The endpoints whose prompt decides.
@@ -61,6 +68,7 @@ BY_LOAD = (
     "/v1/audio/speech",
 )
 _DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_named)
+_NAMES = _DECODERS | dict.fromkeys(("/v1/chat/completions", "/v1/completions", _ANTHROPIC), decode_named)
 
 
 class Call(NamedTuple):
@@ -72,9 +80,12 @@ class Call(NamedTuple):
     body: bytes
 
 
-def read_call(call: Call) -> RoutedRequest:
-    """What routing needs of a call. Raises RequestError (400) naming the field at fault."""
-    if call.method == "POST" and (decode := _DECODERS.get(call.path)):
+def read_call(call: Call, with_prompt: bool = True) -> RoutedRequest:
+    """What routing needs of a call. Raises RequestError (400) naming the field at fault.
+
+    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it.
+    """
+    if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return decode(call.body, call.headers)
     session = session_of(call.headers, SessionFields())
     content_type = next((value for name, value in call.headers if name == b"content-type"), b"").decode("latin-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +17,26 @@ from router.usage import Usage
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+M = TypeVar("M", Counter, Histogram)
+
+
+class _Series(Generic[M]):
+    """The series of a metric by their labels, found faster than the metric finds them."""
+
+    def __init__(self, metric: M) -> None:
+        self._metric: M = metric
+        self._known: dict[tuple[str | int, ...], M] = {}
+
+    def of(self, *labels: str | int) -> M:
+        series = self._known.get(labels)
+        if series is None:
+            series = self._known[labels] = self._metric.labels(*map(str, labels))
+        return series
+
+    def clear(self) -> None:
+        self._known.clear()
 
 
 class RequestMetrics:
@@ -70,14 +91,36 @@ class RequestMetrics:
             registry=registry,
             buckets=_SHORT_BUCKETS,
         )
+        # Those that every request counts in.
+        self._answered = _Series(self.answered)
+        self._prompt_tokens = _Series(self.prompt_tokens)
+        self._overlap_tokens = _Series(self.overlap_tokens)
+        self._best_overlap_tokens = _Series(self.best_overlap_tokens)
+        self._decisions = _Series(self.decisions)
+        self._cost = _Series(self.cost)
+        self._queue = _Series(self.queue)
+        self._first_byte = _Series(self.first_byte)
 
     def placed(self, model: str, waited: float, decision: Decision) -> None:
         """A worker was chosen, `waited` seconds after the request was complete."""
-        self.queue.labels(model).observe(waited)
-        self.decisions.labels(model).inc()
-        self.best_overlap_tokens.labels(model).inc(max(candidate.overlap for candidate in decision.candidates))
+        self._queue.of(model).observe(waited)
+        self._decisions.of(model).inc()
+        if best := max([candidate.overlap for candidate in decision.candidates]):
+            self._best_overlap_tokens.of(model).inc(best)
         for term, amount in decision.terms(decision.choice).items():
-            self.cost.labels(model, term).inc(amount)
+            if amount:
+                self._cost.of(model, term).inc(amount)
+
+    def begun(self, model: str, worker: str, status: int, tokens: int, overlap: int) -> None:
+        """A worker answers a prompt of so many tokens."""
+        self._answered.of(model, worker, status).inc()
+        self._prompt_tokens.of(model).inc(tokens)
+        if overlap:
+            self._overlap_tokens.of(model).inc(overlap)
+
+    def first_byte_of(self, model: str, seconds: float) -> None:
+        """The first byte of an answer's body came, so long after the end of the request's."""
+        self._first_byte.of(model).observe(seconds)
 
     def streamed(self, model: str, seconds: float, usage: Usage | None) -> None:
         """A stream ended, so long after its first byte."""
@@ -86,6 +129,7 @@ class RequestMetrics:
 
     def forget(self, worker: Worker) -> None:
         """A worker was removed: its series end."""
+        self._answered.clear()
         for counter in (self.answered, self.retried, self.broken):
             counter.remove_by_labels({"worker": worker.url})
 

@@ -1,42 +1,26 @@
 """OpenTelemetry spans: `request`, and in it `tokenize`, `decide` and `upstream`, sent by OTLP over HTTP.
 
-A trace that the client began (W3C's `traceparent`) goes on here and in the worker; otherwise it begins here.
+A trace that the client began (W3C's `traceparent`) goes on here and in the worker; otherwise it begins here. Spans name
+their parents themselves: callbacks have no context that lasts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import structlog
-from multidict import CIMultiDict
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span as OtelSpan
-from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.tracing import Span, Tracing
+from router.tracing import Headers, RequestTrace, Span, Tracing
 
 _EXPORT_TIMEOUT = 5.0  # seconds; what a collector does not take is dropped
 _propagator = TraceContextTextMapPropagator()
-
-
-class _Span(Span):
-    def __init__(self, span: OtelSpan) -> None:
-        self._span = span
-
-    def set(self, **attributes: Any) -> None:
-        self._span.set_attributes({_attribute(name): value for name, value in attributes.items()})
-
-    @property
-    def trace_id(self) -> str:
-        return format_trace_id(self._span.get_span_context().trace_id)
 
 
 class OtelTracing(Tracing):
@@ -48,68 +32,54 @@ class OtelTracing(Tracing):
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("kvrouter")
 
-    def around(self, app: ASGIApp) -> ASGIApp:
-        return _TracedRequests(app, self)
+    def request(self, method: str, path: str, headers: Headers) -> RequestTrace:
+        carrier = {name.decode(): value.decode("latin-1") for name, value in headers}
+        span = self._tracer.start_span("request", _propagator.extract(carrier), SpanKind.SERVER)
+        told = _OtelTrace(self._tracer, span)
+        told.set(http_request_method=method, url_path=path)
+        return told
 
     def stop(self) -> None:
         """Send what is left, and end."""
         self._provider.shutdown()
 
-    @contextmanager
-    def span(self, name: str, **attributes: Any) -> Iterator[Span]:
-        with self._span(name, SpanKind.CLIENT if name == "upstream" else SpanKind.INTERNAL, attributes) as span:
-            yield span
 
-    def inject(self, headers: CIMultiDict[str]) -> CIMultiDict[str]:
-        _propagator.inject(headers)
-        return headers
+class _OtelSpan(Span):
+    def __init__(self, span: OtelSpan) -> None:
+        self._span = span
 
-    @contextmanager
-    def request(self, context: Context, **attributes: Any) -> Iterator[_Span]:
-        """The span of a request as it came."""
-        with self._span("request", SpanKind.SERVER, attributes, context) as span:
-            yield span
+    def set(self, **attributes: Any) -> None:
+        self._span.set_attributes({_attribute(name): value for name, value in attributes.items()})
 
-    @contextmanager
-    def _span(
-        self, name: str, kind: SpanKind, attributes: dict[str, Any], context: Context | None = None
-    ) -> Iterator[_Span]:
-        # An exception's message may hold what the client sent: only its name is told.
-        with self._tracer.start_as_current_span(
-            name, context, kind, record_exception=False, set_status_on_exception=False
-        ) as span:
-            told = _Span(span)
-            told.set(**attributes)
-            try:
-                yield told
-            except BaseException as error:
-                span.set_status(Status(StatusCode.ERROR, type(error).__name__))
-                raise
+    def end(self, problem: str | None = None) -> None:
+        if self._span.is_recording():
+            if problem is not None:
+                # An exception's message may hold what the client sent: only its name is told.
+                self._span.set_status(Status(StatusCode.ERROR, problem))
+            self._span.end()
+
+    def inject(self, headers: Headers) -> Headers:
+        carrier: dict[str, str] = {}
+        _propagator.inject(carrier, self._context())
+        added = [(name.encode(), value.encode("latin-1")) for name, value in carrier.items()]
+        names = {name for name, _ in added}
+        return [*(header for header in headers if header[0] not in names), *added]
+
+    def _context(self) -> Context:
+        return set_span_in_context(self._span)
 
 
-class _TracedRequests:
-    """Traces the requests to an application."""
+class _OtelTrace(_OtelSpan, RequestTrace):
+    def __init__(self, tracer: Tracer, span: OtelSpan) -> None:
+        super().__init__(span)
+        self._tracer = tracer
+        self.id = format_trace_id(span.get_span_context().trace_id)
 
-    def __init__(self, app: ASGIApp, tracing: OtelTracing) -> None:
-        self._app = app
-        self._tracing = tracing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        with self._tracing.request(
-            _propagator.extract(carrier), http_request_method=scope["method"], url_path=scope["path"]
-        ) as span:
-
-            async def send_and_tell(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    span.set(http_response_status_code=message["status"])
-                await send(message)
-
-            with structlog.contextvars.bound_contextvars(trace_id=span.trace_id):
-                await self._app(scope, receive, send_and_tell)
+    def span(self, name: str, **attributes: Any) -> Span:
+        kind = SpanKind.CLIENT if name == "upstream" else SpanKind.INTERNAL
+        told = _OtelSpan(self._tracer.start_span(name, self._context(), kind))
+        told.set(**attributes)
+        return told
 
 
 def _attribute(name: str) -> str:

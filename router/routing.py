@@ -171,7 +171,10 @@ class Router:
         learned: Learned,
         history: RoutingHistory,
         audit: HitAudit,
+        needs_prompts: bool = True,
     ) -> None:
+        """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched."""
+        self.needs_prompts = needs_prompts
         self._fleet = fleet
         self._indexer = indexer
         self._tokenizers = tokenizers
@@ -203,6 +206,8 @@ class Router:
         Raises the same errors.
         """
         request, model = self._asked(request)
+        if not self.needs_prompts:
+            return unread_prompt(request, body_bytes)
         if model is None or request.prompt is None:
             return unread_prompt(request, body_bytes)
         try:

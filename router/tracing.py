@@ -5,39 +5,57 @@ This is what there is without: nothing is traced, and the client's `traceparent`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from multidict import CIMultiDict
-from starlette.types import ASGIApp
+Headers = list[tuple[bytes, bytes]]
 
 
 class Span:
-    """A part of a request's way."""
+    """A part of a request's way. As a context it ends with it, and with the exception that ends it."""
 
     def set(self, **attributes: Any) -> None:
         """Say something of it: numbers and names, and nothing of a prompt."""
+
+    def end(self, problem: str | None = None) -> None:
+        """It is over; `problem` names what went wrong. Only the first call counts."""
+
+    def inject(self, headers: Headers) -> Headers:
+        """The headers of a request to a worker, which go on with this span."""
+        return headers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end(kind.__name__ if kind else None)
+
+
+class RequestTrace(Span):
+    """The span of a whole request. `id` is its trace's; None where nothing is traced."""
+
+    id: str | None = None
+
+    def span(self, name: str, **attributes: Any) -> Span:  # noqa: ARG002
+        """A span in it that begins now."""
+        return _NO_SPAN
 
 
 class Tracing:
     """Makes spans. `stop` sends what is left of them."""
 
-    def around(self, app: ASGIApp) -> ASGIApp:
-        """The application with a span around every request."""
-        return app
+    def request(self, method: str, path: str, headers: Headers) -> RequestTrace:  # noqa: ARG002
+        """A request came."""
+        return _NO_TRACE
 
     def stop(self) -> None:
         """Nothing more is traced."""
 
-    @contextmanager
-    def span(self, name: str, **attributes: Any) -> Iterator[Span]:  # noqa: ARG002
-        """A span that lasts as long as the context, within the one that lasts now."""
-        yield Span()
 
-    def inject(self, headers: CIMultiDict[str]) -> CIMultiDict[str]:
-        """The headers of a request to a worker, which go on with the span that lasts now."""
-        return headers
+_NO_SPAN = Span()
+_NO_TRACE = RequestTrace()
 
 
 def tracing_to(endpoint: object | None) -> Tracing:

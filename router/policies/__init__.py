@@ -24,7 +24,21 @@ from router.policies.peers import (
 from router.policies.records import Candidate, Cost, Decision, Policy, Request
 from router.settings import PolicyName, PolicySettings
 
-__all__ = ["Candidate", "Cost", "Decision", "KvWeights", "Policy", "Request", "kv_aware", "kv_cost", "policy_named"]
+__all__ = [
+    "WITHOUT_PROMPTS",
+    "Candidate",
+    "Cost",
+    "Decision",
+    "KvWeights",
+    "Policy",
+    "Request",
+    "kv_aware",
+    "kv_cost",
+    "policy_named",
+]
+
+# Those that look at no prompt.
+WITHOUT_PROMPTS = frozenset((PolicyName.ROUND_ROBIN, PolicyName.RANDOM, PolicyName.LEAST_LOADED))
 
 
 def policy_named(settings: PolicySettings, random: Random) -> Policy:

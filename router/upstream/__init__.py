@@ -1,0 +1,25 @@
+"""Requests to workers and their answers, over connections that are kept: HTTP/1.1, and nothing that stands between.
+
+origin       where a worker listens, and the head of a request to it
+connection   one connection: a request at a time, and what llhttp reads of the answer
+pool         the connections to a worker, and one request's way over them
+"""
+
+from __future__ import annotations
+
+from router.upstream.connection import AnswerHead, Receiver, UnreachableError, UpstreamError, UpstreamTimeoutError
+from router.upstream.origin import Origin, end_to_end
+from router.upstream.pool import Leg, Upstream, Upstreams
+
+__all__ = [
+    "AnswerHead",
+    "Leg",
+    "Origin",
+    "Receiver",
+    "UnreachableError",
+    "Upstream",
+    "UpstreamError",
+    "UpstreamTimeoutError",
+    "Upstreams",
+    "end_to_end",
+]

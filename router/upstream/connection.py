@@ -1,0 +1,251 @@
+"""One connection to a worker: a request at a time, and its answer as it comes.
+
+llhttp, by httptools, reads the answer and refuses what can be read in two ways: several lengths, a length beside a
+transfer coding, bare line feeds, folded headers. Left out here: answers of 1xx, trailers, and what follows an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import httptools
+
+from router.deadline import Deadline
+from router.upstream.origin import Headers
+
+if TYPE_CHECKING:
+    from router.upstream.pool import Leg, Upstream
+
+# Of an answer: of its head, those of 1xx before it, and its trailers.
+MAX_HEAD_BYTES = 64 * 1024
+# A body that is larger is written beside its head, not copied behind it.
+_ONE_BUFFER = 64 * 1024
+
+
+class UpstreamError(Exception):
+    """A worker's answer did not come, or not to its end."""
+
+
+class UnreachableError(UpstreamError):
+    """No connection could be made."""
+
+
+class UpstreamTimeoutError(UpstreamError):
+    """A worker said nothing for too long."""
+
+
+class _RefusedAnswerError(Exception):
+    """An answer that is not read any further."""
+
+
+class AnswerHead(NamedTuple):
+    """The head of an answer; names are in lower case."""
+
+    status: int
+    headers: Headers
+
+    def first(self, name: bytes) -> bytes:
+        """The first value of a header; empty when there is none."""
+        return next((value for known, value in self.headers if known == name), b"")
+
+
+class Receiver(Protocol):
+    """Who gets an answer. After `ended` or `failed`, or once it called off the request, nothing more is called."""
+
+    def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
+        """The head came, and as much of the body as came with it."""
+
+    def more(self, data: bytes, ended: bool) -> None:
+        """More of the body came."""
+
+    def failed(self, error: UpstreamError) -> None:
+        """The answer did not come, or will not go on."""
+
+
+class Connection(asyncio.Protocol):
+    """A connection to a worker. `leg` is the request it is used for now; None while it is idle."""
+
+    def __init__(self, home: Upstream) -> None:
+        self.leg: Leg | None = None
+        self.idle_since = 0.0
+        self._home = home
+        self._loop = asyncio.get_running_loop()
+        self._deadline = Deadline(self._loop, self._late)
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self._paused = False
+        self._used = False
+        self._heard = False
+        self._expect_nothing()
+
+    def _expect_nothing(self) -> None:
+        self._status = 0
+        self._headers: Headers = []
+        self._head_bytes = self._early_bytes = 0
+        self._pieces: list[bytes] = []
+        self._framed = self._reusable = self._complete = self._followed = self._told = False
+
+    def send(self, leg: Leg) -> None:
+        """Write a request; its leg is told of the answer."""
+        self.leg = leg
+        self._expect_nothing()
+        self._heard = False
+        body = leg.body
+        if len(body) <= _ONE_BUFFER:
+            self._transport.write(leg.head + body)
+        else:
+            self._transport.write(leg.head)
+            self._transport.write(body)
+        self._deadline.set(self._home.idle_timeout)
+
+    def pause(self) -> None:
+        """Read no more for now: the client does not either."""
+        if not self._paused:
+            self._paused = True
+            self._deadline.clear()
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._paused:
+            self._paused = False
+            if self.leg is not None:
+                self._deadline.set(self._home.idle_timeout)
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once. Nobody is told."""
+        self.leg = None
+        self._deadline.close()
+        self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        connected = transport.get_extra_info("socket")
+        if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._home.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self.leg is None:
+            self._transport.abort()  # nothing was asked
+            return
+        self._heard = True
+        problem = None
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            problem = f"not HTTP: {error.__context__ or error}"
+        if not self._status:
+            self._early_bytes += len(data)  # the parser keeps a header to itself until it is complete
+            if problem is None and self._early_bytes > MAX_HEAD_BYTES:
+                problem = "the head is too large"
+            if problem is not None:
+                self._fail(UpstreamError(problem))
+            return
+        self._deadline.set(self._home.idle_timeout)
+        pieces, self._pieces = self._pieces, []
+        passed = b"".join(pieces) if len(pieces) != 1 else pieces[0]
+        if problem is None or self._complete:
+            self._tell(passed, self._complete)
+        else:
+            self._tell(passed, False)
+            self._fail(UpstreamError(problem))
+
+    def _tell(self, data: bytes, ended: bool) -> None:
+        """Pass on what came. When it was the end, the connection is free before that is told."""
+        leg = self.leg
+        if leg is None or not (data or ended or not self._told):
+            return
+        if ended:
+            self._release()
+        if self._told:
+            leg.more(data, ended)
+        else:
+            self._told = True
+            leg.answered(AnswerHead(self._status, self._headers), data, ended)
+
+    def _release(self) -> None:
+        """The answer is complete: keep the connection, if another request can follow on it."""
+        self.leg = None
+        self._used = True
+        self._deadline.clear()
+        self.resume()
+        if self._reusable and not self._followed and not self._transport.get_write_buffer_size():
+            self._home.keep(self)
+        else:
+            self._deadline.close()
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.close()
+        self._home.closed(self)
+        if self.leg is None:
+            return
+        if self._status and not self._framed and exc is None:
+            self._complete = True
+            self._tell(b"", True)  # its end is the end of the connection
+            return
+        error = UpstreamError(str(exc) or type(exc).__name__ if exc else "the worker hung up")
+        self._fail(error, unheard=self._used and not self._heard)
+
+    def _late(self) -> None:
+        self._fail(UpstreamTimeoutError(f"no byte within {self._home.idle_timeout:g} s"))
+
+    def _fail(self, error: UpstreamError, unheard: bool = False) -> None:
+        leg, self.leg = self.leg, None
+        self._deadline.close()
+        self._transport.abort()
+        if leg is not None:
+            leg.broke(error, unheard)
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        self._followed = self._complete
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _RefusedAnswerError("the head is too large")
+        if self._status:
+            return  # a trailer, or a second answer's
+        name = name.lower()
+        if name == b"content-length":
+            self._framed = True
+        elif name == b"transfer-encoding":
+            if value.lower() != b"chunked":
+                raise _RefusedAnswerError("a transfer coding that was not asked for")
+            self._framed = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self._complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            if status == 101:
+                raise _RefusedAnswerError("a switch of protocols that was not asked for")
+            self._headers = []
+            self._framed = False
+            return
+        self._status = status
+        without_body = status in (204, 304)
+        self._framed = self._framed or without_body
+        self._reusable = self._framed and self._parser.should_keep_alive()
+        if self.leg is not None and self.leg.method == "HEAD":  # the parser waits for a body that will not come
+            self._framed, self._reusable, self._complete = True, False, True
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._status:
+            self._complete = True

@@ -1,0 +1,68 @@
+"""Where a worker listens, and the head of a request to it."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from yarl import URL
+
+# Names are in lower case.
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+
+# RFC 9110, 7.6.1: these are about one connection, not about the message.
+HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
+)
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
+_METHODS_WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A worker's address: what its URL says. `path` stands before every target, `authorization` is from user info."""
+
+    tls: bool
+    host: str
+    port: int
+    path: bytes
+    host_header: bytes
+    authorization: bytes | None
+
+    @classmethod
+    def of(cls, url: str) -> Origin:
+        """The origin of a worker's URL."""
+        read = URL(url)
+        host, port = read.host or "", read.port or _PORTS[read.scheme]
+        named = f"[{host}]" if ":" in host else host
+        userinfo = f"{read.user or ''}:{read.password or ''}".encode() if read.user or read.password else None
+        return cls(
+            read.scheme == "https",
+            host,
+            port,
+            read.raw_path.rstrip("/").encode(),
+            (named if port == _PORTS[read.scheme] else f"{named}:{port}").encode(),
+            b"Basic " + b64encode(userinfo) if userinfo else None,
+        )
+
+    def request_head(self, method: str, target: bytes, headers: Headers, body_bytes: int) -> bytes:
+        """The head of a request with a body of this size: the headers that are about the message, as they came."""
+        lines = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method.encode(), self.path, target, self.host_header)]
+        lines += [b"%b: %b\r\n" % header for header in end_to_end(headers, _NOT_FORWARDED)]
+        if self.authorization is not None and not any(name == b"authorization" for name, _ in headers):
+            lines.append(b"authorization: %b\r\n" % self.authorization)
+        if body_bytes or method in _METHODS_WITH_BODY:
+            lines.append(b"content-length: %d\r\n" % body_bytes)
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
+    """The headers but those that are dropped, and those that a `connection` header names."""
+    for name, value in headers:
+        if name == b"connection":
+            dropped = dropped | {part.strip().lower() for part in value.split(b",")}
+    return [header for header in headers if header[0] not in dropped]

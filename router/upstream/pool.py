@@ -1,0 +1,261 @@
+"""The connections to the workers, and one request's way over them.
+
+Idle connections are kept for less than the engines keep theirs, the latest used first. When a kept one turns out to be
+closed, the request goes over a new one: no byte of an answer came, so the worker had closed before it read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextvars import Context
+
+from router.deadline import Deadline
+from router.upstream.connection import (
+    AnswerHead,
+    Connection,
+    Receiver,
+    UnreachableError,
+    UpstreamError,
+)
+from router.upstream.origin import Headers, Origin
+
+# vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
+KEEPALIVE_SECONDS = 4.0
+# Idle connections that are kept for a worker.
+MAX_IDLE = 1024
+
+
+class Leg:
+    """One request on its way to one worker."""
+
+    __slots__ = ("_connecting", "_connection", "_paused", "_receiver", "_upstream", "body", "head", "method")
+
+    def __init__(self, upstream: Upstream, receiver: Receiver, method: str, head: bytes, body: bytes) -> None:
+        self.method = method
+        self.head = head
+        self.body = body
+        self._upstream = upstream
+        self._receiver: Receiver | None = receiver
+        self._connection: Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._paused = False
+
+    def pause(self) -> None:
+        """Read no more of the answer for now."""
+        self._paused = True
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        self._paused = False
+        if self._connection is not None:
+            self._connection.resume()
+
+    def abort(self) -> None:
+        """Call the request off. The receiver hears nothing more."""
+        self._receiver = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        if self._connecting is not None:
+            self._connecting.cancel()
+
+    # What connections tell.
+
+    def go(self) -> None:
+        """Take the latest connection that is idle, or make one."""
+        connection = self._upstream.idle()
+        if connection is None:
+            self._connecting = self._upstream.connect(self)
+        else:
+            self.over(connection)
+
+    def over(self, connection: Connection) -> None:
+        """Go over this connection."""
+        self._connecting = None
+        self._connection = connection
+        connection.send(self)
+        if self._paused:
+            connection.pause()
+
+    def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
+        if ended:
+            self._connection = None
+        if self._receiver is not None:
+            self._receiver.answered(head, data, ended)
+
+    def more(self, data: bytes, ended: bool) -> None:
+        if ended:
+            self._connection = None
+        if self._receiver is not None:
+            self._receiver.more(data, ended)
+
+    def broke(self, error: UpstreamError, unheard: bool) -> None:
+        """The connection failed; `unheard`: it had been used before, and nothing came of this request's answer."""
+        self._connection = None
+        if self._receiver is None:
+            return
+        if unheard and not self._upstream.closing:
+            self._connecting = self._upstream.connect(self)
+        else:
+            self.failed(error)
+
+    def failed(self, error: UpstreamError) -> None:
+        receiver, self._receiver = self._receiver, None
+        self._connecting = None
+        if receiver is not None:
+            receiver.failed(error)
+
+
+class Upstream:
+    """The connections to one worker."""
+
+    def __init__(self, url: str, tls: ssl.SSLContext, connect_timeout: float, idle_timeout: float) -> None:
+        self.origin = Origin.of(url)
+        self.idle_timeout = idle_timeout
+        self.closing = False
+        self._tls = tls if self.origin.tls else None
+        self._connect_timeout = connect_timeout
+        self._loop = asyncio.get_running_loop()
+        self._connections: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}  # the latest used last
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._sweep = Deadline(self._loop, self._drop_old)
+
+    def send(self, receiver: Receiver, method: str, target: bytes, headers: Headers, body: bytes) -> Leg:
+        """Send a request. `target` is a path with its query; names of headers are in lower case."""
+        leg = Leg(self, receiver, method, self.origin.request_head(method, target, headers, len(body)), body)
+        leg.go()
+        return leg
+
+    @property
+    def open_connections(self) -> int:
+        """How many connections there are, idle or not."""
+        return len(self._connections)
+
+    @property
+    def idle_connections(self) -> int:
+        """How many of them are idle."""
+        return len(self._idle)
+
+    def retire(self) -> None:
+        """The worker is gone: requests that it has may finish."""
+        self.closing = True
+        self._sweep.close()
+        for connection in list(self._idle):
+            connection.abort()
+
+    async def close(self) -> None:
+        """Close every connection; what is on its way fails."""
+        self.retire()
+        for task in self._connecting:
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+        for connection in list(self._connections):
+            leg = connection.leg
+            connection.abort()
+            if leg is not None:
+                leg.failed(UpstreamError("the router stops"))
+
+    # What legs and connections ask.
+
+    def idle(self) -> Connection | None:
+        """A kept connection, not idle any more."""
+        if self._idle:
+            connection, _ = self._idle.popitem()
+            if self._loop.time() - connection.idle_since < KEEPALIVE_SECONDS:
+                return connection
+            connection.abort()  # and all others are older
+            self._drop_old()
+        return None
+
+    def connect(self, leg: Leg) -> asyncio.Task[None]:
+        """Make a connection for a leg."""
+        # In a context of its own: the connection will serve other requests too.
+        task = self._loop.create_task(self._connect(leg), context=Context())
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        return task
+
+    def opened(self, connection: Connection) -> None:
+        self._connections.add(connection)
+
+    def closed(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._idle.pop(connection, None)
+
+    def keep(self, connection: Connection) -> None:
+        """A connection is idle."""
+        if self.closing or len(self._idle) >= MAX_IDLE:
+            connection.abort()
+            return
+        connection.idle_since = self._loop.time()
+        if not self._idle:
+            self._sweep.set(KEEPALIVE_SECONDS)
+        self._idle[connection] = None
+
+    def _drop_old(self) -> None:
+        limit = self._loop.time() - KEEPALIVE_SECONDS
+        while self._idle:
+            oldest = next(iter(self._idle))
+            if oldest.idle_since > limit:
+                self._sweep.set(oldest.idle_since - limit)
+                return
+            del self._idle[oldest]
+            oldest.abort()
+
+    async def _connect(self, leg: Leg) -> None:
+        origin = self.origin
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls,
+                    server_hostname=origin.host if self._tls else None,
+                )
+        except TimeoutError:
+            leg.failed(UnreachableError(f"no connection within {self._connect_timeout:g} s"))
+        except (OSError, ValueError) as error:
+            leg.failed(UnreachableError(str(error) or type(error).__name__))
+        else:
+            leg.over(connection)
+
+
+class Upstreams:
+    """The connections to all workers. `close` ends them."""
+
+    def __init__(self, tls: ssl.SSLContext, connect_timeout: float, idle_timeout: float) -> None:
+        self._tls = tls
+        self._connect_timeout = connect_timeout
+        self._idle_timeout = idle_timeout
+        self._upstreams: dict[str, Upstream] = {}
+        self._retired: list[Upstream] = []
+
+    def of(self, url: str) -> Upstream:
+        """Those to the worker with this URL."""
+        upstream = self._upstreams.get(url)
+        if upstream is None:
+            upstream = Upstream(url, self._tls, self._connect_timeout, self._idle_timeout)
+            self._upstreams[url] = upstream
+        return upstream
+
+    def forget(self, url: str) -> None:
+        """A worker was removed: idle connections to it are closed, and others when their requests end."""
+        upstream = self._upstreams.pop(url, None)
+        if upstream is not None:
+            upstream.retire()
+            self._retired = [each for each in (*self._retired, upstream) if each.open_connections]
+
+    @property
+    def open_connections(self) -> int:
+        """How many connections there are to all of them, idle or not."""
+        return sum(upstream.open_connections for upstream in (*self._upstreams.values(), *self._retired))
+
+    async def close(self) -> None:
+        """Close every connection; what is on its way fails."""
+        for upstream in (*self._upstreams.values(), *self._retired):
+            await upstream.close()
