@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 from worker.disaggregation.transfer.engine import TransferEngine
-
-_ENGINES = {
-    "tcp": ("worker.disaggregation.transfer.tcp", "TcpEngine"),
-}
-ENGINES = tuple(_ENGINES)
-"""Names `open_engine` knows."""
 
 
 def open_engine(name: str, host: str = "127.0.0.1", secret: bytes | None = None) -> TransferEngine:
@@ -22,6 +15,21 @@ def open_engine(name: str, host: str = "127.0.0.1", secret: bytes | None = None)
     """
     if name not in _ENGINES:
         raise ValueError(f"transfer engine {name!r} is unknown; there are {', '.join(ENGINES)}")
-    module, attribute = _ENGINES[name]
-    make: Callable[[str, bytes | None], TransferEngine] = getattr(import_module(module), attribute)
-    return make(host, secret)
+    return _ENGINES[name](host, secret)
+
+
+def _tcp(host: str, secret: bytes | None) -> TransferEngine:
+    from worker.disaggregation.transfer.tcp import TcpEngine
+
+    return TcpEngine(host, secret)
+
+
+def _shm(host: str, secret: bytes | None) -> TransferEngine:  # noqa: ARG001  (this one)
+    from worker.disaggregation.transfer.shm import ShmEngine
+
+    return ShmEngine(secret)
+
+
+_ENGINES: dict[str, Callable[[str, bytes | None], TransferEngine]] = {"tcp": _tcp, "shm": _shm}
+ENGINES = tuple(_ENGINES)
+"""Names `open_engine` knows."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from math import inf
 
 from worker.disaggregation.transfer.channel import Channel, Kind
 from worker.disaggregation.transfer.engine import PeerLostError, RefusedError
@@ -56,7 +57,7 @@ def welcome(channel: Channel, engine: str, secret: bytes | None, deadline: float
     _sign(channel, secret, nonces, b"receiver", b"sender")
 
 
-def expect(channel: Channel, kind: Kind, deadline: float) -> bytes:
+def expect(channel: Channel, kind: Kind, deadline: float = inf) -> bytes:
     """The body of the next frame, which must be of this kind. Raises RefusedError, PeerLostError, DeadlineError."""
     received, body = channel.receive(deadline)
     if received is Kind.REFUSED:

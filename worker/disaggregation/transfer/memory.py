@@ -67,27 +67,17 @@ class Memory:
             self._place()
             raise ValueError(f"memory can't be registered: {error}") from None
 
-    def locate(self, pointers: Addresses, lengths: Addresses) -> list[tuple[Bytes, int, int]]:
-        """Each range as an array, its begin and end there. Raises ValueError for one that isn't registered."""
-        spans, arrays = self._spans, self._ordered
-        found = spans.find(pointers, lengths)
-        begins = pointers - spans.starts[found]
-        return [
-            (arrays[index], begin, end)
-            for index, begin, end in zip(found.tolist(), begins.tolist(), (begins + lengths).tolist(), strict=True)
-        ]
-
     def check(self, ranges: Ranges) -> None:
         """Raises ValueError for a range that isn't registered."""
         self._spans.find(*ranges)
 
-    def views(self, pointers: Addresses, lengths: Addresses) -> list[memoryview]:
-        """Buffers of these ranges in order, merged where they touch. Raises ValueError like `locate`."""
+    def views(self, pointers: Addresses, lengths: Addresses, *, merge: bool = True) -> list[memoryview]:
+        """Buffers of these ranges in order, merged where they touch. Raises ValueError for one not registered."""
         spans, views = self._spans, self._views
         found = spans.find(pointers, lengths)
         begins = pointers - spans.starts[found]
         ends = begins + lengths
-        follows = (begins[1:] == ends[:-1]) & (found[1:] == found[:-1])
+        follows = (begins[1:] == ends[:-1]) & (found[1:] == found[:-1]) & merge
         first, last = np.concatenate(([True], ~follows)), np.concatenate((~follows, [True]))
         return [
             views[index][begin:end]
