@@ -44,8 +44,12 @@ class Writer(Protocol):
         """See Session.write. After a RefusedError the connection is still in step."""
         ...
 
+    def end(self) -> None:
+        """Let a write that waits fail; end the connection as soon as nothing needs it. From any thread."""
+        ...
+
     def close(self) -> None:
-        """Free what is not the connection."""
+        """Free the connection, after `end`."""
         ...
 
 
@@ -91,7 +95,7 @@ class Endpoint:
         channel = Channel(dial(address, deadline))
         try:
             greet(channel, self.name, self._secret, deadline)
-            session = ChannelSession(channel, self._writer(channel, deadline), self._sessions.discard)
+            session = ChannelSession(self._writer(channel, deadline), self._sessions.discard)
         except BaseException:
             channel.close()
             raise
@@ -134,8 +138,8 @@ class Endpoint:
 class ChannelSession:
     """A session over one connection: writes take turns, and the first that breaks it ends it."""
 
-    def __init__(self, channel: Channel, writer: Writer, forget: Callable[[ChannelSession], None]) -> None:
-        self._channel, self._writer, self._forget = channel, writer, forget
+    def __init__(self, writer: Writer, forget: Callable[[ChannelSession], None]) -> None:
+        self._writer, self._forget = writer, forget
         self._turn = threading.Lock()
         self._ended = False
 
@@ -151,7 +155,7 @@ class ChannelSession:
                 self._writer.write(key, writes, deadline)
             except (PeerLostError, DeadlineError):
                 self._ended = True
-                self._channel.cut()
+                self._writer.end()
                 raise
         finally:
             self._turn.release()
@@ -159,10 +163,9 @@ class ChannelSession:
     def close(self) -> None:
         """See Session."""
         self._ended = True
-        self._channel.cut()
+        self._writer.end()
         with self._turn:
             self._writer.close()
-            self._channel.close()
         self._forget(self)
 
 

@@ -24,12 +24,29 @@ def _tcp(host: str, secret: bytes | None) -> TransferEngine:
     return TcpEngine(host, secret)
 
 
-def _shm(host: str, secret: bytes | None) -> TransferEngine:  # noqa: ARG001  (this one)
+def _shm(host: str, secret: bytes | None) -> TransferEngine:  # noqa: ARG001
     from worker.disaggregation.transfer.shm import ShmEngine
 
     return ShmEngine(secret)
 
 
-_ENGINES: dict[str, Callable[[str, bytes | None], TransferEngine]] = {"tcp": _tcp, "shm": _shm}
+def _mooncake(host: str, secret: bytes | None) -> TransferEngine:
+    from worker.disaggregation.transfer.mooncake import MooncakeEngine
+
+    return MooncakeEngine(host, secret)
+
+
+def _nixl(host: str, secret: bytes | None) -> TransferEngine:
+    from worker.disaggregation.transfer.nixl import NixlEngine
+
+    return NixlEngine(host, secret)
+
+
+_ENGINES: dict[str, Callable[[str, bytes | None], TransferEngine]] = {
+    "tcp": _tcp,
+    "shm": _shm,
+    "mooncake": _mooncake,
+    "nixl": _nixl,
+}
 ENGINES = tuple(_ENGINES)
 """Names `open_engine` knows."""

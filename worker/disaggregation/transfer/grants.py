@@ -28,19 +28,26 @@ class Grant:
         except ValueError as error:
             raise RefusedError(f"{_named(self.key)} may not write there: {error} of what was granted") from None
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
+        """Something is about to land. Raises RefusedError when the grant was revoked."""
         with self._changed:
             if self._revoked:
                 raise RefusedError(f"the grant of {_named(self.key)} was revoked")
             self._landing += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def leave(self) -> None:
+        """It landed, or never will."""
         with self._changed:
             self._landing -= 1
             if self._revoked:
                 self._changed.notify_all()
+
+    __enter__ = enter
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
 
     def revoke(self, deadline: float) -> Quiescence:
         """Let nobody in any more, and wait for those inside."""

@@ -48,8 +48,13 @@ class FrameWriter:
         if refusal is not None:
             raise refusal
 
+    def end(self) -> None:
+        """See Writer."""
+        self._channel.cut()
+
     def close(self) -> None:
-        """Nothing is held."""
+        """See Writer."""
+        self._channel.close()
 
     def _answer(self, deadline: float) -> RefusedError | None:
         try:

@@ -1,0 +1,155 @@
+"""Base of engines whose library writes into the peer's memory by itself: the receiver can't stop it, so it is told.
+
+Beside the library's own connections runs one of ours:
+
+    receiver  MEMORY   what the sender's library must know of the receiver's, once
+    sender    BEGIN    the runs it wants to write (as in writing.py)
+    receiver  GRANTED, or REFUSED with the reason
+    sender    DONE     the library says that all bytes landed
+
+From GRANTED to DONE something may land. A grant revoked meanwhile is quiescent when DONE arrives, and never otherwise:
+neither the end of the connection nor the sender's death proves that nothing of it is on its way, or in a buffer of our
+own library. Such pages are lost until the receiver restarts. A write that misses its deadline goes on in the
+background, so that its DONE still comes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from worker.disaggregation.transfer.channel import Channel, Kind
+from worker.disaggregation.transfer.endpoint import Endpoint, Writer, listen
+from worker.disaggregation.transfer.engine import (
+    DeadlineError,
+    GrantKey,
+    PeerLostError,
+    RefusedError,
+    Region,
+    TransferError,
+)
+from worker.disaggregation.transfer.handshake import expect
+from worker.disaggregation.transfer.memory import Memory
+from worker.disaggregation.transfer.runs import Ranges, Writes, split_writes
+from worker.disaggregation.transfer.writing import MOST_BYTES, decode_runs, encode_runs
+
+_MOST_RUNS = 1024  # of one request: Mooncake fails, and for a while its peer too, when given 4096
+
+
+class Library(Protocol):
+    """What an engine needs of a transfer library. `write` may be called from several threads."""
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Let these be source and destination. Raises ValueError."""
+        ...
+
+    def describe(self) -> bytes:
+        """What `open` of a peer's library needs."""
+        ...
+
+    def open(self, description: bytes) -> str:
+        """A peer, to be named in `write`. Raises PeerLostError."""
+        ...
+
+    def write(self, peer: str, writes: Writes) -> None:
+        """Returns when all bytes have landed. Raises PeerLostError when that is not known."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+class OneSidedEndpoint(Endpoint):
+    """See Endpoint; adds grants that are asked for before the library writes."""
+
+    def __init__(self, host: str, secret: bytes | None, library: Library) -> None:
+        self._library = library
+        super().__init__(listen(host), secret)
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """See TransferEngine."""
+        super().register(regions)
+        self._library.register(regions)
+
+    def close(self) -> None:
+        """See TransferEngine."""
+        super().close()
+        self._library.close()
+
+    def _writer(self, channel: Channel, deadline: float) -> Writer:
+        return _OneSidedWriter(channel, self.memory, self._library, expect(channel, Kind.MEMORY, deadline))
+
+    def _serve(self, channel: Channel) -> None:
+        channel.send(Kind.MEMORY, self._library.describe())
+        while True:
+            key, (destinations, lengths) = decode_runs(expect(channel, Kind.BEGIN), 2)
+            try:
+                grant = self.grants.find(key, destinations, lengths)
+                grant.enter()
+            except RefusedError as error:
+                channel.send(Kind.REFUSED, str(error).encode())
+                continue
+            channel.send(Kind.GRANTED)
+            expect(channel, Kind.DONE)  # if it never comes the grant is never left
+            grant.leave()
+
+
+class _OneSidedWriter:
+    """Each write runs in a thread of its own, which the caller leaves behind when the deadline passes."""
+
+    def __init__(self, channel: Channel, memory: Memory, library: Library, description: bytes) -> None:
+        self._channel, self._memory, self._library = channel, memory, library
+        self._peer = library.open(description)
+        self._changed = threading.Condition()
+        self._running = self._ended = self._closed = False
+        self._failure: TransferError | None = None
+
+    def write(self, key: GrantKey, writes: Writes, deadline: float) -> None:
+        self._memory.check(Ranges(writes.sources, writes.lengths))
+        self._running, self._failure = True, None
+        threading.Thread(target=self._run, args=(key, writes), name="transfer-one-sided", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or not self._running, max(0, deadline - time.monotonic()))
+            if self._running:
+                if self._ended:
+                    raise PeerLostError("the session was closed")
+                raise DeadlineError("the bytes did not land within the deadline")
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+            if not self._running:
+                self._channel.cut()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            if not self._running:
+                self._channel.close()
+
+    def _run(self, key: GrantKey, writes: Writes) -> None:
+        try:
+            for portion in split_writes(writes, _MOST_RUNS, MOST_BYTES):
+                self._channel.send(Kind.BEGIN, encode_runs(key, portion.destinations, portion.lengths))
+                expect(self._channel, Kind.GRANTED)
+                if not self._ended:
+                    self._library.write(self._peer, portion)
+                self._channel.send(Kind.DONE)
+                if self._ended:
+                    break
+        except TransferError as error:
+            self._failure = error
+        finally:
+            with self._changed:
+                self._running = False
+                if self._ended:
+                    self._channel.cut()
+                if self._closed:
+                    self._channel.close()
+                self._changed.notify_all()
