@@ -5,6 +5,9 @@ so may replayed ones. What comes out here is every batch once, in order, or the 
 
     connecting ──first contact──▶ replaying ──caught up──▶ live ──gap, idle, reconnected──▶ replaying
                                       └──nothing more to be had──▶ lost (live again, but batches are missing)
+
+Where a replay does not bring what is missing, the publisher is asked for a snapshot of all it holds. Few have one; the
+others say at once that they have not.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from enum import StrEnum
 from sortedcontainers import SortedDict
 
 from kvevents.decode import batch_time
-from kvevents.frames import StreamFrame
+from kvevents.frames import SNAPSHOT_START, StreamFrame
 
 
 class StreamState(StrEnum):
@@ -41,7 +44,7 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class AskReplay:
-    """Ask the publisher for every batch from `start` on."""
+    """Ask the publisher for every batch from `start` on, or for a snapshot: from SNAPSHOT_START on."""
 
     start: int
 
@@ -76,6 +79,7 @@ class SequenceCounters:
     replays_unanswered: int = 0
     restarts: int = 0
     resyncs: int = 0
+    snapshots: int = 0
 
 
 @dataclass(slots=True)
@@ -88,10 +92,13 @@ class _Replay:
     heard: bool = False  # anything came at all, in this round
     answered: bool = False  # a batch came, in this round
     progress: bool = False  # something new came, in this round
+    snapshot: bool = False  # of all that is held; live batches wait for it
+    parts: int = 0  # of the snapshot that were applied
 
 
 # After a connection a lost tail is most likely, so the first check comes this soon; each further one twice as late.
 _FIRST_CHECK = 1.0
+_SNAPSHOT_INTERVAL = 5.0  # seconds between two, however much gets lost
 
 
 class StreamSequence:
@@ -115,6 +122,7 @@ class StreamSequence:
         self._missing: int | None = None  # the last batch that nobody could replay
         self._check_after = _FIRST_CHECK
         self._check_at = 0.0
+        self._snapshot_at = 0.0  # not before
 
     @property
     def pending(self) -> int:
@@ -157,10 +165,12 @@ class StreamSequence:
         """The live socket reached the publisher, for the first time or again."""
         self._check_after = _FIRST_CHECK
         self._heard = None
+        self._snapshot_at = 0.0
         if self._can_replay:
+            actions = self._drop_snapshot()
             self._unconfirmed = self._unconfirmed or self._last_frame
             self._pending.clear()  # maybe of an earlier life; otherwise they come again
-            return self._ask(now)
+            return actions + self._ask(now)
         if self.state is StreamState.CONNECTING:
             self._settle(now)
         return []
@@ -209,6 +219,9 @@ class StreamSequence:
         replay.heard = True
         if frame is None:
             return [] if self._unended else self._end_of_round(replay, now, ended=True)
+        if replay.snapshot:  # what is left of a replay that was given up
+            self._pending.setdefault(frame.seq, frame)
+            return []
         replay.answered = True
         if replay.known is not None and frame.seq == replay.known.seq:
             if _newer(frame, replay.known):
@@ -223,6 +236,29 @@ class StreamSequence:
             actions += self._give_up(now)
         return actions
 
+    def on_snapshot(self, part: int, frame: StreamFrame, now: float) -> list[Action]:
+        """A part of a snapshot came; the last one is empty. `frame.seq`: the last batch it takes into account."""
+        replay = self._replay
+        if replay is None or not replay.snapshot or part != replay.parts:
+            return []  # what is left of one that was given up, or one with a hole
+        replay.heard_at = now
+        replay.heard = True
+        if frame.payload:
+            replay.parts += 1
+            replay.known = frame
+            return [Apply(frame)]
+        self.counters.snapshots += 1
+        self.last_seq, self._last_frame = frame.seq, replay.known
+        self._unconfirmed = self._missing = self._replay = None
+        while self._pending and self._pending.peekitem(0)[0] <= frame.seq:
+            self._pending.popitem(0)
+        actions = self._drain()
+        if self._behind:
+            return actions + self._ask(now)
+        self._settle(now)
+        self.confirmed_at = now
+        return actions
+
     def on_tick(self, now: float) -> list[Action]:
         """Time has passed: a replay may be overdue, an idle stream may need a check."""
         replay = self._replay
@@ -232,13 +268,39 @@ class StreamSequence:
             if replay.heard:
                 self._unended = 0
                 return self._end_of_round(replay, now, ended=False)
+            if replay.snapshot:
+                self._unended = 0
+                return self._no_snapshot(replay, now)
             self.counters.replays_unanswered += 1
             self._replay_answers = False
             return self._give_up(now)
         if self._can_replay and self.state is not StreamState.CONNECTING and now >= self._check_at:
             self._check_after = min(2 * self._check_after, self._settings.idle_check)
             return self._ask(now)
+        if self._missing is not None and self._may_ask_snapshot(now):
+            return self._ask_snapshot(now)
         return []
+
+    def _may_ask_snapshot(self, now: float) -> bool:
+        return self._can_replay and self._replay_answers and now >= self._snapshot_at
+
+    def _ask_snapshot(self, now: float, rounds_left: int = 0) -> list[Action]:
+        """Ask for all that is held; if there is no such thing, there are rounds left to ask for the batches again."""
+        self._snapshot_at = now + _SNAPSHOT_INTERVAL
+        if self._behind or self.state is StreamState.CONNECTING:
+            self.state = StreamState.REPLAYING
+        elif self._missing is not None:
+            self.state = StreamState.LOST
+        self._replay = _Replay(None, now, rounds_left, snapshot=True)
+        self._unended += 1
+        return [AskReplay(SNAPSHOT_START)]
+
+    def _drop_snapshot(self) -> list[Action]:
+        """Forget a snapshot that was applied in part: half of it is worth nothing."""
+        if self._replay is None or not self._replay.parts:
+            return []
+        self._begin_again()
+        return [Clear()]
 
     def _ask(self, now: float, rounds_left: int | None = None) -> list[Action]:
         """Ask for everything from the last batch on: that one again, to see that it is still the same."""
@@ -253,8 +315,12 @@ class StreamSequence:
 
     def _end_of_round(self, replay: _Replay, now: float, ended: bool) -> list[Action]:
         """A replay ended, or fell silent. Ask again while something is missing and there is hope."""
+        if replay.snapshot:
+            return self._no_snapshot(replay, now)
         rounds_left = self._settings.replay_rounds if replay.progress else replay.rounds_left - 1
         ignored = replay.known is not None and not replay.answered
+        if ended and self._behind and self._unconfirmed is None and self._may_ask_snapshot(now):
+            return self._ask_snapshot(now, rounds_left)
         if rounds_left and (self._behind or self._unconfirmed or ignored):
             return self._ask(now, rounds_left)
         reconnected, self._unconfirmed = self._unconfirmed is not None, None
@@ -263,20 +329,33 @@ class StreamSequence:
             return self._restart() + self._ask(now)
         if reconnected:
             self._missing = self.last_seq  # others, but not our last batch: who knows of which life they are
+        if (self._behind or self._missing is not None) and self._may_ask_snapshot(now):
+            return self._ask_snapshot(now)
         actions = self._give_up(now)
         if ended and not ignored and self.complete:
             self.confirmed_at = now
         return actions
 
+    def _no_snapshot(self, replay: _Replay, now: float) -> list[Action]:
+        """There is none, or it broke off."""
+        self._snapshot_at = now + (_SNAPSHOT_INTERVAL if replay.parts else self._settings.idle_check)
+        if replay.rounds_left and not replay.parts and self._behind:
+            return self._ask(now, replay.rounds_left)
+        return self._give_up(now)
+
     def _give_up(self, now: float) -> list[Action]:
         """Go on without the batches that are missing."""
-        actions: list[Action] = []
+        broken = self._replay is not None and self._replay.parts > 0
+        actions: list[Action] = [Clear()] if broken else []  # half of a snapshot is worth nothing
+        self._replay = None
         while self._pending:
             self._skip_to(self._pending.peekitem(0)[0])
             actions += self._drain()
         if self._heard is not None and self._behind:
             self._skip_to(self._heard.seq + 1)
             self._last_frame = self._heard
+        if broken:
+            self._missing = self.last_seq
         self._settle(now)
         return actions
 
@@ -291,7 +370,7 @@ class StreamSequence:
 
     def _restart(self) -> list[Action]:
         """The publisher began again at 0."""
-        known = self.last_seq is not None
+        known = self.last_seq is not None or (self._replay is not None and self._replay.parts > 0)
         self.counters.restarts += known
         self._begin_again()
         return [Clear()] if known else []
@@ -307,8 +386,10 @@ class StreamSequence:
         self._missing = None
 
     def _drain(self) -> list[Action]:
-        """Apply what is next, as far as it is there."""
+        """Apply what is next, as far as it is there; nothing while a snapshot may come, which knows it already."""
         actions: list[Action] = []
+        if self._replay is not None and self._replay.snapshot:
+            return actions
         while (frame := self._pending.pop(self._next_seq, None)) is not None:
             self.last_seq = frame.seq
             self._last_frame = frame

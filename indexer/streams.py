@@ -34,7 +34,15 @@ from indexer.stream_monitor import Connected, Refused, monitor_of, read_monitor
 from kvevents import AllBlocksCleared, EventSource, MalformedBatchError, decode_batch
 from kvevents.curve import KeyPair, be_client, checked_key, temporary_key_pair
 from kvevents.decode import batch_time
-from kvevents.frames import MalformedFrameError, StreamFrame, parse_live, parse_replay, replay_request
+from kvevents.frames import (
+    MalformedFrameError,
+    StreamFrame,
+    is_snapshot,
+    parse_live,
+    parse_replay,
+    parse_snapshot,
+    replay_request,
+)
 
 log = structlog.get_logger()
 
@@ -311,12 +319,16 @@ class StreamReader:
         parts = _receive(stream.replay)
         if parts is None:
             return False
+        now = time.monotonic()
         try:
-            frame = parse_replay(parts)
+            if is_snapshot(parts):
+                actions = stream.sequence.on_snapshot(*parse_snapshot(parts), now)
+            else:
+                actions = stream.sequence.on_replay(parse_replay(parts), now)
         except MalformedFrameError as error:
             self._bad_frame(stream, str(error))
             return True
-        self._act(stream, stream.sequence.on_replay(frame, time.monotonic()))
+        self._act(stream, actions)
         return True
 
     def _read_monitor(self, stream: Stream) -> bool:

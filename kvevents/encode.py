@@ -1,4 +1,4 @@
-"""Encode event batches in the forms that vLLM's and SGLang's own publishers send.
+"""Encode event batches in the forms that vLLM's, SGLang's and Mooncake's own publishers send.
 
 Each form of `WireForm` can be read back by `decode_batch`, and by the engines' own decoders of that generation.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvevents.standard import standard_event
 
 
 class WireForm(StrEnum):
@@ -20,6 +21,7 @@ class WireForm(StrEnum):
     VLLM_ARRAYS = "vllm-arrays"
     SGLANG_MAPS = "sglang"
     SGLANG_ARRAYS = "sglang-arrays"
+    STANDARD = "rfc1527"
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -58,8 +60,12 @@ _MAP_FIELDS: dict[type[Event], tuple[str, ...]] = {
 
 def encode_batch(batch: EventBatch, form: WireForm = WireForm.VLLM_MAPS) -> bytes:
     """Encode a batch as msgpack `[ts, events, dp_rank]` in the given form."""
-    lay_out = _as_array if form in _ARRAY_FIELDS else _as_map
-    return _encode([batch.ts, [lay_out(event, form) for event in batch.events], batch.dp_rank])
+    if form is WireForm.STANDARD:
+        events: list[Any] = [standard_event(event, batch.dp_rank) for event in batch.events]
+    else:
+        lay_out = _as_array if form in _ARRAY_FIELDS else _as_map
+        events = [lay_out(event, form) for event in batch.events]
+    return _encode([batch.ts, events, batch.dp_rank])
 
 
 def _as_array(event: Event, form: WireForm) -> list[Any]:

@@ -4,6 +4,12 @@ A publisher sends `[topic, sequence number, payload]` on a PUB socket. A subscri
 `[empty, start]` from a DEALER to the publisher's ROUTER and gets the batches from `start` on, as
 `[empty, topic, sequence number, payload]` or, from older engines, without the topic; then an end marker. Sequence
 numbers are 8 bytes, big-endian.
+
+When a replay cannot bring what is missing, a subscriber may ask for a snapshot: for the batches from
+`SNAPSHOT_START` on. No engine has such batches, and each answers with the end marker alone. A publisher that knows what
+its engine holds answers with `[empty, topic, sequence number, payload, part]` first: batches that announce everything
+held after the batch with that sequence number, the first of them with a clear, and at last an empty payload. Parts are
+numbered from 0 (4 bytes, big-endian), so that a broken snapshot shows.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 END_OF_REPLAY = b"\xff" * 8
+SNAPSHOT_START = 2**64 - 2  # what asks for a snapshot, in place of a sequence number
 
 
 class MalformedFrameError(ValueError):
@@ -73,6 +80,23 @@ def parse_replay(parts: Sequence[bytes]) -> StreamFrame | None:
     if seq == END_OF_REPLAY:
         return None
     return StreamFrame(_parse_seq(seq), payload)
+
+
+def snapshot_frames(client: bytes, topic: bytes, part: int, frame: StreamFrame) -> list[bytes]:
+    """What a ROUTER sends to a client for one part of a snapshot; the last part has an empty payload."""
+    return [client, b"", topic, encode_seq(frame.seq), frame.payload, part.to_bytes(4, "big")]
+
+
+def is_snapshot(parts: Sequence[bytes]) -> bool:
+    """Whether a message that a DEALER received is part of a snapshot."""
+    return len(parts) == 5
+
+
+def parse_snapshot(parts: Sequence[bytes]) -> tuple[int, StreamFrame]:
+    """Read a part of a snapshot: its number, and what it says. Raises MalformedFrameError."""
+    if len(parts) != 5 or len(parts[4]) != 4:
+        raise MalformedFrameError("a part of a snapshot has 5 frames, the last of 4 bytes")
+    return int.from_bytes(parts[4], "big"), StreamFrame(_parse_seq(parts[2]), parts[3])
 
 
 def _parse_seq(frame: bytes) -> int:

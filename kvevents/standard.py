@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -45,3 +45,24 @@ def decode_standard_event(raw: msgspec.Raw) -> Event:
         lora_name=event.lora_name,
         cache_salt=event.additional_salt,
     )
+
+
+def standard_event(event: Event, dp_rank: int | None) -> dict[str, Any]:
+    """An event as a map. What the standard has no place for (cache groups, extra keys, LoRA numbers) is left out."""
+    medium = event.medium.lower() if event.medium else None
+    if isinstance(event, AllBlocksCleared):
+        return {"event_type": "cleared", "medium": medium, "dp_rank": dp_rank}
+    if isinstance(event, BlockRemoved):
+        return {"event_type": "removed", "seq_hashes": event.block_hashes, "medium": medium, "dp_rank": dp_rank}
+    return {
+        "event_type": "stored",
+        "seq_hashes": event.block_hashes,
+        "base_block_idx": 0 if event.parent_block_hash is None else None,
+        "parent_hash": event.parent_block_hash,
+        "token_ids": event.token_ids or None,
+        "block_size": event.block_size,
+        "lora_name": event.lora_name,
+        "additional_salt": event.cache_salt,
+        "medium": medium,
+        "dp_rank": dp_rank,
+    }

@@ -1,4 +1,7 @@
-"""What runs beside an engine: it reports the engine's KV-cache events. Needs pyzmq and msgspec, nothing more."""
+"""What runs beside an engine: it reports what the engine's KV cache holds. Needs pyzmq and msgspec, nothing more.
+
+A `Reporter` takes three calls and keeps the books; an `EventPublisher` sends batches for an engine that keeps its own.
+"""
 
 from worker.publisher import (
     EventPublisher,
@@ -7,11 +10,14 @@ from worker.publisher import (
     PublisherConfig,
     ZmqEventPublisher,
 )
+from worker.reporter import ParallelRanks, Reporter
 
 __all__ = [
     "EventPublisher",
     "EventPublisherFactory",
     "NullEventPublisher",
+    "ParallelRanks",
     "PublisherConfig",
+    "Reporter",
     "ZmqEventPublisher",
 ]

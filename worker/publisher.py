@@ -4,34 +4,38 @@
     publisher.publish(EventBatch(time.time(), events))
     publisher.shutdown()
 
-The configuration is SGLang's. Publishing never waits: a batch that finds the queue full pushes out the oldest one
-waiting, whose sequence number stays missing from the stream, so that subscribers see the gap.
+The configuration is SGLang's, with a few fields more. Publishing never waits: a batch that finds the queue full pushes
+out the oldest one waiting, whose sequence number stays missing from the stream, so that subscribers see the gap.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 import zmq
 
-from kvevents import EventBatch, WireForm, encode_batch, rank_endpoint
+from kvevents import Event, EventBatch, WireForm, encode_batch, rank_endpoint
 from kvevents.endpoints import publisher_binds
 from kvevents.frames import (
+    SNAPSHOT_START,
     MalformedFrameError,
+    StreamFrame,
     end_of_replay_frames,
     live_frames,
     parse_replay_request,
     replay_frames,
+    snapshot_frames,
 )
 from worker.stream_security import StreamSecurity
 
@@ -42,7 +46,8 @@ _AtLeast1 = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 SHUTDOWN_TIMEOUT_S = 2.0
 MAX_REPLAYS = 64  # further requests wait in the socket
-REPLAY_CHUNK = 64  # batches sent to one client before the live stream gets its turn
+REPLAY_CHUNK = 64  # messages sent to one client before the live stream gets its turn …
+REPLAY_TURN_S = 0.002  # … or as many as can be made in so long
 REPLAY_RETRY_S = 0.005  # between attempts while every client's buffer is full
 REPLAY_STALL_S = 30.0  # a client that takes nothing for so long has given up
 
@@ -51,8 +56,9 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """SGLang's publisher configuration; endpoints are those of rank 0.
 
     `buffer_steps`: batches kept for replay. `hwm`: messages buffered for each subscriber. `max_queue_size`: batches
-    that may wait for the publisher's thread. `curve_secret_key_file`: encrypt both sockets with this key pair (CURVE);
-    `curve_client_keys`: a folder with the public keys of those who may subscribe, otherwise anyone who has ours.
+    that may wait for the publisher's thread. `wire_form`: whose dialect to speak. `curve_secret_key_file`: encrypt both
+    sockets with this key pair (CURVE); `curve_client_keys`: a folder with the public keys of those who may subscribe,
+    otherwise anyone who has ours.
     """
 
     publisher: str = "null"
@@ -62,6 +68,7 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hwm: _AtLeast0 = 100_000
     max_queue_size: _AtLeast1 = 100_000
     topic: str = ""
+    wire_form: WireForm = WireForm.VLLM_MAPS
     curve_secret_key_file: str | None = None
     curve_client_keys: str | None = None
 
@@ -74,11 +81,39 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"KV events configuration: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that an engine holds after the batch numbered `seq`, as batches of events; `ts` is when that was."""
+
+    seq: int
+    ts: float
+    batches: Iterator[list[Event]]
+
+
 class EventPublisher(ABC):
-    """Takes the event batches of one DP rank, in order."""
+    """Takes the event batches of one DP rank, in order.
+
+    `wire_form`: the dialect that it speaks. `last_seq`: the number of the last batch, -1 before the first. `dropped`:
+    batches that never reached the stream.
+    """
+
+    wire_form: WireForm = WireForm.VLLM_MAPS
+    last_seq: int = -1
+    dropped: int = 0
+    _attn_dp_rank: int = 0
 
     def __init__(self, attn_dp_rank: int = 0) -> None:
         self._attn_dp_rank = attn_dp_rank
+
+    @property
+    def dp_rank(self) -> int:
+        return self._attn_dp_rank
+
+    def offer_snapshots(self, take: Callable[[], Snapshot | None]) -> None:  # noqa: B027
+        """Answer subscribers who ask for all that the engine holds by what `take` says, on any thread.
+
+        A publisher that has no way to do so need not.
+        """
 
     @abstractmethod
     def publish(self, batch: EventBatch) -> None:
@@ -127,14 +162,16 @@ class ZmqEventPublisher(EventPublisher):
         self.replay_endpoint = rank_endpoint(replay_endpoint, attn_dp_rank) if replay_endpoint else None
         self.dropped = 0  # batches that never reached the stream
         self.malformed_requests = 0
-        self.abandoned_replays = 0
+        self.abandoned_replays = 0  # those who asked were not told the end
+        self.snapshots = 0
+        self.wire_form = wire_form
         self._topic = topic.encode()
-        self._wire_form = wire_form
+        self._process = os.getpid()
+        self._take_snapshot: Callable[[], Snapshot | None] | None = None
 
-        self._lock = threading.Lock()  # guards the next four
+        self._lock = threading.Lock()  # guards the next three
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._max_waiting = max_queue_size
-        self._next_seq = 0
         self._closing = False
 
         # Belongs to the thread: batch s is in slot s % buffer_steps until a later one takes its place.
@@ -168,30 +205,43 @@ class ZmqEventPublisher(EventPublisher):
         self._thread.start()
 
     def publish(self, batch: EventBatch) -> None:
-        """Queue a batch for sending; it may be changed afterwards. Raises RuntimeError after shutdown."""
+        """Queue a batch for sending; it may be changed afterwards.
+
+        Raises RuntimeError after shutdown, and in a process that was forked off the publisher's own.
+        """
         if batch.dp_rank is None:
             batch = EventBatch(batch.ts, batch.events, self._attn_dp_rank)
-        payload = encode_batch(batch, self._wire_form)
+        payload = encode_batch(batch, self.wire_form)
+        if os.getpid() != self._process:
+            raise RuntimeError(f"this publisher belongs to process {self._process}: create one after the fork")
         with self._lock:
             if self._closing:
                 raise RuntimeError("this publisher was shut down: create a new one to publish")
             if len(self._waiting) >= self._max_waiting:
                 self._waiting.popleft()
                 self.dropped += 1
-            self._waiting.append((self._next_seq, payload))
-            self._next_seq += 1
+            self.last_seq += 1
+            self._waiting.append((self.last_seq, payload))
             wake = len(self._waiting) == 1
         if wake:
             self._wake()
 
     def shutdown(self) -> None:
-        """Send the queued batches, at most SHUTDOWN_TIMEOUT_S long, then close the sockets and end the thread."""
+        """Send the queued batches, at most SHUTDOWN_TIMEOUT_S long, then close the sockets and end the thread.
+
+        In a process that was forked off the publisher's own there is nothing to do.
+        """
+        if os.getpid() != self._process:
+            return
         with self._lock:
             first = not self._closing
             self._closing = True
         if first:
             self._wake()
         self._thread.join(timeout=2 * SHUTDOWN_TIMEOUT_S)
+
+    def offer_snapshots(self, take: Callable[[], Snapshot | None]) -> None:
+        self._take_snapshot = take
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # enough wake-ups are pending, or the thread has ended
@@ -245,8 +295,35 @@ class ZmqEventPublisher(EventPublisher):
             except MalformedFrameError:
                 self.malformed_requests += 1
                 continue
-            oldest = max(0, self._sent_end - len(self._sent))
-            self._replays.append(_Replay(client, max(start, oldest), self._sent_end, time.monotonic()))
+            messages = self._snapshot(client) if start == SNAPSHOT_START else self._replay(client, start)
+            self._replays.append(_Replay(client, messages, time.monotonic()))
+
+    def _replay(self, client: bytes, start: int) -> Iterator[list[bytes]]:
+        """The sent batches from `start` on. Raises _Overtaken when newer ones take their place meanwhile."""
+        end = self._sent_end
+        return self._batches(client, max(start, end - len(self._sent)), end)
+
+    def _batches(self, client: bytes, start: int, end: int) -> Iterator[list[bytes]]:
+        for seq in range(start, end):
+            sent = self._sent[seq % len(self._sent)]
+            if sent is not None and sent[0] > seq:
+                raise _OvertakenError
+            if sent is not None and sent[0] == seq:
+                yield replay_frames(client, self._topic, seq, sent[1])
+        yield end_of_replay_frames(client, self._topic)
+
+    def _snapshot(self, client: bytes) -> Iterator[list[bytes]]:
+        """All that the engine holds; nothing but the end where nobody knows it."""
+        snapshot = self._take_snapshot() if self._take_snapshot is not None else None
+        if snapshot is not None:
+            self.snapshots += 1
+            part = 0
+            for events in snapshot.batches:
+                payload = encode_batch(EventBatch(snapshot.ts, events, self._attn_dp_rank), self.wire_form)
+                yield snapshot_frames(client, self._topic, part, StreamFrame(snapshot.seq, payload))
+                part += 1
+            yield snapshot_frames(client, self._topic, part, StreamFrame(snapshot.seq, b""))
+        yield end_of_replay_frames(client, self._topic)
 
     def _serve_replays(self) -> bool:
         """Give each client one chunk of its oldest replay; whether any client took something."""
@@ -256,37 +333,45 @@ class ZmqEventPublisher(EventPublisher):
             if replay.client in served:
                 continue
             served.add(replay.client)
-            before = replay.next_seq
+            before = replay.sent
+            reason = ""
             try:
                 done = self._send_chunk(replay)
             except zmq.Again:
                 done = time.monotonic() - replay.last_progress > REPLAY_STALL_S
-                self.abandoned_replays += done
+                reason = "the client takes nothing"
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                done = True
-                self.abandoned_replays += 1
-            if replay.next_seq > before:
+                done, reason = True, "the client is gone"
+            except _OvertakenError:
+                done, reason = True, "the client is slower than the stream: batches left the buffer meanwhile"
+            if replay.sent > before:
                 replay.last_progress = time.monotonic()
                 progressed = True
             if done:
                 self._replays.remove(replay)
                 progressed = True
+                if reason:
+                    self.abandoned_replays += 1
+                    logger.warning("a replay of DP rank %d was given up: %s", self._attn_dp_rank, reason)
         return progressed
 
     def _send_chunk(self, replay: _Replay) -> bool:
-        """Send a client its next batches; whether its replay is complete. Raises zmq.Again when it can take no more."""
+        """Send a client its next messages; whether that was the last. Raises zmq.Again when it can take no more."""
         assert self._router is not None
-        for seq in range(replay.next_seq, min(replay.next_seq + REPLAY_CHUNK, replay.end)):
-            sent = self._sent[seq % len(self._sent)]
-            if sent is not None and sent[0] == seq:
-                self._router.send_multipart(replay_frames(replay.client, self._topic, seq, sent[1]), zmq.NOBLOCK)
-            replay.next_seq = seq + 1
-        if replay.next_seq < replay.end:
-            return False
-        self._router.send_multipart(end_of_replay_frames(replay.client, self._topic), zmq.NOBLOCK)
-        return True
+        until = time.monotonic() + REPLAY_TURN_S
+        for _ in range(REPLAY_CHUNK):
+            if replay.next is None:
+                replay.next = next(replay.messages, None)
+            if replay.next is None:
+                return True
+            self._router.send_multipart(replay.next, zmq.NOBLOCK)
+            replay.next = None
+            replay.sent += 1
+            if time.monotonic() > until:
+                break
+        return False
 
     def _close_sockets(self, linger_ms: int) -> None:
         self._pub.close(linger=linger_ms)
@@ -340,12 +425,17 @@ class EventPublisherFactory:
 
 @dataclass(slots=True)
 class _Replay:
-    """What one client still has to get: the batches from `next_seq` up to, not including, `end`."""
+    """What one client still has to get: `next`, which it could not take yet, and the rest of `messages`."""
 
     client: bytes
-    next_seq: int
-    end: int
+    messages: Iterator[list[bytes]]
     last_progress: float
+    next: list[bytes] | None = None
+    sent: int = 0
+
+
+class _OvertakenError(Exception):
+    """Batches that are to be replayed were pushed out of the buffer."""
 
 
 def _bind(sock: zmq.Socket[bytes], endpoint: str) -> str:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from indexer.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
-from kvevents.frames import StreamFrame
+from kvevents.frames import SNAPSHOT_START, StreamFrame
 
 SETTINGS = SequenceSettings(replay_timeout=1.0, replay_rounds=3, idle_check=30.0, pending_batches=10)
 
@@ -21,6 +21,12 @@ def applied(actions: list[Action]) -> list[int]:
 
 def state(sequence: StreamSequence) -> StreamState:
     return sequence.state
+
+
+def end_of_replay(sequence: StreamSequence, now: float = 0.0) -> list[Action]:
+    """The end of a replay, from a publisher that has no snapshots."""
+    actions = sequence.on_replay(None, now)
+    return sequence.on_replay(None, now) if AskReplay(SNAPSHOT_START) in actions else actions
 
 
 def live_at(seq: int, can_replay: bool = True) -> StreamSequence:
@@ -91,7 +97,7 @@ def test_a_replay_with_holes_is_asked_for_again() -> None:
     sequence.on_replay(frame(0), 0.0)
     assert applied(sequence.on_replay(frame(1), 0.0)) == [1]
     assert applied(sequence.on_replay(frame(3), 0.0)) == []
-    assert sequence.on_replay(None, 0.0) == [AskReplay(1)]
+    assert end_of_replay(sequence) == [AskReplay(1)]
     assert applied(sequence.on_replay(frame(2), 0.0)) == [2, 3, 4]
 
 
@@ -111,7 +117,7 @@ def test_what_a_truncated_replay_lacks_is_lost() -> None:
     for _ in range(1 + SETTINGS.replay_rounds):
         for seq in range(25, 30):
             actions += sequence.on_replay(frame(seq), 0.0)
-        actions += sequence.on_replay(None, 0.0)
+        actions += end_of_replay(sequence)
     assert applied(actions) == [25, 26, 27, 28, 29]
     assert state(sequence) is StreamState.LOST
     assert sequence.counters.lost_batches == 25
@@ -137,7 +143,7 @@ def test_after_a_silent_replay_gaps_delay_nothing_until_it_answers_again() -> No
     assert sequence.on_tick(60.0) == [AskReplay(4)]
     sequence.on_replay(None, 60.0)
     sequence.on_replay(frame(4), 60.0)
-    sequence.on_replay(None, 60.0)
+    end_of_replay(sequence, 60.0)
     assert sequence.on_live(frame(6), 60.0) == [AskReplay(4)]
 
 
@@ -303,7 +309,7 @@ def test_a_reconnection_that_cannot_be_checked_is_lost() -> None:
     actions = sequence.on_connected(0.0)
     while AskReplay(5) in actions:
         sequence.on_replay(frame(6), 0.0)
-        actions = sequence.on_replay(None, 0.0)
+        actions = end_of_replay(sequence)
     assert (sequence.state, sequence.last_seq) == (StreamState.LOST, 6)
 
 
@@ -368,7 +374,7 @@ def test_a_busy_publisher_keeps_no_hopeless_replay_going() -> None:
         rounds += 1
         sequence.on_replay(frame(0), 0.0)
         sequence.on_replay(frame(2 + rounds), 0.0)
-        actions = sequence.on_replay(None, 0.0)
+        actions = end_of_replay(sequence)
     assert applied(actions) == list(range(2, 3 + rounds))
     assert rounds == SETTINGS.replay_rounds
 
@@ -413,7 +419,7 @@ def test_a_snapshot_of_a_stream_that_had_lost_something_stays_lost() -> None:
     resumed.resume(last, sequence.complete)
     resumed.on_connected(0.0)
     resumed.on_replay(last, 0.0)
-    resumed.on_replay(None, 0.0)
+    end_of_replay(resumed)
     assert state(resumed) is StreamState.LOST
 
 
@@ -436,3 +442,82 @@ def test_a_resync_begins_again_at_the_first_batch() -> None:
 def test_there_is_no_resync_of_what_was_never_read_or_cannot_be_replayed() -> None:
     assert StreamSequence(True, SETTINGS).on_resync(0.0) == []
     assert live_at(2, can_replay=False).on_resync(1.0) == []
+
+
+def asked_for_a_snapshot() -> StreamSequence:
+    """A late subscriber, of a publisher that keeps batches from 25 on."""
+    sequence = StreamSequence(True, SETTINGS)
+    sequence.on_connected(0.0)
+    sequence.on_live(frame(27), 0.0)
+    sequence.on_replay(frame(25), 0.0)
+    assert sequence.on_replay(None, 0.0) == [AskReplay(SNAPSHOT_START)]
+    return sequence
+
+
+def part(number: int, seq: int = 26) -> tuple[int, StreamFrame]:
+    return number, frame(seq)
+
+
+def last_part(number: int, seq: int = 26) -> tuple[int, StreamFrame]:
+    return number, StreamFrame(seq, b"")
+
+
+def test_a_snapshot_stands_for_all_batches_up_to_its_own() -> None:
+    sequence = asked_for_a_snapshot()
+    assert sequence.on_live(frame(28), 0.0) == []
+    assert sequence.on_snapshot(*part(0), 0.0) == [Apply(frame(26))]
+    assert sequence.on_live(frame(29), 0.0) == []
+    assert sequence.on_snapshot(*part(1), 0.0) == [Apply(frame(26))]
+    assert applied(sequence.on_snapshot(*last_part(2), 0.0)) == [27, 28, 29]
+    assert (sequence.state, sequence.counters.lost_batches, sequence.complete) == (StreamState.LIVE, 0, True)
+    assert sequence.on_replay(None, 0.0) == []
+    assert applied(sequence.on_live(frame(30), 0.0)) == [30]
+
+
+def test_what_is_missing_after_a_snapshot_is_asked_for() -> None:
+    sequence = asked_for_a_snapshot()
+    sequence.on_snapshot(*part(0, seq=25), 0.0)
+    assert sequence.on_snapshot(*last_part(1, seq=25), 0.0) == [AskReplay(25)]
+
+
+def test_half_of_a_snapshot_is_forgotten() -> None:
+    sequence = asked_for_a_snapshot()
+    sequence.on_snapshot(*part(0), 0.0)
+    assert sequence.on_tick(0.9) == []
+    actions = sequence.on_tick(1.0)
+    assert (actions[0], applied(actions)) == (Clear(), [25, 27])
+    assert sequence.state is StreamState.LOST
+    assert sequence.on_snapshot(*part(1), 1.1) == []
+    # It is asked for again, but not at once.
+    assert AskReplay(SNAPSHOT_START) not in sequence.on_tick(1.5)
+    sequence.on_live(frame(28), 5.9)
+    assert sequence.on_tick(6.5) == [AskReplay(SNAPSHOT_START)]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_snapshot_with_a_hole_is_none(lost: int) -> None:
+    sequence = asked_for_a_snapshot()
+    for number in (0, 1, 2):
+        if number != lost:
+            sequence.on_snapshot(*part(number), 0.0)
+    assert Apply(frame(26)) not in sequence.on_snapshot(*last_part(3), 0.0)
+    assert sequence.on_replay(None, 0.0) != []
+    assert sequence.counters.snapshots == 0
+
+
+def test_a_connection_lost_in_the_middle_of_a_snapshot_begins_again() -> None:
+    sequence = asked_for_a_snapshot()
+    sequence.on_snapshot(*part(0), 0.0)
+    assert sequence.on_connected(0.5) == [Clear(), AskReplay(0)]
+
+
+def test_a_restart_in_the_middle_of_a_snapshot_clears_what_came_of_it() -> None:
+    sequence = asked_for_a_snapshot()
+    sequence.on_snapshot(*part(0), 0.0)
+    assert sequence.on_live(frame(0, life=1), 0.5) == [Clear(), Apply(frame(0, life=1))]
+
+
+def test_who_never_answers_about_snapshots_is_asked_for_batches_again() -> None:
+    sequence = asked_for_a_snapshot()
+    assert sequence.on_tick(1.0) == [AskReplay(0)]
+    assert sequence.on_tick(2.0) == [Apply(frame(25)), Apply(frame(27))]

@@ -10,14 +10,12 @@ Everything runs on one event loop, and gives way to others only while a step tak
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from kvevents import EventBatch
-from worker.publisher import EventPublisher
+from worker.reporter import Reporter
 from worker.simulated.cache import CachedSequence, PagedPrefixCache
 from worker.simulated.settings import SimulatedWorkerSettings
 
@@ -103,16 +101,16 @@ class Generation:
 
 
 class SimulatedEngine:
-    """Schedules the requests of one DP rank and reports what its cache holds to `publisher`.
+    """Schedules the requests of one DP rank and reports what its cache holds to `reporter`.
 
-    `run` is the engine's loop; whoever starts it ends it by cancelling it. The publisher is not shut down with it.
+    `run` is the engine's loop; whoever starts it ends it by cancelling it. The reporter is not shut down with it.
     """
 
-    def __init__(self, settings: SimulatedWorkerSettings, publisher: EventPublisher) -> None:
+    def __init__(self, settings: SimulatedWorkerSettings, reporter: Reporter) -> None:
         self.cache = PagedPrefixCache(settings.num_blocks, settings.block_size)
         self.stats = EngineStats()
         self._settings = settings
-        self._publisher = publisher
+        self._reporter = reporter
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._work = asyncio.Event()
@@ -257,6 +255,5 @@ class SimulatedEngine:
         self.stats.preemptions += 1
 
     def _publish(self) -> None:
-        events = self.cache.take_events()
-        if events:
-            self._publisher.publish(EventBatch(time.time(), events))
+        self._reporter.report(self.cache.take_events())
+        self._reporter.step()

@@ -205,7 +205,7 @@ async def kv_event_sources(request: Request) -> dict[str, Any]:
             "endpoint": publisher.endpoint,
             "replay_endpoint": publisher.replay_endpoint,
         }
-        for rank, publisher in enumerate(worker.publishers)
+        for rank, publisher in enumerate(reporter.publisher for reporter in worker.reporters)
         if isinstance(publisher, ZmqEventPublisher)
     }
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from worker.publisher import EventPublisher, NullEventPublisher, ZmqEventPublisher
+from worker.reporter import Reporter
 from worker.simulated.completions import Completions
 from worker.simulated.engine import SimulatedEngine
 from worker.simulated.metrics import WorkerMetrics
@@ -26,14 +27,14 @@ class SimulatedWorker:
     def __init__(self, settings: SimulatedWorkerSettings) -> None:
         self.settings = settings
         self.tokenizer = ChatTokenizer(settings.tokenizer)
-        self.publishers: list[EventPublisher] = []
+        self.reporters: list[Reporter] = []
         try:
             for rank in range(settings.dp_size):
-                self.publishers.append(_publisher(settings, rank))
+                self.reporters.append(Reporter(_publisher(settings, rank)))
         except BaseException:
-            self._close_publishers()
+            self._close_reporters()
             raise
-        self.engines = [SimulatedEngine(settings, publisher) for publisher in self.publishers]
+        self.engines = [SimulatedEngine(settings, reporter) for reporter in self.reporters]
         self.metrics = WorkerMetrics(settings, self.engines)
         self.completions = Completions(settings, self.tokenizer, self.engines, self.metrics)
         self.pooling = Pooling(self.tokenizer, settings.model)
@@ -54,11 +55,11 @@ class SimulatedWorker:
             for loop in self._loops:
                 loop.cancel()
             await asyncio.gather(*self._loops, return_exceptions=True)
-            await asyncio.to_thread(self._close_publishers)
+            await asyncio.to_thread(self._close_reporters)
 
-    def _close_publishers(self) -> None:
-        for publisher in self.publishers:
-            publisher.shutdown()
+    def _close_reporters(self) -> None:
+        for reporter in self.reporters:
+            reporter.shutdown()
 
 
 def _publisher(settings: SimulatedWorkerSettings, rank: int) -> EventPublisher:
