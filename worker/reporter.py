@@ -212,7 +212,7 @@ class Reporter:
         if not self._is_open():
             return
         with self._lock:
-                self._flush()
+            self._flush()
 
     def shutdown(self) -> None:
         """Send what is left, with a deadline, and end the threads; may be called again."""
