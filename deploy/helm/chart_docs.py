@@ -1,0 +1,209 @@
+"""Writes the chart's values.schema.json and README.md, both from the comments in values.yaml.
+
+A comment above a key describes it. `# @schema {…}` behind the key adds to its JSON schema, in YAML. A map whose first key
+has no comment is a value of its own, such as resources. The schema of `config` is that of the router's settings, without
+what is secret, described by the comments in config.yaml.
+
+`python deploy/helm/chart_docs.py` writes the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from router.settings import Settings
+
+CHART = Path(__file__).parent / "kvrouter"
+CONFIG = Path(__file__).parents[2] / "config.yaml"
+
+# What a ConfigMap must not hold, and the value of the chart that takes its place.
+SECRET_SETTINGS = {
+    ("ServerSettings", "token"): "secrets.adminToken",
+    ("IndexSettings", "secret"): "secrets.indexSecret",
+    ("TenantsSettings", "named"): "secrets.tenants",
+    ("ReplicaSettings", "redis"): "redis",
+}
+
+_KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z][\w.-]*):(?: (?P<rest>.*))?$")
+_SCHEMA = re.compile(r" *# @schema (?P<schema>{.*})$")
+_EXAMPLE = re.compile(r"^#? +(?:- )?(?P<key>\w+):.*? # (?P<comment>.*)$")
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+@dataclass
+class Value:
+    """A key of values.yaml."""
+
+    path: tuple[str, ...]
+    description: str
+    default: Any
+    extra: dict[str, Any]
+    children: list[Value] = field(default_factory=list)
+
+    def schema(self) -> dict[str, Any]:
+        """Its JSON schema. Raises ValueError when its type cannot be told."""
+        if "$ref" in self.extra:
+            return {"description": self.description} | self.extra
+        schema: dict[str, Any] = {"description": self.description}
+        if self.children:
+            properties = {child.path[-1]: child.schema() for child in self.children}
+            return schema | {"type": "object", "additionalProperties": False, "properties": properties} | self.extra
+        if self.default is None and "type" not in self.extra:
+            raise ValueError(f"{'.'.join(self.path)}: a default of null tells no type: add # @schema {{type: …}}")
+        return schema | ({} if self.default is None else {"type": _TYPES[type(self.default)]}) | self.extra
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Name, type, default and description of it and of what is in it."""
+        if self.children:
+            yield ".".join(self.path), "", "", self.description
+            for child in self.children:
+                yield from child.rows()
+        else:
+            kind = self.schema().get("type", "object")
+            default = json.dumps(self.default, ensure_ascii=False)
+            yield ".".join(self.path), " or ".join(kind) if isinstance(kind, list) else kind, default, self.description
+
+
+def read_values(path: Path) -> list[Value]:
+    """The keys of a values file, each with its comment. Raises ValueError for a key without one."""
+    text = path.read_text()
+    defaults = yaml.safe_load(text)
+    top: list[Value] = []
+    open_maps: list[tuple[int, Value | None]] = [(-1, None)]
+    opaque: int | None = None  # the indent of a value that is taken whole
+    comment: list[str] = []
+    for line in text.splitlines():
+        stripped = line.strip()
+        found = _KEY.match(line)
+        if stripped.startswith("#"):
+            comment.append(stripped.lstrip("# "))
+        elif found is None:
+            comment = []
+        else:
+            indent, key = len(found["indent"]), found["key"]
+            if opaque is not None and indent > opaque:
+                continue
+            while open_maps[-1][0] >= indent:
+                open_maps.pop()
+            parent = open_maps[-1][1]
+            if not comment:
+                if parent is None or parent.children:
+                    raise ValueError(f"{path.name}: {key}: every value needs a comment above it")
+                opaque = open_maps[-1][0]
+                continue
+            opaque = None
+            place = (*(parent.path if parent else ()), key)
+            default = defaults
+            for name in place:
+                default = default[name]
+            marked = _SCHEMA.search(found["rest"] or "")
+            value = Value(place, " ".join(comment), default, yaml.safe_load(marked["schema"]) if marked else {})
+            (parent.children if parent else top).append(value)
+            if "$ref" in value.extra:
+                opaque = indent
+            open_maps.append((indent, value))
+            comment = []
+    return top
+
+
+def settings_definitions() -> dict[str, Any]:
+    """The JSON schema of the router's settings, by section, without what is secret."""
+    schema = Settings.model_json_schema()
+    definitions: dict[str, Any] = schema.pop("$defs")
+    definitions["Settings"] = schema
+    comments = _setting_comments(CONFIG.read_text())
+    for name, definition in definitions.items():
+        section = definition.get("description", name).split("\n\n")[0].replace("\n", " ")
+        definition["description"] = section
+        for key, value in list(definition.get("properties", {}).items()):
+            if (name, key) in SECRET_SETTINGS:
+                del definition["properties"][key]
+                continue
+            value.pop("title", None)
+            reference = str(value.get("$ref", "")).rpartition("/")[2]
+            told = comments.get((_section_of(schema, name), key)) or definitions.get(reference, {}).get("description")
+            value["description"] = told or f"`{key}` of: {section}"
+        definition.pop("title", None)
+    return definitions
+
+
+def _section_of(schema: dict[str, Any], definition: str) -> str:
+    """The key of config.yaml under which a definition's fields stand."""
+    for key, value in schema["properties"].items():
+        if f'/$defs/{definition}"' in json.dumps(value):
+            return str(key)
+    return ""
+
+
+def _setting_comments(text: str) -> dict[tuple[str, str], str]:
+    """The comment behind each setting in config.yaml, examples included, by section and key."""
+    comments: dict[tuple[str, str], str] = {}
+    section = ""
+    for line in text.splitlines():
+        if top := re.match(r"^(?:#   )?(\w+):", line):
+            section = top[1] if not line.startswith("#") else section
+        found = _EXAMPLE.match(line)
+        if found and found["comment"]:
+            comments.setdefault((section, found["key"]), found["comment"])
+        elif not line.startswith((" ", "#")) and (top := re.match(r"^(\w+):.*? # (.*)$", line)):
+            comments[("", top[1])] = top[2]
+    return comments
+
+
+def values_schema(values: list[Value]) -> str:
+    """The text of values.schema.json."""
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the kvrouter chart",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {value.path[0]: value.schema() for value in values},
+        "$defs": settings_definitions(),
+    }
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def readme(values: list[Value]) -> str:
+    """The text of the chart's README.md."""
+    lines = [
+        "# kvrouter",
+        "",
+        "Installs the router, and what belongs to it, on Kubernetes: [docs/kubernetes.md](../../../docs/kubernetes.md)",
+        "tells how. This page is made from the comments in values.yaml.",
+        "",
+        "    helm install kvrouter deploy/helm/kvrouter --values my-values.yaml",
+        "",
+        "Profiles to begin with are in [ci/](ci).",
+        "",
+        "## Values",
+        "",
+        "| value | type | default | |",
+        "|---|---|---|---|",
+    ]
+    for value in values:
+        for name, kind, default, description in value.rows():
+            told = f"`{_cell(default)}`" if default else ""
+            lines.append(f"| `{name}` | {kind} | {told} | {_cell(description)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    """Write both files."""
+    values = read_values(CHART / "values.yaml")
+    (CHART / "values.schema.json").write_text(values_schema(values))
+    (CHART / "README.md").write_text(readme(values))
+
+
+if __name__ == "__main__":
+    main()

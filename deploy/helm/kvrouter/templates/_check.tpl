@@ -1,0 +1,43 @@
+{{/* What a schema cannot say of the values. */}}
+{{- define "kvrouter.check" -}}
+{{- $v := .Values -}}
+{{- if and $v.secrets.tenants.name (not $v.secrets.adminToken.name) -}}
+{{- fail "secrets.tenants: set secrets.adminToken too, or else anyone may ask what tenants hold" -}}
+{{- end -}}
+{{- if not (or $v.router.enabled $v.picker.enabled $v.envoy.enabled (eq $v.indexer.mode "standalone")) -}}
+{{- fail "nothing to install: enable router, envoy or picker" -}}
+{{- end -}}
+{{- if and (eq $v.indexer.mode "sidecar") (not $v.router.enabled) -}}
+{{- fail "indexer.mode: sidecar wants router.enabled" -}}
+{{- end -}}
+{{- if and $v.inferencePool.enabled (not $v.picker.enabled) -}}
+{{- fail "inferencePool.enabled: wants picker.enabled" -}}
+{{- end -}}
+{{- range list "ingress" "httpRoute" -}}
+{{- $route := index $v . -}}
+{{- if and $route.enabled (eq $route.backend "inferencePool") (not $v.inferencePool.enabled) -}}
+{{- fail (printf "%s.backend: inferencePool wants inferencePool.enabled" .) -}}
+{{- end -}}
+{{- if and $route.enabled (has $route.backend (list "router" "envoy")) (not (index $v $route.backend).enabled) -}}
+{{- fail (printf "%s.backend: %s is not enabled" . $route.backend) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.parentRefs: name the gateway" -}}
+{{- end -}}
+{{- if and (eq $v.discovery.mode "service") (not $v.discovery.service) (not $v.workers) -}}
+{{- fail "discovery.service: name the service of the workers" -}}
+{{- end -}}
+{{- range $name, $given := $v.workers -}}
+{{- $worker := mergeOverwrite (deepCopy $v.workerDefaults) (deepCopy $given) -}}
+{{- if and (ne $worker.engine "simulated") (not $worker.model) -}}
+{{- fail (printf "workers.%s.model: name the model" $name) -}}
+{{- end -}}
+{{- if gt (int $worker.dataParallelSize) (int (sub (int $v.events.replayPort) (int $v.events.port) | toString | trimPrefix "-" | int)) -}}
+{{- fail (printf "workers.%s.dataParallelSize: %d ranks want more ports than there are between events.port and events.replayPort" $name (int $worker.dataParallelSize)) -}}
+{{- end -}}
+{{- if and (eq $worker.engine "simulated") (ne $worker.role "both") -}}
+{{- fail (printf "workers.%s.role: a simulated worker does both" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

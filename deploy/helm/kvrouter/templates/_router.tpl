@@ -1,0 +1,219 @@
+{{/* What router, picker and indexer share: settings, secrets, volumes. */}}
+
+{{- define "kvrouter.workerSelector" -}}
+{{- $own := printf "app.kubernetes.io/name=%s,app.kubernetes.io/instance=%s,app.kubernetes.io/component=worker" (include "kvrouter.name" .) .Release.Name -}}
+{{- .Values.discovery.selector | default $own -}}
+{{- end -}}
+
+{{/* The settings file: what the chart knows, and `config` over it. */}}
+{{- define "kvrouter.settings" -}}
+{{- $server := dict "host" "0.0.0.0" "port" 8080 -}}
+{{- if .Values.secrets.tls -}}
+{{- $server = merge $server (dict "certificate" "/etc/kvrouter/tls/tls.crt" "key" "/etc/kvrouter/tls/tls.key") -}}
+{{- end -}}
+{{- $settings := dict "server" $server -}}
+{{- $discovery := .Values.discovery -}}
+{{- if ne $discovery.mode "none" -}}
+{{- $kubernetes := dict "port" (int $discovery.port) "namespace" $discovery.namespace -}}
+{{- if eq $discovery.mode "service" -}}
+{{- $_ := set $kubernetes "service" ($discovery.service | default (printf "%s-workers" (include "kvrouter.fullname" .))) -}}
+{{- else -}}
+{{- $_ := set $kubernetes "selector" (include "kvrouter.workerSelector" .) -}}
+{{- end -}}
+{{- $_ := set $settings "kubernetes" $kubernetes -}}
+{{- end -}}
+{{- if .Values.secrets.curve.name -}}
+{{- $_ := set $settings "events" (dict "curve_secret_key_file" "/etc/kvrouter/curve/router.key_secret") -}}
+{{- end -}}
+{{- if .Values.secrets.upstreamTls -}}
+{{- $_ := set $settings "upstream" (dict "ca" "/etc/kvrouter/upstream/ca.crt") -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite $settings (deepCopy .Values.config)) -}}
+{{- end -}}
+
+{{/* Whether /dump of a router can be read by another one: no token, no certificate of its own. */}}
+{{- define "kvrouter.peerUrl" -}}
+{{- if and .Values.router.enabled .Values.router.peer (not .Values.secrets.tenants.name) (not .Values.secrets.tls) (not (dig "index" "peer" "" .Values.config)) -}}
+http://{{ include "kvrouter.fullname" . }}-router.{{ .Release.Namespace }}.svc:{{ .Values.router.service.port }}
+{{- end -}}
+{{- end -}}
+
+{{/* Secrets as environment variables: the settings' own names. */}}
+{{- define "kvrouter.secretSettings" -}}
+{{- with .Values.secrets.adminToken }}{{- if .name }}
+{{ include "kvrouter.secretEnv" (list "KVROUTER_SERVER__TOKEN" .) }}
+{{- end }}{{- end }}
+{{- with .Values.secrets.indexSecret }}{{- if .name }}
+{{ include "kvrouter.secretEnv" (list "KVROUTER_INDEX__SECRET" .) }}
+{{- end }}{{- end }}
+{{- with .Values.secrets.tenants }}{{- if .name }}
+{{ include "kvrouter.secretEnv" (list "KVROUTER_TENANTS__NAMED" .) }}
+{{- end }}{{- end }}
+{{- if .Values.redis.existingSecret.name }}
+{{ include "kvrouter.secretEnv" (list "KVROUTER_REPLICAS__REDIS" .Values.redis.existingSecret) }}
+{{- else if .Values.redis.enabled }}
+- name: KVROUTER_REPLICAS__REDIS
+  value: redis://{{ include "kvrouter.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6379/0
+{{- end }}
+{{- end -}}
+
+{{/* Environment of a container: dict of root, pod, snapshot and peer (URL). */}}
+{{- define "kvrouter.environment" -}}
+env:
+  - {name: HF_HOME, value: /var/cache/kvrouter}
+  - {name: TMPDIR, value: /tmp}
+  {{- if and .snapshot (or (eq .snapshot "indexer.snapshot") (not (dig "index" "snapshot" "" .root.Values.config))) }}
+  - {name: KVROUTER_INDEX__SNAPSHOT, value: /var/lib/kvrouter/{{ .snapshot }}}
+  {{- end }}
+  {{- with .peer }}
+  - {name: KVROUTER_INDEX__PEER, value: {{ . | quote }}}
+  {{- end }}
+  {{- with include "kvrouter.secretSettings" .root | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- with .pod.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .pod.extraEnvFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvrouter.mounts" -}}
+volumeMounts:
+  - {name: config, mountPath: /etc/kvrouter/config, readOnly: true}
+  - {name: cache, mountPath: /var/cache/kvrouter}
+  - {name: state, mountPath: /var/lib/kvrouter}
+  - {name: tmp, mountPath: /tmp}
+  {{- if .root.Values.secrets.tls }}
+  - {name: tls, mountPath: /etc/kvrouter/tls, readOnly: true}
+  {{- end }}
+  {{- if .root.Values.secrets.curve.name }}
+  - {name: curve, mountPath: /etc/kvrouter/curve, readOnly: true}
+  {{- end }}
+  {{- if .root.Values.secrets.upstreamTls }}
+  - {name: upstream, mountPath: /etc/kvrouter/upstream, readOnly: true}
+  {{- end }}
+  {{- with .pod.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Volumes of a pod: dict of root, pod and state (a claim, or empty). */}}
+{{- define "kvrouter.volumes" -}}
+{{- $values := .root.Values -}}
+- name: config
+  configMap:
+    name: {{ include "kvrouter.fullname" .root }}-config
+- name: cache
+  {{- if $values.router.tokenizerCache.existingClaim }}
+  persistentVolumeClaim:
+    claimName: {{ $values.router.tokenizerCache.existingClaim }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ $values.router.tokenizerCache.sizeLimit }}
+  {{- end }}
+- name: state
+  {{- if .state }}
+  persistentVolumeClaim:
+    claimName: {{ .state }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ $values.router.snapshot.sizeLimit }}
+  {{- end }}
+- name: tmp
+  emptyDir:
+    sizeLimit: 256Mi
+{{- if $values.secrets.tls }}
+- name: tls
+  secret: {secretName: {{ $values.secrets.tls }}, defaultMode: 0440}
+{{- end }}
+{{- with $values.secrets.curve }}{{- if .name }}
+- name: curve
+  secret:
+    secretName: {{ .name }}
+    defaultMode: 0440
+    items:
+      - {key: {{ .key }}, path: router.key_secret}
+{{- end }}{{- end }}
+{{- if $values.secrets.upstreamTls }}
+- name: upstream
+  secret: {secretName: {{ $values.secrets.upstreamTls }}, defaultMode: 0440}
+{{- end }}
+{{- with .pod.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* A probe, over https where the router speaks it: list of root and probe. */}}
+{{- define "kvrouter.probe" -}}
+{{- $probe := deepCopy (index . 1) -}}
+{{- if and (index . 0).Values.secrets.tls (hasKey $probe "httpGet") -}}
+{{- $_ := set $probe.httpGet "scheme" "HTTPS" -}}
+{{- end -}}
+{{- toYaml $probe -}}
+{{- end -}}
+
+{{/* The indexer's container: list of root and pod. */}}
+{{- define "kvrouter.indexerContainer" -}}
+{{- $root := index . 0 -}}
+{{- $pod := index . 1 -}}
+{{- $indexer := $root.Values.indexer -}}
+- name: indexer
+  image: {{ include "kvrouter.image" (list $root.Values.image $root.Chart.AppVersion) }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  args: [indexer, --config, /etc/kvrouter/config/config.yaml, --host, 0.0.0.0, --port, {{ $indexer.port | quote }}, --log-level, {{ $root.Values.logLevel }}]
+  securityContext:
+    {{- toYaml $pod.containerSecurityContext | nindent 4 }}
+  {{- include "kvrouter.environment" (dict "root" $root "pod" $pod "snapshot" "indexer.snapshot" "peer" "") | nindent 2 }}
+  ports:
+    - {name: index, containerPort: {{ $indexer.port }}}
+  {{- range $name, $period := dict "startupProbe" 2 "livenessProbe" 10 "readinessProbe" 5 }}
+  {{ $name }}:
+    {{- include "kvrouter.probe" (list $root (dict "httpGet" (dict "path" "/health" "port" "index") "periodSeconds" $period "failureThreshold" (ternary 60 6 (eq $name "startupProbe")) "timeoutSeconds" 5)) | nindent 4 }}
+  {{- end }}
+  resources:
+    {{- toYaml $indexer.resources | nindent 4 }}
+  {{- include "kvrouter.mounts" (dict "root" $root "pod" $pod) | nindent 2 }}
+{{- end -}}
+
+{{/* The picker's container: list of root, pod and the seconds before SIGTERM. */}}
+{{- define "kvrouter.pickerContainer" -}}
+{{- $root := index . 0 -}}
+{{- $pod := index . 1 -}}
+{{- $picker := $root.Values.picker -}}
+- name: picker
+  image: {{ include "kvrouter.image" (list $root.Values.image $root.Chart.AppVersion) }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  args:
+    - picker
+    - --config
+    - /etc/kvrouter/config/config.yaml
+    - --log-level
+    - {{ $root.Values.logLevel }}
+    {{- range $picker.extraArgs }}
+    - {{ . | quote }}
+    {{- end }}
+  securityContext:
+    {{- toYaml $pod.containerSecurityContext | nindent 4 }}
+  {{- include "kvrouter.environment" (dict "root" $root "pod" $pod "snapshot" "picker.snapshot" "peer" (include "kvrouter.peerUrl" $root)) | nindent 2 }}
+  ports:
+    - {name: grpc, containerPort: {{ $picker.port }}}
+    - {name: metrics, containerPort: {{ dig "server" "port" 8080 $root.Values.config }}}
+  startupProbe:
+    {{- include "kvrouter.probe" (list $root (dict "httpGet" (dict "path" "/health" "port" "metrics") "periodSeconds" 2 "failureThreshold" 60 "timeoutSeconds" 3)) | nindent 4 }}
+  livenessProbe:
+    {{- include "kvrouter.probe" (list $root (dict "httpGet" (dict "path" "/health" "port" "metrics") "periodSeconds" 10 "failureThreshold" 6 "timeoutSeconds" 5)) | nindent 4 }}
+  readinessProbe:
+    grpc: {port: {{ $picker.port }}}
+    periodSeconds: 2
+    failureThreshold: 3
+    timeoutSeconds: 3
+  lifecycle:
+    preStop:
+      exec: {command: [sleep, {{ index . 2 | quote }}]}
+  resources:
+    {{- toYaml $picker.resources | nindent 4 }}
+  {{- include "kvrouter.mounts" (dict "root" $root "pod" $pod) | nindent 2 }}
+{{- end -}}

@@ -1,0 +1,99 @@
+{{/* The engines' command lines: dict of root, worker and name. */}}
+
+{{- define "kvrouter.publisher" -}}
+{{- $events := .root.Values.events -}}
+{{- $config := dict "publisher" "zmq" "endpoint" (printf "tcp://*:%d" (int $events.port)) "replay_endpoint" (printf "tcp://*:%d" (int $events.replayPort)) "topic" $events.topic "buffer_steps" (int $events.bufferSteps) -}}
+{{- if eq .worker.engine "vllm" -}}
+{{- $config = merge $config (dict "enable_kv_cache_events" true) -}}
+{{- end -}}
+{{- toJson $config -}}
+{{- end -}}
+
+{{- define "kvrouter.vllmCommand" -}}
+{{- $w := .worker -}}
+command:
+  - vllm
+  - serve
+  - {{ $w.model | quote }}
+  - --host=0.0.0.0
+  - --port={{ .root.Values.discovery.port }}
+  {{- with $w.servedModelName }}
+  - --served-model-name={{ . }}
+  {{- end }}
+  - --enable-prefix-caching
+  - --enable-prompt-tokens-details
+  - --tensor-parallel-size={{ $w.tensorParallelSize }}
+  - --data-parallel-size={{ $w.dataParallelSize }}
+  {{- with $w.blockSize }}
+  - --block-size={{ . }}
+  {{- end }}
+  {{- with $w.maxModelLen }}
+  - --max-model-len={{ int . }}
+  {{- end }}
+  {{- with $w.gpuMemoryUtilization }}
+  - --gpu-memory-utilization={{ . }}
+  {{- end }}
+  - {{ printf "--kv-events-config=%s" (include "kvrouter.publisher" .) | quote }}
+  {{- if ne $w.role "both" }}
+  - {{ printf "--kv-transfer-config=%s" (toJson (dict "kv_connector" $w.disaggregation.connector "kv_role" "kv_both")) | quote }}
+  {{- end }}
+  {{- range $w.extraArgs }}
+  - {{ . | quote }}
+  {{- end }}
+{{- end -}}
+
+{{- define "kvrouter.sglangCommand" -}}
+{{- $w := .worker -}}
+command:
+  - python3
+  - -m
+  - sglang.launch_server
+  - --model-path={{ $w.model }}
+  - --host=0.0.0.0
+  - --port={{ .root.Values.discovery.port }}
+  {{- with $w.servedModelName }}
+  - --served-model-name={{ . }}
+  {{- end }}
+  - --enable-cache-report
+  - --enable-metrics
+  - --tp-size={{ $w.tensorParallelSize }}
+  - --dp-size={{ $w.dataParallelSize }}
+  {{- with $w.blockSize }}
+  - --page-size={{ . }}
+  {{- end }}
+  {{- with $w.maxModelLen }}
+  - --context-length={{ int . }}
+  {{- end }}
+  {{- with $w.gpuMemoryUtilization }}
+  - --mem-fraction-static={{ . }}
+  {{- end }}
+  - {{ printf "--kv-events-config=%s" (include "kvrouter.publisher" .) | quote }}
+  {{- if ne $w.role "both" }}
+  - --disaggregation-mode={{ $w.role }}
+  - --disaggregation-bootstrap-port={{ $w.disaggregation.port }}
+  - --disaggregation-transfer-backend={{ $w.disaggregation.transferBackend }}
+  {{- end }}
+  {{- range $w.extraArgs }}
+  - {{ . | quote }}
+  {{- end }}
+{{- end -}}
+
+{{- define "kvrouter.simulatedCommand" -}}
+{{- $w := .worker -}}
+args:
+  - simulate
+  - --host=0.0.0.0
+  - --port={{ .root.Values.discovery.port }}
+  - --model={{ $w.servedModelName | default $w.model | default "simulated" }}
+  - --dp-size={{ $w.dataParallelSize }}
+  {{- with $w.blockSize }}
+  - --block-size={{ . }}
+  {{- end }}
+  {{- with $w.maxModelLen }}
+  - --max-model-len={{ int . }}
+  {{- end }}
+  - {{ printf "--kv-events=%s" (include "kvrouter.publisher" .) | quote }}
+  {{- range $w.extraArgs }}
+  - {{ . | quote }}
+  {{- end }}
+{{- end -}}
