@@ -7,7 +7,7 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-engine bench-index bench-policy bench-faults bench-chaos lint
+.PHONY: demo test test-engine bench-index bench-policy bench-faults bench-chaos test-helm chart-docs lint
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -31,6 +31,15 @@ bench-chaos: .venv/installed
 bench-faults: .venv/installed
 	$(BIN)/pytest tests/indexer/test_faults.py -q -s -p no:randomly $(ARGS)
 
+# The chart: lint, render and check it with the official Helm library and Kubernetes' schemas; lint the container image.
+test-helm: .venv/installed .venv/helm-test
+	$(BIN)/pytest tests/deploy -m "helm or not helm" $(ARGS)
+
+# After a change of the chart's values.yaml, of config.yaml or of the dashboards.
+chart-docs: .venv/installed
+	$(BIN)/python deploy/helm/chart_docs.py
+	$(BIN)/python deploy/helm/dashboards.py
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,6 +50,10 @@ lint: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+.venv/helm-test: pyproject.toml .venv/installed
+	$(BIN)/pip install --quiet --editable '.[helm-test]'
 	@touch $@
 
 .bench/dynamo/installed:

@@ -1,8 +1,8 @@
 """Writes the chart's values.schema.json and README.md, both from the comments in values.yaml.
 
-A comment above a key describes it. `# @schema {…}` behind the key adds to its JSON schema, in YAML. A map whose first key
-has no comment is a value of its own, such as resources. The schema of `config` is that of the router's settings, without
-what is secret, described by the comments in config.yaml.
+A comment above a key describes it. `# @schema {…}` behind the key adds to its JSON schema, in YAML. A map whose first
+key has no comment is a value of its own, such as resources. The schema of `config` is that of the router's settings,
+without what is secret, described by the comments in config.yaml.
 
 `python deploy/helm/chart_docs.py` writes the files.
 """

@@ -38,9 +38,7 @@ def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
 
 def _share(part: str, whole: str, by: str = "") -> str:
     grouped = f" by ({by})" if by else ""
-    return (
-        f"sum{grouped} (rate({part}{_FEW}[$__rate_interval])) / sum{grouped} (rate({whole}{_FEW}[$__rate_interval]))"
-    )
+    return f"sum{grouped} (rate({part}{_FEW}[$__rate_interval])) / sum{grouped} (rate({whole}{_FEW}[$__rate_interval]))"
 
 
 DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
@@ -91,14 +89,15 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "as engines told",
                         ),
                     ),
-                    "The distance between the first two is what balance costs; between first and last, what is mistaken.",
+                    "Between the first two: what balance costs. Between the first and the last: what is mistaken.",
                 ),
                 Panel(
                     "Cost of a decision, by term",
                     "short",
                     (
                         (
-                            f"sum by (term) (rate(kvrouter_decision_cost_total{_FEW}[$__rate_interval])) / on () group_left "
+                            f"sum by (term) (rate(kvrouter_decision_cost_total{_FEW}[$__rate_interval]))"
+                            " / on () group_left "
                             f"sum(rate(kvrouter_decisions_total{_FEW}[$__rate_interval]))",
                             "{{term}}",
                         ),
@@ -112,6 +111,35 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     (
                         (f"max by (worker) (kvrouter_audit_error_ratio{_FEW})", "{{worker}}"),
                         (f"max by (worker) (kvrouter_audit_drift_ratio{_FEW})", "{{worker}} by events"),
+                    ),
+                ),
+            ],
+            "Waiting": [
+                Panel(
+                    "Requests that wait",
+                    "short",
+                    (("sum by (priority) (kvrouter_admission_queue_length)", "priority {{priority}}"),),
+                ),
+                Panel("Bytes that wait", "bytes", (("sum(kvrouter_admission_queue_bytes)", "bodies"),)),
+                Panel(
+                    "How long",
+                    "s",
+                    (
+                        (
+                            "histogram_quantile(0.9, sum by (le) "
+                            "(rate(kvrouter_admission_wait_seconds_bucket[$__rate_interval])))",
+                            "p90",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Refused",
+                    "reqps",
+                    (
+                        (
+                            "sum by (reason) (rate(kvrouter_admission_refused_total[$__rate_interval]))",
+                            "{{reason}}",
+                        ),
                     ),
                 ),
             ],
@@ -223,7 +251,9 @@ def dashboard(name: str) -> str:
     panels: list[dict[str, Any]] = []
     y = 0
     for row, members in rows.items():
-        panels.append({"type": "row", "title": row, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}, "id": len(panels) + 1})
+        panels.append(
+            {"type": "row", "title": row, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}, "id": len(panels) + 1}
+        )
         y += 1
         for place, panel in enumerate(members):
             position = {"x": place % 3 * 8, "y": y + place // 3 * 8, "w": 8, "h": 8}

@@ -1,0 +1,581 @@
+"""The chart: what it renders is valid, safe and fits together, and what it cannot use it refuses with a word on why."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+helm_python = pytest.importorskip("helm_python", reason="make test-helm installs it", exc_type=ImportError)
+jsonschema = pytest.importorskip("jsonschema")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+from chart import CHART, PROFILES, Object, container, containers, named, notes, of_kind, pod_templates, profile, render  # noqa: E402
+from crd_schemas import SCHEMAS  # noqa: E402
+
+from router.settings import load_settings  # noqa: E402
+
+pytestmark = pytest.mark.helm
+
+RANKS = 4
+VLLM = {"model": "m", "dataParallelSize": RANKS}
+
+# Values that the profiles leave alone: each must render to valid objects too.
+VARIANTS: dict[str, Object] = {
+    "names": {"nameOverride": "other", "fullnameOverride": "a-name-that-is-much-longer-than-kubernetes-lets-names-be"},
+    "an account of one's own": {"serviceAccount": {"create": False, "name": "mine"}, "rbac": {"create": False}},
+    "no discovery": {"discovery": {"mode": "none"}, "config": {"workers": [{"url": "http://gpu-1:8000"}]}},
+    "a service that exists": {"discovery": {"mode": "service", "service": "vllm", "namespace": "models"}},
+    "one replica": {"router": {"replicas": 1}, "redis": {"enabled": True}},
+    "no policies": {"networkPolicy": {"enabled": False}, "workers": {"a": VLLM}, "tests": {"enabled": False}},
+    "every placement": {
+        "workers": {"a": VLLM | {"pod": {"runtimeClassName": "nvidia", "schedulerName": "volcano"}}},
+        "podDefaults": {
+            "annotations": {"a": "b"},
+            "labels": {"c": "d"},
+            "nodeSelector": {"disk": "ssd"},
+            "tolerations": [{"operator": "Exists"}],
+            "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+            "priorityClassName": "high",
+            "extraEnv": [{"name": "A", "value": "b"}],
+            "extraEnvFrom": [{"secretRef": {"name": "s"}}],
+            "extraVolumes": [{"name": "v", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
+            "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+        },
+        "redis": {"enabled": True},
+        "envoy": {"enabled": True},
+        "picker": {"enabled": True},
+        "indexer": {"mode": "standalone"},
+    },
+    "worker odds": {
+        "workers": {
+            "a": {
+                "engine": "sglang",
+                "model": "m",
+                "gpus": 0,
+                "maxModelLen": 1_000_000,
+                "gpuMemoryUtilization": 0.85,
+                "replicas": 0,
+                "apiKey": {"name": "k"},
+                "modelCache": {"sizeLimit": "100Gi"},
+                "extraArgs": ["--trust-remote-code"],
+            },
+            "b": {"engine": "simulated", "maxUnavailable": None, "replicas": 2, "blockSize": 32},
+            "c": {},
+        },
+        "workerDefaults": {"engine": "simulated"},
+    },
+    "events elsewhere": {"events": {"port": 6000, "replayPort": 5000, "topic": ""}, "workers": {"a": VLLM}},
+    "node port": {"envoy": {"enabled": True, "service": {"type": "NodePort", "nodePort": 30080}}},
+    "no routes' host": {"ingress": {"enabled": True}, "secrets": {"tls": "tls"}, "envoy": {"enabled": True}},
+    "OpenShift": {"podDefaults": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}},
+}
+
+# Valid releases: each rule below holds for all of them.
+RELEASES = {name: profile(name) for name in PROFILES} | VARIANTS
+
+
+@cache
+def release(name: str) -> list[Object]:
+    return render(RELEASES[name])
+
+
+@pytest.fixture(params=RELEASES)
+def objects(request: pytest.FixtureRequest) -> list[Object]:
+    return release(request.param)
+
+
+def refs(found: Any) -> Iterator[Any]:
+    """Every value in an object."""
+    if isinstance(found, dict):
+        for value in found.values():
+            yield value
+            yield from refs(value)
+    elif isinstance(found, list):
+        for value in found:
+            yield value
+            yield from refs(value)
+
+
+# What the cluster would say
+
+
+@pytest.mark.parametrize("values", RELEASES.values(), ids=RELEASES.keys())
+def test_lint_finds_nothing(values: Object) -> None:
+    report = helm_python.lint(CHART, values, strict=True)
+    assert report["errors"] == []
+    assert [found["error"] for found in report["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("version", ["1.28", "1.32", kubernetes_validate.latest_version()])
+def test_every_object_is_valid(objects: list[Object], version: str) -> None:
+    for found in objects:
+        if found["kind"] in SCHEMAS:
+            jsonschema.validate(found, SCHEMAS[found["kind"]])
+        else:
+            kubernetes_validate.validate(found, version, strict=True)
+
+
+def test_objects_have_names_of_their_own(objects: list[Object]) -> None:
+    names = [(found["kind"], found["metadata"].get("namespace"), found["metadata"]["name"]) for found in objects]
+    assert len(set(names)) == len(names)
+    for _kind, _namespace, name in names:
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)
+
+
+# What is safe
+
+
+def test_no_pod_runs_as_root(objects: list[Object]) -> None:
+    for pod in pod_templates(objects):
+        context = pod["spec"]["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context.get("runAsUser", 1) != 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not pod["spec"].get("hostNetwork")
+    for each in containers(objects):
+        context = each["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert not context.get("privileged")
+
+
+def test_every_container_has_limits_and_probes(objects: list[Object]) -> None:
+    for pod in pod_templates(objects):
+        for each in pod["spec"]["containers"]:
+            assert each["resources"]["requests"]["cpu"]
+            assert each["resources"]["requests"]["memory"]
+            assert each["resources"]["limits"]["memory"]
+            if pod.get("kind") != "Pod":  # a test ends by itself
+                assert {"startupProbe", "livenessProbe", "readinessProbe"} <= each.keys()
+
+
+def test_images_are_pinned(objects: list[Object]) -> None:
+    for each in containers(objects):
+        assert re.fullmatch(r".+(:v?\d[\w.-]*|@sha256:[0-9a-f]{64})", each["image"])
+
+
+def test_the_account_may_list_and_watch_workers_and_nothing_else(objects: list[Object]) -> None:
+    assert not of_kind(objects, "ClusterRole") + of_kind(objects, "ClusterRoleBinding")
+    for role in of_kind(objects, "Role"):
+        [rule] = role["rules"]
+        assert rule["verbs"] == ["list", "watch"]
+        assert (rule["apiGroups"], rule["resources"]) in (
+            ([""], ["pods"]),
+            (["discovery.k8s.io"], ["endpointslices"]),
+        )
+
+
+def test_only_who_finds_workers_has_a_token(objects: list[Object]) -> None:
+    for pod in pod_templates(objects):
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        if pod["spec"]["automountServiceAccountToken"]:
+            assert component in ("router", "envoy", "picker")
+        else:
+            assert component in ("worker", "redis", "indexer", "test") or not of_kind(objects, "Role")
+
+
+def test_nothing_secret_stands_in_plain(objects: list[Object]) -> None:
+    assert not of_kind(objects, "Secret")
+    for settings in rendered_settings(objects):
+        assert settings.server.token == settings.index.secret == ""
+        assert not settings.tenants.named
+    for each in containers(objects):
+        for variable in each.get("env", []):
+            if re.search("TOKEN|SECRET|API_KEY|NAMED", variable["name"]):
+                assert "secretKeyRef" in variable["valueFrom"]
+
+
+# What fits together
+
+
+def matches(selector: Object, labels: Object) -> bool:
+    return selector.items() <= labels.items()
+
+
+def test_selectors_match_their_own_pods_and_no_others(objects: list[Object]) -> None:
+    workloads = of_kind(objects, "Deployment") + of_kind(objects, "StatefulSet")
+    for workload in workloads:
+        selector = workload["spec"]["selector"]["matchLabels"]
+        found = [w for w in workloads if matches(selector, w["spec"]["template"]["metadata"]["labels"])]
+        assert found == [workload]
+    for budget in of_kind(objects, "PodDisruptionBudget"):
+        assert any(
+            matches(budget["spec"]["selector"]["matchLabels"], p["metadata"]["labels"]) for p in pod_templates(objects)
+        )
+    for scaler in of_kind(objects, "HorizontalPodAutoscaler"):
+        scaled = named(objects, "Deployment", scaler["spec"]["scaleTargetRef"]["name"])
+        assert "replicas" not in scaled["spec"]  # or else each upgrade would undo the scaling
+
+
+def test_services_lead_to_ports_that_exist(objects: list[Object]) -> None:
+    for service in of_kind(objects, "Service"):
+        pods = [p for p in pod_templates(objects) if matches(service["spec"]["selector"], p["metadata"]["labels"])]
+        assert pods
+        for pod in pods:
+            ports = {port["name"] for each in pod["spec"]["containers"] for port in each.get("ports", [])}
+            assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+
+
+def test_probes_ask_at_ports_that_exist(objects: list[Object]) -> None:
+    for each in containers(objects):
+        ports = {port["name"]: port["containerPort"] for port in each.get("ports", [])}
+        assert len(set(ports.values())) == len(ports)
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            probe = each.get(kind, {})
+            if "httpGet" in probe:
+                assert probe["httpGet"]["port"] in ports
+            if "grpc" in probe:
+                assert probe["grpc"]["port"] in ports.values()
+
+
+def test_ports_of_a_pod_do_not_collide(objects: list[Object]) -> None:
+    for pod in pod_templates(objects):
+        ports = [port["containerPort"] for each in pod["spec"]["containers"] for port in each.get("ports", [])]
+        assert len(set(ports)) == len(ports)
+
+
+def test_mounts_have_volumes(objects: list[Object]) -> None:
+    for pod in pod_templates(objects):
+        volumes = [volume["name"] for volume in pod["spec"].get("volumes", [])]
+        assert len(set(volumes)) == len(volumes)
+        for each in pod["spec"]["containers"]:
+            assert {mount["name"] for mount in each.get("volumeMounts", [])} <= set(volumes)
+        for volume in pod["spec"].get("volumes", []):
+            if "configMap" in volume:
+                assert named(objects, "ConfigMap", volume["configMap"]["name"])
+
+
+def test_monitors_watch_ports_of_services(objects: list[Object]) -> None:
+    for monitor in of_kind(objects, "ServiceMonitor"):
+        selector = monitor["spec"]["selector"]["matchLabels"]
+        services = [s for s in of_kind(objects, "Service") if matches(selector, s["metadata"]["labels"])]
+        ports = {port["name"] for service in services for port in service["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+def test_routes_lead_to_services_and_pools(objects: list[Object]) -> None:
+    for route in of_kind(objects, "HTTPRoute"):
+        for backend in route["spec"]["rules"][0]["backendRefs"]:
+            target = named(objects, backend.get("kind", "Service"), backend["name"])
+            if "port" in backend:
+                assert backend["port"] in [port["port"] for port in target["spec"]["ports"]]
+    for ingress in of_kind(objects, "Ingress"):
+        backend = ingress["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
+        assert backend["port"]["name"] in [
+            p["name"] for p in named(objects, "Service", backend["name"])["spec"]["ports"]
+        ]
+    for pool in of_kind(objects, "InferencePool"):
+        reference = pool["spec"]["endpointPickerRef"]
+        ports = named(objects, "Service", reference["name"])["spec"]["ports"]
+        assert reference["port"]["number"] in [port["port"] for port in ports]
+
+
+def test_pods_have_time_to_drain(objects: list[Object]) -> None:
+    for pod in pod_templates(objects):
+        for each in pod["spec"]["containers"]:
+            command = each.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["0"])
+            seconds = int(re.findall(r"\d+", command[-1])[-1])
+            assert pod["spec"].get("terminationGracePeriodSeconds", 30) > seconds
+
+
+def rendered_settings(objects: list[Object]) -> list[Any]:
+    texts = [m["data"]["config.yaml"] for m in of_kind(objects, "ConfigMap") if "config.yaml" in m.get("data", {})]
+    return [settings_of(yaml.safe_load(text)) for text in texts]
+
+
+def settings_of(fields: Object) -> Any:
+    # Files that are mounted in the pod: whether they can be read is the router's to find out.
+    fields.get("events", {}).pop("curve_secret_key_file", None)
+    return load_settings(None, fields)
+
+
+def test_the_router_takes_the_rendered_settings(objects: list[Object]) -> None:
+    [settings] = rendered_settings(objects)
+    assert settings.server.host == "0.0.0.0"
+
+
+def test_envoys_configuration_is_yaml_that_names_its_clusters(objects: list[Object]) -> None:
+    for found in of_kind(objects, "ConfigMap"):
+        if "envoy.yaml" in found.get("data", {}):
+            config = yaml.safe_load(found["data"]["envoy.yaml"])["static_resources"]
+            clusters = {cluster["name"] for cluster in config["clusters"]}
+            used = re.findall(r"'cluster(?:_name)?': '(\w+)'", str(config["listeners"]))
+            assert set(used) == clusters
+            assert len(config["listeners"]) == 2
+
+
+# The parts
+
+
+def test_a_new_replica_begins_with_anothers_index() -> None:
+    env = {v["name"]: v.get("value") for v in container(release("default"), "rel-kvrouter-router")["env"]}
+    assert env["KVROUTER_INDEX__PEER"] == "http://rel-kvrouter-router.inference.svc:80"
+    assert env["KVROUTER_INDEX__SNAPSHOT"].startswith("/var/lib/kvrouter/")
+
+
+def test_what_the_settings_say_wins() -> None:
+    mine = {"index": {"peer": "http://other:80", "snapshot": "/var/lib/kvrouter/mine"}, "kubernetes": {"resync": 60}}
+    objects = render({"config": mine})
+    names = {variable["name"] for variable in container(objects, "rel-kvrouter-router")["env"]}
+    assert not names & {"KVROUTER_INDEX__PEER", "KVROUTER_INDEX__SNAPSHOT"}
+    [settings] = rendered_settings(objects)
+    assert str(settings.index.peer) == "http://other/" or "other" in str(settings.index.peer)
+    assert settings.kubernetes.resync == 60
+    assert settings.kubernetes.selector
+
+
+def test_every_setting_can_be_given() -> None:
+    text = (Path(CHART).parents[2] / "config.yaml").read_text()
+    config = yaml.safe_load(text)
+    del config["server"]["token"], config["index"]["secret"], config["tenants"]["named"]
+    config.get("replicas", {}).pop("redis", None)
+    [settings] = rendered_settings(render({"config": config}))
+    assert settings.policy == load_settings(None).policy
+
+
+def test_secrets_come_by_reference() -> None:
+    env = {v["name"]: v for v in container(release("secure"), "rel-kvrouter-router")["env"]}
+    for name, key in (
+        ("KVROUTER_SERVER__TOKEN", "token"),
+        ("KVROUTER_INDEX__SECRET", "secret"),
+        ("KVROUTER_TENANTS__NAMED", "tenants.json"),
+    ):
+        assert env[name]["valueFrom"]["secretKeyRef"] == {"name": "kvrouter", "key": key}
+
+
+def test_tenants_are_read_from_what_the_secret_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVROUTER_TENANTS__NAMED", json.dumps({"team-a": {"keys": ["a" * 64], "models": ["m"]}}))
+    monkeypatch.setenv("KVROUTER_SERVER__TOKEN", "t")
+    assert load_settings(None).tenants.named["team-a"].models == ["m"]
+
+
+def test_replicas_share_a_redis() -> None:
+    own = {v["name"]: v.get("value") for v in container(release("vllm"), "rel-kvrouter-router")["env"]}
+    assert own["KVROUTER_REPLICAS__REDIS"] == "redis://rel-kvrouter-redis.inference.svc:6379/0"
+    picker = container(release("gateway"), "rel-kvrouter-picker")
+    [variable] = [v for v in picker["env"] if v["name"] == "KVROUTER_REPLICAS__REDIS"]
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "shared-redis", "key": "url"}
+    assert not of_kind(release("gateway"), "StatefulSet")
+
+
+def test_with_tls_probes_and_monitors_speak_https() -> None:
+    objects = release("secure")
+    router = container(objects, "rel-kvrouter-router")
+    assert router["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    monitors = {m["metadata"]["name"]: m for m in of_kind(objects, "ServiceMonitor")}
+    assert monitors["rel-kvrouter-router"]["spec"]["endpoints"][0]["scheme"] == "https"
+    [settings] = rendered_settings(objects)
+    assert str(settings.server.certificate) == "/etc/kvrouter/tls/tls.crt"
+
+
+def test_the_grace_period_covers_the_drain() -> None:
+    pod = named(release("secure"), "Deployment", "rel-kvrouter-router")["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 10 + 120 + 10
+
+
+def test_a_change_of_the_settings_restarts_the_router() -> None:
+    def checksum(values: Object) -> str:
+        template = named(render(values), "Deployment", "rel-kvrouter-router")["spec"]["template"]
+        return template["metadata"]["annotations"]["checksum/config"]
+
+    assert checksum({}) == checksum({"router": {"replicas": 5}}) != checksum({"config": {"logs": {"access": True}}})
+
+
+def test_roles_are_made_where_the_workers_are() -> None:
+    [role], [binding] = of_kind(release("secure"), "Role"), of_kind(release("secure"), "RoleBinding")
+    assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "models"
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"][0]["namespace"] == "inference"
+
+
+# Workers
+
+
+def option(command: list[str], name: str) -> str:
+    return next(word.removeprefix(f"{name}=") for word in command if word.startswith(f"{name}="))
+
+
+def labels_selected(selector: str) -> Object:
+    return dict(pair.split("=", 1) for pair in selector.split(","))
+
+
+def test_the_router_finds_the_workers_of_its_release() -> None:
+    for name in ("demo", "vllm", "disaggregated"):
+        [settings] = rendered_settings(release(name))
+        workers = [p for p in pod_templates(release(name)) if "kvrouter.io/worker" in p["metadata"]["labels"]]
+        assert workers
+        for pod in pod_templates(release(name)):
+            found = matches(labels_selected(settings.kubernetes.selector), pod["metadata"]["labels"])
+            assert found == (pod in workers)
+        for pod in workers:
+            ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+            assert ports["http"] == settings.kubernetes.port
+
+
+def test_a_service_of_workers_for_discovery() -> None:
+    [settings] = rendered_settings(release("sglang"))
+    service = named(release("sglang"), "Service", settings.kubernetes.service)
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert [port["port"] for port in service["spec"]["ports"]] == [settings.kubernetes.port]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "simulated"])
+def test_every_rank_has_an_event_stream_and_replays(engine: str) -> None:
+    objects = render({"workers": {"w": {"engine": engine, "model": "m", "dataParallelSize": RANKS}}})
+    worker = container(objects, "rel-kvrouter-worker-w")
+    words = worker.get("command", []) + worker.get("args", [])
+    config = json.loads(option(words, "--kv-events" if engine == "simulated" else "--kv-events-config"))
+    assert config["publisher"] == "zmq"
+    assert config.get("enable_kv_cache_events") is (True if engine == "vllm" else None)
+    ports = {port["name"]: port["containerPort"] for port in worker["ports"]}
+    for kind, key in (("events", "endpoint"), ("replay", "replay_endpoint")):
+        base = int(config[key].removeprefix("tcp://*:"))
+        assert [ports[f"{kind}-{rank}"] for rank in range(RANKS)] == [base + rank for rank in range(RANKS)]
+
+
+def test_vllm_is_wired_for_routing_by_prefix() -> None:
+    worker = container(release("vllm"), "rel-kvrouter-worker-llama")
+    words = worker["command"]
+    assert words[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
+    assert {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--block-size=16"} <= set(words)
+    assert {"--max-model-len=32768", "--gpu-memory-utilization=0.9", "--served-model-name=llama"} <= set(words)
+    env = {v["name"]: v for v in worker["env"]}
+    assert env["PYTHONHASHSEED"]["value"] == "0"
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hugging-face", "key": "token"}
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == worker["resources"]["requests"]["nvidia.com/gpu"] == 1
+    pod = named(release("vllm"), "Deployment", "rel-kvrouter-worker-llama")["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert volumes["home"]["persistentVolumeClaim"] == {"claimName": "models"}
+
+
+def test_sglang_is_wired_for_routing_by_prefix() -> None:
+    words = container(release("sglang"), "rel-kvrouter-worker-qwen")["command"]
+    assert words[:3] == ["python3", "-m", "sglang.launch_server"]
+    assert {"--enable-cache-report", "--tp-size=8", "--dp-size=8", "--page-size=64", "--enable-dp-attention"} <= set(
+        words
+    )
+
+
+def test_prefill_and_decode_hand_blocks_over() -> None:
+    objects = release("disaggregated")
+    for role in ("prefill", "decode"):
+        worker = container(objects, f"rel-kvrouter-worker-{role}")
+        assert json.loads(option(worker["command"], "--kv-transfer-config"))["kv_connector"] == "NixlConnector"
+        env = {v["name"]: v.get("value") for v in worker["env"]}
+        assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
+        assert option(container(objects, f"rel-kvrouter-worker-sg-{role}")["command"], "--disaggregation-mode") == role
+        template = named(objects, "Deployment", f"rel-kvrouter-worker-{role}")["spec"]["template"]
+        assert template["metadata"]["labels"]["kvrouter.io/role"] == role
+
+
+# Network
+
+
+def allowed(policy: Object, who: Object, port: int | str) -> bool:
+    """Whether a network policy lets pods with these labels in at a port."""
+    for rule in policy["spec"]["ingress"]:
+        known = any(matches(p["podSelector"]["matchLabels"], who) for p in rule["from"] if "podSelector" in p)
+        for each in rule["ports"]:
+            last = each.get("endPort", each["port"])
+            if known and (each["port"] == port or (isinstance(port, int) and each["port"] <= port <= last)):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "disaggregated", "demo", "events elsewhere"])
+def test_event_sockets_are_for_the_router_alone(name: str) -> None:
+    objects = release(name)
+    policy = named(objects, "NetworkPolicy", "rel-kvrouter-workers")
+    pods = {p["metadata"]["labels"]["app.kubernetes.io/component"]: p for p in pod_templates(objects)}
+    for pod in pod_templates(objects):
+        labels = pod["metadata"]["labels"]
+        if "kvrouter.io/worker" not in labels:
+            continue
+        assert matches(policy["spec"]["podSelector"]["matchLabels"], labels)
+        for port in pod["spec"]["containers"][0]["ports"]:
+            number = port["containerPort"]
+            if port["name"].startswith(("events", "replay")):
+                assert allowed(policy, pods["router"]["metadata"]["labels"], number)
+                for other in pods.keys() - {"router"}:
+                    assert not allowed(policy, pods[other]["metadata"]["labels"], number)
+            if port["name"] == "transfer":
+                assert allowed(policy, labels, number)
+
+
+# What is refused
+
+REFUSED = {
+    "a value that does not exist": ({"rooter": {}}, "rooter"),
+    "a value in the wrong place": ({"router": {"replicaCount": 2}}, "replicaCount"),
+    "a word for a number": ({"router": {"replicas": "two"}}, r"router/replicas.*got string, want integer"),
+    "no such mode": ({"indexer": {"mode": "inside"}}, r"indexer/mode.*'none', 'sidecar', 'standalone'"),
+    "a port too high": ({"picker": {"port": 70000}}, r"picker/port.*maximum"),
+    "a setting that does not exist": ({"config": {"policy": {"nmae": "x"}}}, "nmae"),
+    "a setting out of its range": ({"config": {"fleet": {"max_ejected": 1.5}}}, "config/fleet/max_ejected"),
+    "a policy that does not exist": ({"config": {"policy": {"name": "best"}}}, r"policy/name.*'kv_aware'"),
+    "a token in plain": ({"config": {"server": {"token": "x"}}}, "token"),
+    "an index secret in plain": ({"config": {"index": {"secret": "x"}}}, "secret"),
+    "keys in plain": ({"config": {"tenants": {"named": {}}}}, "named"),
+    "a name of a worker": ({"workers": {"Upper": {"model": "m"}}}, "Upper"),
+    "an engine nobody knows": ({"workers": {"a": {"engine": "llama.cpp", "model": "m"}}}, "workers/a/engine"),
+    "a digest that is none": ({"image": {"digest": "sha256:1"}}, "image/digest"),
+    "a worker without a model": ({"workers": {"a": {}}}, r"workers\.a\.model: name the model"),
+    "more ranks than ports": ({"workers": {"a": {"model": "m", "dataParallelSize": 200}}}, "want more ports"),
+    "tenants without a token": ({"secrets": {"tenants": {"name": "t"}}}, "set secrets.adminToken too"),
+    "a pool without a picker": ({"inferencePool": {"enabled": True}}, "wants picker.enabled"),
+    "a route to nothing": (
+        {"httpRoute": {"enabled": True, "backend": "envoy", "parentRefs": [{"name": "g"}]}},
+        "envoy is not enabled",
+    ),
+    "a route without a gateway": ({"httpRoute": {"enabled": True}}, "name the gateway"),
+    "nothing at all": ({"router": {"enabled": False}}, "nothing to install"),
+    "a sidecar of nothing": (
+        {"router": {"enabled": False}, "picker": {"enabled": True}, "indexer": {"mode": "sidecar"}},
+        "sidecar wants router.enabled",
+    ),
+    "a service without a name": ({"discovery": {"mode": "service"}}, "name the service"),
+    "simulated disaggregation": ({"workers": {"a": {"engine": "simulated", "role": "decode"}}}, "does both"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_used_is_refused_by_name(values: Object, message: str) -> None:
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(values)
+    assert re.search(message, str(refused.value).replace("\n", " ")), str(refused.value)
+
+
+# What the user is told
+
+
+def test_the_notes_say_where_it_is_and_what_is_missing() -> None:
+    text = notes({})
+    assert "http://rel-kvrouter-router.inference.svc:80/v1" in text
+    assert "there are no workers" in text
+    assert "secrets.adminToken" in text
+    assert "there are no workers" not in notes(profile("demo"))
+    assert "rel-kvrouter-envoy" in notes(profile("envoy"))
+    assert "InferencePool rel-kvrouter" in notes(profile("gateway"))
+
+
+def test_extra_objects_are_templates() -> None:
+    names = {found["metadata"]["name"] for found in of_kind(release("secure"), "ConfigMap")}
+    assert {"rel-extra", "rel-text"} <= names
+
+
+def test_the_chart_can_be_packaged(tmp_path: Path) -> None:
+    archive = helm_python.package(CHART, destination=tmp_path)
+    with helm_python.Chart.load(archive) as chart:
+        files = {found["name"] for found in chart.files}
+    assert {"README.md", "files/alerts.yaml", "dashboards/router.json"} <= files
+    assert not any(name.startswith("ci/") for name in files)

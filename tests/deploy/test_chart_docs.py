@@ -1,0 +1,132 @@
+"""What is generated in the chart is current, and dashboards and alerts ask for metrics that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import yaml
+
+from kvrouter.processes import KvrouterProcess
+
+HELM = Path(__file__).parents[2] / "deploy" / "helm"
+CHART = HELM / "kvrouter"
+
+# What of a query is no metric: functions, labels, keywords, Grafana's variables.
+_STRINGS = re.compile(r'"[^"]*"')
+_METRIC = re.compile(r"\bkvrouter_\w+")
+
+
+def script(name: str) -> ModuleType:
+    """A script beside the chart."""
+    spec = importlib.util.spec_from_file_location(name, HELM / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+chart_docs = script("chart_docs")
+dashboards = script("dashboards")
+
+
+def test_the_schema_and_the_table_of_values_are_current() -> None:
+    values = chart_docs.read_values(CHART / "values.yaml")
+    hint = "run `make chart-docs`"
+    assert chart_docs.values_schema(values) == (CHART / "values.schema.json").read_text(), hint
+    assert chart_docs.readme(values) == (CHART / "README.md").read_text(), hint
+
+
+def test_the_dashboards_are_current() -> None:
+    assert {path.stem for path in (CHART / "dashboards").iterdir()} == set(dashboards.DASHBOARDS)
+    for name in dashboards.DASHBOARDS:
+        assert dashboards.dashboard(name) == (CHART / "dashboards" / f"{name}.json").read_text(), (
+            "run `make chart-docs`"
+        )
+
+
+def properties(schema: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every property in a schema, with its place."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from properties(each, place)
+    elif isinstance(schema, dict):
+        for name, each in schema.get("properties", {}).items():
+            yield f"{place}.{name}", each
+        for key, each in schema.items():
+            yield from properties(each, f"{place}.{key}")
+
+
+def test_every_value_has_a_description() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    found = dict(properties(schema))
+    assert len(found) > 300
+    assert [place for place, each in found.items() if not each.get("description")] == []
+
+
+def test_no_value_is_taken_that_does_not_exist() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for place, each in [("", schema), *properties(schema)]:
+        if "properties" in each and not place.lower().endswith(("securitycontext", "seccompprofile", "capabilities")):
+            assert each["additionalProperties"] is False, place
+
+
+def test_a_value_without_a_comment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text("# The first.\nfirst: 1\nsecond: 2\n")
+    with pytest.raises(ValueError, match="second: every value needs a comment"):
+        chart_docs.read_values(tmp_path / "values.yaml")
+
+
+def test_a_null_without_a_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text("# The first.\nfirst: null\n")
+    [value] = chart_docs.read_values(tmp_path / "values.yaml")
+    with pytest.raises(ValueError, match="first: a default of null"):
+        value.schema()
+
+
+@pytest.fixture(scope="module")
+def exported() -> set[str]:
+    """The names of all series of a router, which has its index inside."""
+    with KvrouterProcess(["serve", "--port", "0", "--worker", "http://127.0.0.1:9"]) as router:
+        text = urlopen(f"{router.wait_until_listening()}/metrics", timeout=10).read().decode()
+    names: set[str] = set()
+    for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE):
+        names |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"} if kind == "histogram" else {name}
+    return names
+
+
+def asked_for(queries: list[str]) -> set[str]:
+    return {name for query in queries for name in _METRIC.findall(_STRINGS.sub("", query))}
+
+
+def test_alerts_ask_for_metrics_that_exist(exported: set[str]) -> None:
+    groups = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"]
+    queries = [rule["expr"] for group in groups for rule in group["rules"]]
+    assert len(queries) >= 10
+    for rule in (rule for group in groups for rule in group["rules"]):
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "description"}
+    assert all(asked_for([query]) for query in queries)
+    assert asked_for(queries) <= exported
+
+
+@pytest.mark.parametrize("name", sorted(dashboards.DASHBOARDS))
+def test_dashboards_ask_for_metrics_that_exist(name: str, exported: set[str]) -> None:
+    document = json.loads(dashboards.dashboard(name))
+    panels = [panel for panel in document["panels"] if panel["type"] != "row"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    variables = [variable["query"] for variable in document["templating"]["list"] if variable["type"] == "query"]
+    assert all(asked_for([query]) for query in queries)
+    assert asked_for([*queries, *variables]) <= exported
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in document["panels"]]
+    assert len(set(places)) == len(places)
