@@ -21,9 +21,12 @@ from router.splice import SpliceError, field, with_field
 
 _OPEN = frozenset({"/health", "/ready", "/metrics"})
 _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_MESSAGES = frozenset(
+    {"/v1/messages", "/v1/messages/count_tokens"}
+)  # salted where the settings say that engines read it
 _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
 # Engines read no cache salt here: closed to tenants that are kept apart.
-_UNSALTED = frozenset({"/v1/messages", "/v1/messages/count_tokens", "/v1/rerank", "/v1/score"})
+_UNSALTED = frozenset({"/v1/rerank", "/v1/score"})
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
 Headers = list[tuple[bytes, bytes]]  # names are in lower case
@@ -72,7 +75,7 @@ class Tenant:
 
     def isolated(self, path: str, body: bytes) -> bytes:
         """A body whose cached prefix no other tenant shares. Raises RequestError (400) when it cannot be changed."""
-        if not self._isolate or path not in _SALTED:
+        if not self._isolate or path not in _SALTED | _MESSAGES:
             return body
         try:
             # Whatever a client sends as its own, it gets no other tenant's.
@@ -89,11 +92,15 @@ class Tenant:
         """
         return with_field(body, "priority", b"%d" % self.priority) if asked and asked < self.priority else body
 
+    def may_use(self, model: str | None) -> bool:
+        """Whether its keys open a model."""
+        return self._models is None or model in self._models
+
     def admit(self, model: str | None, tokens: int) -> None:
         """Let a request through, or raise RequestError: 403 for the model, 429 for the rate."""
-        if self._models is not None and model not in self._models:
+        if not self.may_use(model):
             raise RequestError(
-                f"This API key may not use the model {model!r}. Send one of: {', '.join(sorted(self._models))}.",
+                f"This API key may not use the model {model!r}. Send one of: {', '.join(sorted(self._models or ()))}.",
                 status=403,
                 type="permission_error",
                 param="model",
@@ -130,6 +137,8 @@ class AccessControl:
     def __init__(self, settings: TenantsSettings, token: str) -> None:
         self._token = token.encode()
         self._paths = _SALTED | _WITHOUT_CACHE | (frozenset() if settings.isolate else _UNSALTED)
+        if settings.salted_messages or not settings.isolate:
+            self._paths |= _MESSAGES
         self._tenants: dict[str, Tenant] = {}
         for name, each in settings.named.items():
             self._tenants |= dict.fromkeys(each.keys, Tenant(name, each, settings.isolate))

@@ -20,7 +20,7 @@ from indexer import Indexer
 from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check, workers_report
 from indexer.metrics import IndexCollector
 from indexer.openapi import errors, json_body
-from router.access import AccessControl
+from router.access import AccessControl, tenant_of
 from router.admission import Admission
 from router.admission_metrics import AdmissionMetrics
 from router.audit import HitAudit
@@ -172,14 +172,14 @@ def _app(
     add_error_handlers(app)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """Every model and adapter that a worker serves."""
-        return {"object": "list", "data": list(model_cards(fleet, started).values())}
+    async def models(request: Request) -> dict[str, Any]:
+        """Every model and adapter that a worker serves; a tenant is told of those it may use."""
+        return {"object": "list", "data": list(model_cards(fleet, started, tenant_of(request.scope)).values())}
 
     @app.get("/v1/models/{name:path}", responses=errors(404))
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str, request: Request) -> dict[str, Any]:
         """One of them."""
-        return model_card(fleet, started, name)
+        return model_card(fleet, started, name, tenant_of(request.scope))
 
     @app.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
     async def explain_decision(request: Request) -> dict[str, Any]:

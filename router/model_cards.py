@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from indexer.errors import RequestError
+from router.access import Tenant
 from router.fleet import Fleet
 
 
-def model_cards(fleet: Fleet, created: int) -> dict[str, dict[str, Any]]:
-    """A card for every model and adapter that a worker serves, by name. `created`: since when, for all of them."""
+def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dict[str, dict[str, Any]]:
+    """A card for every model and adapter that a worker serves and the tenant may use, by name.
+
+    `created`: since when, for all of them.
+    """
     cards: dict[str, dict[str, Any]] = {}
     for worker in fleet.workers:
         for served in worker.description.models.values() if worker.description else ():
+            if tenant is not None and not tenant.may_use(served.name):
+                continue
             known = cards.setdefault(
                 served.name,
                 {
@@ -30,9 +36,9 @@ def model_cards(fleet: Fleet, created: int) -> dict[str, dict[str, Any]]:
     return cards
 
 
-def model_card(fleet: Fleet, created: int, name: str) -> dict[str, Any]:
-    """One of them. Raises RequestError (404) when nobody serves it."""
-    cards = model_cards(fleet, created)
+def model_card(fleet: Fleet, created: int, name: str, tenant: Tenant | None = None) -> dict[str, Any]:
+    """One of them. Raises RequestError (404) when there is none."""
+    cards = model_cards(fleet, created, tenant)
     if name not in cards:
         raise RequestError(
             f"The model {name!r} does not exist. The models are: {', '.join(sorted(cards)) or 'none yet'}.",

@@ -246,6 +246,7 @@ class TenantsSettings(_Section):
     """Who may send requests."""
 
     isolate: bool = False
+    salted_messages: bool = False
     named: dict[str, TenantSettings] = {}
 
     @field_validator("named")

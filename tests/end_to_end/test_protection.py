@@ -104,6 +104,13 @@ async def test_models_and_rates_are_a_tenants_own(routed: RouterUnderTest) -> No
     assert await routed.metric("kvrouter_tenant_requests_total", tenant="slow", status="429") == 1
 
 
+async def test_a_tenant_is_told_of_the_models_it_may_use(routed: RouterUnderTest) -> None:
+    for key, names in (("key-a", [MODEL]), ("key-b", []), (TOKEN, [MODEL])):
+        listed = (await routed.call("/v1/models", headers=bearer(key))).json()
+        assert [card["id"] for card in listed["data"]] == names
+        assert (await routed.call(f"/v1/models/{MODEL}", headers=bearer(key))).status == (200 if names else 404)
+
+
 async def test_the_client_library_knows_the_errors(routed: RouterUnderTest) -> None:
     client = routed.openai
     with pytest.raises(openai.AuthenticationError):
@@ -163,6 +170,24 @@ async def test_endpoints_whose_cache_cannot_be_salted_are_closed_to_isolated_ten
     async with guarded(worker.url, isolate=True) as routed:
         reply = await routed.call("/v1/messages", {"model": MODEL}, headers=bearer("key-a"))
         assert reply.status == 403
+
+
+async def test_messages_are_open_to_isolated_tenants_where_engines_read_the_salt() -> None:
+    body = {"model": "simulated", "max_tokens": 2, "messages": [{"role": "user", "content": "a few words " * 20}]}
+    tenants = {"named": TENANTS, "isolate": True, "salted_messages": True}
+    async with (
+        running(SimulatedWorkerSettings(base_step_s=0.001)) as worker,
+        router(worker, server={"token": TOKEN}, tenants=tenants) as routed,
+    ):
+
+        async def cached(key: str) -> int:
+            reply = await routed.call("/v1/messages", body, headers=bearer(key))
+            assert reply.status == 200, reply.body
+            return int(reply.json()["usage"]["cache_read_input_tokens"])
+
+        assert await cached("key-a") == 0
+        assert await cached("key-a") > 0
+        assert await cached("key-slow") == 0
 
 
 # TLS
