@@ -134,6 +134,8 @@ class Admission:
         except asyncio.CancelledError:
             if request.placed.done() and not request.placed.cancelled() and not request.placed.exception():
                 request.placed.result().release()
+            elif request.queued and request.until_deadline and self._clock() >= until:
+                self._tell_refused("deadline")  # whoever waits for the place looks at the clock too
             raise
         finally:
             timer.cancel()

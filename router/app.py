@@ -20,7 +20,7 @@ from indexer import Indexer
 from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check, workers_report
 from indexer.metrics import IndexCollector
 from indexer.openapi import errors, json_body
-from router.access import AccessControl, tenant_of
+from router.access import AccessControl
 from router.admission import Admission
 from router.admission_metrics import AdmissionMetrics
 from router.audit import HitAudit
@@ -49,7 +49,7 @@ from router.tokens import Tokenizers
 from router.tracing import tracing_to
 from router.upstream import Upstreams
 from router.upstream.pool import KEEPALIVE_SECONDS
-from router.visit import VisitedApp, Visits
+from router.visit import VisitedApp, Visits, visit_of
 from router.worker_api import worker_routes, worker_status
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -174,12 +174,12 @@ def _app(
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """Every model and adapter that a worker serves; a tenant is told of those it may use."""
-        return {"object": "list", "data": list(model_cards(fleet, started, tenant_of(request.scope)).values())}
+        return {"object": "list", "data": list(model_cards(fleet, started, visit_of(request.scope).tenant).values())}
 
     @app.get("/v1/models/{name:path}", responses=errors(404))
     async def model(name: str, request: Request) -> dict[str, Any]:
         """One of them."""
-        return model_card(fleet, started, name, tenant_of(request.scope))
+        return model_card(fleet, started, name, visit_of(request.scope).tenant)
 
     @app.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
     async def explain_decision(request: Request) -> dict[str, Any]:
