@@ -70,3 +70,36 @@ def extend_prefix_hashes(
         block = tokens[index * step : (index + 1) * step]
         previous = xxh3_64_intdigest(block if key is None else block + key, previous)
         append(previous)
+
+
+class PackedPrompt:
+    """A prompt's token ids as the index reads them, and the prefix hashes that were made of it so far.
+
+    Hashes are made no further than they are asked for, and once for each namespace.
+    """
+
+    __slots__ = ("_hashes", "tokens")
+
+    def __init__(self, tokens: bytes) -> None:
+        """`tokens` as of `pack_tokens`."""
+        self.tokens = tokens
+        self._hashes: dict[int, array[int]] = {}
+
+    @classmethod
+    def of(cls, token_ids: PackedPrompt | Iterable[int]) -> PackedPrompt:
+        """The prompt of these token ids. Raises as `pack_tokens` does."""
+        return token_ids if isinstance(token_ids, PackedPrompt) else cls(pack_tokens(token_ids))
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    def hashes(self, seed: int, block_size: int, end: int = 0) -> array[int]:
+        """The prefix hashes of the first `end` blocks, or more of them, in the namespace whose hash is `seed`.
+
+        The array grows when more are asked for.
+        """
+        hashes = self._hashes.setdefault(seed, array("Q"))
+        if end > len(hashes):
+            extend_prefix_hashes(hashes, seed, self.tokens, block_size, end)
+        return hashes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
-from indexer.hashing import TOKEN_BYTES, Namespace, extend_prefix_hashes, namespace_hash
+from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import Holder, Holdings, HoldingsCounters, Target, UnusableEventError
 from indexer.matching import Match, follow
 from indexer.tree import PrefixTree
@@ -95,27 +95,24 @@ class Index:
             if holdings is not None:
                 self._retire(holdings)
 
-    def match(self, namespace: Namespace, tokens: bytes, blocks: int | None = None) -> list[Match]:
-        """What each target holds of a packed prompt's first `blocks` blocks (None: all full ones).
+    def match(self, namespace: Namespace, prompt: PackedPrompt, blocks: int | None = None) -> list[Match]:
+        """What each target holds of a prompt's first `blocks` blocks (None: all full ones).
 
-        Targets that hold nothing of it are left out.
+        Targets that hold nothing of it are left out. The prompt is hashed no further than one of them holds it, give
+        or take what a run of the tree has.
         """
-        step = namespace.block_size * TOKEN_BYTES
-        limit = len(tokens) // step if blocks is None else blocks
+        block_size = namespace.block_size
+        limit = len(prompt) // block_size if blocks is None else blocks
         seed = namespace_hash(namespace, self._secret)
-        hashes: array[int] = array("Q")
-
-        def extend(end: int) -> None:
-            if end > len(hashes):
-                extend_prefix_hashes(hashes, seed, tokens, namespace.block_size, end)
-
+        hashes = prompt.hashes(seed, block_size)
         with self._lock:
-            return follow(self._tree.walk(hashes, limit, extend), namespace.block_size)
+            walk = self._tree.walk(hashes, limit, lambda end: prompt.hashes(seed, block_size, end))
+            return follow(walk, block_size)
 
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
         """The same for a prompt whose prefix hashes are known. `block_size` in tokens."""
         with self._lock:
-            return follow(self._tree.walk(hashes, len(hashes), lambda _: None), block_size)
+            return follow(self._tree.walk(hashes, len(hashes), lambda _: hashes), block_size)
 
     def dump(self, target: Target) -> tuple[list[DumpedRun], list[DumpedHolder]]:
         """What a target holds; nothing when it is not known."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from indexer.dump import DumpedStream, DumpError, TargetDump, write_dump
-from indexer.hashing import Namespace, pack_tokens
+from indexer.hashing import Namespace, PackedPrompt
 from indexer.holdings import Target
 from indexer.index import Index, TargetStatus
 from indexer.matching import Match
@@ -47,7 +47,7 @@ class MatchQuery:
     """A tokenized prompt and all that tells its blocks from others with the same tokens."""
 
     model: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | PackedPrompt
     adapter: str | None = None
     cache_salt: str | None = None
     tenant: str = DEFAULT_TENANT
@@ -284,11 +284,11 @@ class Indexer:
 
     def _matches(self, query: MatchQuery, tokens: int) -> list[Match]:
         served = self._registered(query.model, query.tenant)
-        packed = pack_tokens(query.token_ids)
+        prompt = PackedPrompt.of(query.token_ids)
         found: list[Match] = []
         for block_size in self.block_sizes(query.model, query.tenant):
             namespace = Namespace(query.model, query.tenant, query.adapter, query.cache_salt, block_size)
-            found += self.index.match(namespace, packed, max(tokens, 0) // block_size)
+            found += self.index.match(namespace, prompt, max(tokens, 0) // block_size)
         return _best_first(served, found)
 
     def _registered(self, model: str, tenant: str) -> dict[Target, Registration]:

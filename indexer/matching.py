@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,8 +27,11 @@ class Match:
 _Held: TypeAlias = list[tuple[Holder, int]]
 
 
-def follow(spans: Sequence[Span[Holder]], block_size: int) -> list[Match]:
-    """Follow each target along the spans of a prompt, as far as it holds what a hit needs."""
+def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
+    """Follow each target along the spans of a prompt, as far as it holds what a hit needs.
+
+    No more spans are taken than the last of them has a share in, and one.
+    """
     trails: dict[Holdings, list[tuple[int, _Held]]] = {}  # by target: blocks matched in each span, and who holds them
     following: set[Holdings] = set()
     for number, (run, _, count) in enumerate(spans):

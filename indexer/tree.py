@@ -13,7 +13,7 @@ cleared bit, so a block that comes back has its children again.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeAlias, TypeVar
 
 # Bounds what one bit operation touches, and how far a prompt is hashed beyond its last match.
@@ -99,19 +99,18 @@ class PrefixTree(Generic[HolderT]):
             offset = start + count - 1
         return spans
 
-    def walk(self, hashes: array[int], limit: int, extend: Callable[[int], None]) -> list[Span[HolderT]]:
+    def walk(self, hashes: array[int], limit: int, extend: Callable[[int], array[int]]) -> Iterator[Span[HolderT]]:
         """The spans that the first `limit` blocks of a prompt lie in, as far as the tree knows them.
 
         `hashes` are the prompt's prefix hashes so far; `extend(n)` makes them at least n long, so that a prompt is
-        only hashed as far as it matches.
+        only hashed as far as it matches, and as far as whoever takes the spans wants more of them.
         """
-        spans: list[Span[HolderT]] = []
         run, done = self._root, 0
         while done < limit:
             extend(done + 1)
             child = run.children.get(hashes[done])
             if child is None:
-                break
+                return
             run, count = child, 1
             whole = min(len(run.hashes), limit - done)
             while count < whole:
@@ -121,9 +120,8 @@ class PrefixTree(Generic[HolderT]):
                     count = _common(run.hashes, 0, hashes[: done + reach], done)
                     break
                 count = reach
-            spans.append((run, 0, count))
+            yield run, 0, count
             done += count
-        return spans
 
     def lineage(self, positions: Iterable[int]) -> list[Run[HolderT]]:
         """The runs that these blocks lie in and all runs before them, parents first."""

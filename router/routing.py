@@ -12,6 +12,7 @@ import structlog
 
 from indexer import Indexer, Match, MatchQuery, Target, UnknownModelError
 from indexer.errors import RequestError
+from indexer.hashing import PackedPrompt
 from kvevents import Tier
 from router.audit import HitAudit, Prediction
 from router.fleet import Fleet, Worker
@@ -72,8 +73,8 @@ class RoutedPrompt:
 
     name: str | None
     tokens: int
-    token_ids: list[array[int]] = field(default_factory=list)
-    identities: list[array[int]] = field(default_factory=list)
+    token_ids: list[PackedPrompt] = field(default_factory=list)
+    identities: list[PackedPrompt] = field(default_factory=list)
     exact: bool = False
     cache_salt: str | None = None
     answers: int = 1
@@ -97,12 +98,15 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
 
 
 def _routed_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedPrompt:
+    token_ids = identities = [PackedPrompt.of(ids) for ids in tokenized.token_ids]
+    if tokenized.identities is not tokenized.token_ids:
+        identities = [PackedPrompt.of(ids) for ids in tokenized.identities]
     return RoutedPrompt(
         request.model,
-        sum(map(len, tokenized.identities)),
-        tokenized.token_ids,
-        tokenized.identities,
-        tokenized.token_ids == tokenized.identities and request.previous_response is None,
+        sum(map(len, identities)),
+        token_ids,
+        identities,
+        identities is token_ids and request.previous_response is None,
         request.cache_salt,
         request.n,
         request.stream,
@@ -475,7 +479,7 @@ class Router:
             if worker.up and not worker.draining and worker not in without and (name is None or worker.served(name))
         ]
 
-    def _matched(self, served: _Served, token_ids: array[int], cache_salt: str | None) -> dict[Target, Match]:
+    def _matched(self, served: _Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What each target holds of a prompt, by the index."""
         try:
             matches = self._indexer.match(MatchQuery(served.model, token_ids, served.adapter, cache_salt))

@@ -15,20 +15,23 @@ from itertools import count
 
 from sortedcontainers import SortedDict
 
-from indexer import Target
-from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
+from indexer import DEFAULT_TENANT, Target
+from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 
 # Finer than most engines' blocks, so that rounding down to a block loses nothing.
 CHUNK_TOKENS = 16
 
 
-def prompt_hashes(model: str, adapter: str | None, cache_salt: str | None, token_ids: Sequence[int]) -> array[int]:
-    """A hash for each prefix of a prompt that is a whole number of chunks."""
-    namespace = Namespace(model, "", adapter, cache_salt, CHUNK_TOKENS)
-    hashes: array[int] = array("Q")
-    chunks = len(token_ids) // CHUNK_TOKENS
-    extend_prefix_hashes(hashes, namespace_hash(namespace), pack_tokens(token_ids), CHUNK_TOKENS, chunks)
-    return hashes
+def prompt_hashes(
+    model: str, adapter: str | None, cache_salt: str | None, token_ids: Sequence[int] | PackedPrompt
+) -> array[int]:
+    """A hash for each prefix of a prompt that is a whole number of chunks.
+
+    Where blocks are as large as chunks these are the index's hashes, unless those depend on a secret.
+    """
+    seed = namespace_hash(Namespace(model, DEFAULT_TENANT, adapter, cache_salt, CHUNK_TOKENS))
+    prompt = PackedPrompt.of(token_ids)
+    return prompt.hashes(seed, CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
 
 
 # Prompts that no event tells of are held so long, and so many prefixes of prompts that ended.

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from benchmarks.index.workload import BLOCK_SIZE, Workload
 from indexer import Index, Target
-from indexer.hashing import TOKEN_BYTES, Namespace, pack_tokens
+from indexer.hashing import TOKEN_BYTES, Namespace, PackedPrompt, pack_tokens
 from kvevents import BlockStored, decode_batch
 
 _MODEL = "model"
@@ -68,12 +68,12 @@ def match_cost(workload: Workload, tokens: int, repeats: int) -> Cost:
             index.apply(target, decode_batch(payload))
     prompt = workload.prompt(workload.first_worker, 0)[:tokens]
     packed = pack_tokens(prompt)
-    (match,) = index.match(_NAMESPACE, packed)
+    (match,) = index.match(_NAMESPACE, PackedPrompt(packed))
     assert match.matched_tokens == tokens
     body, decoder = msgspec.json.encode(prompt), msgspec.json.Decoder(list[int])
     blocks = _blocks(packed)
     return Cost(
-        _median_seconds(lambda: index.match(_NAMESPACE, packed), repeats),
+        _median_seconds(lambda: index.match(_NAMESPACE, PackedPrompt(packed)), repeats),
         _median_seconds(lambda: decoder.decode(body), repeats),
         _median_seconds(lambda: pack_tokens(prompt), repeats),
         _median_seconds(lambda: _chain(blocks), repeats),

@@ -47,7 +47,7 @@ class Client:
 async def read_match(body: bytes) -> MatchQuery:
     """A `/match` body that gives the prompt's token ids."""
     try:
-        return msgspec.json.decode(body, type=MatchQuery)
+        return MatchQuery(**msgspec.json.decode(body))
     except msgspec.DecodeError as error:
         raise RequestError(str(error)) from error
 

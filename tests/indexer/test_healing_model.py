@@ -17,7 +17,7 @@ from random_engine import Engine, Prompt
 
 from indexer import Index, Target
 from indexer.dump import DumpedStream, TargetDump, read_dump, write_dump
-from indexer.hashing import Namespace, pack_tokens
+from indexer.hashing import Namespace, PackedPrompt
 from indexer.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
 from kvevents import AllBlocksCleared, BlockStored, Event, EventBatch, Tier, decode_batch, encode_batch
 from kvevents.decode import batch_time
@@ -267,7 +267,7 @@ class Healing(RuleBasedStateMachine):
         return prompt
 
     def claimed(self, prompt: Prompt) -> int:
-        matches = self.index.match(NAMESPACE, pack_tokens(list(prompt)))
+        matches = self.index.match(NAMESPACE, PackedPrompt.of(list(prompt)))
         return matches[0].matched_tokens if matches else 0
 
     def held(self) -> int:

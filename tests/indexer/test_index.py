@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer import Index, Match, Target
-from indexer.hashing import Namespace, pack_tokens
+from indexer.hashing import Namespace, PackedPrompt, pack_tokens
 from indexer.tree import RUN_BLOCKS
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
 
@@ -37,7 +37,7 @@ def apply(index: Index, target: Target, *events: Event) -> list[RejectedEvent]:
 
 
 def match(index: Index, tokens: list[int] = PROMPT, namespace: Namespace = BASE) -> dict[Target, int]:
-    return {found.target: found.matched_tokens for found in index.match(namespace, pack_tokens(tokens))}
+    return {found.target: found.matched_tokens for found in index.match(namespace, PackedPrompt.of(tokens))}
 
 
 def blocks(index: Index, target: Target = A) -> dict[Tier, int]:
@@ -71,8 +71,8 @@ def test_only_full_blocks_count(index: Index) -> None:
 
 def test_a_match_may_be_limited_to_the_first_blocks(index: Index) -> None:
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
-    assert [found.matched_tokens for found in index.match(BASE, pack_tokens(PROMPT), 3)] == [6]
-    assert index.match(BASE, pack_tokens(PROMPT), 0) == []
+    assert [found.matched_tokens for found in index.match(BASE, PackedPrompt.of(PROMPT), 3)] == [6]
+    assert index.match(BASE, PackedPrompt.of(PROMPT), 0) == []
 
 
 def test_blocks_hang_from_the_parent_their_engine_names(index: Index) -> None:
@@ -164,20 +164,20 @@ def test_a_copy_still_waiting_is_known_after_another_was_dropped() -> None:
 def test_each_block_counts_in_its_fastest_tier(index: Index) -> None:
     apply(index, A, stored([1, 2, 3, 4], PROMPT, medium="CPU"), stored([1, 2], PROMPT[:4], medium="GPU"))
     apply(index, A, stored([3], [5, 6], 2, medium="STORAGE"), BlockRemoved([3], "CPU"))
-    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found == Match(A, 8, {Tier.GPU: 4, Tier.CPU: 2, Tier.DISK: 2, Tier.UNKNOWN: 0})
     assert blocks(index) == {Tier.GPU: 2, Tier.CPU: 3, Tier.DISK: 1}
 
 
 def test_a_block_leaves_one_medium_and_stays_in_another(index: Index) -> None:
     apply(index, A, stored([1], [1, 2], medium="GPU"), stored([1], [1, 2], medium="CPU"), BlockRemoved([1], "GPU"))
-    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found.tiers[Tier.CPU] == found.matched_tokens == 2
 
 
 def test_an_unknown_medium_is_a_tier_of_its_own(index: Index) -> None:
     apply(index, A, stored([1], [1, 2], medium="CXL"))
-    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found.tiers == {Tier.GPU: 0, Tier.CPU: 0, Tier.DISK: 0, Tier.UNKNOWN: 2}
 
 
@@ -188,7 +188,7 @@ def test_no_medium_is_the_engines_own_memory(index: Index) -> None:
 
 def test_an_offloaded_block_may_be_told_without_its_tokens(index: Index) -> None:
     apply(index, A, stored([1, 2], PROMPT[:4]), BlockStored([1, 2, 77], medium="CPU"), BlockRemoved([1, 2]))
-    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found.tiers[Tier.CPU] == 4
     assert index.status(A).counters.orphans_dropped == 1  # type: ignore[union-attr]
 
@@ -212,7 +212,7 @@ def test_a_clear_of_one_medium_leaves_the_others(index: Index) -> None:
     assert match(index) == {A: 2}
     assert blocks(index) == {Tier.CPU: 1}
     apply(index, A, stored([2, 3], [3, 4, 5, 6], 1, medium="DISK"))
-    (found,) = index.match(BASE, pack_tokens(PROMPT))
+    (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found.tiers == {Tier.GPU: 0, Tier.CPU: 4, Tier.DISK: 4, Tier.UNKNOWN: 0}
 
 
@@ -533,3 +533,54 @@ def test_no_event_whatever_it_says_breaks_the_index(events: list[Event]) -> None
             match(index, tokens, Namespace("m", "default", None, None, block_size))
     drop_all(index, A)
     assert index.runs == 0
+
+
+class HashedPrompt(PackedPrompt):
+    """A prompt that tells how many of its blocks were hashed."""
+
+    @property
+    def hashed(self) -> int:
+        return sum(map(len, self._hashes.values()))
+
+
+def hashed(index: Index, tokens: list[int]) -> int:
+    """How many blocks a match hashes; the same match another time hashes no more."""
+    prompt = HashedPrompt(pack_tokens(tokens))
+    first = index.match(BASE, prompt)
+    count = prompt.hashed
+    assert index.match(BASE, prompt) == first
+    assert prompt.hashed == count
+    return count
+
+
+def test_a_cold_prompt_costs_one_block(index: Index) -> None:
+    assert hashed(index, [9] * 1000) == 1
+    apply(index, A, stored([1, 2, 3, 4], PROMPT))
+    assert hashed(index, [9] * 1000) == 1
+
+
+def test_hashing_stops_soon_after_the_last_match(index: Index) -> None:
+    tokens = list(range(2 * 300))
+    apply(index, A, stored(list(range(100)), tokens[:200]))
+    apply(index, B, stored(list(range(200)), tokens[:400]))
+    assert hashed(index, tokens) == 201
+    assert hashed(index, tokens[:20] + [9] * 1000) <= 4 * 10
+
+
+def test_what_no_target_can_use_any_more_is_not_hashed(index: Index) -> None:
+    tokens = list(range(2 * 2 * RUN_BLOCKS))
+    apply(index, A, stored(list(range(2 * RUN_BLOCKS)), tokens))
+    apply(index, B, stored(list(range(2 * RUN_BLOCKS)), tokens))
+    assert hashed(index, tokens) == 2 * RUN_BLOCKS
+    for target in (A, B):
+        apply(index, target, BlockRemoved([RUN_BLOCKS - 1]))  # the rest is held by both, and no hit reaches it
+    assert hashed(index, tokens) == RUN_BLOCKS
+
+
+def test_a_prompt_is_hashed_once_for_each_block_size(index: Index) -> None:
+    apply(index, A, stored([1, 2, 3, 4], PROMPT))
+    apply(index, B, BlockStored([1, 2], None, PROMPT, 4))
+    prompt = HashedPrompt(pack_tokens([*PROMPT, *PROMPT]))
+    assert [found.target for found in index.match(BASE, prompt)] == [A]
+    assert [found.target for found in index.match(BASE._replace(block_size=4), prompt)] == [B]
+    assert prompt.hashed == 5 + 3

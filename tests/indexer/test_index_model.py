@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from indexer import Index, Target
-from indexer.hashing import Namespace, pack_tokens
+from indexer.hashing import Namespace, PackedPrompt
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Tier, tier_of
 
 # A prompt is a path of symbols, each of which stands for a stretch of blocks; a block is its prompt's symbols up to it
@@ -183,7 +183,7 @@ class RandomEngines(RuleBasedStateMachine):
         assert self.index.apply(target, EventBatch(0.0, [event])) == []
 
     def agree(self, path: Path, tokens: list[int]) -> None:
-        found = {match.target: match for match in self.index.match(NAMESPACE, pack_tokens(tokens))}
+        found = {match.target: match for match in self.index.match(NAMESPACE, PackedPrompt.of(tokens))}
         whole = self.blocks_of(path)[: len(tokens) // BLOCK_SIZE]
         for target, engine in self.engines.items():
             expected: Counter[Tier] = Counter()

@@ -13,7 +13,7 @@ from index_client import Client
 
 from indexer import Index, Indexer, MatchQuery, Registration, Target
 from indexer.dump import DumpedStream, DumpError, TargetDump, read_dump
-from indexer.hashing import Namespace, pack_tokens
+from indexer.hashing import Namespace, PackedPrompt, pack_tokens
 from indexer.sequence import SequenceSettings, StreamState
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot, save_snapshot
 from indexer.tree import RUN_BLOCKS
@@ -241,7 +241,7 @@ def test_what_is_restored_is_what_was_held(stores: list[tuple[list[int], str]], 
     namespace = Namespace("m", "default", None, None, 2)
     for path, _ in stores:
         packed = pack_tokens([token for symbol in path for token in (symbol, symbol)])
-        assert again.match(namespace, packed) == index.match(namespace, packed)
+        assert again.match(namespace, PackedPrompt(packed)) == index.match(namespace, PackedPrompt(packed))
     everything = [BlockRemoved([name], medium) for name, medium in sorted(names)] * 20
     again.apply(TARGET, EventBatch(0.0, list(everything)))
     assert again.runs == 0
@@ -256,7 +256,7 @@ def test_long_prompts_are_restored() -> None:
     again.restore(TARGET, dump_of(index))
     again.check_integrity()
     namespace = Namespace("m", "default", None, None, 1)
-    assert again.match(namespace, pack_tokens(tokens))[0].matched_tokens == len(tokens)
+    assert again.match(namespace, PackedPrompt.of(tokens))[0].matched_tokens == len(tokens)
 
 
 def test_a_dump_that_makes_no_sense_leaves_nothing_behind() -> None:

@@ -7,7 +7,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer import Target
+from indexer import DEFAULT_TENANT, Target
+from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 
 LINGER = 2.0
@@ -134,3 +135,14 @@ def test_overlap_is_with_the_longest_held_and_in_the_end_nothing_is_left(
         assert holdings.overlap(HERE, hashes(text[:asked])) == longest // CHUNK_TOKENS * CHUNK_TOKENS
     clock.now += linger + 0.001
     assert len(holdings) == 0
+
+
+def test_the_indexs_hashes_are_used_where_blocks_are_as_large_as_chunks() -> None:
+    prompt = PackedPrompt.of(PROMPT)
+    namespace = Namespace("m", DEFAULT_TENANT, None, "pepper", CHUNK_TOKENS)
+    known = prompt.hashes(namespace_hash(namespace), CHUNK_TOKENS, 3)
+    assert len(known) == 3
+    assert prompt_hashes("m", None, "pepper", prompt) is known
+    assert known == prompt_hashes("m", None, "pepper", PROMPT)
+    # A secret's hashes are nobody else's.
+    assert prompt.hashes(namespace_hash(namespace, "secret"), CHUNK_TOKENS, 3) != known[:3]
