@@ -461,9 +461,23 @@ def test_vllm_is_wired_for_routing_by_prefix() -> None:
 def test_sglang_is_wired_for_routing_by_prefix() -> None:
     words = container(release("sglang"), "rel-kvrouter-worker-qwen")["command"]
     assert words[:3] == ["python3", "-m", "sglang.launch_server"]
-    assert {"--enable-cache-report", "--tp-size=8", "--dp-size=8", "--page-size=64", "--enable-dp-attention"} <= set(
-        words
-    )
+    assert {"--enable-cache-report", "--tp-size=8", "--attn-dp-size=8", "--page-size=64"} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("values", "gpus"),
+    [
+        ({}, 1),
+        ({"tensorParallelSize": 2, "dataParallelSize": 4}, 8),
+        ({"engine": "sglang", "tensorParallelSize": 4, "dataParallelSize": 4, "dataParallelAttention": True}, 4),
+        ({"gpus": 3}, 3),
+        ({"gpus": 0}, None),
+    ],
+)
+def test_a_worker_has_a_gpu_for_every_rank(values: Object, gpus: int | None) -> None:
+    worker = container(render({"workers": {"w": {"model": "m"} | values}}), "rel-kvrouter-worker-w")
+    assert worker["resources"]["limits"].get("nvidia.com/gpu") == gpus
+    assert worker["resources"]["requests"].get("nvidia.com/gpu") == gpus
 
 
 def test_prefill_and_decode_hand_blocks_over() -> None:

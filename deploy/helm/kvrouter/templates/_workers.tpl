@@ -57,7 +57,7 @@ command:
   - --enable-cache-report
   - --enable-metrics
   - --tp-size={{ $w.tensorParallelSize }}
-  - --dp-size={{ $w.dataParallelSize }}
+  - --{{ ternary "attn-dp-size" "dp-size" $w.dataParallelAttention }}={{ $w.dataParallelSize }}
   {{- with $w.blockSize }}
   - --page-size={{ . }}
   {{- end }}

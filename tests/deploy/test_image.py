@@ -1,0 +1,130 @@
+"""The container image and the compose file, as far as they can be checked without an engine that runs them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "deploy" / "compose"
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile, with what follows each."""
+    text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(word, rest.strip()) for word, _space, rest in (line.partition(" ") for line in text.splitlines() if line)]
+
+
+def last_stage() -> list[tuple[str, str]]:
+    found = instructions()
+    begin = max(place for place, (word, _rest) in enumerate(found) if word == "FROM")
+    return found[begin:]
+
+
+def test_the_base_image_is_pinned_by_its_digest() -> None:
+    arguments = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
+    bases = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
+    assert len(bases) == 2
+    for base in bases:
+        assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+-[\w-]+@sha256:[0-9a-f]{64}", arguments[base.strip("${}")])
+
+
+def test_it_runs_as_a_numeric_user_who_is_not_root() -> None:
+    [user] = [rest for word, rest in last_stage() if word == "USER"]
+    assert int(user.split(":")[0]) > 0
+
+
+def test_the_last_stage_installs_nothing() -> None:
+    runs = " ".join(rest for word, rest in last_stage() if word == "RUN")
+    assert "pip uninstall" in runs
+    assert not re.search(r"\binstall (?!-d )|apt-get|curl|wget", runs.replace("uninstall", ""))
+
+
+def test_it_tells_its_health() -> None:
+    [check] = [rest for word, rest in last_stage() if word == "HEALTHCHECK"]
+    command = json.loads(check[check.index("CMD ") + 4 :])
+    compile(command[-1], "healthcheck", "exec")
+    assert "/health" in command[-1]
+
+
+def test_what_is_copied_exists_and_is_not_ignored() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = [line.removeprefix("!") for line in ignored if line.startswith("!")]
+    assert "*" in ignored
+    for word, rest in instructions():
+        if word == "COPY" and not rest.startswith("--from"):
+            for source in shlex.split(rest)[:-1]:
+                assert (ROOT / source).exists()
+                assert any(fnmatch(source, pattern) or source.startswith(f"{pattern}/") for pattern in allowed)
+
+
+def test_every_package_of_ours_is_in_it() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    copied = {part for word, rest in instructions() if word == "COPY" for part in rest.split()[:-1]}
+    assert set(packages["packages"]) <= copied
+
+
+def test_dependencies_are_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "deploy" / "constraints.txt").read_text().lower().splitlines()
+    pinned = {line.split("==")[0].replace("_", "-") for line in lines if "==" in line}
+    [extras] = re.findall(r'"\.\[([\w,-]+)\]"', DOCKERFILE.read_text())
+    wanted = project["dependencies"] + [
+        each for extra in extras.split(",") for each in project["optional-dependencies"][extra]
+    ]
+    names = {re.match(r"[\w-]+", each)[0].lower().replace("_", "-") for each in wanted}  # type: ignore[index]
+    assert names <= pinned
+
+
+@pytest.mark.helm
+def test_the_linter_finds_nothing() -> None:
+    linted = subprocess.run([Path(sys.executable).parent / "hadolint", DOCKERFILE], capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout
+
+
+def compose() -> dict[str, Any]:
+    return yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+
+
+def test_compose_runs_a_router_two_workers_prometheus_and_grafana() -> None:
+    services = compose()["services"]
+    assert services.keys() == {"router", "worker-1", "worker-2", "prometheus", "grafana"}
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        assert service["mem_limit"], name
+        assert service["image"] == "kvrouter" or re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+
+
+def test_what_compose_mounts_exists() -> None:
+    document = compose()
+    for service in document["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in document["volumes"] or (COMPOSE / source).exists()
+        for name in service.get("depends_on", {}):
+            assert name in document["services"]
+
+
+def test_prometheus_and_grafana_look_where_the_services_are() -> None:
+    services = compose()["services"]
+    config = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())
+    targets = [t for job in config["scrape_configs"] for each in job["static_configs"] for t in each["targets"]]
+    assert {target.split(":")[0] for target in targets} == {"router", "worker-1", "worker-2"}
+    [source] = yaml.safe_load((COMPOSE / "grafana" / "datasource.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    [provider] = yaml.safe_load((COMPOSE / "grafana" / "dashboards.yaml").read_text())["providers"]
+    assert any(volume.split(":")[1] == provider["options"]["path"] for volume in services["grafana"]["volumes"])
