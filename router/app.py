@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
@@ -43,7 +43,9 @@ from router.rates import Rates
 from router.readiness import Readiness
 from router.routing import Router
 from router.settings import Settings, UpstreamSettings
+from router.sharing import Carrier, Elsewhere, LoadSharing, SharingCollector, replica_carriers
 from router.speculation import SpeculativeHoldings
+from router.tokenizer_metrics import TokenizerCollector
 from router.tokenizer_source import TokenizerSource
 from router.tokens import Tokenizers
 from router.tracing import tracing_to
@@ -56,24 +58,33 @@ _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 @asynccontextmanager
-async def running_router(settings: Settings, file: SettingsFile | None = None) -> AsyncIterator[FastAPI]:
+async def running_router(
+    settings: Settings, file: SettingsFile | None = None, carriers: Sequence[Carrier] = ()
+) -> AsyncIterator[FastAPI]:
     """The application with everything behind it started; all of it ends with the context.
 
-    The workers follow the `file` that the settings came from.
+    The workers follow the `file` that the settings came from. Load is shared over `carriers`, and the configured ones.
     """
     async with AsyncExitStack() as stack:
         indexer = stack.enter_context(running_indexer(settings))
         session = await stack.enter_async_context(_client_session(settings.upstream))
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
-        source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer.timeout)
+        source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
         await fleet.start()
         stack.push_async_callback(fleet.stop)
         await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
         load = LoadTable()
+        elsewhere = Elsewhere(settings.replicas.expiry, settings.proxy.speculation_seconds)
+        sharing = LoadSharing(load, elsewhere, [*carriers, *replica_carriers(settings.replicas)])
+        fleet.elsewhere = elsewhere.in_flight
+        sharing.start()
+        stack.push_async_callback(sharing.stop)
         registry = CollectorRegistry()
+        registry.register(SharingCollector(sharing, fleet))
         registry.register(IndexCollector(indexer))
+        registry.register(TokenizerCollector(tokenizers))
         registry.register(FleetCollector(fleet, load))
         history = RoutingHistory()
         audit = HitAudit(indexer, history, settings.audit)
@@ -88,11 +99,13 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
             Learned(Rates(**settings.rates.model_dump())),
             history,
             audit,
+            sharing,
             needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
         )
         admission = Admission(router, settings.admission)
         load.on_freed.append(admission.freed)
         fleet.on_change.append(admission.wake)
+        sharing.on_heard.append(admission.wake)
         AdmissionMetrics(admission, registry)
         requests = RequestMetrics(registry)
         fleet.on_removed += [router.removed, requests.forget]
@@ -116,6 +129,7 @@ async def running_router(settings: Settings, file: SettingsFile | None = None) -
             match_reader(tokenizers, router.resolve),
             fleet,
             load,
+            sharing,
             router,
             admission,
             audit,
@@ -155,6 +169,7 @@ def _app(
     read_match: ReadMatch,
     fleet: Fleet,
     load: LoadTable,
+    sharing: LoadSharing,
     router: Router,
     admission: Admission,
     audit: HitAudit,
@@ -197,6 +212,8 @@ def _app(
                 for rank in entry["ranks"]:
                     now = load.of(worker.url, rank["dp_rank"])
                     rank["load"] = {"requests": now.requests, "pending": now.pending, "context": now.context}
+                    far = sharing.elsewhere.of(worker.url, rank["dp_rank"])
+                    rank["elsewhere"] = {"requests": far.requests, "pending": far.pending, "context": far.context}
         known = {entry["worker"] for entry in report}
         silent = [{"worker": w.url, "ranks": []} | worker_status(w) for w in fleet.workers if w.url not in known]
         return {"workers": report + silent}
@@ -206,7 +223,7 @@ def _app(
         """Whether the router runs, how many of its workers answer, and what is wrong."""
         up = sum(worker.up for worker in fleet.workers)
         status = "ok" if up else "no worker answers"
-        found = findings(fleet, indexer, audit)
+        found = findings(fleet, indexer, audit) + sharing.findings()
         return {
             "status": status,
             "workers": len(fleet.workers),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 import aiohttp
@@ -32,6 +33,7 @@ class Fleet:
 
     `on_model` is told of every model of a worker that answers, each time it does; `on_removed` of each that is gone;
     `on_change` whenever more may be known of a worker, or it may take more than before.
+    `elsewhere` tells how many requests each of some ranks of a worker has from other routers.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Fleet:
     ) -> None:
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
+        self.elsewhere: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
         self._settings = settings
         self._indexer = indexer
         self._session = session
@@ -166,7 +169,7 @@ class Fleet:
         """Ask a worker for its metrics, again and again. Any answer is a sign of life."""
         url, timeout = f"{worker.url}/metrics", aiohttp.ClientTimeout(total=self._settings.probe_timeout)
         while True:
-            before = worker.health.in_flight()
+            before = self._in_flight(worker)
             worker.metrics.asked()
             try:
                 async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
@@ -175,9 +178,13 @@ class Fleet:
                 log.debug("no metrics", worker=worker.url, reason=str(error) or type(error).__name__)
             else:
                 worker.metrics.answered()
-                worker.metrics.read(text, before | worker.health.in_flight())
+                worker.metrics.read(text, before | self._in_flight(worker))
                 self._changed()
             await asyncio.sleep(self._settings.metrics_interval)
+
+    def _in_flight(self, worker: Worker) -> Counter[int]:
+        """The requests that are known of, by rank."""
+        return worker.health.in_flight() + self.elsewhere(worker.url, worker.ranks())
 
     async def _look(self, worker: Worker) -> None:
         """Ask a worker what it is, and act on what changed."""

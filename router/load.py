@@ -5,6 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(slots=True)
@@ -14,6 +19,7 @@ class TargetLoad:
     `prefills` are the requests without a first byte, the oldest first, with the seconds each is expected to take.
     `streamed`: how much of `pending` is that of streamed answers. Only their first byte comes when their prefill ends.
     `on_freed` is called whenever something gets less, with whether a request ended.
+    `on_change` is called after every change.
     """
 
     requests: int = 0
@@ -24,6 +30,7 @@ class TargetLoad:
     on_freed: Callable[[bool], None] = field(default=lambda _: None, compare=False, repr=False)
     prefills: dict[Reservation, float] = field(default_factory=dict, compare=False, repr=False)
     head_since: float = field(default=0.0, compare=False, repr=False)
+    on_change: Callable[[], None] = field(default=_nobody, compare=False, repr=False)
 
     @property
     def waiting(self) -> int:
@@ -60,6 +67,7 @@ class Reservation:
         if not load.prefills:
             load.head_since = load.clock()
         load.prefills[self] = prefill_seconds
+        load.on_change()
 
     def first_byte(self) -> None:
         """The prefill is done."""
@@ -70,6 +78,7 @@ class Reservation:
         if next(iter(self._load.prefills)) is self:
             self._load.head_since = self._load.clock()
         del self._load.prefills[self]
+        self._load.on_change()
         self._load.on_freed(False)
 
     def release(self) -> None:
@@ -80,17 +89,20 @@ class Reservation:
         self.first_byte()
         self._load.requests -= 1
         self._load.context -= self._context
+        self._load.on_change()
         self._load.on_freed(True)
 
 
 class LoadTable:
     """The load of every DP rank of every worker, whatever model a request is for.
 
-    `on_freed`: called whenever there is less of it anywhere, with whether a request ended.
+    `on_freed`: called whenever there is less of it anywhere, with whether a request ended. `on_change` is told the
+    worker and rank of every load that changes.
     """
 
     def __init__(self) -> None:
         self.on_freed: list[Callable[[bool], None]] = []
+        self.on_change: list[Callable[[str, int], None]] = []
         self._loads: dict[tuple[str, int], TargetLoad] = {}
 
     def of(self, worker: str, dp_rank: int) -> TargetLoad:
@@ -98,12 +110,21 @@ class LoadTable:
         load = self._loads.get((worker, dp_rank))
         if load is None:
             load = self._loads[worker, dp_rank] = TargetLoad(on_freed=self._freed)
+            load.on_change = partial(self._changed, worker, dp_rank)
         return load
+
+    def in_flight(self) -> list[tuple[str, int]]:
+        """The ranks that have any load."""
+        return [rank for rank, load in self._loads.items() if load.requests]
+
+    def _changed(self, worker: str, dp_rank: int) -> None:
+        for told in self.on_change:
+            told(worker, dp_rank)
 
     def forget(self, worker: str) -> None:
         """A worker was removed. What it still has in flight is released all the same."""
         for known in [known for known in self._loads if known[0] == worker]:
-            del self._loads[known]
+            self._loads.pop(known).on_change = _nobody
 
     def _freed(self, ended: bool) -> None:
         for told in self.on_freed:

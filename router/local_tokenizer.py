@@ -36,9 +36,9 @@ class LocalTokenizer:
 
         `cache_bytes` bounds what is kept of the texts seen before.
         """
-        self._backend = tokenizer.backend_tokenizer
-        self._backend.no_padding()
-        self._backend.no_truncation()
+        self.backend = tokenizer.backend_tokenizer
+        self.backend.no_padding()
+        self.backend.no_truncation()
         self._segmented = self._piece_by_piece(cache_bytes)
         self._template = _template(tokenizer, None)
         self._tools_template = _template(tokenizer, [])
@@ -76,6 +76,16 @@ class LocalTokenizer:
     def by_pieces(self) -> bool:
         """Whether texts are tokenized piece by piece, because that is exact for this tokenizer."""
         return self._segmented is not None
+
+    @property
+    def way(self) -> str:
+        """`pieces` or `whole`: how texts are tokenized."""
+        return "pieces" if self.by_pieces else "whole"
+
+    @property
+    def cached_bytes(self) -> int:
+        """What the texts seen before take."""
+        return self._segmented.cached_bytes if self._segmented else 0
 
     def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
         """The text that the model's chat template makes of a conversation.
@@ -119,14 +129,14 @@ class LocalTokenizer:
     def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
         try:
             # Unlike `encode`, this lets other threads run; and it skips the offsets, a third of the work.
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise RequestError("The prompt has half of a surrogate pair in it. Send valid Unicode.") from error
         return [encoding.ids for encoding in encodings]
 
     def _piece_by_piece(self, cache_bytes: int) -> SegmentedEncoder | None:
         """The tokenizer used piece by piece; None when that is not the same as using it on whole texts."""
-        cutter, ends = Cutter(self._backend), ends_of(self._backend)
+        cutter, ends = Cutter(self.backend), ends_of(self.backend)
         trial = SegmentedEncoder(self._ids, cutter, ends, SegmentCache(cache_bytes))
         text = difference(self._whole, trial.encode, cutter)
         if text is not None:

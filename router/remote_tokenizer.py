@@ -36,6 +36,9 @@ _decode_refusal = msgspec.json.Decoder(_RefusalBody).decode
 class RemoteTokenizer:
     """Asks one worker, at `url`, about one of its models. `timeout_seconds` is for one prompt."""
 
+    way = "worker"
+    cached_bytes = 0
+
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, timeout_seconds: float = 5.0) -> None:
         self._session = session
         self._url = url.rstrip("/") + "/tokenize"

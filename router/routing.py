@@ -26,6 +26,7 @@ from router.policies import Candidate, Decision, Policy, Request
 from router.rates import Rates, prefill_seconds
 from router.requests import RoutedRequest
 from router.response_owners import ResponseOwners
+from router.sharing import LoadSharing
 from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 from router.tokens import Tokenized, Tokenizers, TokenizerUnavailableError
 from router.usage import Usage
@@ -175,6 +176,7 @@ class Router:
         learned: Learned,
         history: RoutingHistory,
         audit: HitAudit,
+        sharing: LoadSharing,
         needs_prompts: bool = True,
     ) -> None:
         """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched."""
@@ -188,6 +190,7 @@ class Router:
         self._learned = learned
         self._history = history
         self._audit = audit
+        self._sharing = sharing
         self.responses = ResponseOwners()
         self._random = Random()
 
@@ -335,7 +338,8 @@ class Router:
             comparable=one_answer and prompt.exact,
             capacity=worker.capacity_tokens,
         )
-        attempt = worker.health.begin(load.pending, choice.target.dp_rank, prompt.streamed)
+        elsewhere = self._sharing.elsewhere.of(worker.url, choice.target.dp_rank)
+        attempt = worker.health.begin(load.pending + elsewhere.pending, choice.target.dp_rank, prompt.streamed)
         return Placement(
             worker,
             choice.target,
@@ -348,7 +352,8 @@ class Router:
                 # No event tells that a target holds what media stand in: that has to last.
                 self._speculation.hold(choice.target, known, lasting=identity is not token_ids)
                 for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True)
-            ],
+            ]
+            + [self._sharing.sent(choice.target, known) for known in hashes],
         )
 
     def answered(self, placement: Placement, usage: Usage | None) -> None:
@@ -362,6 +367,7 @@ class Router:
         for target in worker.targets:
             self._indexer.clear(target)
             self._speculation.forget(target)
+            self._sharing.elsewhere.forget_prompts(target)
             self._history.forget(target)
 
     def removed(self, worker: Worker) -> None:
@@ -402,18 +408,23 @@ class Router:
                     yield _Option(candidate, worker, hashes, by_events)
 
     def _loaded(self, target: Target, worker: Worker, rates: Rates | None) -> Candidate:
-        """A target with its load, the requests of others too, in proportion to what its worker can bear."""
+        """A target with its load, in proportion to what its worker can bear.
+
+        That is what this router and those it shares load with have there, and requests that none of them sent.
+        """
         load = self._load.of(target.worker, target.dp_rank)
+        shared = self._sharing.elsewhere.of(target.worker, target.dp_rank)
         others = worker.metrics.of(target.dp_rank)
         weight = worker.settings.weight
+        elsewhere = self._sharing.elsewhere.backlog(target.worker, target.dp_rank) if rates else 0.0
         return Candidate(
             target,
-            requests=round((load.requests + others.unseen) / weight),
-            pending=round(load.pending / weight),
-            context=round(load.context / weight),
-            waiting=load.waiting + others.waiting,
+            requests=round((load.requests + shared.requests + others.unseen) / weight),
+            pending=round((load.pending + shared.pending) / weight),
+            context=round((load.context + shared.context) / weight),
+            waiting=load.waiting + shared.waiting + others.waiting,
             kv_usage=others.kv_usage,
-            backlog=load.backlog if rates else 0.0,
+            backlog=load.backlog + elsewhere if rates else 0.0,
             rates=rates,
         )
 
@@ -422,11 +433,16 @@ class Router:
         if limits.unlimited:
             return True
         load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight
-        return limits.room((load.requests + worker.metrics.of(dp_rank).unseen) / weight, load.context / weight, tokens)
+        shared = self._sharing.elsewhere.of(worker.url, dp_rank)
+        requests = load.requests + shared.requests + worker.metrics.of(dp_rank).unseen
+        return limits.room(requests / weight, (load.context + shared.context) / weight, tokens)
 
     def _must_wait(self, worker: Worker, dp_rank: int) -> bool:
         """Late binding's rule. It counts only prefills whose end will be seen."""
-        return must_wait(self._load.of(worker.url, dp_rank).streamed / worker.settings.weight)
+        streamed = (
+            self._load.of(worker.url, dp_rank).streamed + self._sharing.elsewhere.of(worker.url, dp_rank).streamed
+        )
+        return must_wait(streamed / worker.settings.weight)
 
     def _add_overlap(self, candidate: Candidate, match: Match | None, hashes: array[int], tokens: int) -> int:
         """Count what a target holds of a prompt, or will hold once it has seen what is in flight to it.
@@ -435,7 +451,8 @@ class Router:
         """
         target = candidate.target
         held = match.matched_tokens if match else 0
-        in_flight = self._full_blocks(target, self._speculation.overlap(target, hashes), tokens)
+        expected = max(self._speculation.overlap(target, hashes), self._sharing.elsewhere.overlap(target, hashes))
+        in_flight = self._full_blocks(target, expected, tokens)
         sent = self._full_blocks(target, self._history.overlap(target, hashes), tokens)
         told = max(held, in_flight)
         overlap = max(sent, in_flight if self._audit.distrusts(target) else told)

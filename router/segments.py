@@ -77,6 +77,11 @@ class SegmentedEncoder:
         self._after = array("I", ends.after)
         self._cache = cache
 
+    @property
+    def cached_bytes(self) -> int:
+        """What the pieces seen before take."""
+        return self._cache.bytes
+
     def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[array[int]]:
         """The token ids of each text. Raises TooLongForNowError when more than `at_most` characters of them are new."""
         cut = [self._cut(text) for text in texts]

@@ -258,6 +258,24 @@ class TenantsSettings(_Section):
         return named
 
 
+class ReplicasSettings(_Section):
+    """Where routers tell each other what they have in flight. Times in seconds."""
+
+    redis: str = ""
+    prefix: Annotated[str, Field(min_length=1)] = "kvrouter"
+    interval: PositiveFloat = 0.005
+    expiry: PositiveFloat = 3.0
+
+    @field_validator("redis")
+    @classmethod
+    def _usable(cls, redis: str) -> str:
+        if redis and not redis.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("expected redis://host:6379/0, rediss:// for TLS, or unix:///path/to/socket")
+        if redis and not find_spec("redis"):
+            raise ValueError("sharing over Redis wants one more package: pip install 'kvrouter[redis]'")
+        return redis
+
+
 class UpstreamSettings(_Section):
     """TLS to workers whose URL is https."""
 
@@ -298,6 +316,7 @@ class TokenizerSettings(_Section):
 
     threads: PositiveInt = 2
     timeout: PositiveFloat = 5.0
+    cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
 
 
 class Settings(BaseSettings):
@@ -316,6 +335,7 @@ class Settings(BaseSettings):
     kubernetes: KubernetesSettings = KubernetesSettings()
     proxy: ProxySettings = ProxySettings()
     admission: AdmissionSettings = AdmissionSettings()
+    replicas: ReplicasSettings = ReplicasSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     tenants: TenantsSettings = TenantsSettings()
     audit: AuditSettings = AuditSettings()

@@ -40,11 +40,15 @@ MAX_ENDED = 1 << 20
 
 
 class SpeculativeHoldings:
-    """The prompts in flight, by target. A prompt is let go `linger` seconds after it ended, a lasting one later."""
+    """The prompts in flight, by target. A prompt is let go `linger` seconds after it ended, a lasting one later.
 
-    def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
+    `stride`: of so many prefixes of a prompt one is held.
+    """
+
+    def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic, stride: int = 1) -> None:
         self._linger = linger
         self._clock = clock
+        self._stride = stride
         self._held: dict[Target, Counter[int]] = {}
         self._numbers = count()
         self._ended_prefixes = 0
@@ -69,8 +73,10 @@ class SpeculativeHoldings:
         held = self._held.get(target)
         if not held:
             return 0
+        if self._stride > 1:
+            hashes = hashes[self._stride - 1 :: self._stride]
         # Whoever holds a prefix holds all shorter ones too, so the longest is found by bisection.
-        return CHUNK_TOKENS * bisect_left(hashes, True, key=lambda known: known not in held)
+        return CHUNK_TOKENS * self._stride * bisect_left(hashes, True, key=lambda known: known not in held)
 
     def forget(self, target: Target) -> None:
         """Nothing is expected of a target any more, because its cache was reset."""

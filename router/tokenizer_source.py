@@ -26,12 +26,12 @@ class TokenizerSource:
         tokenizers: Tokenizers,
         models: dict[str, ModelSettings],
         session: aiohttp.ClientSession,
-        remote_timeout: float,
+        settings: TokenizerSettings,
     ) -> None:
         self._tokenizers = tokenizers
         self._models = models
         self._session = session
-        self._remote_timeout = remote_timeout
+        self._settings = settings
         self._one_at_a_time = asyncio.Lock()
         self._asked: dict[str, Worker | None] = {}  # by model: the worker whose /tokenize is used, None for a local one
 
@@ -51,7 +51,7 @@ class TokenizerSource:
             self._tokenizers.add(model, local)
             return
         self._asked[model] = worker
-        self._tokenizers.add(model, RemoteTokenizer(self._session, worker.url, model, self._remote_timeout))
+        self._tokenizers.add(model, RemoteTokenizer(self._session, worker.url, model, self._settings.timeout))
         log.info("prompts are tokenized by a worker", model=model, worker=worker.url)
 
     async def _local(self, served: ServedModel) -> LocalTokenizer | None:
@@ -60,7 +60,7 @@ class TokenizerSource:
         if path is None or (configured is None and not await asyncio.to_thread(Path(path).is_dir)):
             return None
         try:
-            return await asyncio.to_thread(LocalTokenizer.load, path)
+            return await asyncio.to_thread(LocalTokenizer.load, path, self._settings.cache_bytes)
         except TokenizerUnavailableError as error:
             log.warning("tokenizer not loaded", model=served.model, tokenizer=path, reason=str(error))
             return None
@@ -74,5 +74,5 @@ async def configured_tokenizers(models: dict[str, ModelSettings], settings: Toke
     tokenizers = Tokenizers(settings.threads, settings.timeout)
     for model, named in models.items():
         if named.tokenizer is not None:
-            tokenizers.add(model, await asyncio.to_thread(LocalTokenizer.load, named.tokenizer))
+            tokenizers.add(model, await asyncio.to_thread(LocalTokenizer.load, named.tokenizer, settings.cache_bytes))
     return tokenizers

@@ -59,6 +59,10 @@ class Tokenizers:
         """Forget the model's tokenizer, if it has one."""
         self._tokenizers.pop(model, None)
 
+    def by_model(self) -> dict[str, LocalTokenizer | RemoteTokenizer]:
+        """The tokenizers that there are."""
+        return dict(self._tokenizers)
+
     async def token_ids(self, model: str, prompt: Prompt, body_bytes: int = 0) -> list[array[int]]:
         """The token ids of each prompt: one array for a chat; none for prompts that are embeddings.
 

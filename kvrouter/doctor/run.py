@@ -52,7 +52,7 @@ async def examine(settings: Settings, api_key: str | None, patience: float) -> l
     at_once = asyncio.Semaphore(_AT_ONCE)
     with running_indexer(alone) as indexer:
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-            source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer.timeout)
+            source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
             examinations = [
                 Examination(worker, session, indexer, tokenizers, source, keys, patience) for worker in settings.workers
             ]

@@ -52,7 +52,7 @@ async def source(**models: ModelSettings) -> AsyncIterator[Source]:
         stack.push_async_callback(tokenizers.close)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         workers = [await stack.enter_async_context(answering(number)) for number in range(2)]
-        yield Source(TokenizerSource(tokenizers, models, session, 5.0), tokenizers, workers)
+        yield Source(TokenizerSource(tokenizers, models, session, TokenizerSettings()), tokenizers, workers)
 
 
 @asynccontextmanager

@@ -12,13 +12,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from prometheus_client import CollectorRegistry
 
 import worker.simulated
 from indexer.errors import RequestError
 from router.local_tokenizer import LocalTokenizer
 from router.remote_tokenizer import RemoteTokenizer
 from router.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
-from router.tokens import INLINE_CHARACTERS, MAX_WAITING, Tokenizers, TokenizerUnavailableError
+from router.tokenizer_metrics import TokenizerCollector
+from router.tokens import INLINE_BYTES, INLINE_CHARACTERS, MAX_WAITING, Tokenizers, TokenizerUnavailableError
 
 T = TypeVar("T")
 
@@ -181,5 +183,51 @@ def test_only_so_many_wait(local: LocalTokenizer) -> None:
         # And there is room again.
         last = TextPrompts([f"{MAX_WAITING + 9} {LONG}"])
         assert await tokenizers.token_ids("m", last) == local.encode(last.texts, add_special_tokens=True)
+
+    using(act)
+
+
+def test_what_is_short_or_known_is_tokenized_at_once(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        opening = [{"role": "user", "content": f"new here: {LONG}"}, {"role": "assistant", "content": "I see."}]
+        assert tokenizers.tokenize_now("m", ChatPrompt(opening)) is None
+        whole = await tokenizers.tokenize("m", ChatPrompt(opening))
+        assert tokenizers.tokenize_now("m", ChatPrompt(opening)) == whole
+        longer = ChatPrompt([*opening, USER])
+        at_once = tokenizers.tokenize_now("m", longer)
+        assert at_once is not None
+        assert at_once.token_ids == local.encode([local.render(longer)], add_special_tokens=False)
+        # Looking up takes time, too.
+        assert tokenizers.tokenize_now("m", longer, INLINE_BYTES + 1) is None
+        assert await tokenizers.tokenize("m", longer, INLINE_BYTES + 1) == at_once
+
+    using(act)
+
+
+def test_what_a_thread_refuses_is_told_as_at_once(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        for size in (0, INLINE_BYTES + 1):
+            with pytest.raises(RequestError, match="chat template refuses"):
+                await tokenizers.tokenize("m", ChatPrompt([USER], continue_final_message=True), size)
+            with pytest.raises(RequestError, match="surrogate"):
+                await tokenizers.tokenize("m", TextPrompts(["\ud800"]), size)
+
+    using(act)
+
+
+def test_metrics_tell_how_prompts_become_tokens(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        registry = CollectorRegistry()
+        registry.register(TokenizerCollector(tokenizers))
+        tokenizers.add("m", local)
+        async with aiohttp.ClientSession() as session:
+            tokenizers.add("n", RemoteTokenizer(session, "http://127.0.0.1:9", "n"))
+            local.encode(["cached"], add_special_tokens=False)
+            assert registry.get_sample_value("kvrouter_tokenizer", {"model": "m", "way": "pieces"}) == 1
+            assert registry.get_sample_value("kvrouter_tokenizer", {"model": "n", "way": "worker"}) == 1
+            assert (registry.get_sample_value("kvrouter_tokenizer_cache_bytes", {"model": "m"}) or 0) > 200
+            assert registry.get_sample_value("kvrouter_tokenizer_cache_bytes", {"model": "n"}) == 0
 
     using(act)

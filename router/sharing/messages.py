@@ -1,0 +1,77 @@
+"""What routers tell each other: amounts as they are now, never differences.
+
+Each tells what changed, and now and then all that it has in flight. What is not told again is forgotten, so that a lost
+message is mended by the next.
+
+A prompt that was sent is told by the hashes of its prefixes, one for every `TOLD_TOKENS`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+
+import msgspec
+
+from router.speculation import CHUNK_TOKENS
+
+# A prompt of 30 000 tokens takes 1.9 kB then. What is shared below that is little to compute.
+TOLD_STRIDE = 8
+TOLD_TOKENS = TOLD_STRIDE * CHUNK_TOKENS
+# Prefixes of one prompt that are told: those of 131 072 tokens.
+MAX_TOLD = 1024
+
+
+class Kind(IntEnum):
+    """NEWS of what is in flight; HELLO: tell me yours; GONE: nothing is any more."""
+
+    NEWS = 0
+    HELLO = 1
+    GONE = 2
+
+
+class RankLoad(msgspec.Struct, array_like=True, frozen=True):
+    """What a router has in flight on a DP rank: requests, tokens as in `router.load`, and seconds of prefill."""
+
+    worker: str
+    dp_rank: int
+    requests: int
+    pending: int
+    context: int
+    waiting: int
+    streamed: int
+    backlog: float
+
+
+class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
+    """A prompt was sent to a target. `prefixes`: 8 bytes each. `number` tells its end."""
+
+    number: int
+    worker: str
+    dp_rank: int
+    model: str
+    prefixes: bytes
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """What one router tells.
+
+    `number` counts its messages. `ended`: prompts that were told before. `oldest`: all prompts before it have ended.
+    """
+
+    router: str
+    number: int
+    kind: Kind
+    loads: list[RankLoad] = []
+    sent: list[SentPrompt] = []
+    ended: list[int] = []
+    oldest: int = 0
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Message).decode
+
+
+def told(hashes: array[int]) -> array[int]:
+    """Of a prompt's prefix hashes, a chunk each, those that are told."""
+    return hashes[TOLD_STRIDE - 1 : MAX_TOLD * TOLD_STRIDE : TOLD_STRIDE]
