@@ -51,6 +51,9 @@ class _Mooncake:
     def open(self, description: bytes) -> str:
         return description.decode()
 
+    def forget(self, peer: str) -> None:
+        pass
+
     def write(self, peer: str, writes: Writes) -> None:
         status = self._engine.batch_transfer_sync_write(
             peer, writes.sources.tolist(), writes.destinations.tolist(), writes.lengths.tolist()

@@ -2,6 +2,8 @@
 
 NIXL lets whoever holds an engine's description write to its registered memory: grants bind honest senders only. The
 description goes over our session alone, to those that know the secret.
+
+As a process exits, long after everything is closed, NIXL 1.5.1 may crash it in a library it brings along (libnl).
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +41,11 @@ class _Nixl:
         except ImportError as error:
             raise ImportError(f"the nixl engine needs the extra kvrouter[nixl]: {error}") from error
         config = nixl_agent_config(backends=[backend], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
-        self._agent = nixl_agent(f"kvrouter-{secrets.token_hex(8)}", config)
+        self._agent: Any = nixl_agent(f"kvrouter-{secrets.token_hex(8)}", config)
         if backend not in self._agent.backends:
             raise ValueError(f"NIXL has no backend {backend}; it has {', '.join(self._agent.get_plugin_list())}")
         self._lock = threading.Lock()
-        self._peers: dict[str, bytes] = {}
+        self._sessions: Counter[str] = Counter()
         self._registered: list[object] = []
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -56,37 +60,51 @@ class _Nixl:
         return bytes(self._agent.get_agent_metadata())
 
     def open(self, description: bytes) -> str:
-        try:
-            with self._lock:
+        with self._lock:
+            try:
                 name = self._agent.add_remote_agent(description)
-        except Exception as error:
-            raise PeerLostError(f"NIXL can't read the peer's description: {error}") from None
-        return name.decode() if isinstance(name, bytes) else str(name)
+            except Exception as error:
+                raise PeerLostError(f"NIXL can't read the peer's description: {error}") from None
+            peer = name.decode() if isinstance(name, bytes) else str(name)
+            self._sessions[peer] += 1
+        return peer
+
+    def forget(self, peer: str) -> None:
+        with self._lock:
+            self._sessions[peer] -= 1
+            if not self._sessions[peer] and self._agent is not None:
+                del self._sessions[peer]
+                self._agent.remove_remote_agent(peer)
 
     def write(self, peer: str, writes: Writes) -> None:
         try:
-            handle = self._agent.initialize_xfer(
+            agent = self._agent
+            handle = agent.initialize_xfer(
                 "WRITE",
-                self._descriptors(writes.sources, writes.lengths),
-                self._descriptors(writes.destinations, writes.lengths),
+                _descriptors(agent, writes.sources, writes.lengths),
+                _descriptors(agent, writes.destinations, writes.lengths),
                 peer,
             )
-            state = self._agent.transfer(handle)
+            state = agent.transfer(handle)
             nap = 0.0
             while state == "PROC":
                 time.sleep(nap)
                 nap = min(nap + 1e-5, _LONGEST_NAP)
-                state = self._agent.check_xfer_state(handle)
-            self._agent.release_xfer_handle(handle)
+                state = agent.check_xfer_state(handle)
+            agent.release_xfer_handle(handle)
         except Exception as error:
             raise PeerLostError(f"NIXL failed to write to {peer}: {error}") from None
         if state != "DONE":
             raise PeerLostError(f"NIXL failed to write to {peer}: state {state}")
 
     def close(self) -> None:
-        while self._registered:
-            self._agent.deregister_memory(self._registered.pop())
+        with self._lock:
+            agent, self._agent = self._agent, None  # its thread ends with it; a write under way keeps it
+        if agent is not None:
+            for registered in self._registered:
+                agent.deregister_memory(registered)
 
-    def _descriptors(self, pointers: Addresses, lengths: Addresses) -> object:
-        device = np.zeros(len(pointers), np.uint64)
-        return self._agent.get_xfer_descs(np.stack((pointers, lengths, device), axis=1), "DRAM")
+
+def _descriptors(agent: Any, pointers: Addresses, lengths: Addresses) -> Any:
+    device = np.zeros(len(pointers), np.uint64)
+    return agent.get_xfer_descs(np.stack((pointers, lengths, device), axis=1), "DRAM")

@@ -53,6 +53,10 @@ class Library(Protocol):
         """A peer, to be named in `write`. Raises PeerLostError."""
         ...
 
+    def forget(self, peer: str) -> None:
+        """The end of what `open` began. Never raises."""
+        ...
+
     def write(self, peer: str, writes: Writes) -> None:
         """Returns when all bytes have landed. Raises PeerLostError when that is not known."""
         ...
@@ -131,7 +135,11 @@ class _OneSidedWriter:
         with self._changed:
             self._closed = True
             if not self._running:
-                self._channel.close()
+                self._release()
+
+    def _release(self) -> None:
+        self._channel.close()
+        self._library.forget(self._peer)
 
     def _run(self, key: GrantKey, writes: Writes) -> None:
         try:
@@ -151,5 +159,5 @@ class _OneSidedWriter:
                 if self._ended:
                     self._channel.cut()
                 if self._closed:
-                    self._channel.close()
+                    self._release()
                 self._changed.notify_all()
