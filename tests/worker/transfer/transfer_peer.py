@@ -83,6 +83,9 @@ class Peer:
     def checksum(self, offset: int, length: int) -> str:
         return hashlib.blake2b(self.arena[offset : offset + length]).hexdigest()
 
+    def threads(self) -> int:
+        return threading.active_count()
+
     def _writes(self, writes: list[list[int]]) -> Writes:
         sources, destinations, lengths = (np.array(column, "u8") for column in writes)
         return Writes(sources + np.uint64(self.arena.ctypes.data), destinations, lengths)

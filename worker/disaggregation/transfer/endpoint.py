@@ -60,6 +60,7 @@ class Endpoint:
 
     def __init__(self, listening: socket.socket, secret: bytes | None) -> None:
         if secret is not None and not secret:
+            listening.close()
             raise ValueError("the secret is empty: leave it out or give one")
         self._secret = secret
         self.memory = Memory()

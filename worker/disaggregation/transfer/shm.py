@@ -77,6 +77,7 @@ class ShmEngine(Endpoint):
     def close(self) -> None:
         """See TransferEngine."""
         super().close()
+        self._sources = Memory()
         while self._files:
             os.close(self._files.popitem()[1][0])
 
