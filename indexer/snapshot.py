@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from http.client import HTTPException
 from pathlib import Path
 from threading import Event, Thread
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import structlog
 
@@ -18,7 +19,9 @@ from indexer.indexer import Indexer
 
 log = structlog.get_logger()
 
-_PEER_TIMEOUT = 10.0  # seconds of silence
+# Of a peer's answer, in seconds: silence, and all of it.
+_PEER_SILENCE = 10.0
+_PEER_SECONDS = 60.0
 
 
 def save_snapshot(path: Path, lines: Iterable[bytes]) -> int:
@@ -50,14 +53,24 @@ def load_snapshot(path: Path, secret: str) -> list[TargetDump]:
         return []
 
 
-def load_from_peer(url: str, secret: str) -> list[TargetDump]:
-    """What another indexer holds; nothing, with a word in the log, when it cannot be had."""
+def load_from_peer(url: str, secret: str, token: str = "") -> list[TargetDump]:
+    """What another indexer holds; nothing, with a word in the log, when it cannot be had. `token`: its server.token."""
+    request = Request(f"{url.rstrip('/')}/dump", headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
-        with closing(urlopen(f"{url.rstrip('/')}/dump", timeout=_PEER_TIMEOUT)) as answer:
-            return read_dump(answer, secret)
+        with closing(urlopen(request, timeout=_PEER_SILENCE)) as answer:
+            loaded = read_dump(_until(answer, time.monotonic() + _PEER_SECONDS), secret)
     except (OSError, HTTPException, DumpError, ValueError) as error:
         log.warning("peer's index not used, starting cold", peer=url, reason=str(error))
         return []
+    log.info("peer's index loaded", peer=url, targets=len(loaded))
+    return loaded
+
+
+def _until(lines: Iterable[bytes], deadline: float) -> Iterator[bytes]:
+    for line in lines:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it takes longer than {_PEER_SECONDS:g} s")
+        yield line
 
 
 class SnapshotWriter:

@@ -2,4 +2,5 @@
 
 from kvrouter.cli import main
 
-main()
+if __name__ == "__main__":  # else a process that was started by one
+    main()

@@ -44,19 +44,34 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.  [default: 8080]")] = None,
     policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.  [default: kv_aware]")] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes that share the port.  [default: 1]")] = None,
+    peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
     log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the router, with the index inside."""
     from kvrouter.serving import serve_router
+    from kvrouter.supervisor import ProcessFailedError, Supervisor
     from router.config_reload import SettingsFile
 
-    overrides: dict[str, Any] = _given(server=_given(host=host, port=port), policy=_given(name=policy))
+    overrides: dict[str, Any] = _given(
+        server=_given(host=host, port=port, processes=processes), policy=_given(name=policy), index=_given(peer=peer)
+    )
     if worker:
         overrides["workers"] = [{"url": url} for url in worker]
     settings = _settings(config, overrides)
     if not settings.workers and config is None and not settings.kubernetes.used:
         _fail("no workers: name them under workers: in the settings file, or with --worker URL")
-    _run(serve_router(settings, SettingsFile(config, overrides) if config else None), log_level)
+    file = SettingsFile(config, overrides) if config else None
+    if settings.server.processes == 1:
+        _run(serve_router(settings, file), log_level)
+        return
+    from kvrouter.logs import log_to_stderr
+
+    log_to_stderr(log_level)
+    try:
+        Supervisor(settings, file, settings.server.processes, log_level).run()
+    except (OSError, ProcessFailedError) as error:
+        _fail(str(error))
 
 
 @app.command()

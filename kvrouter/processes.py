@@ -46,6 +46,11 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
             time.sleep(0.05)
         raise ProcessError(f"kvrouter {self._name} did not start:\n{self._output()[-2000:]}")
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def send_signal(self, number: signal.Signals) -> None:
         """Send the process a signal, such as SIGKILL."""
         self._process.send_signal(number)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 
 import uvicorn
@@ -19,10 +21,13 @@ from router.config_reload import SettingsFile
 from router.embedded_index import running_indexer
 from router.match_requests import match_reader
 from router.settings import ServerSettings, Settings
+from router.siblings import Siblings
 from router.tokenizer_source import configured_tokenizers
 
 # Longer than clients and balancers keep an idle connection: a request on one that we close meanwhile would be lost.
 KEEP_ALIVE_SECONDS = 75
+
+_BACKLOG = 2048
 
 
 async def serve_router(settings: Settings, file: SettingsFile | None = None) -> None:
@@ -30,6 +35,37 @@ async def serve_router(settings: Settings, file: SettingsFile | None = None) -> 
     listening = listen(settings.server.host, settings.server.port)
     async with running_router(settings, file) as app:
         await _run_app(app, listening, settings.server, "kvrouter")
+
+
+async def serve_sibling(
+    settings: Settings,
+    file: SettingsFile | None,
+    siblings: Siblings,
+    port: int,
+    ready: Callable[[], None],
+    parent: int,
+) -> None:
+    """Run one of several processes until SIGINT, SIGTERM, or the end of its parent, whose sentinel is `parent`.
+
+    The others may ask it from the start; they wait until it serves. Then `ready` is called.
+    """
+    siblings.path.unlink(missing_ok=True)
+    with closing(socket.socket(socket.AF_UNIX)) as beside:
+        beside.bind(str(siblings.path))
+        beside.listen(_BACKLOG)
+        async with running_router(settings, file, siblings) as app:
+            server = HttpServer(app, settings.server.shutdown_timeout, settings.server.certificate, settings.server.key)
+            for_siblings = HttpServer(app, shutdown_timeout=1)
+            answering = asyncio.create_task(for_siblings.serve(sockets=[beside]))
+            loop = asyncio.get_running_loop()
+            with _stopped_by_signals(server, app, settings.server.drain_seconds) as stop:
+                loop.add_reader(parent, lambda: (loop.remove_reader(parent), stop()))
+                listening = listen(settings.server.host, port, shared=True)
+                ready()
+                await server.serve(sockets=[listening])
+                loop.remove_reader(parent)
+            for_siblings.should_exit = True
+            await answering
 
 
 async def serve_indexer(settings: Settings) -> None:
@@ -50,13 +86,33 @@ async def serve_indexer(settings: Settings) -> None:
         await _run_app(app, listening, settings.server, "kvrouter indexer")
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A listening socket; port 0 takes a free one. Who connects early waits. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family, backlog=2048)
-    # Connections inherit it. asyncio would leave it off, and every answer's body would wait 40 ms for its headers' ACK.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listening = bind(host, port, shared=shared)
+    listening.listen(_BACKLOG)
     return listening
+
+
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket that has an address and does not listen yet. `shared`: others that say so too may have the same one."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Connections inherit it. asyncio would leave it off, and every answer's body would wait 40 ms for its headers'
+        # ACK.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"{error.strerror}: {host}:{port}") from error
+    return bound
+
+
+def url_of(host: str, port: int, encrypted: bool) -> str:
+    """Where a server can be reached."""
+    return f"{'https' if encrypted else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class HttpServer(uvicorn.Server):
@@ -81,13 +137,48 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()  # uvicorn would raise them again at its end, before ours
 
+    def drain(self) -> None:
+        """Let clients connect anew, elsewhere if they can, instead of reusing their connections."""
+        self.config.encoded_headers.append((b"connection", b"close"))
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+
 
 async def _run_app(app: FastAPI, listening: socket.socket, settings: ServerSettings, name: str) -> None:
     """Serve on a listening socket until SIGINT or SIGTERM."""
     server = HttpServer(app, settings.shutdown_timeout, settings.certificate, settings.key)
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, server.handle_exit)
-    host, port = listening.getsockname()[:2]
-    scheme = "https" if settings.certificate else "http"
-    print(f"{name} listens on {scheme}://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
-    await server.serve(sockets=[listening])
+    with _stopped_by_signals(server, app, settings.drain_seconds):
+        host, port = listening.getsockname()[:2]
+        url = url_of(host, port, settings.certificate is not None)
+        print(f"{name} listens on {url}", file=sys.stderr, flush=True)
+        await server.serve(sockets=[listening])
+
+
+@contextmanager
+def _stopped_by_signals(server: HttpServer, app: FastAPI, drain_seconds: float) -> Iterator[Callable[[], None]]:
+    """SIGINT stops a server, a second one without waiting for requests; SIGTERM does after it drained, a second one at
+    once. Yields what SIGTERM does."""
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        server.force_exit = server.should_exit
+        stop()
+
+    def stop() -> None:
+        server.should_exit = True
+
+    def drain() -> None:
+        readiness = getattr(app.state, "readiness", None)
+        if readiness is None or readiness.stopping or not drain_seconds:
+            stop()
+            return
+        readiness.stopping = True
+        server.drain()
+        loop.call_later(drain_seconds, stop)
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    loop.add_signal_handler(signal.SIGTERM, drain)
+    try:
+        yield drain
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

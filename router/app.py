@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
@@ -23,6 +23,7 @@ from indexer.openapi import errors, json_body
 from router.access import AccessControl
 from router.admission import Admission
 from router.admission_metrics import AdmissionMetrics
+from router.all_processes import AllProcesses
 from router.audit import HitAudit
 from router.config_reload import SettingsFile, follow_workers
 from router.embedded_index import running_indexer
@@ -43,7 +44,8 @@ from router.rates import Rates
 from router.readiness import Readiness
 from router.routing import Router
 from router.settings import Settings, UpstreamSettings
-from router.sharing import Carrier, Elsewhere, LoadSharing, SharingCollector, replica_carriers
+from router.sharing import Elsewhere, LoadSharing, SharingCollector, replica_carriers
+from router.siblings import Siblings
 from router.speculation import SpeculativeHoldings
 from router.tokenizer_metrics import TokenizerCollector
 from router.tokenizer_source import TokenizerSource
@@ -59,25 +61,28 @@ _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 @asynccontextmanager
 async def running_router(
-    settings: Settings, file: SettingsFile | None = None, carriers: Sequence[Carrier] = ()
+    settings: Settings, file: SettingsFile | None = None, siblings: Siblings | None = None
 ) -> AsyncIterator[FastAPI]:
     """The application with everything behind it started; all of it ends with the context.
 
-    The workers follow the `file` that the settings came from. Load is shared over `carriers`, and the configured ones.
+    The workers follow the `file` that the settings came from. `siblings`: the processes that share its port.
     """
     async with AsyncExitStack() as stack:
-        indexer = stack.enter_context(running_indexer(settings))
+        indexer = stack.enter_context(running_indexer(settings, siblings))
         session = await stack.enter_async_context(_client_session(settings.upstream))
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
+        if siblings:
+            await siblings.catch_up(fleet)
         await fleet.start()
         stack.push_async_callback(fleet.stop)
         await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
         load = LoadTable()
+        carriers = replica_carriers(settings.replicas) + ([siblings.carrier()] if siblings else [])
         elsewhere = Elsewhere(settings.replicas.expiry, settings.proxy.speculation_seconds)
-        sharing = LoadSharing(load, elsewhere, [*carriers, *replica_carriers(settings.replicas)])
+        sharing = LoadSharing(load, elsewhere, carriers)
         fleet.elsewhere = elsewhere.in_flight
         sharing.start()
         stack.push_async_callback(sharing.stop)
@@ -124,6 +129,7 @@ async def running_router(
         fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
         forwarding = Forwarding(router, admission, fleet, upstreams, settings.proxy, requests)
         proxy = Proxy(forwarding, settings.server)
+        readiness = Readiness(fleet, indexer, settings.events.catch_up_timeout)
         app = _app(
             indexer,
             match_reader(tokenizers, router.resolve),
@@ -137,11 +143,14 @@ async def running_router(
             registry,
             session,
             settings,
-            Readiness(fleet, indexer, settings.events.catch_up_timeout),
+            readiness,
         )
+        app.state.readiness = readiness
         access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
         visits = Visits(access, tracing, requests, settings.logs.access)
         app.add_middleware(VisitedApp, visits)
+        if siblings:
+            app.add_middleware(AllProcesses, siblings, fleet)
         yield app
 
 

@@ -91,7 +91,7 @@ class Fleet:
                 told(worker)
             log.info("worker removed", worker=worker.url, source=worker.source)
         for worker in self.workers:
-            if worker not in self._tasks:
+            if worker not in self._tasks and self._judging is not None:  # else `start` does it
                 log.info("worker added", worker=worker.url, source=worker.source)
                 self._watch_from_now(worker)
         self._changed()

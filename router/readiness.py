@@ -13,7 +13,8 @@ from router.fleet import Fleet
 class Readiness:
     """Not ready at first; once the index has caught up it stays so, and only the workers matter.
 
-    A stream that cannot be reached would keep it from that for ever: it is waited for `patience` seconds.
+    A stream that cannot be reached would keep it from that for ever: it is waited for `patience` seconds. `stopping` is
+    set when the router is told to stop: it still serves, but should get nothing more.
     """
 
     def __init__(
@@ -25,9 +26,12 @@ class Readiness:
         self._clock = clock
         self._waiting_since: float | None = None
         self._caught_up = False
+        self.stopping = False
 
     def problem(self) -> str | None:
         """Why this is not ready; None when it is."""
+        if self.stopping:
+            return "shutting down"
         up = {worker.url for worker in self._fleet.workers if worker.up}
         if not up:
             return "no worker answers"

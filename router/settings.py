@@ -85,6 +85,8 @@ class ServerSettings(_Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     max_body_bytes: PositiveInt = 64 * 2**20
     body_timeout: PositiveFloat = 60.0
+    processes: PositiveInt = 1
+    drain_seconds: NonNegative = 0.0
     shutdown_timeout: NonNegative = 30.0
     token: str = ""
     certificate: Path | None = None

@@ -1,0 +1,119 @@
+"""`kvrouter serve --processes 2`: one port, one answer whoever is asked, and a process that dies is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrouter.processes import KvrouterProcess
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
+
+
+class TwoProcesses:
+    """A router of two processes, and the simulated workers it may have."""
+
+    def __init__(self, router: KvrouterProcess, url: str, workers: list[str]) -> None:
+        self.router = router
+        self.url = url
+        self.workers = workers
+
+    def call(self, path: str, body: Any = None, method: str | None = None) -> Any:
+        """An answer's JSON. Every call has a connection of its own, so that the kernel chooses the process."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json", "connection": "close"}
+        with urlopen(Request(self.url + path, data, headers, method=method), timeout=20) as answer:
+            return json.loads(answer.read())
+
+    def complete(self) -> Any:
+        return self.call("/v1/completions", {"model": "simulated", "prompt": PROMPT, "max_tokens": 2})
+
+    def metrics(self) -> list[tuple[str, dict[str, str], float]]:
+        with urlopen(f"{self.url}/metrics", timeout=20) as answer:
+            text = answer.read().decode()
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        ]
+
+    def processes(self) -> list[int]:
+        """The ids of the processes that serve."""
+        parent = self.router.pid
+        children = [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+        return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[TwoProcesses]:
+    with (
+        KvrouterProcess(["simulate", "--port", "0"]) as first,
+        KvrouterProcess(["simulate", "--port", "0"]) as second,
+    ):
+        urls = [first.wait_until_listening(), second.wait_until_listening()]
+        with KvrouterProcess(["serve", "--worker", urls[0], "--port", "0", "--processes", "2"]) as router:
+            yield TwoProcesses(router, router.wait_until_listening(), urls)
+
+
+def test_both_serve_and_every_figure_says_whose_it_is(two: TwoProcesses) -> None:
+    def both_served() -> bool:
+        two.complete()
+        served = [labels["process"] for name, labels, value in two.metrics() if name == "kvrouter_requests_total"]
+        return set(served) == {"0", "1"}
+
+    until(both_served)
+    figures = two.metrics()
+    assert {labels["process"] for name, labels, value in figures if name == "kvrouter_process_up" and value} == {
+        "0",
+        "1",
+    }
+    assert all(value == 1 for name, _, value in figures if name in ("kvrouter_sharing_up", "kvrouter_sharing_routers"))
+    assert two.call("/health")["processes"] == {"running": 2, "of": 2}
+
+
+def test_changes_reach_all_and_a_process_that_takes_the_place_of_a_dead_one(two: TwoProcesses) -> None:
+    added = two.workers[1]
+    two.call("/workers", {"url": added})
+    assert all(seen(two) == {"http" + each[4:] for each in two.workers} for _ in range(8))
+    two.call("/workers/drain", {"url": added})
+    assert all(state(two, added) == "drained" for _ in range(8))
+
+    before = two.processes()
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: len(two.processes()) == 2 and two.processes() != before)
+    until(lambda: two.call("/health")["processes"]["running"] == 2)
+    assert all(state(two, added) == "drained" for _ in range(8))
+
+    two.call("/workers/undrain", {"url": added})
+    until(lambda: all(state(two, added) in ("ready", "warming") for _ in range(8)))
+    two.call(f"/workers?url={added}", method="DELETE")
+    assert all(seen(two) == {two.workers[0]} for _ in range(8))
+    with pytest.raises(HTTPError, match="404"):
+        two.call(f"/workers?url={added}", method="DELETE")
+    assert two.complete()["choices"]
+
+
+def seen(two: TwoProcesses) -> set[str]:
+    return {worker["worker"] for worker in two.call("/workers")["workers"]}
+
+
+def state(two: TwoProcesses, url: str) -> str:
+    [found] = [worker["state"] for worker in two.call("/workers")["workers"] if worker["worker"] == url]
+    return str(found)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not become so"
+        time.sleep(0.05)
