@@ -115,6 +115,14 @@ def shared_sender(engine: str, shared_receiver: Receiver) -> Iterator[tuple[Peer
     peer.end()
 
 
+@pytest.fixture(scope="module")
+def target(engine: str) -> Iterator[PeerProcess]:
+    """A process that receives, for all tests that let it live."""
+    peer = PeerProcess(engine, SIZE)
+    yield peer
+    peer.end()
+
+
 def _rows(receiver: Receiver, sources: Any, destinations: Any) -> list[list[int]]:
     """Pages as what the peer's `write` takes."""
     writes = page_writes(group_runs(sources, destinations), [0], [receiver.pointer], [PAGE])
@@ -285,10 +293,17 @@ def test_a_sender_killed_in_a_write(engine: str, receiver: Receiver, start_peer:
         assert receiver.revoke(again) is Quiescence.QUIESCENT
 
 
-def _writing(receiver: Receiver, peer: PeerProcess, failures: list[TransferError], seconds: float) -> threading.Thread:
-    """A thread of ours that writes to the peer again and again, until that fails."""
-    key = GrantKey(1, 1)
+def _grant_all(peer: PeerProcess) -> GrantKey:
+    """All of the peer's arena."""
+    key = GrantKey(next(_rooms), 1)
     peer("grant", *key, [peer.where["pointer"]], [SIZE])
+    return key
+
+
+def _writing(
+    receiver: Receiver, peer: PeerProcess, key: GrantKey, failures: list[TransferError], seconds: float
+) -> threading.Thread:
+    """A thread of ours that writes to the peer again and again, until that fails."""
     session = receiver.engine.connect(peer.where["address"].encode(), time.monotonic() + 5)
     writes = _everything(receiver, peer)
     session.write(key, writes, time.monotonic() + 10)
@@ -310,7 +325,7 @@ def _writing(receiver: Receiver, peer: PeerProcess, failures: list[TransferError
 def test_a_receiver_killed_in_a_write(engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]) -> None:
     peer = start_peer(engine, SIZE)
     failures: list[TransferError] = []
-    thread = _writing(receiver, peer, failures, 5.0)
+    thread = _writing(receiver, peer, _grant_all(peer), failures, 5.0)
     peer.kill()
     thread.join(10)
     assert not thread.is_alive()
@@ -319,38 +334,37 @@ def test_a_receiver_killed_in_a_write(engine: str, receiver: Receiver, start_pee
 
 
 def test_a_receiver_that_sleeps_costs_no_more_than_the_deadline(
-    engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]
+    engine: str, receiver: Receiver, target: PeerProcess
 ) -> None:
-    peer = start_peer(engine, SIZE)
+    key = _grant_all(target)
     failures: list[TransferError] = []
-    thread = _writing(receiver, peer, failures, 0.3)
-    peer.stop()
+    thread = _writing(receiver, target, key, failures, 0.3)
+    target.stop()
     thread.join(10)
-    peer.resume()
+    target.resume()
     assert not thread.is_alive()
     assert isinstance(failures[0], DeadlineError)
     if engine in ONE_SIDED:  # what was left behind comes to its end, and is told
-        wait_until(lambda: peer("revoke", 1, 1) == "quiescent")
+        wait_until(lambda: target("revoke", *key) == "quiescent")
     else:
-        assert peer("revoke", 1, 1) == "quiescent"
+        assert target("revoke", *key) == "quiescent"
 
 
-def test_sessions_end_with_nothing_left(engine: str, start_peer: Callable[..., PeerProcess]) -> None:
-    peer = start_peer(engine, SIZE)
-    peer("grant", 1, 1, [peer.where["pointer"]], [SIZE])
-    peers_threads = peer("threads")
+def test_sessions_end_with_nothing_left(engine: str, target: PeerProcess) -> None:
+    key = _grant_all(target)
+    peers_threads = target("threads")
 
     def cycle() -> None:
         ours = open_engine(engine)
         arena = ours.allocate(PAGE)
         ours.register([Region.of(arena)])
-        session = ours.connect(peer.where["address"].encode(), time.monotonic() + 5)
-        pointers = np.array([arena.ctypes.data], np.uint64), np.array([peer.where["pointer"]], np.uint64)
-        session.write(GrantKey(1, 1), Writes(*pointers, np.array([PAGE], np.uint64)), time.monotonic() + 5)
+        session = ours.connect(target.where["address"].encode(), time.monotonic() + 5)
+        pointers = np.array([arena.ctypes.data], np.uint64), np.array([target.where["pointer"]], np.uint64)
+        session.write(key, Writes(*pointers, np.array([PAGE], np.uint64)), time.monotonic() + 5)
         session.close()
         session.close()
         with pytest.raises(PeerLostError):
-            session.write(GrantKey(1, 1), Writes(*pointers, np.array([PAGE], np.uint64)), time.monotonic() + 5)
+            session.write(key, Writes(*pointers, np.array([PAGE], np.uint64)), time.monotonic() + 5)
         ours.close()
         ours.close()
 
@@ -359,44 +373,40 @@ def test_sessions_end_with_nothing_left(engine: str, start_peer: Callable[..., P
     for _ in range(3):
         cycle()
     wait_until(lambda: threading.active_count() <= threads)
-    wait_until(lambda: peer("threads") <= peers_threads)
+    wait_until(lambda: target("threads") <= peers_threads)
     if engine not in ONE_SIDED:  # what their libraries keep open is theirs
         assert len(os.listdir("/proc/self/fd")) <= files
 
 
-def test_a_session_can_be_closed_while_it_writes(
-    engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]
-) -> None:
-    peer = start_peer(engine, SIZE)
-    peer("grant", 1, 1, [peer.where["pointer"]], [SIZE])
-    session = receiver.engine.connect(peer.where["address"].encode(), time.monotonic() + 5)
-    writes = _everything(receiver, peer)
+def test_a_session_can_be_closed_while_it_writes(receiver: Receiver, target: PeerProcess) -> None:
+    key = _grant_all(target)
+    session = receiver.engine.connect(target.where["address"].encode(), time.monotonic() + 5)
+    writes = _everything(receiver, target)
     failures: list[TransferError] = []
 
     def write() -> None:
         try:
             while True:
-                session.write(GrantKey(1, 1), writes, time.monotonic() + 60)
+                session.write(key, writes, time.monotonic() + 60)
         except TransferError as error:
             failures.append(error)
 
-    peer.stop()
+    target.stop()
     thread = threading.Thread(target=write)
     thread.start()
     session.close()
     thread.join(10)
-    peer.resume()
+    target.resume()
     assert isinstance(failures[0], PeerLostError)
 
 
-def test_a_source_must_be_registered(engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]) -> None:
-    peer = start_peer(engine, SIZE)
-    peer("grant", 1, 1, [peer.where["pointer"]], [SIZE])
-    session = receiver.engine.connect(peer.where["address"].encode(), time.monotonic() + 5)
+def test_a_source_must_be_registered(receiver: Receiver, target: PeerProcess) -> None:
+    key = _grant_all(target)
+    session = receiver.engine.connect(target.where["address"].encode(), time.monotonic() + 5)
 
     def write(source: int) -> None:
-        columns = ([receiver.pointer, source], [peer.where["pointer"], peer.where["pointer"]], [PAGE, PAGE])
-        session.write(GrantKey(1, 1), Writes(*(np.array(column, "u8") for column in columns)), time.monotonic() + 5)
+        columns = ([receiver.pointer, source], [target.where["pointer"], target.where["pointer"]], [PAGE, PAGE])
+        session.write(key, Writes(*(np.array(column, "u8") for column in columns)), time.monotonic() + 5)
 
     elsewhere = np.zeros(PAGE, np.uint8)
     with pytest.raises(ValueError, match="are outside"):

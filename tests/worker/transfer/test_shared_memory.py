@@ -1,0 +1,117 @@
+"""What a sender may hand over as its memory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import msgspec
+import numpy as np
+import pytest
+
+from worker.disaggregation.transfer import GrantKey, PeerLostError, Ranges, RefusedError, Region, Writes, open_engine
+from worker.disaggregation.transfer.channel import Channel, Kind
+from worker.disaggregation.transfer.endpoint import Address, dial
+from worker.disaggregation.transfer.handshake import expect, greet
+from worker.disaggregation.transfer.memory import Bytes, new_array
+from worker.disaggregation.transfer.shm import ShmEngine
+from worker.disaggregation.transfer.writing import encode_runs
+
+KEY = GrantKey(1, 1)
+SIZE = 8192
+
+
+@pytest.fixture(scope="module")
+def arena() -> Bytes:
+    return new_array(SIZE)
+
+
+@pytest.fixture(scope="module")
+def receiver(arena: Bytes) -> Iterator[ShmEngine]:
+    engine = ShmEngine()
+    engine.register([Region.of(arena)])
+    engine.grant(KEY, Ranges(_u8(arena.ctypes.data), _u8(SIZE)))
+    yield engine
+    assert not arena.any()
+    engine.close()
+
+
+def _u8(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return np.array(numbers, np.uint64)
+
+
+def _session(receiver: ShmEngine) -> Channel:
+    address = msgspec.json.decode(receiver.address(), type=Address)
+    channel = Channel(dial(address, time.monotonic() + 5))
+    greet(channel, "shm", None, time.monotonic() + 5)
+    return channel
+
+
+def _ended(channel: Channel) -> bool:
+    with pytest.raises(PeerLostError):
+        channel.receive(time.monotonic() + 5)
+    return True
+
+
+def test_memory_that_could_shrink_is_not_mapped(receiver: ShmEngine) -> None:
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, SIZE)
+    with closing(_session(receiver)) as channel:
+        channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE))
+        socket.send_fds(channel.socket, [b"\0"], [file])
+        os.close(file)
+        assert _ended(channel)
+
+
+def test_memory_that_is_no_file_or_missing_ends_the_session(receiver: ShmEngine) -> None:
+    for files in ([0], []):
+        with closing(_session(receiver)) as channel:
+            channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE))
+            socket.send_fds(channel.socket, [b"\0"], files)
+            assert _ended(channel)
+
+
+def _sealed(length: int) -> int:
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, length)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return file
+
+
+def test_a_length_beyond_the_file_ends_the_session(receiver: ShmEngine) -> None:
+    with closing(_session(receiver)) as channel:
+        channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE + 1))
+        file = _sealed(SIZE)
+        socket.send_fds(channel.socket, [b"\0"], [file])
+        os.close(file)
+        assert _ended(channel)
+
+
+def test_a_source_outside_of_the_shared_memory_is_refused(receiver: ShmEngine, arena: Bytes) -> None:
+    destination = _u8(arena.ctypes.data)
+    with closing(_session(receiver)) as channel:
+        channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE))
+        file = _sealed(SIZE)
+        socket.send_fds(channel.socket, [b"\0"], [file])
+        os.close(file)
+        for source in (4095, 4096 + SIZE, 0, (1 << 64) - 1):
+            channel.send(Kind.WRITE, encode_runs(KEY, _u8(source), destination, _u8(1)))
+            with pytest.raises(RefusedError, match="does not share its source"):
+                expect(channel, Kind.LANDED, time.monotonic() + 5)
+        channel.send(Kind.WRITE, encode_runs(KEY, _u8(4096 + SIZE - 1), destination, _u8(1)))
+        expect(channel, Kind.LANDED, time.monotonic() + 5)
+
+
+def test_a_source_must_have_been_allocated(receiver: ShmEngine) -> None:
+    sender = open_engine("shm")
+    ordinary = np.ones(SIZE, np.uint8)
+    sender.register([Region.of(ordinary)])
+    session = sender.connect(receiver.address(), time.monotonic() + 5)
+    with pytest.raises(ValueError, match="no range at all"):
+        session.write(KEY, Writes(_u8(ordinary.ctypes.data), _u8(0), _u8(1)), time.monotonic() + 5)
+    sender.close()

@@ -1,0 +1,255 @@
+"""What a stranger may send to a TCP engine: it ends his session, lands nothing, and disturbs nobody else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transfer_peer import wait_until
+
+from worker.disaggregation.transfer import (
+    GrantKey,
+    PeerLostError,
+    Quiescence,
+    Ranges,
+    RefusedError,
+    Region,
+    TransferEngine,
+    Writes,
+    open_engine,
+)
+from worker.disaggregation.transfer.channel import MOST_BODY, Channel, Kind
+from worker.disaggregation.transfer.handshake import expect, greet
+from worker.disaggregation.transfer.writing import MOST_BYTES, encode_runs
+
+SECRET = b"known to few"
+SIZE = 1 << 20
+KEY = GrantKey(1, 1)
+
+
+class Party:
+    """An engine and its arena."""
+
+    def __init__(self, name: str = "tcp", secret: bytes | None = SECRET, host: str = "127.0.0.1") -> None:
+        self.engine: TransferEngine = open_engine(name, host, secret)
+        self.arena = self.engine.allocate(SIZE)
+        self.engine.register([Region.of(self.arena)])
+        self.pointer = self.arena.ctypes.data
+
+    def grant(self, key: GrantKey) -> None:
+        self.engine.grant(key, Ranges(_u8(self.pointer), _u8(SIZE)))
+
+    def send(self, to: Party, key: GrantKey, length: int = 64) -> None:
+        """What is at the start of our arena, to the start of theirs."""
+        session = self.engine.connect(to.engine.address(), time.monotonic() + 5)
+        with closing(session):
+            session.write(key, Writes(_u8(self.pointer), _u8(to.pointer), _u8(length)), time.monotonic() + 5)
+
+
+def _u8(*numbers: int) -> Any:
+    return np.array(numbers, np.uint64)
+
+
+@pytest.fixture(scope="module")
+def parties() -> Iterator[tuple[Party, Party]]:
+    receiver, sender = Party(), Party()
+    sender.arena[:] = 1
+    receiver.grant(KEY)
+    yield receiver, sender
+    sender.engine.close()
+    receiver.engine.close()
+
+
+@pytest.fixture
+def receiver(parties: tuple[Party, Party]) -> Iterator[Party]:
+    """Nothing may land in it but what a proper sender sends afterwards."""
+    receiver, sender = parties
+    receiver.arena[:] = 0
+    yield receiver
+    assert not receiver.arena.any()
+    sender.send(receiver, KEY)
+    assert receiver.arena[:64].all()
+
+
+def _dial(receiver: Party) -> socket.socket:
+    address = json.loads(receiver.engine.address())
+    return socket.create_connection((address["host"], address["port"]), timeout=5)
+
+
+def _session(receiver: Party) -> Channel:
+    """A session of one who knows the secret, to send over it whatever we like."""
+    channel = Channel(_dial(receiver))
+    greet(channel, "tcp", SECRET, time.monotonic() + 5)
+    return channel
+
+
+def _is_cut(connection: socket.socket) -> bool:
+    """Whether the peer ends the connection, whatever it says before."""
+    connection.settimeout(5)
+    with suppress(ConnectionResetError):
+        while connection.recv(4096):
+            pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\nHost: kv\r\n\r\n", id="another protocol"),
+        pytest.param(struct.pack("<4sHHI", b"KVTX", 9, Kind.HELLO, 0), id="another version"),
+        pytest.param(struct.pack("<4sHHI", b"KVTX", 1, 999, 0), id="unknown kind"),
+        pytest.param(struct.pack("<4sHHI", b"KVTX", 1, Kind.HELLO, MOST_BODY + 1), id="oversized"),
+        pytest.param(struct.pack("<4sHHI", b"KVTX", 1, Kind.HELLO, 4) + b"abcd", id="short hello"),
+        pytest.param(struct.pack("<4sHHI", b"KVTX", 1, Kind.WRITE, 0), id="write before the handshake"),
+        pytest.param(struct.pack(">4sHHI", b"KVTX", 1, Kind.HELLO, 40) + bytes(40), id="big endian"),
+    ],
+)
+def test_a_malformed_frame_ends_the_session(receiver: Party, sent: bytes) -> None:
+    with _dial(receiver) as connection:
+        connection.sendall(sent)
+        assert _is_cut(connection)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sent=st.binary(max_size=200))
+def test_random_bytes_end_the_session(receiver: Party, sent: bytes) -> None:
+    with _dial(receiver) as connection, suppress(ConnectionError):
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        assert _is_cut(connection)
+
+
+def _body(count: int, *numbers: int) -> bytes:
+    return struct.pack("<QQI", *KEY, count) + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(_body(0), id="no runs"),
+        pytest.param(_body(2, 1, 1), id="fewer than it says"),
+        pytest.param(_body(1, 1, 1, 1), id="more than it says"),
+        pytest.param(_body((1 << 32) - 1, 1, 1), id="far more than allowed"),
+        pytest.param(_body(1, 1, 0), id="an empty run"),
+        pytest.param(_body(1, 1, MOST_BYTES + 1), id="too long a run"),
+        pytest.param(_body(2, 1, 1, (1 << 64) - 1, 2), id="lengths that overflow"),
+        pytest.param(_body(2, 1, 1, MOST_BYTES, 1), id="too many bytes"),
+    ],
+)
+def test_a_malformed_write_ends_the_session(receiver: Party, body: bytes) -> None:
+    with closing(_session(receiver)) as channel:
+        channel.send(Kind.WRITE, body, time.monotonic() + 5)
+        with pytest.raises(PeerLostError):
+            channel.receive(time.monotonic() + 5)
+
+
+def test_a_frame_of_another_kind_ends_the_session(receiver: Party) -> None:
+    with closing(_session(receiver)) as channel:
+        channel.send(Kind.LANDED, b"", time.monotonic() + 5)
+        with pytest.raises(PeerLostError):
+            channel.receive(time.monotonic() + 5)
+
+
+@pytest.mark.parametrize("key", [b"a wrong key", b""], ids=["wrongly signed", "not signed"])
+def test_a_frame_needs_its_signature(receiver: Party, key: bytes) -> None:
+    with closing(_session(receiver)) as channel:
+        channel.sign(key, key)
+        payload = [memoryview(bytes([9] * 64))]
+        channel.send(Kind.WRITE, encode_runs(KEY, _u8(receiver.pointer), _u8(64)), time.monotonic() + 5, payload)
+        assert _is_cut(_blocking(channel))
+
+
+def test_a_frame_can_not_be_sent_again(receiver: Party) -> None:
+    """What was signed once is not good for a second time."""
+    with closing(_session(receiver)) as channel:
+        recorder, recorded = socket.socketpair()
+        with recorder, recorded:
+            connection, channel.socket = channel.socket, recorder
+            channel.send(Kind.WRITE, encode_runs(KEY, _u8(receiver.pointer), _u8(1)), time.monotonic() + 5)
+            frame = recorded.recv(4096)
+            channel.socket = connection
+        connection.setblocking(True)
+        connection.sendall(frame + b"\0")
+        channel.socket.setblocking(False)
+        expect(channel, Kind.LANDED, time.monotonic() + 5)
+        connection.setblocking(True)
+        connection.sendall(frame + b"\1")
+        assert _is_cut(connection)
+
+
+def _blocking(channel: Channel) -> socket.socket:
+    channel.socket.setblocking(True)
+    return channel.socket
+
+
+def test_bytes_that_come_after_the_revocation_do_not_land(parties: tuple[Party, Party]) -> None:
+    """Half of a frame's bytes come, the grant is revoked and the page reused, the other half comes."""
+    receiver, _ = parties
+    receiver.arena[:] = 0
+    key = GrantKey(50, 1)
+    receiver.grant(key)
+    with closing(_session(receiver)) as channel:
+        channel.send(Kind.WRITE, encode_runs(key, _u8(receiver.pointer), _u8(SIZE)), time.monotonic() + 5)
+        connection = _blocking(channel)
+        connection.sendall(b"\7" * (SIZE // 2))
+        wait_until(lambda: receiver.arena[SIZE // 2 - 1] == 7)
+        assert receiver.engine.revoke(key, time.monotonic() + 5) is Quiescence.QUIESCENT
+        receiver.arena[:] = 5
+        connection.sendall(b"\7" * (SIZE // 2))
+        connection.setblocking(False)
+        with pytest.raises(RefusedError, match="was revoked"):
+            expect(channel, Kind.LANDED, time.monotonic() + 5)
+        assert (receiver.arena == 5).all()
+        channel.send(
+            Kind.WRITE, encode_runs(KEY, _u8(receiver.pointer), _u8(1)), time.monotonic() + 5, [memoryview(b"\6")]
+        )
+        expect(channel, Kind.LANDED, time.monotonic() + 5)  # the session serves other rooms
+    assert receiver.arena[:2].tolist() == [6, 5]
+
+
+def test_a_slow_peer_holds_back_only_itself(parties: tuple[Party, Party]) -> None:
+    receiver, sender = parties
+    with closing(_session(receiver)) as slow, closing(_dial(receiver)):  # one in a frame, one in the handshake
+        slow.send(Kind.WRITE, encode_runs(KEY, _u8(receiver.pointer + 4096), _u8(4096)), time.monotonic() + 5)
+        receiver.arena[:] = 0
+        sender.send(receiver, KEY)
+        assert receiver.arena[:64].all()
+
+
+def test_ipv6() -> None:
+    try:
+        receiver = Party(host="::1")
+    except ValueError as error:
+        pytest.skip(str(error))
+    sender = Party(host="::1")
+    sender.arena[:] = 1
+    receiver.grant(KEY)
+    sender.send(receiver, KEY)
+    assert receiver.arena[:64].all()
+    sender.engine.close()
+    receiver.engine.close()
+
+
+def test_a_revocation_between_two_frames_of_a_write(parties: tuple[Party, Party]) -> None:
+    """A write of several frames is refused as a whole, and the session is still in step."""
+    receiver, _ = parties
+    big = np.ones(3 * MOST_BYTES, np.uint8)
+    sender = Party()
+    sender.engine.register([Region.of(big)])
+    session = sender.engine.connect(receiver.engine.address(), time.monotonic() + 5)
+    starts = _u8(*range(big.ctypes.data, big.ctypes.data + big.size, SIZE))
+    to = np.full(len(starts), receiver.pointer, np.uint64)
+    with pytest.raises(RefusedError, match="has no grant"):
+        session.write(GrantKey(99, 1), Writes(starts, to, np.full(len(starts), SIZE, np.uint64)), time.monotonic() + 5)
+    session.write(KEY, Writes(_u8(big.ctypes.data), _u8(receiver.pointer), _u8(1)), time.monotonic() + 5)
+    sender.engine.close()
