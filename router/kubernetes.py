@@ -3,6 +3,8 @@
 A watch goes on from a resource version, which bookmarks keep fresh. When the API server has forgotten that version
 (410 Gone) everything is listed again, as it is now and then in any case. While it cannot be reached the workers stay as
 they were: whether they answer is for the fleet to find out, and so is whether a pod is ready.
+
+A pod labelled `kvrouter.io/role` prefill or decode has that role. Endpoints of a service have no labels.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from random import uniform
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -23,7 +25,7 @@ import structlog
 
 from router.errors import KubernetesError
 from router.fleet import Fleet
-from router.settings import KubernetesSettings, WorkerSettings
+from router.settings import KubernetesSettings, Role, WorkerSettings
 
 log = structlog.get_logger()
 
@@ -34,8 +36,17 @@ _LONGEST_BACKOFF = 30.0
 _SHORT_WATCH = 1.0  # a watch that ends sooner is as good as one that failed
 _LONGEST_LINE = 16 * 2**20
 _GONE = 410
+_ROLE_LABEL = "kvrouter.io/role"
 
 Objects = dict[str, dict[str, Any]]
+
+
+class Address(NamedTuple):
+    """Where a worker listens; without a port, where the settings say."""
+
+    host: str
+    port: int | None = None
+    role: Role = Role.BOTH
 
 
 class _GoneError(Exception):
@@ -173,9 +184,12 @@ async def follow_kubernetes(
 
     async def give(objects: Iterable[dict[str, Any]]) -> None:
         addresses = service_addresses(objects, settings.port) if settings.service else pod_addresses(objects)
+        found = {(address.host, address.port or settings.port): address.role for address in addresses}
         workers = [
-            WorkerSettings.model_validate({"url": f"http://{f'[{host}]' if ':' in host else host}:{port}"})
-            for host, port in sorted({(host, port or settings.port) for host, port in addresses})
+            WorkerSettings.model_validate(
+                {"url": f"http://{f'[{host}]' if ':' in host else host}:{port}", "role": role}
+            )
+            for (host, port), role in sorted(found.items())
         ]
         if workers != fleet.assigned("kubernetes"):
             await fleet.assign("kubernetes", workers)
@@ -188,20 +202,24 @@ async def follow_kubernetes(
     await ResourceWatch(session, access, path, selector, settings.resync, give).run()
 
 
-def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[tuple[str, int | None]]:
+def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[Address]:
     """Where the pods are that run, ready or not, and are not about to end."""
-    found: list[tuple[str, int | None]] = []
+    found: list[Address] = []
     for pod in pods:
-        status = pod.get("status") or {}
-        ending = (pod.get("metadata") or {}).get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed")
+        status, metadata = pod.get("status") or {}, pod.get("metadata") or {}
+        ending = metadata.get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed")
         if status.get("podIP") and not ending:
-            found.append((status["podIP"], None))
+            found.append(Address(status["podIP"], role=_role((metadata.get("labels") or {}).get(_ROLE_LABEL))))
     return found
 
 
-def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[tuple[str, int | None]]:
+def _role(label: str | None) -> Role:
+    return Role(label) if label in list(Role) else Role.BOTH
+
+
+def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[Address]:
     """Where the endpoints of a service are that are not about to end: at this port, or else at their first."""
-    found: list[tuple[str, int | None]] = []
+    found: list[Address] = []
     for each in slices:
         if each.get("addressType") not in ("IPv4", "IPv6"):
             continue
@@ -209,7 +227,7 @@ def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[tuple
         chosen = port if port in ports or not ports else ports[0]
         for endpoint in each.get("endpoints") or []:
             if not (endpoint.get("conditions") or {}).get("terminating"):
-                found += [(address, chosen) for address in endpoint.get("addresses") or []]
+                found += [Address(address, chosen) for address in endpoint.get("addresses") or []]
     return found
 
 

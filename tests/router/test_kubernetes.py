@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+import trustme
 from aiohttp import web
 
 from indexer import Indexer
 from router.errors import KubernetesError
 from router.fleet import Fleet, Worker
-from router.kubernetes import ClusterAccess, follow_kubernetes, pod_addresses, service_addresses
-from router.settings import FleetSettings, KubernetesSettings
+from router.kubernetes import Address, ClusterAccess, follow_kubernetes, pod_addresses, service_addresses
+from router.settings import FleetSettings, KubernetesSettings, Role
 
 pytestmark = pytest.mark.anyio
 
@@ -57,14 +59,14 @@ class ApiServer:
         """End the watch that is open."""
         self._sent.put_nowait(None)
 
-    async def start(self) -> None:
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         app = web.Application()
         app.router.add_get(PODS, self._answer)
         app.router.add_get(SLICES, self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=tls).start()
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         self.cut()
@@ -112,14 +114,16 @@ async def no_model(worker: Worker, model: object) -> None:
 
 
 @asynccontextmanager
-async def following(api: ApiServer, token_file: Path | None = None, **settings: Any) -> AsyncIterator[Cluster]:
+async def following(
+    api: ApiServer, token_file: Path | None = None, ca_file: Path | None = None, **settings: Any
+) -> AsyncIterator[Cluster]:
     indexer = Indexer()
     indexer.start()
     async with aiohttp.ClientSession() as session:
         fleet = Fleet([], NEVER_UP, indexer, session, no_model)
         await fleet.start()
         chosen = KubernetesSettings(**({"selector": "app=vllm"} | settings))
-        access = ClusterAccess(api.url, "inference", token_file)
+        access = ClusterAccess(api.url, "inference", token_file, ca_file)
         task = asyncio.create_task(follow_kubernetes(chosen, access, session, fleet))
         try:
             yield Cluster(api, fleet)
@@ -211,6 +215,48 @@ async def test_the_workers_stay_while_the_api_server_is_in_trouble(api: ApiServe
         await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
 
 
+async def test_an_api_server_that_restarts_is_watched_from_where_it_was(api: ApiServer) -> None:
+    api.pods = [pod("a", "127.0.0.2")]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        api.push("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "40"}})
+        api.push("ADDED", pod("b", "127.0.0.3", 41))
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+        await api.stop()  # connections end, and new ones are refused
+        await asyncio.sleep(0.1)
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+        await api.start(int(api.url.rpartition(":")[2]))
+        api.push("DELETED", pod("a", "127.0.0.2", 42))
+        await cluster.until_workers("127.0.0.3:8000")
+    assert api.lists == 1
+    assert set(api.watched_from) == {"1", "41"}
+
+
+async def test_one_that_is_overloaded_is_asked_again(api: ApiServer) -> None:
+    api.pods, api.fail_with = [pod("a", "127.0.0.2")], [429, 429]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        assert not api.fail_with
+
+
+async def test_the_api_server_is_known_by_the_authority_of_the_cluster(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    known, other = tmp_path / "ca.crt", tmp_path / "other.crt"
+    authority.cert_pem.write_to_path(str(known))
+    trustme.CA().cert_pem.write_to_path(str(other))
+    api = ApiServer()
+    api.pods = [pod("a", "127.0.0.2")]
+    await api.start(tls=context)
+    async with following(api, ca_file=other) as cluster:
+        await asyncio.sleep(0.2)
+        assert not cluster.fleet.workers
+    async with following(api, ca_file=known) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+    await api.stop()
+
+
 async def test_everything_is_listed_again_now_and_then(api: ApiServer) -> None:
     async with following(api, resync=0.2) as cluster:
         await cluster.until(lambda: api.lists == 1)
@@ -263,7 +309,23 @@ def test_pods_that_are_no_workers_yet_or_no_longer() -> None:
         pod("not ready", "127.0.0.4", conditions=[{"type": "Ready", "status": "False"}]),
         {},
     ]
-    assert pod_addresses(pods) == [("127.0.0.4", None)]
+    assert pod_addresses(pods) == [Address("127.0.0.4")]
+
+
+def test_a_label_tells_the_role() -> None:
+    pods = [
+        pod(role, f"127.0.0.{number}", metadata={"labels": {"kvrouter.io/role": role}})
+        for number, role in enumerate(("prefill", "decode", "both", "no such role"))
+    ]
+    assert [address.role for address in pod_addresses(pods)] == [Role.PREFILL, Role.DECODE, Role.BOTH, Role.BOTH]
+
+
+async def test_a_worker_whose_label_changes_has_another_role(api: ApiServer) -> None:
+    api.pods = [pod("a", "127.0.0.2", metadata={"labels": {"kvrouter.io/role": "prefill"}})]
+    async with following(api) as cluster:
+        await cluster.until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.PREFILL])
+        api.push("MODIFIED", pod("a", "127.0.0.2", 2, metadata={"labels": {"kvrouter.io/role": "decode"}}))
+        await cluster.until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.DECODE])
 
 
 def test_names_are_no_addresses() -> None:
@@ -274,3 +336,17 @@ def test_outside_of_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(KubernetesError, match="no pod of a cluster"):
         ClusterAccess.in_cluster("")
+
+
+def test_inside_of_one_the_service_account_tells_who_asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    monkeypatch.setattr("router.kubernetes._ACCOUNT", tmp_path)
+    with pytest.raises(KubernetesError, match="no service account"):
+        ClusterAccess.in_cluster("")
+    (tmp_path / "namespace").write_text("inference\n")
+    (tmp_path / "token").write_text("secret")
+    access = ClusterAccess.in_cluster("")
+    assert (access.url, access.namespace) == ("https://[fd00::1]:6443", "inference")
+    assert access.headers()["Authorization"] == "Bearer secret"
+    assert ClusterAccess.in_cluster("models").namespace == "models"
