@@ -47,24 +47,36 @@ class Cutter:
     """
 
     def __init__(self, backend: Any) -> None:
-        raw = [token for token in backend.get_added_tokens_decoder().values() if token.content and not token.normalized]
+        added = [token for token in backend.get_added_tokens_decoder().values() if token.content]
+        raw = [token for token in added if not token.normalized]
         self.boundaries = [
             token.content
             for token in raw
             if not (token.lstrip or token.rstrip or token.single_word) and _stands_apart(token.content)
         ]
         self._boundaries = frozenset(self.boundaries)
-        self._find = re.compile(_longest_of(token.content for token in raw)).finditer if self.boundaries else None
+        self._raw = re.compile(_longest_of(token.content for token in raw))
+        self._added = re.compile(_longest_of(token.content for token in added))
 
     def cut(self, text: str) -> list[str]:
         """The pieces of a text. Each but the first begins with a special token."""
-        if self._find is None:
+        if not self.boundaries:
             return [text]
-        starts = [match.start() for match in self._find(text) if match.group() in self._boundaries]
+        starts = [match.start() for match in self._raw.finditer(text) if match.group() in self._boundaries]
         if not starts:
             return [text]
         pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
         return [text[: starts[0]], *pieces] if starts[0] else pieces
+
+    def special_token(self, piece: str) -> str:
+        """The special token that a piece begins with; empty when it begins with none."""
+        match = self._raw.match(piece) if self.boundaries else None
+        return match.group() if match and match.group() in self._boundaries else ""
+
+    def has_added_token(self, text: str) -> bool:
+        """Whether the content of any added token stands in a text."""
+        match = self._added.search(text)
+        return bool(match and match.group())
 
 
 class SegmentedEncoder:

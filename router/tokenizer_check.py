@@ -8,8 +8,6 @@ from itertools import islice
 from random import Random
 from typing import Protocol
 
-from router.segments import Cutter
-
 # Texts that are treated specially somewhere: at their start, at their end, or by normalization.
 AWKWARD = (
     "",
@@ -67,9 +65,8 @@ class Encode(Protocol):
     def __call__(self, texts: list[str], *, add_special_tokens: bool) -> list[array[int]]: ...
 
 
-def difference(whole: Encode, by_pieces: Encode, cutter: Cutter) -> str | None:
-    """A text of which the pieces give other token ids than the whole; None when none is found."""
-    texts = list(trial_texts(cutter.boundaries))
+def difference(whole: Encode, by_pieces: Encode, texts: list[str]) -> str | None:
+    """A text of which the pieces give other token ids than the whole; None when there is none among these."""
     for add in (False, True):
         expected, found = whole(texts, add_special_tokens=add), by_pieces(texts, add_special_tokens=add)
         if expected != found:

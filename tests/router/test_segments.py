@@ -158,6 +158,10 @@ def test_pieces_give_what_the_whole_gives(kind: str, parts: list[str], add: bool
     assert tokenizer.encode(texts, add_special_tokens=add) == expected  # now from the cache
 
 
+def test_tiktoken_does_what_it_can() -> None:
+    assert [kind for kind in KINDS if local(kind).fast] == ["byte level", "split and byte level"]
+
+
 def test_a_tokenizer_whose_special_tokens_do_not_separate_is_used_whole(capsys: pytest.CaptureFixture[str]) -> None:
     loaded = PreTrainedTokenizerFast(tokenizer_object=byte_level())
     loaded.backend_tokenizer.encode_special_tokens = True  # they are text like any other
@@ -184,10 +188,10 @@ def test_the_trial_finds_cuts_that_do_not_separate(kind: str) -> None:
     ends = ends_of(tokenizer.backend)
     cutter = Anywhere(tokenizer.backend)
     anywhere = SegmentedEncoder(bare(tokenizer), cutter, ends, SegmentCache(2**20))
-    assert difference(encode, anywhere.encode, cutter) is not None
+    assert difference(encode, anywhere.encode, list(trial_texts(SPECIAL))) is not None
     # Nor may it overlook what is put around every text.
     endless = SegmentedEncoder(bare(tokenizer), Cutter(tokenizer.backend), Ends([7], []), SegmentCache(2**20))
-    assert difference(encode, endless.encode, cutter) is not None
+    assert difference(encode, endless.encode, list(trial_texts(SPECIAL))) is not None
 
 
 def bare(tokenizer: LocalTokenizer) -> Encode:

@@ -1,0 +1,145 @@
+"""tiktoken in the place of a model's tokenizer: for those it is the same as, and no others."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+import worker.simulated
+from router.fast_bpe import CHARACTERS, FastPieces, UnfitError, trial_characters
+from router.segments import Cutter
+
+BUNDLED = Path(worker.simulated.__file__).parent / "model" / "tokenizer.json"
+# The letters that stand for bytes; their ids are their places here.
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@cache
+def bundled() -> Tokenizer:
+    return Tokenizer.from_file(str(BUNDLED))
+
+
+def byte_level(merges: list[tuple[str, str]], ids: dict[str, int] | None = None, **options: Any) -> Tokenizer:
+    """A tokenizer of these merges, whose tokens are numbered in their order unless `ids` says otherwise."""
+    tokens = dict.fromkeys([*BYTES, *(left + right for left, right in merges)])
+    vocabulary = {token: number for number, token in enumerate(tokens)} | (ids or {})
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+class Slowly:
+    """The tokenizer itself, and which texts it was asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.asked: list[str] = []
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        self.asked += texts
+        return [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def fast(tokenizer: Tokenizer) -> tuple[FastPieces, Slowly]:
+    slowly = Slowly(tokenizer)
+    return FastPieces(tokenizer, Cutter(tokenizer), slowly), slowly
+
+
+@cache
+def bundled_fast() -> FastPieces:
+    return fast(bundled())[0]
+
+
+TOKENS = st.sampled_from(
+    sorted(token for token in json.loads(BUNDLED.read_text())["model"]["vocab"] if "|" not in token)
+)
+
+
+@settings(max_examples=300)
+@given(tokens=st.lists(TOKENS, max_size=12))
+def test_tokens_in_any_order_are_merged_alike(tokens: list[str]) -> None:
+    text = decoders.ByteLevel().decode(tokens)
+    assert bundled_fast()([text]) == Slowly(bundled())([text])
+
+
+def test_every_character_it_is_used_for_is_read_alike() -> None:
+    pieces, slowly = fast(bundled())
+    texts = list(trial_characters())
+    assert len(texts) == len(CHARACTERS) > 600
+    assert pieces(texts) == Slowly(bundled())(texts)
+    assert slowly.asked == []
+    nfc = normalizers.NFC()
+    assert [character for character in CHARACTERS if nfc.normalize_str(character) != character] == []
+
+
+@pytest.mark.parametrize("text", ["漢字", "e\u0301", "\u2003", "a \ud7ff", "👍"])
+def test_other_characters_are_left_to_the_tokenizer(text: str) -> None:
+    pieces, slowly = fast(bundled())
+    assert pieces(["first", text, "<|im_end|>\n"]) == Slowly(bundled())(["first", text, "<|im_end|>\n"])
+    assert slowly.asked == [text]
+
+
+def test_added_tokens_with_a_will_of_their_own_are_left_to_the_tokenizer() -> None:
+    tokenizer = Tokenizer.from_str(bundled().to_str())
+    tokenizer.add_tokens([AddedToken("<wide>", lstrip=True, normalized=False), AddedToken("<late>", normalized=True)])
+    pieces, slowly = fast(tokenizer)
+    texts = ["<|im_start|>user", "<|im_start|>a <wide>", "a<late>b", "<wide>"]
+    assert pieces(texts) == Slowly(tokenizer)(texts)
+    assert slowly.asked == texts[1:]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "reason"),
+    [
+        # "bc" is merged first, and then nothing makes "abc" of "a" and "bc". tiktoken would know "abc".
+        (byte_level([("b", "c"), ("a", "b"), ("ab", "c")]), "'abc' is not what its own text becomes"),
+        (byte_level([("b", "c"), ("a", "b"), ("ab", "c")], ignore_merges=True), "'abc' is not what"),
+        (byte_level([("a", "b"), ("c", "d")], {"ab": 257, "cd": 256}), "in another order"),
+        (byte_level([("ab", "c"), ("a", "b")]), "in another order"),
+        (Tokenizer(models.WordPiece({"a": 0}, unk_token="a")), "not a plain BPE"),
+        (byte_level([], dropout=0.1), "not a plain BPE"),
+        (byte_level([], byte_fallback=True), "not a plain BPE"),
+    ],
+)
+def test_whose_ids_would_differ_is_refused(tokenizer: Tokenizer, reason: str) -> None:
+    with pytest.raises(UnfitError, match=reason):
+        fast(tokenizer)
+
+
+def test_who_changes_texts_is_refused() -> None:
+    lowers = byte_level([])
+    lowers.normalizer = normalizers.Lowercase()
+    spaced = byte_level([])
+    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    digits = byte_level([])
+    digits.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(False)])
+    bare = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for tokenizer, reason in ((lowers, "normalizes"), (spaced, "words"), (digits, "words"), (bare, "lacks bytes")):
+        with pytest.raises(UnfitError, match=reason):
+            fast(tokenizer)
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+def test_a_token_may_be_made_in_several_ways(ignore_merges: bool) -> None:
+    """As in vocabularies that come from tiktoken: every way to make a token is a merge."""
+    merges = [("b", "c"), ("a", "b"), ("a", "bc"), ("ab", "c"), ("a", "a"), ("aa", "a"), ("a", "aa")]
+    tokenizer = byte_level(merges, ignore_merges=ignore_merges)
+    pieces, slowly = fast(tokenizer)
+    texts = ["abc", "abcabc", "aabc", "aaaaaaa", "bcabcaab", "aab", "aaa"]
+    assert pieces(texts) == Slowly(tokenizer)(texts)
+    assert slowly.asked == []
+
+
+@pytest.mark.parametrize("text", [" " * 300_000 + "x", "a" * 100_000, "\n" * 100_000, "ab1" * 50_000])
+def test_long_words_are_no_trouble(text: str) -> None:
+    pieces, slowly = fast(bundled())
+    assert pieces([text]) == Slowly(bundled())([text])
+    assert slowly.asked == []
