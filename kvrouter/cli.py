@@ -329,12 +329,14 @@ def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
 
 
 def _run(service: Any, log_level: str) -> None:
+    import uvloop
+
     from kvrouter.logs import log_to_stderr
     from router.errors import KubernetesError, TokenizerUnavailableError
 
     log_to_stderr(log_level)
     try:
-        asyncio.run(service)
+        uvloop.run(service)
     except (OSError, TokenizerUnavailableError, KubernetesError) as error:
         _fail(str(error))
 

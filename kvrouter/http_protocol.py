@@ -10,6 +10,8 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.deadline import Deadline
+
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
 
@@ -25,10 +27,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._reading_head = True
         self._head_bytes = 0
-        self._deadline: asyncio.TimerHandle | None = self.loop.call_later(HEAD_SECONDS, self._late)
+        self._deadline = Deadline(self.loop, self._late)
+        self._deadline.set(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._in_time()
+        self._deadline.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -42,10 +45,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading_head = True
-        self._head_bytes = 0
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(HEAD_SECONDS, self._late)
+        self._begin_head()
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -56,11 +56,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value) + len(b": \r\n"))
 
     def on_headers_complete(self) -> None:
-        self._reading_head = False
-        self._in_time()
-        if not self.url.startswith(b"/"):
-            raise RefusedRequestError("the target is no path")
+        self._end_head(self.url)
         super().on_headers_complete()
+
+    def _begin_head(self) -> None:
+        if not self._reading_head:
+            self._reading_head = True
+            self._deadline.set(HEAD_SECONDS)
+        self._head_bytes = 0
+
+    def _end_head(self, target: bytes) -> None:
+        self._reading_head = False
+        self._deadline.clear()
+        if not target.startswith(b"/"):
+            raise RefusedRequestError("the target is no path")
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
@@ -71,10 +80,4 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.send_400_response("Request header fields too large.")
 
     def _late(self) -> None:
-        self._deadline = None
         self.transport.close()
-
-    def _in_time(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None

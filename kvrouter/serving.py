@@ -8,21 +8,27 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
+import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from indexer.app import indexer_app
 from indexer.errors import RequestError
+from kvrouter.fast_lane import FastLaneProtocol, uvicorn_fits
 from kvrouter.http_protocol import BoundedHttpProtocol
 from router.app import running_router
 from router.config_reload import SettingsFile
 from router.embedded_index import running_indexer
 from router.match_requests import match_reader
+from router.proxy import Entrance
 from router.settings import ServerSettings, Settings
 from router.siblings import Siblings
 from router.tokenizer_source import configured_tokenizers
+
+log = structlog.get_logger()
 
 # Longer than clients and balancers keep an idle connection: a request on one that we close meanwhile would be lost.
 KEEP_ALIVE_SECONDS = 75
@@ -123,7 +129,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=BoundedHttpProtocol,
+            http=_http_protocol(app),  # type: ignore[arg-type]  # called as a class is
             ssl_certfile=certificate,
             ssl_keyfile=key,
             log_level="warning",
@@ -141,6 +147,16 @@ class HttpServer(uvicorn.Server):
         """Let clients connect anew, elsewhere if they can, instead of reusing their connections."""
         self.config.encoded_headers.append((b"connection", b"close"))
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+
+
+def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol]:
+    entrance: Entrance | None = getattr(app.state, "entrance", None)
+    if entrance is None or not entrance.settings.fast_lane:
+        return BoundedHttpProtocol
+    if not uvicorn_fits():
+        log.warning("the fast lane is closed: it does not know this uvicorn", version=uvicorn.__version__)
+        return BoundedHttpProtocol
+    return partial(FastLaneProtocol, entrance)
 
 
 async def _run_app(app: FastAPI, listening: socket.socket, settings: ServerSettings, name: str) -> None:

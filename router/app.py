@@ -39,7 +39,7 @@ from router.match_requests import match_reader
 from router.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.model_cards import model_card, model_cards
 from router.policies import WITHOUT_PROMPTS, policy_named
-from router.proxy import Proxy
+from router.proxy import Entrance, Proxy
 from router.rates import Rates
 from router.readiness import Readiness
 from router.routing import Router
@@ -128,8 +128,10 @@ async def running_router(
         stack.push_async_callback(upstreams.close)
         fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
         forwarding = Forwarding(router, admission, fleet, upstreams, settings.proxy, requests)
-        proxy = Proxy(forwarding, settings.server)
         readiness = Readiness(fleet, indexer, settings.events.catch_up_timeout)
+        access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
+        visits = Visits(access, tracing, requests, settings.logs.access)
+        entrance = Entrance(visits, forwarding, settings.server)
         app = _app(
             indexer,
             match_reader(tokenizers, router.resolve),
@@ -139,15 +141,14 @@ async def running_router(
             router,
             admission,
             audit,
-            proxy,
+            Proxy(entrance),
             registry,
             session,
             settings,
             readiness,
         )
         app.state.readiness = readiness
-        access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
-        visits = Visits(access, tracing, requests, settings.logs.access)
+        app.state.entrance = entrance
         app.add_middleware(VisitedApp, visits)
         if siblings:
             app.add_middleware(AllProcesses, siblings, fleet)

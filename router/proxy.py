@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -11,18 +12,27 @@ from indexer.errors import RequestError
 from router.exchange import Exchange, Forwarding
 from router.settings import ServerSettings
 from router.upstream.origin import Headers
-from router.visit import visit_of
+from router.visit import Visits, visit_of
 
 # An answer of which more is held for a client that does not read is not read on.
 _HELD_BYTES = 64 * 1024
 
 
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """What whoever takes in requests for workers needs."""
+
+    visits: Visits
+    forwarding: Forwarding
+    settings: ServerSettings
+
+
 class Proxy:
     """An ASGI application that forwards requests to workers."""
 
-    def __init__(self, forwarding: Forwarding, settings: ServerSettings) -> None:
-        self._forwarding = forwarding
-        self._settings = settings
+    def __init__(self, entrance: Entrance) -> None:
+        self._forwarding = entrance.forwarding
+        self._settings = entrance.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         query = scope["query_string"]

@@ -88,6 +88,7 @@ class ServerSettings(_Section):
     processes: PositiveInt = 1
     drain_seconds: NonNegative = 0.0
     shutdown_timeout: NonNegative = 30.0
+    fast_lane: bool = True
     token: str = ""
     certificate: Path | None = None
     key: Path | None = None

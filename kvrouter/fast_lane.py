@@ -1,0 +1,434 @@
+"""The fast lane: requests for workers, served inside uvicorn's protocol class, without ASGI between.
+
+A request's head is collected here first. A POST to an endpoint of the workers is the lane's: its body is collected, an
+exchange sends it on, and what the worker answers is written to the client as it comes. Any other head, and what wants
+another protocol, is told to uvicorn's class as if it had just been read.
+
+              ┌─ not ours ──▶ uvicorn's cycle ──▶ ASGI
+    head ─────┤
+              └─ ours ──▶ body ──▶ exchange ──▶ answer ──▶ the next request
+
+One request of a connection is served at a time. What is pipelined behind it is kept parsed, and nothing more is read
+until its turn comes. Answers are framed here anew, so that nothing but what was understood is ever passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import deque
+from functools import lru_cache
+from http import HTTPStatus
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from indexer.errors import RequestError
+from kvrouter.http_protocol import BoundedHttpProtocol
+from router.endpoints import BY_LOAD, PROMPTED
+from router.exchange import Exchange
+from router.proxy import Entrance, too_large, too_slow
+from router.upstream.origin import Headers
+from router.visit import Visit
+
+_PATHS = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
+_STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+# How long the rest of a body that was refused is read, so that its client gets to read the answer.
+_LINGER_SECONDS = 5.0
+# More than so much is not copied behind a head.
+_ONE_BUFFER = 64 * 1024
+
+
+class _Request:
+    """A request as it comes. It can stand in for the parser when uvicorn is told of it."""
+
+    __slots__ = (
+        "body",
+        "complete",
+        "expects",
+        "handed_over",
+        "headers",
+        "keeps_alive",
+        "method",
+        "size",
+        "upgrades",
+        "url",
+        "version",
+    )
+
+    def __init__(self) -> None:
+        self.method = b""
+        self.url = b""
+        self.version = ""
+        self.headers: Headers = []
+        self.body: list[bytes] = []
+        self.size = 0
+        self.keeps_alive = self.upgrades = self.expects = self.complete = self.handed_over = False
+
+    @property
+    def is_ours(self) -> bool:
+        path, _, query = self.url.partition(b"?")
+        return self.method == b"POST" and path in _PATHS and not self.upgrades and b"#" not in query
+
+    def get_method(self) -> bytes:
+        return self.method
+
+    def get_http_version(self) -> str:
+        return self.version
+
+    def should_keep_alive(self) -> bool:
+        return self.keeps_alive
+
+    def should_upgrade(self) -> bool:
+        return self.upgrades
+
+
+class FastLaneProtocol(BoundedHttpProtocol):
+    """A client's connection. It is the client of its exchange."""
+
+    def __init__(
+        self,
+        entrance: Entrance,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._entrance = entrance
+        self._reading = _Request()  # what the parser is at
+        self._queue: deque[_Request] = deque()
+        self._bad: str | None = None  # what follows cannot be read
+        # The request that is served here, and its answer.
+        self._current: _Request | None = None
+        self._visit: Visit | None = None
+        self._exchange: Exchange | None = None
+        self._keeps_alive = True
+        self._begun = self._chunked = self._until_close = self._lingering = False
+
+    # The parser
+
+    def on_message_begin(self) -> None:
+        self._reading = _Request()
+        self._begin_head()
+
+    def on_url(self, url: bytes) -> None:
+        self._reading.url += url
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._reading.expects = True
+        self._reading.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        request = self._reading
+        self._end_head(request.url)
+        request.method = self.parser.get_method()
+        request.version = self.parser.get_http_version()
+        request.keeps_alive = self.parser.should_keep_alive() and request.version == "1.1"
+        if not self._takes_more:
+            return
+        if self._busy or self._queue:
+            # Whatever it would upgrade to, it is too late for that: others were before it.
+            self._queue.append(request)
+            self.flow.pause_reading()
+        else:
+            request.upgrades = self.parser.should_upgrade()
+            self._take(request)
+
+    def on_body(self, body: bytes) -> None:
+        request = self._reading
+        if request.handed_over:
+            super().on_body(body)
+        elif request is self._current or request in self._queue:
+            request.size += len(body)
+            if request.size <= self._entrance.settings.max_body_bytes:
+                request.body.append(body)
+            elif request is self._current:
+                self._refuse(too_large(self._entrance.settings))
+
+    def on_message_complete(self) -> None:
+        request = self._reading
+        request.complete = True
+        if request.handed_over:
+            super().on_message_complete()
+        elif request is self._current:
+            self._start(request)
+        elif self._lingering:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._current is not None and not self._current.complete:
+            visit = self._done()
+            visit.answered(400, [])
+            visit.end()
+        if self._busy or self._queue:
+            self._bad = msg  # the answers that are due come first
+            self.flow.pause_reading()
+        elif self._lingering:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    # Requests in their turn
+
+    @property
+    def _busy(self) -> bool:
+        return self._current is not None or (self.cycle is not None and not self.cycle.response_complete)
+
+    @property
+    def _takes_more(self) -> bool:
+        """Whether another request may follow the last one that came."""
+        if self._lingering or self.transport.is_closing():
+            return False
+        if self._queue:
+            return self._queue[-1].keeps_alive
+        if self._current is not None:
+            return self._keeps_alive
+        return self.cycle is None or self.cycle.response_complete or self.cycle.keep_alive
+
+    def _take(self, request: _Request) -> None:
+        if not request.is_ours:
+            self._hand_over(request)
+            return
+        self._current = request
+        self._begun = self._chunked = self._until_close = False
+        self._keeps_alive = request.keeps_alive
+        self._visit = visit = self._entrance.visits.begin(
+            "POST", request.url.partition(b"?")[0].decode(), request.headers
+        )
+        settings = self._entrance.settings
+        try:
+            visit.admit()
+            if request.size > settings.max_body_bytes or _length(request.headers) > settings.max_body_bytes:
+                raise too_large(settings)
+        except RequestError as error:
+            self._refuse(error)
+            return
+        if request.complete:
+            self._start(request)
+            return
+        if request.expects and not request.body and request.version == "1.1":
+            self.transport.write(_CONTINUE)
+        self._deadline.set(settings.body_timeout)
+
+    def _start(self, request: _Request) -> None:
+        self._deadline.clear()
+        assert self._visit is not None
+        self._exchange = Exchange(self._entrance.forwarding, self._visit, request.url, self)
+        body = request.body
+        self._exchange.start(body[0] if len(body) == 1 else b"".join(body))
+
+    def _hand_over(self, request: _Request) -> None:
+        """Let uvicorn serve a request, of which all came that came so far."""
+        request.handed_over = True
+        parser, self.parser = self.parser, request  # type: ignore[assignment]
+        try:
+            HttpToolsProtocol.on_message_begin(self)
+            HttpToolsProtocol.on_url(self, request.url)
+            for name, value in request.headers:
+                HttpToolsProtocol.on_header(self, name, value)
+            HttpToolsProtocol.on_headers_complete(self)
+            if request.body:
+                HttpToolsProtocol.on_body(self, b"".join(request.body))
+            if request.complete:
+                HttpToolsProtocol.on_message_complete(self)
+        finally:
+            self.parser = parser
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer a request without sending it anywhere."""
+        assert self._visit is not None
+        self.begin(error.status, *self._visit.refusal(error), True)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._plan_next()
+
+    def _plan_next(self) -> None:
+        if self._queue or self._bad is not None:
+            self.loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        if self._busy or self.transport.is_closing():
+            return
+        if self._queue:
+            request = self._queue.popleft()
+            if not self._queue and self._bad is None:
+                self.flow.resume_reading()
+            self._take(request)
+        elif self._bad is not None:
+            super().send_400_response(self._bad)
+
+    # The answer
+
+    def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:
+        request, visit = self._current, self._visit
+        assert request is not None
+        assert visit is not None
+        self._begun = True
+        if not request.complete:
+            self._keeps_alive = False
+        common, closes = _common(self.server_state)
+        if closes:
+            self._keeps_alive = False
+        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, common]
+        has_length = False
+        for name, value in visit.answered(status, headers):
+            has_length = has_length or name == b"content-length"
+            lines.append(b"%b: %b\r\n" % (name, value))
+        if not has_length and status not in (204, 304):
+            if ended:
+                lines.append(b"content-length: %d\r\n" % len(data))
+            elif request.version == "1.1":
+                lines.append(b"transfer-encoding: chunked\r\n")
+                self._chunked = True
+            else:
+                self._until_close, self._keeps_alive = True, False
+        if not self._keeps_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        if data:
+            visit.passed(len(data))
+            if self._chunked:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+        if len(data) <= _ONE_BUFFER:
+            lines.append(data)
+            self.transport.write(b"".join(lines))
+        else:
+            self.transport.write(b"".join(lines))
+            self.transport.write(data)
+        if ended:
+            self._answered()
+
+    def more(self, data: bytes, ended: bool) -> None:
+        assert self._visit is not None
+        if data:
+            self._visit.passed(len(data))
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            if ended:
+                data += b"0\r\n\r\n"
+        if data:
+            self.transport.write(data)
+        if ended:
+            self._answered()
+
+    def break_off(self) -> None:
+        self._done().end()
+        # A body that ends with the connection must not seem to be whole.
+        if self._until_close:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _answered(self) -> None:
+        request = self._current
+        assert request is not None
+        self._done().end()
+        self.server_state.total_requests += 1
+        if self._keeps_alive:
+            self._deadline.set(self.timeout_keep_alive)
+            self._plan_next()
+        elif request.complete:
+            self.transport.close()
+        else:
+            self._lingering = True
+            self._deadline.set(_LINGER_SECONDS)
+
+    def _done(self) -> Visit:
+        """Nothing is served any more."""
+        visit = self._visit
+        assert visit is not None
+        self._current = self._visit = self._exchange = None
+        return visit
+
+    # The connection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        exchange = self._exchange
+        if self._current is not None:
+            if exchange is not None:
+                exchange.client_left()
+            else:
+                self._entrance.forwarding.metrics.abandoned.inc()
+            self._done().end()
+        self._queue.clear()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._exchange is not None:
+            self._exchange.resume()
+
+    def shutdown(self) -> None:
+        if self._current is not None:
+            self._keeps_alive = False
+            self._queue.clear()
+        else:
+            super().shutdown()
+
+    def _late(self) -> None:
+        if self._current is not None and not self._current.complete:
+            self._refuse(too_slow(self._entrance.settings))
+        else:
+            super()._late()
+
+
+def _length(headers: Headers) -> int:
+    return next((int(value) for name, value in headers if name == b"content-length"), 0)
+
+
+@lru_cache(maxsize=4)
+def _joined(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bool]:
+    lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"connection"]
+    return b"".join(lines), (b"connection", b"close") in headers
+
+
+def _common(state: ServerState) -> tuple[bytes, bool]:
+    """The headers of every answer (the date, which changes each second), and whether connections are to be closed."""
+    return _joined(tuple(state.default_headers))
+
+
+# What is used of uvicorn's class, and how it is called.
+_METHODS = {
+    "connection_made": ["self", "transport"],
+    "connection_lost": ["self", "exc"],
+    "data_received": ["self", "data"],
+    "on_message_begin": ["self"],
+    "on_url": ["self", "url"],
+    "on_header": ["self", "name", "value"],
+    "on_headers_complete": ["self"],
+    "on_body": ["self", "body"],
+    "on_message_complete": ["self"],
+    "on_response_complete": ["self"],
+    "send_400_response": ["self", "msg"],
+    "shutdown": ["self"],
+    "pause_writing": ["self"],
+    "resume_writing": ["self"],
+}
+_ATTRIBUTES = {"parser", "loop", "transport", "flow", "cycle", "server_state", "timeout_keep_alive"}
+
+
+def uvicorn_fits(protocol: type = HttpToolsProtocol, cycle: type = RequestResponseCycle) -> bool:
+    """Whether uvicorn's classes are as this module knows them."""
+    for name, parameters in _METHODS.items():
+        method = getattr(protocol, name, None)
+        if method is None or list(inspect.signature(method).parameters) != parameters:
+            return False
+    known, known_of_cycle = _names_in_init(protocol), _names_in_init(cycle)
+    return known >= _ATTRIBUTES and known_of_cycle >= {"response_complete", "keep_alive"}
+
+
+def _names_in_init(kind: type) -> set[str]:
+    return set(inspect.getattr_static(kind, "__init__").__code__.co_names)
