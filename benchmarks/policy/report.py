@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.policy.measures import Measures
-from benchmarks.policy.sides import OURS, OURS_LATE
+from benchmarks.policy.sides import OURS, OURS_AT_ONCE
 
 _COLUMNS = ("hit rate", "TTFT p50", "p90", "(spread)", "p99", "TPOT p50", "p90", "goodput")
 
@@ -50,7 +50,7 @@ class CellResult:
         return [
             side
             for side in self.by_side
-            if side not in (OURS.name, OURS_LATE.name)
+            if side not in (OURS.name, OURS_AT_ONCE.name)
             and median(self.ttft_p90(side)) < 0.95 * median(mine)
             and 2 * sum(b < 0.95 * a for a, b in zip(mine, self.ttft_p90(side), strict=True)) > len(mine)
         ]
@@ -58,15 +58,15 @@ class CellResult:
 
 def verdict(results: Iterable[CellResult]) -> str:
     """Each cell in a line: ours against the best peer, TTFT p90."""
-    rows = [["TTFT p90", OURS.name, OURS_LATE.name, "best peer", "", "ours / best peer"]]
+    rows = [["TTFT p90", OURS.name, OURS_AT_ONCE.name, "best peer", "", "ours / best peer"]]
     for result in results:
-        ours, late = (median(result.ttft_p90(side.name)) for side in (OURS, OURS_LATE))
+        ours, at_once = (median(result.ttft_p90(side.name)) for side in (OURS, OURS_AT_ONCE))
         peers = {
-            side: median(result.ttft_p90(side)) for side in result.by_side if side not in (OURS.name, OURS_LATE.name)
+            side: median(result.ttft_p90(side)) for side in result.by_side if side not in (OURS.name, OURS_AT_ONCE.name)
         }
         best = min(peers, key=lambda side: peers[side])
         lost = " (lost)" if result.lost_to(OURS.name) else ""
-        row = [_seconds(ours), _seconds(late), _seconds(peers[best]), best, f"{ours / peers[best]:.2f}{lost}"]
+        row = [_seconds(ours), _seconds(at_once), _seconds(peers[best]), best, f"{ours / peers[best]:.2f}{lost}"]
         rows.append([result.name, *row])
     return markdown(rows)
 

@@ -1,4 +1,4 @@
-"""The policies of a run, in the order of its tables. Ours comes with late binding and without."""
+"""The policies of a run, in the order of its tables. Ours comes with late binding, as the router has it, and without."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Side:
         return policy_named(PolicySettings(name=self.policy), random)
 
 
-OURS = Side("kv_aware", PolicyName.KV_AWARE)
-OURS_LATE = Side("kv_aware, late", PolicyName.KV_AWARE, late_binding=True)
+OURS = Side("kv_aware", PolicyName.KV_AWARE, late_binding=True)
+OURS_AT_ONCE = Side("kv_aware, at once", PolicyName.KV_AWARE)
 PEERS = [
     Side(name.value, name)
     for name in (
@@ -36,4 +36,4 @@ PEERS = [
         PolicyName.ROUND_ROBIN,
     )
 ]
-SIDES = [OURS, OURS_LATE, *PEERS]
+SIDES = [OURS, OURS_AT_ONCE, *PEERS]

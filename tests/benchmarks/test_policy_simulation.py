@@ -16,7 +16,7 @@ from benchmarks.policy.grid import Cell, full_grid, play, quick_grid
 from benchmarks.policy.measures import Measures, measured, percentile
 from benchmarks.policy.profiles import LLAMA_70B
 from benchmarks.policy.report import CellResult, markdown, verdict
-from benchmarks.policy.sides import OURS, OURS_LATE, SIDES
+from benchmarks.policy.sides import OURS, OURS_AT_ONCE, SIDES
 from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest
 from benchmarks.policy.workloads import CONVERSATION
 from router.rates import prefill_seconds
@@ -142,7 +142,7 @@ def test_measures_leave_the_warm_up_out() -> None:
 
 
 def result(**ttft_p90: list[float]) -> CellResult:
-    sides = {name.replace("_late", ", late"): values for name, values in ttft_p90.items()}
+    sides = {name.replace("_at_once", ", at once"): values for name, values in ttft_p90.items()}
     return CellResult(
         "cell", {name: [Measures(0.5, 0.1, p90, 1.0, 0.02, 0.03, 4.0) for p90 in p90s] for name, p90s in sides.items()}
     )
@@ -150,18 +150,18 @@ def result(**ttft_p90: list[float]) -> CellResult:
 
 def test_a_cell_is_lost_to_a_peer_that_is_better_beyond_noise() -> None:
     ours = [1.0, 1.1, 1.2]
-    lost = result(kv_aware=ours, kv_aware_late=ours, a=[0.8, 0.9, 1.3], b=[0.97, 1.09, 1.1], c=[2.0, 2.0, 2.0])
+    lost = result(kv_aware=ours, kv_aware_at_once=ours, a=[0.8, 0.9, 1.3], b=[0.97, 1.09, 1.1], c=[2.0, 2.0, 2.0])
     assert lost.lost_to(OURS.name) == ["a"]
     assert "(lost)" in verdict([lost])
-    even = result(kv_aware=ours, kv_aware_late=ours, b=[0.97, 1.09, 1.19])
-    assert even.lost_to(OURS.name) == even.lost_to(OURS_LATE.name) == []
+    even = result(kv_aware=ours, kv_aware_at_once=ours, b=[0.97, 1.09, 1.19])
+    assert even.lost_to(OURS.name) == even.lost_to(OURS_AT_ONCE.name) == []
     assert "1.01" in verdict([even])
 
 
 def test_tables_are_aligned() -> None:
     table = markdown([["a", "b"], ["long", "1.25"]])
     assert table.splitlines() == ["| a    |    b |", "| ---- | ---: |", "| long | 1.25 |"]
-    assert len({len(line) for line in result(kv_aware=[1.0], kv_aware_late=[123.0]).table().splitlines()}) == 1
+    assert len({len(line) for line in result(kv_aware=[1.0], kv_aware_at_once=[123.0]).table().splitlines()}) == 1
 
 
 def test_the_grids_have_names_that_tell_cells_apart() -> None:
