@@ -1,4 +1,4 @@
-"""The policies of a run, in the order of its tables. Ours comes with late binding, as the router has it, and without."""
+"""The policies of a run, in the order of its tables. Ours comes as the router has it, and without late binding."""
 
 from __future__ import annotations
 
