@@ -150,6 +150,10 @@ class Admission:
             return Held.SATURATED
         return Held.LATE_BINDING if self._late_binding and self._router.busy(choice) else None
 
+    def saturated(self, worker: Worker, dp_rank: int) -> bool:
+        """Whether a rank is at its limits."""
+        return not self._router.room(worker, dp_rank, self.limits, 1)
+
     def freed(self, ended: bool) -> None:
         """A prefill ended, or a whole request."""
         if ended:

@@ -222,6 +222,7 @@ def _app(
                 for rank in entry["ranks"]:
                     now = load.of(worker.url, rank["dp_rank"])
                     rank["load"] = {"requests": now.requests, "pending": now.pending, "context": now.context}
+                    rank["saturated"] = admission.saturated(worker, rank["dp_rank"])
                     far = sharing.elsewhere.of(worker.url, rank["dp_rank"])
                     rank["elsewhere"] = {"requests": far.requests, "pending": far.pending, "context": far.context}
         known = {entry["worker"] for entry in report}

@@ -289,7 +289,7 @@ class Router:
         targets = [(each, rank) for each in self._serving_now(prompt.name, without) for rank in each.ranks()]
         late_binding = late_binding and len(targets) > 1
         return any(
-            self._room(worker, dp_rank, limits, prompt.tokens)
+            self.room(worker, dp_rank, limits, prompt.tokens)
             and not (late_binding and self._must_wait(worker, dp_rank))
             for worker, dp_rank in targets
         )
@@ -396,7 +396,7 @@ class Router:
             for worker in workers:
                 rates = self._learned.rates.of(worker.url, served.model, slowest) if slowest else None
                 for dp_rank in worker.ranks():
-                    if not self._room(worker, dp_rank, limits, prompt.tokens):
+                    if not self.room(worker, dp_rank, limits, prompt.tokens):
                         continue
                     candidate = self._loaded(Target(worker.url, dp_rank, served.model), worker, rates)
                     by_events = sum(
@@ -428,7 +428,7 @@ class Router:
             rates=rates,
         )
 
-    def _room(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
+    def room(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
         """Whether a rank may get one more request."""
         if limits.unlimited:
             return True
@@ -481,7 +481,7 @@ class Router:
         able: dict[_Served, list[Worker]] = {}
 
         def room(worker: Worker) -> bool:
-            return any(self._room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
+            return any(self.room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
 
         for worker in [each for each in workers if each.url == owner] or choosable(workers, self._random, room):
             served = worker.served(name) if name is not None else None

@@ -132,6 +132,7 @@ async def test_a_request_waits_for_the_end_of_another() -> None:
         await asking.queued("second")
         assert gate.arrived == ["first"]
         assert await routed.metric("kvrouter_admission_queue_length", priority="normal") == 1
+        assert [rank["saturated"] for rank in (await routed.workers())[0]["ranks"]] == [True]
         gate.open(2)
         assert (await asking.reply("second")).status == 200
         assert await routed.metric("kvrouter_admission_wait_seconds_count", reason="saturated") == 1
