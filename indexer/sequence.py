@@ -59,12 +59,14 @@ class SequenceSettings:
     `replay_timeout`: silence after which a replay is given up. `replay_rounds`: how often a hole is asked for again
     when nothing new came. `idle_check`: the longest silence of a stream before it is checked for a lost tail.
     `pending_batches`: how many batches may wait for a replay.
+    `snapshot_interval`: the shortest time between two snapshots, however much gets lost.
     """
 
     replay_timeout: float = 1.0
     replay_rounds: int = 3
     idle_check: float = 30.0
     pending_batches: int = 20_000
+    snapshot_interval: float = 5.0
 
 
 @dataclass(slots=True)
@@ -98,7 +100,6 @@ class _Replay:
 
 # After a connection a lost tail is most likely, so the first check comes this soon; each further one twice as late.
 _FIRST_CHECK = 1.0
-_SNAPSHOT_INTERVAL = 5.0  # seconds between two, however much gets lost
 
 
 class StreamSequence:
@@ -286,7 +287,7 @@ class StreamSequence:
 
     def _ask_snapshot(self, now: float, rounds_left: int = 0) -> list[Action]:
         """Ask for all that is held; if there is no such thing, there are rounds left to ask for the batches again."""
-        self._snapshot_at = now + _SNAPSHOT_INTERVAL
+        self._snapshot_at = now + self._settings.snapshot_interval
         if self._behind or self.state is StreamState.CONNECTING:
             self.state = StreamState.REPLAYING
         elif self._missing is not None:
@@ -338,7 +339,7 @@ class StreamSequence:
 
     def _no_snapshot(self, replay: _Replay, now: float) -> list[Action]:
         """There is none, or it broke off."""
-        self._snapshot_at = now + (_SNAPSHOT_INTERVAL if replay.parts else self._settings.idle_check)
+        self._snapshot_at = now + (self._settings.snapshot_interval if replay.parts else self._settings.idle_check)
         if replay.rounds_left and not replay.parts and self._behind:
             return self._ask(now, replay.rounds_left)
         return self._give_up(now)

@@ -139,6 +139,8 @@ class StreamReader:
         if self._thread.is_alive():
             self._tell(lambda: None)
             self._thread.join()
+        while not self._commands.empty():  # streams that were opened and not yet followed have sockets, too
+            self._commands.get_nowait()()
         for stream in self._streams.values():
             self._close(stream)
         self._wake_in.close(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvevents import BlockRemoved, BlockStored, WireForm
+from kvevents import BlockStored, WireForm
 
 _VLLM = frozenset({WireForm.VLLM_MAPS, WireForm.VLLM_ARRAYS})
 
@@ -27,9 +27,10 @@ def in_dialect(event: BlockStored, form: WireForm) -> BlockStored | None:
     return event
 
 
-def can_remove(event: BlockRemoved, form: WireForm) -> bool:
-    """Whether a removal concerns blocks that a dialect can tell of."""
-    return not event.group_idx or form in _VLLM or form is WireForm.SGLANG_MAPS
+def hash_types(form: WireForm) -> frozenset[type[int] | type[bytes]]:
+    """What a block hash may be: SGLang's decoders take numbers only."""
+    sglang = form in (WireForm.SGLANG_MAPS, WireForm.SGLANG_ARRAYS)
+    return frozenset({int}) if sglang else frozenset({int, bytes})
 
 
 def _with_salt_in_keys(event: BlockStored) -> BlockStored:

@@ -354,7 +354,7 @@ class ZmqEventPublisher(EventPublisher):
                 progressed = True
                 if reason:
                     self.abandoned_replays += 1
-                    logger.warning("a replay of DP rank %d was given up: %s", self._attn_dp_rank, reason)
+                    logger.info("a replay of DP rank %d was given up: %s", self._attn_dp_rank, reason)
         return progressed
 
     def _send_chunk(self, replay: _Replay) -> bool:

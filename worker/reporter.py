@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
-from worker.dialect import can_remove, in_dialect
+from worker.dialect import hash_types, in_dialect
 from worker.held_blocks import HeldBlocks
 from worker.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, PublisherConfig, Snapshot
 
@@ -36,7 +36,6 @@ MAX_EVENTS = 256  # in a batch; the next one goes out without waiting for the st
 MAX_DELAY_S = 0.1  # that an event waits for its step
 
 _encode = msgspec.msgpack.Encoder().encode
-_HASH_TYPES = frozenset({int, bytes})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +69,11 @@ class Reporter:
         self.silent_because = silent_because
         self.untold = 0
         self._form = publisher.wire_form
+        self._hash_types = hash_types(self._form)
         self._process = os.getpid()
         self._lock = threading.Lock()  # guards all below
         self._held = HeldBlocks()
-        self._hidden: set[EngineHash] = set()  # blocks that the dialect has no words for
+        self._hidden: set[tuple[int, EngineHash]] = set()  # blocks of a group that the dialect has no words for
         # What an earlier life of this engine told is no longer true.
         self._events: list[Event] = [AllBlocksCleared()]
         self._oldest_at = time.monotonic()
@@ -177,7 +177,7 @@ class Reporter:
         if not self._is_open():
             return
         event = BlockRemoved(list(block_hashes), medium, group_idx)
-        _check_hashes("block_hashes", event.block_hashes)
+        self._check_hashes("block_hashes", event.block_hashes)
         with self._lock:
             self._remove(event)
 
@@ -197,7 +197,7 @@ class Reporter:
             if isinstance(event, BlockStored):
                 self._check_stored(event)
             elif isinstance(event, BlockRemoved):
-                _check_hashes("block_hashes", event.block_hashes)
+                self._check_hashes("block_hashes", event.block_hashes)
             with self._lock:
                 if isinstance(event, BlockStored):
                     self._store(event)
@@ -233,9 +233,9 @@ class Reporter:
 
     def _check_stored(self, event: BlockStored) -> None:
         hashes = event.block_hashes
-        _check_hashes("block_hashes", hashes)
+        self._check_hashes("block_hashes", hashes)
         if event.parent_block_hash is not None:
-            _check_hashes("parent_block_hash", [event.parent_block_hash])
+            self._check_hashes("parent_block_hash", [event.parent_block_hash])
         if event.extra_keys is not None and len(event.extra_keys) != len(hashes):
             raise ValueError(f"extra_keys: {len(event.extra_keys)} entries for {len(hashes)} blocks")
         if event.extra_keys is not None:
@@ -247,21 +247,34 @@ class Reporter:
         if whole and event.token_ids and len(event.token_ids) != len(hashes) * event.block_size:
             raise ValueError(f"token_ids: {len(event.token_ids)} for {len(hashes)} blocks of {event.block_size} tokens")
 
+    def _check_hashes(self, field: str, hashes: list[EngineHash]) -> None:
+        if not self._hash_types.issuperset(map(type, hashes)):
+            expected = " or ".join(sorted(each.__name__ for each in self._hash_types))
+            raise ValueError(f"{field}: a block hash is {expected} in the {self._form.value} dialect")
+        try:
+            _encode(hashes)
+        except OverflowError as error:
+            raise ValueError(f"{field}: a hash takes more than 64 bits") from error
+
     def _store(self, event: BlockStored) -> None:
         told = in_dialect(event, self._form)
-        if told is None or (self._hidden and event.parent_block_hash in self._hidden):
+        group = event.group_idx or 0
+        if told is None or (self._hidden and (group, event.parent_block_hash) in self._hidden):
             if not self.untold:
                 logger.warning("KV events: %s has no words for some blocks, which are not reported", self._form.value)
             self.untold += len(event.block_hashes)
-            self._hidden.update(event.block_hashes)
+            self._hidden.update((group, block) for block in event.block_hashes)
             return
         self._add(self._held.store(told))
 
     def _remove(self, event: BlockRemoved) -> None:
         if self._hidden:
-            self._hidden.difference_update(event.block_hashes)
-        if can_remove(event, self._form):
-            self._add(self._held.remove(event))
+            group = event.group_idx or 0
+            hidden = self._hidden.intersection((group, block) for block in event.block_hashes)
+            self._hidden -= hidden
+            left = [block for block in event.block_hashes if (group, block) not in hidden]
+            event = BlockRemoved(left, event.medium, event.group_idx)
+        self._add(self._held.remove(event))
 
     def _clear(self, medium: str | None) -> None:
         if medium is not None:
@@ -312,12 +325,3 @@ class Reporter:
             with self._lock:
                 if self._events and not self._closed and time.monotonic() - self._oldest_at > MAX_DELAY_S / 2:
                     self._flush()
-
-
-def _check_hashes(field: str, hashes: list[EngineHash]) -> None:
-    if not _HASH_TYPES.issuperset(map(type, hashes)):
-        raise ValueError(f"{field}: block hashes are ints or bytes")
-    try:
-        _encode(hashes)
-    except OverflowError as error:
-        raise ValueError(f"{field}: a hash takes more than 64 bits; send it as bytes") from error
