@@ -52,10 +52,13 @@ def _session(receiver: ShmEngine) -> Channel:
     return channel
 
 
-def _ended(channel: Channel) -> bool:
+def _reason(channel: Channel) -> str:
+    """Why the receiver ends the session."""
+    with pytest.raises(RefusedError) as caught:
+        expect(channel, Kind.MEMORY, time.monotonic() + 5)
     with pytest.raises(PeerLostError):
         channel.receive(time.monotonic() + 5)
-    return True
+    return str(caught.value)
 
 
 def test_memory_that_could_shrink_is_not_mapped(receiver: ShmEngine) -> None:
@@ -65,15 +68,15 @@ def test_memory_that_could_shrink_is_not_mapped(receiver: ShmEngine) -> None:
         channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE))
         socket.send_fds(channel.socket, [b"\0"], [file])
         os.close(file)
-        assert _ended(channel)
+        assert "not sealed against shrinking" in _reason(channel)
 
 
 def test_memory_that_is_no_file_or_missing_ends_the_session(receiver: ShmEngine) -> None:
-    for files in ([0], []):
+    for files, reason in (([0], "can't be mapped"), ([], "0 files for 1 arrays")):
         with closing(_session(receiver)) as channel:
             channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE))
             socket.send_fds(channel.socket, [b"\0"], files)
-            assert _ended(channel)
+            assert reason in _reason(channel)
 
 
 def _sealed(length: int) -> int:
@@ -89,7 +92,7 @@ def test_a_length_beyond_the_file_ends_the_session(receiver: ShmEngine) -> None:
         file = _sealed(SIZE)
         socket.send_fds(channel.socket, [b"\0"], [file])
         os.close(file)
-        assert _ended(channel)
+        assert f"has no {SIZE + 1} bytes" in _reason(channel)
 
 
 def test_a_source_outside_of_the_shared_memory_is_refused(receiver: ShmEngine, arena: Bytes) -> None:
@@ -99,6 +102,7 @@ def test_a_source_outside_of_the_shared_memory_is_refused(receiver: ShmEngine, a
         file = _sealed(SIZE)
         socket.send_fds(channel.socket, [b"\0"], [file])
         os.close(file)
+        expect(channel, Kind.MEMORY, time.monotonic() + 5)
         for source in (4095, 4096 + SIZE, 0, (1 << 64) - 1):
             channel.send(Kind.WRITE, encode_runs(KEY, _u8(source), destination, _u8(1)))
             with pytest.raises(RefusedError, match="does not share its source"):

@@ -93,6 +93,7 @@ class ShmEngine(Endpoint):
         channel.send(Kind.MEMORY, b"".join(_REGION.pack(start, array.size) for start, _, array in shared), deadline)
         if shared:
             socket.send_fds(channel.socket, [b"\0"], [file for _, file, _ in shared])
+        expect(channel, Kind.MEMORY, deadline)  # empty: it is mapped
 
         def send(key: GrantKey, frame: Writes, deadline: float) -> None:
             channel.send(Kind.WRITE, encode_runs(key, *frame), deadline)
@@ -100,8 +101,13 @@ class ShmEngine(Endpoint):
         return FrameWriter(channel, self._sources, send)
 
     def _serve(self, channel: Channel) -> None:
-        _check_user(channel)
-        peer = _receive_memory(channel)
+        try:
+            _check_user(channel)
+            peer = _receive_memory(channel)
+        except PeerLostError as error:
+            channel.send(Kind.REFUSED, str(error).encode())
+            raise
+        channel.send(Kind.MEMORY)
         while True:
             key, columns = decode_runs(expect(channel, Kind.WRITE), 3)
             writes = Writes(*columns)
