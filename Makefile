@@ -7,7 +7,7 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-engine bench-index bench-policy bench-faults bench-chaos test-helm chart-docs lint
+.PHONY: demo test test-engine bench-index bench-policy bench-faults bench-chaos test-helm chart-docs lint test-transfer bench-transfer
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -30,6 +30,13 @@ bench-chaos: .venv/installed
 
 bench-faults: .venv/installed
 	$(BIN)/pytest tests/indexer/test_faults.py -q -s -p no:randomly $(ARGS)
+
+# The transfer engines over Mooncake and NIXL. Both move host memory here, Mooncake over TCP, NIXL over UCX.
+test-transfer: .venv/installed .venv/transfer
+	$(BIN)/pytest tests/worker -m transfer $(ARGS)
+
+bench-transfer: .venv/installed .venv/transfer
+	$(BIN)/python -m benchmarks.transfer $(ARGS)
 
 # The chart: lint, render and check it with the official Helm library and Kubernetes' schemas; lint the container image.
 test-helm: .venv/installed .venv/helm-test
@@ -54,6 +61,14 @@ lint: .venv/installed
 
 .venv/helm-test: pyproject.toml .venv/installed
 	$(BIN)/pip install --quiet --editable '.[helm-test]'
+	@touch $@
+
+# NIXL without its dependencies: they are for GPUs. Mooncake also needs Debian's libibverbs1.
+.venv/transfer: pyproject.toml .venv/installed
+	@$(BIN)/pip install --quiet --editable '.[mooncake]' \
+		|| { echo "Mooncake can't be installed here: its tests are skipped, its figures left out"; exit 0; }
+	@$(BIN)/pip install --quiet --no-deps 'nixl>=1.5' 'nixl-cu12>=1.5' \
+		|| { echo "NIXL can't be installed here: its tests are skipped, its figures left out"; exit 0; }
 	@touch $@
 
 .bench/dynamo/installed:
