@@ -63,7 +63,6 @@ VARIANTS: dict[str, Object] = {
                 "maxModelLen": 1_000_000,
                 "gpuMemoryUtilization": 0.85,
                 "replicas": 0,
-                "apiKey": {"name": "k"},
                 "modelCache": {"sizeLimit": "100Gi"},
                 "extraArgs": ["--trust-remote-code"],
             },
@@ -558,6 +557,10 @@ REFUSED = {
         "sidecar wants router.enabled",
     ),
     "a service without a name": ({"discovery": {"mode": "service"}}, "name the service"),
+    "roles that nobody tells": (
+        {"discovery": {"mode": "service"}, "workers": {"a": {"model": "m", "role": "decode"}}},
+        "do not tell roles",
+    ),
     "simulated disaggregation": ({"workers": {"a": {"engine": "simulated", "role": "decode"}}}, "does both"),
 }
 
@@ -580,6 +583,8 @@ def test_the_notes_say_where_it_is_and_what_is_missing() -> None:
     assert "there are no workers" not in notes(profile("demo"))
     assert "rel-kvrouter-envoy" in notes(profile("envoy"))
     assert "InferencePool rel-kvrouter" in notes(profile("gateway"))
+    assert "networkPolicy.workerClients" not in notes(profile("gateway"))
+    assert "networkPolicy.workerClients" in notes(profile("gateway") | {"networkPolicy": {"workerClients": []}})
 
 
 def test_extra_objects_are_templates() -> None:

@@ -99,7 +99,7 @@ static_resources:
       original_dst_lb_config: {use_http_header: true, http_header_name: x-gateway-destination-endpoint}
       circuit_breakers:
         thresholds:
-          - {max_connections: {{ $envoy.maxConnections }}, max_pending_requests: {{ $envoy.maxConnections }}, max_requests: {{ $envoy.maxConnections }}}
+          - {max_connections: {{ int $envoy.maxConnections }}, max_pending_requests: {{ int $envoy.maxConnections }}, max_requests: {{ int $envoy.maxConnections }}}
     - name: picker
       type: STATIC
       connect_timeout: 1s
@@ -107,10 +107,10 @@ static_resources:
         envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
           "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
           explicit_http_config:
-            http2_protocol_options: {max_concurrent_streams: {{ $envoy.maxConnections }}}
+            http2_protocol_options: {max_concurrent_streams: {{ int $envoy.maxConnections }}}
       circuit_breakers:
         thresholds:
-          - {max_connections: {{ $envoy.maxConnections }}, max_pending_requests: {{ $envoy.maxConnections }}, max_requests: {{ $envoy.maxConnections }}}
+          - {max_connections: {{ int $envoy.maxConnections }}, max_pending_requests: {{ int $envoy.maxConnections }}, max_requests: {{ int $envoy.maxConnections }}}
       load_assignment:
         cluster_name: picker
         endpoints:
@@ -133,5 +133,5 @@ overload_manager:
     - name: envoy.resource_monitors.global_downstream_max_connections
       typed_config:
         "@type": type.googleapis.com/envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig
-        max_active_downstream_connections: {{ $envoy.maxConnections }}
+        max_active_downstream_connections: {{ int $envoy.maxConnections }}
 {{- end -}}
