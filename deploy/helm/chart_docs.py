@@ -28,7 +28,7 @@ SECRET_SETTINGS = {
     ("ServerSettings", "token"): "secrets.adminToken",
     ("IndexSettings", "secret"): "secrets.indexSecret",
     ("TenantsSettings", "named"): "secrets.tenants",
-    ("ReplicaSettings", "redis"): "redis",
+    ("ReplicasSettings", "redis"): "redis",
 }
 
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z][\w.-]*):(?: (?P<rest>.*))?$")

@@ -336,7 +336,7 @@ def test_every_setting_can_be_given() -> None:
     text = (Path(CHART).parents[2] / "config.yaml").read_text()
     config = yaml.safe_load(text)
     del config["server"]["token"], config["index"]["secret"], config["tenants"]["named"]
-    config.get("replicas", {}).pop("redis", None)
+    del config["replicas"]["redis"]
     [settings] = rendered_settings(render({"config": config}))
     assert settings.policy == load_settings(None).policy
 
@@ -359,6 +359,9 @@ def test_tenants_are_read_from_what_the_secret_holds(monkeypatch: pytest.MonkeyP
 
 def test_replicas_share_a_redis() -> None:
     own = {v["name"]: v.get("value") for v in container(release("vllm"), "rel-kvrouter-router")["env"]}
+    assert load_settings(None, {"replicas": {"redis": own["KVROUTER_REPLICAS__REDIS"]}})
+    [settings] = rendered_settings(release("vllm"))
+    assert settings.replicas.prefix == "inference/rel-kvrouter"
     assert own["KVROUTER_REPLICAS__REDIS"] == "redis://rel-kvrouter-redis.inference.svc:6379/0"
     picker = container(release("gateway"), "rel-kvrouter-picker")
     [variable] = [v for v in picker["env"] if v["name"] == "KVROUTER_REPLICAS__REDIS"]
@@ -378,7 +381,7 @@ def test_with_tls_probes_and_monitors_speak_https() -> None:
 
 def test_the_grace_period_covers_the_drain() -> None:
     pod = named(release("secure"), "Deployment", "rel-kvrouter-router")["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 10 + 120 + 10
+    assert pod["terminationGracePeriodSeconds"] == 5 + 10 + 120 + 10
 
 
 def test_a_change_of_the_settings_restarts_the_router() -> None:
@@ -538,6 +541,7 @@ REFUSED = {
     "a policy that does not exist": ({"config": {"policy": {"name": "best"}}}, r"policy/name.*'kv_aware'"),
     "a token in plain": ({"config": {"server": {"token": "x"}}}, "token"),
     "an index secret in plain": ({"config": {"index": {"secret": "x"}}}, "secret"),
+    "a password in plain": ({"config": {"replicas": {"redis": "redis://:x@host"}}}, "redis"),
     "keys in plain": ({"config": {"tenants": {"named": {}}}}, "named"),
     "a name of a worker": ({"workers": {"Upper": {"model": "m"}}}, "Upper"),
     "an engine nobody knows": ({"workers": {"a": {"engine": "llama.cpp", "model": "m"}}}, "workers/a/engine"),

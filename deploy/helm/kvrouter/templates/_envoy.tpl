@@ -35,6 +35,7 @@ static_resources:
                       grpc_service:
                         envoy_grpc: {cluster_name: picker}
                       failure_mode_allow: false
+                      status_on_error: {code: ServiceUnavailable}
                       message_timeout: {{ $envoy.pickerTimeout }}
                       allow_mode_override: true
                       processing_mode:

@@ -7,11 +7,11 @@
 
 {{/* The settings file: what the chart knows, and `config` over it. */}}
 {{- define "kvrouter.settings" -}}
-{{- $server := dict "host" "0.0.0.0" "port" 8080 -}}
+{{- $server := dict "host" "0.0.0.0" "port" 8080 "drain_seconds" 10 -}}
 {{- if .Values.secrets.tls -}}
 {{- $server = merge $server (dict "certificate" "/etc/kvrouter/tls/tls.crt" "key" "/etc/kvrouter/tls/tls.key") -}}
 {{- end -}}
-{{- $settings := dict "server" $server -}}
+{{- $settings := dict "server" $server "replicas" (dict "prefix" (printf "%s/%s" .Release.Namespace (include "kvrouter.fullname" .))) -}}
 {{- $discovery := .Values.discovery -}}
 {{- if ne $discovery.mode "none" -}}
 {{- $kubernetes := dict "port" (int $discovery.port) "namespace" $discovery.namespace -}}
@@ -31,9 +31,15 @@
 {{- toYaml (mergeOverwrite $settings (deepCopy .Values.config)) -}}
 {{- end -}}
 
-{{/* Whether /dump of a router can be read by another one: no token, no certificate of its own. */}}
+{{/* Seconds from SIGTERM to the end of the last request, and ten more. */}}
+{{- define "kvrouter.stopSeconds" -}}
+{{- $server := .Values.config.server | default dict -}}
+{{- add (int (dig "drain_seconds" 10 $server)) (int (dig "shutdown_timeout" 30 $server)) 10 -}}
+{{- end -}}
+
+{{/* Where a new replica reads another's index. Over https the service's name would have to be in the certificate. */}}
 {{- define "kvrouter.peerUrl" -}}
-{{- if and .Values.router.enabled .Values.router.peer (not .Values.secrets.tenants.name) (not .Values.secrets.tls) (not (dig "index" "peer" "" .Values.config)) -}}
+{{- if and .Values.router.enabled .Values.router.peer (not .Values.secrets.tls) (not (dig "index" "peer" "" .Values.config)) -}}
 http://{{ include "kvrouter.fullname" . }}-router.{{ .Release.Namespace }}.svc:{{ .Values.router.service.port }}
 {{- end -}}
 {{- end -}}
