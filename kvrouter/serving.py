@@ -140,6 +140,12 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the requests in flight; those that would never end are told to."""
+        if end := getattr(self.config.app.state, "on_shutdown", None):  # type: ignore[union-attr]
+            await end()
+        await super().shutdown(sockets)
+
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()  # uvicorn would raise them again at its end, before ours
 

@@ -19,7 +19,7 @@ from indexer.errors import RequestError
 from router.settings import TenantSettings, TenantsSettings
 from router.splice import SpliceError, field, with_field
 
-_OPEN = frozenset({"/health", "/ready", "/metrics"})
+_OPEN = frozenset({"/health", "/ready", "/metrics", "/ui"})
 _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _MESSAGES = frozenset(
     {"/v1/messages", "/v1/messages/count_tokens"}

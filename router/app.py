@@ -34,6 +34,8 @@ from router.fleet import Fleet, Worker, end_tasks
 from router.history import RoutingHistory
 from router.kubernetes import ClusterAccess, follow_kubernetes
 from router.learned import Learned
+from router.live import Board, live_routes
+from router.live.series import Series
 from router.load import LoadTable
 from router.match_requests import match_reader
 from router.metrics import AuditCollector, FleetCollector, RequestMetrics
@@ -120,6 +122,9 @@ async def running_router(
             stack.push_async_callback(end_tasks, [asyncio.create_task(following)])
         if file is not None:
             stack.push_async_callback(end_tasks, [asyncio.create_task(follow_workers(file, settings, fleet))])
+        board = Board(fleet, indexer, load, admission, audit, Series(requests, audit))
+        router.on_placed = board.placed
+        stack.push_async_callback(end_tasks, [asyncio.create_task(board.run())])
         tracing = tracing_to(settings.otel.endpoint)
         stack.push_async_callback(asyncio.to_thread, tracing.stop)
         upstreams = Upstreams(
@@ -141,12 +146,14 @@ async def running_router(
             router,
             admission,
             audit,
-            Proxy(entrance),
             registry,
             session,
             settings,
             readiness,
         )
+        app.include_router(live_routes(board, settings.server.token))
+        app.router.routes.append(Route("/{path:path}", Proxy(entrance), methods=_METHODS))  # all else
+        app.state.on_shutdown = board.end
         app.state.readiness = readiness
         app.state.entrance = entrance
         app.add_middleware(VisitedApp, visits)
@@ -183,7 +190,6 @@ def _app(
     router: Router,
     admission: Admission,
     audit: HitAudit,
-    proxy: Proxy,
     registry: CollectorRegistry,
     session: aiohttp.ClientSession,
     settings: Settings,
@@ -260,7 +266,6 @@ def _app(
         statuses = await asyncio.gather(*(_reset(worker, router, session) for worker in fleet.workers))
         return {"workers": dict(zip((worker.url for worker in fleet.workers), statuses, strict=True))}
 
-    app.router.routes.append(Route("/{path:path}", proxy, methods=_METHODS))
     return app
 
 

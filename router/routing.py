@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -130,6 +130,16 @@ class Choice:
         return self.options[self.decision.choice.target].worker
 
 
+class Watcher(Protocol):
+    """Is told what becomes of a request."""
+
+    def first_byte(self) -> None:
+        """Its answer began."""
+
+    def answered(self, usage: Usage | None) -> None:
+        """It was answered in full."""
+
+
 @dataclass(slots=True)
 class Placement:
     """Where a request goes, and its share of that target's load until `release`."""
@@ -141,6 +151,7 @@ class Placement:
     prediction: Prediction
     attempt: Attempt
     timing: RequestTiming | None = None
+    seen: Watcher | None = None
     on_release: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -153,6 +164,8 @@ class Placement:
         self.reservation.first_byte()
         if self.timing:
             self.timing.first_byte()
+        if self.seen:
+            self.seen.first_byte()
 
     def release(self) -> None:
         """The request ended, however it did. Only the first call counts."""
@@ -192,6 +205,7 @@ class Router:
         self._audit = audit
         self._sharing = sharing
         self.responses = ResponseOwners()
+        self.on_placed: Callable[[RoutedPrompt, Placement], Watcher | None] | None = None
         self._random = Random()
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
@@ -338,9 +352,14 @@ class Router:
             comparable=one_answer and prompt.exact,
             capacity=worker.capacity_tokens,
         )
+<<<<<<< HEAD
         elsewhere = self._sharing.elsewhere.of(worker.url, choice.target.dp_rank)
         attempt = worker.health.begin(load.pending + elsewhere.pending, choice.target.dp_rank, prompt.streamed)
         return Placement(
+=======
+        attempt = worker.health.begin(load.pending, choice.target.dp_rank, prompt.streamed)
+        placement = Placement(
+>>>>>>> fc63b6b (The live page: the fleet, its requests and prefixes as server-sent events at /live, shown at /ui)
             worker,
             choice.target,
             decision,
@@ -348,17 +367,22 @@ class Router:
             prediction,
             attempt,
             self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer else None,
-            [
+            on_release=[
                 # No event tells that a target holds what media stand in: that has to last.
                 self._speculation.hold(choice.target, known, lasting=identity is not token_ids)
                 for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True)
             ]
             + [self._sharing.sent(choice.target, known) for known in hashes],
         )
+        if self.on_placed is not None:
+            placement.seen = self.on_placed(prompt, placement)
+        return placement
 
     def answered(self, placement: Placement, usage: Usage | None) -> None:
         """A worker answered a request in full; `usage` is what it says of the tokens."""
         self._audit.answered(placement.prediction, usage)
+        if placement.seen:
+            placement.seen.answered(usage)
         if placement.timing and usage:
             placement.timing.end(usage.completion)
 

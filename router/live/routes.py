@@ -1,0 +1,56 @@
+"""`GET /live`: the board as server-sent events. `GET /ui`: the page that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+from fastapi import APIRouter, Depends
+from fastapi.responses import HTMLResponse, StreamingResponse
+
+from indexer.api import token_check
+from indexer.errors import RequestError
+from indexer.openapi import errors
+from router.live.board import MAX_VIEWERS, Board
+
+_PAGE = Path(__file__).with_name("page.html")
+# The page loads nothing from anywhere else, and nothing may frame it.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def live_routes(board: Board, token: str) -> APIRouter:
+    """The page is anybody's; what it shows wants the admin token where there is one."""
+    routes = APIRouter()
+    page = _PAGE.read_text()
+
+    @routes.get("/ui", response_class=HTMLResponse)
+    async def ui() -> HTMLResponse:
+        """A page that shows the fleet as it is now."""
+        return HTMLResponse(page, headers=_PAGE_HEADERS)
+
+    @routes.get(
+        "/live",
+        dependencies=[Depends(token_check(token))],
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {}}}, **errors(401, 503)},
+    )
+    async def live() -> StreamingResponse:
+        """The state of the fleet as server-sent events: first all of it, then once a second what changed."""
+        if board.full:
+            raise RequestError(f"{MAX_VIEWERS} look on already. Close one.", status=503, type="service_unavailable")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(board), media_type="text/event-stream", headers=headers)
+
+    return routes
+
+
+async def _events(board: Board) -> AsyncIterator[bytes]:
+    async for update in board.updates():
+        yield b"data: %b\n\n" % msgspec.json.encode(update)

@@ -1,0 +1,105 @@
+"""Some of the requests that pass, with the decision that placed them. Not all: more than these nobody can read."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from router.policies import Decision
+from router.usage import Usage
+
+PER_SECOND = 20
+KEPT = 256
+
+
+@dataclass(slots=True, eq=False)
+class SeenRequest:
+    """One request. `changed` grows with everything that is learned of it; times are in seconds of `clock`."""
+
+    number: int
+    model: str
+    tokens: int
+    decision: dict[str, Any]
+    placed_at: float
+    unix_time: float
+    clock: Callable[[], float]
+    changes: count[int]
+    changed: int = 0
+    first_byte_ms: float | None = None
+    whole_ms: float | None = None
+    usage: Usage | None = None
+
+    def first_byte(self) -> None:
+        """Its answer began."""
+        if self.first_byte_ms is None:
+            self.first_byte_ms = self._passed()
+            self.changed = next(self.changes)
+
+    def answered(self, usage: Usage | None) -> None:
+        """It was answered in full."""
+        self.usage = usage
+
+    def ended(self) -> None:
+        """It is over, however it ended."""
+        self.whole_ms = self._passed()
+        self.changed = next(self.changes)
+
+    def as_json(self) -> dict[str, Any]:
+        """What is known of it."""
+        return {
+            "number": self.number,
+            "time": self.unix_time,
+            "model": self.model,
+            "tokens": self.tokens,
+            **self.decision,
+            "first_byte_ms": self.first_byte_ms,
+            "whole_ms": self.whole_ms,
+            "cached": self.usage.cached if self.usage else None,
+            "completion": self.usage.completion if self.usage else None,
+        }
+
+    def _passed(self) -> float:
+        return round((self.clock() - self.placed_at) * 1000, 1)
+
+
+@dataclass(slots=True)
+class SeenRequests:
+    """The last `KEPT` requests of those that are looked at: at most `PER_SECOND`."""
+
+    clock: Callable[[], float] = time.monotonic
+    _seen: deque[SeenRequest] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _changes: count[int] = field(default_factory=lambda: count(1))
+    _numbers: count[int] = field(default_factory=lambda: count(1))
+    _next: float = 0.0
+
+    def placed(self, model: str | None, tokens: int, decision: Decision) -> SeenRequest | None:
+        """A request was placed. None when it is one of those that are let pass."""
+        now = self.clock()
+        if now < self._next:
+            return None
+        self._next = now + 1 / PER_SECOND
+        told = _told(decision)
+        seen = SeenRequest(next(self._numbers), model or "", tokens, told, now, time.time(), self.clock, self._changes)
+        seen.changed = next(self._changes)
+        self._seen.append(seen)
+        return seen
+
+    def since(self, change: int) -> list[SeenRequest]:
+        """Those of which something was learned after a change, the oldest first."""
+        return [seen for seen in self._seen if seen.changed > change]
+
+
+def _told(decision: Decision) -> dict[str, Any]:
+    choice = decision.choice
+    return {
+        "worker": choice.target.worker,
+        "dp_rank": choice.target.dp_rank,
+        "overlap": choice.overlap,
+        "best_overlap": max(candidate.overlap for candidate in decision.candidates),
+        "candidates": len(decision.candidates),
+        "terms": {name: round(amount, 2) for name, amount in decision.terms(choice).items()},
+    }

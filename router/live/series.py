@@ -1,0 +1,100 @@
+"""Hit rate, time to first token and throughput over the last quarter of an hour, read off the router's own metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from router.audit import HitAudit
+from router.metrics import RequestMetrics
+
+SECONDS = 2.0  # between points
+KEPT = 450
+
+
+class Series:
+    """One point for what happened between two calls of `sample`."""
+
+    def __init__(self, metrics: RequestMetrics, audit: HitAudit) -> None:
+        self.points: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._metrics = metrics
+        self._audit = audit
+        self._before = self._totals()
+        self._buckets_before = _buckets(metrics.first_byte)
+        self._at = time.monotonic()
+
+    def sample(self) -> None:
+        """Add a point, if it is time for one."""
+        now = time.monotonic()
+        if now - self._at < SECONDS:
+            return
+        totals, buckets = self._totals(), _buckets(self._metrics.first_byte)
+        passed = {name: totals[name] - self._before[name] for name in totals}
+        times = {bound: buckets[bound] - self._buckets_before.get(bound, 0.0) for bound in buckets}
+        self.points.append(
+            {
+                "time": round(time.time(), 1),
+                "requests": round(passed["requests"] / (now - self._at), 2),
+                "predicted": _ratio(passed["overlap"], passed["prompt"]),
+                "cached": _ratio(passed["cached"], passed["audited"]),
+                "ttft_p50": percentile(times, 0.5),
+                "ttft_p90": percentile(times, 0.9),
+            }
+        )
+        self._before, self._buckets_before, self._at = totals, buckets, now
+
+    def since(self, unix_time: float) -> list[dict[str, Any]]:
+        """The points after a time."""
+        return [point for point in self.points if point["time"] > unix_time]
+
+    def _totals(self) -> dict[str, float]:
+        audits = [audit for _, audit in self._audit.audits()]
+        return {
+            "requests": _total(self._metrics.decisions),
+            "prompt": _total(self._metrics.prompt_tokens),
+            "overlap": _total(self._metrics.overlap_tokens),
+            "audited": float(sum(audit.prompt_tokens for audit in audits)),
+            "cached": float(sum(audit.cached_tokens for audit in audits)),
+        }
+
+
+def percentile(buckets: dict[float, float], share: float) -> float | None:
+    """A percentile in seconds, between a histogram's bounds; None when nothing was counted.
+
+    `buckets`: by upper bound, how many were at most so large.
+    """
+    bounds = sorted(buckets)
+    wanted = share * buckets[bounds[-1]] if bounds else 0.0
+    if not wanted:
+        return None
+    below, before = 0.0, 0.0
+    for bound in bounds:
+        if buckets[bound] >= wanted:
+            if bound == float("inf"):
+                return below
+            return round(below + (bound - below) * (wanted - before) / (buckets[bound] - before), 4)
+        below, before = bound, buckets[bound]
+    return below
+
+
+def _total(counter: Counter) -> float:
+    return sum(
+        sample.value for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total")
+    )
+
+
+def _buckets(histogram: Histogram) -> dict[float, float]:
+    found: dict[float, float] = {}
+    for metric in histogram.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_bucket"):
+                bound = float(sample.labels["le"])
+                found[bound] = found.get(bound, 0.0) + sample.value
+    return found
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if whole else None
