@@ -101,5 +101,5 @@ def _told(decision: Decision) -> dict[str, Any]:
         "overlap": choice.overlap,
         "best_overlap": max(candidate.overlap for candidate in decision.candidates),
         "candidates": len(decision.candidates),
-        "terms": {name: round(amount, 2) for name, amount in decision.terms(choice).items()},
+        "terms": {name: float(f"{amount:.4g}") for name, amount in decision.terms(choice).items()},
     }
