@@ -7,7 +7,8 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-engine bench-index bench-policy bench-faults bench-chaos test-helm chart-docs lint test-transfer bench-transfer
+.PHONY: demo test test-engine test-browser test-helm test-transfer chart-docs lint
+.PHONY: bench-index bench-policy bench-faults bench-chaos bench-transfer
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -18,6 +19,10 @@ test: .venv/installed
 test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
+
+test-browser: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[browser]'
+	$(BIN)/pytest tests/end_to_end/browser -m browser -s $(ARGS)
 
 bench-index: .venv/installed .bench/dynamo/installed
 	$(BIN)/python -m benchmarks.index $(ARGS)

@@ -2,7 +2,7 @@
 
 A tenant's key opens the inference endpoints, for the models it may use and at its rates. All else that a router and
 its workers offer wants the admin token as soon as there are tenants: what is cached tells what others asked. Only
-liveness, readiness and metrics stay open.
+liveness, readiness, metrics and the empty live page stay open.
 """
 
 from __future__ import annotations
