@@ -122,7 +122,7 @@ async def running_router(
             stack.push_async_callback(end_tasks, [asyncio.create_task(following)])
         if file is not None:
             stack.push_async_callback(end_tasks, [asyncio.create_task(follow_workers(file, settings, fleet))])
-        board = Board(fleet, indexer, load, admission, audit, Series(requests, audit))
+        board = Board(fleet, indexer, load, elsewhere, admission, audit, Series(requests, audit))
         router.on_placed = board.placed
         stack.push_async_callback(end_tasks, [asyncio.create_task(board.run())])
         tracing = tracing_to(settings.otel.endpoint)

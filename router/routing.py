@@ -352,14 +352,9 @@ class Router:
             comparable=one_answer and prompt.exact,
             capacity=worker.capacity_tokens,
         )
-<<<<<<< HEAD
         elsewhere = self._sharing.elsewhere.of(worker.url, choice.target.dp_rank)
         attempt = worker.health.begin(load.pending + elsewhere.pending, choice.target.dp_rank, prompt.streamed)
-        return Placement(
-=======
-        attempt = worker.health.begin(load.pending, choice.target.dp_rank, prompt.streamed)
         placement = Placement(
->>>>>>> fc63b6b (The live page: the fleet, its requests and prefixes as server-sent events at /live, shown at /ui)
             worker,
             choice.target,
             decision,

@@ -23,6 +23,7 @@ from router.live.seen_requests import SeenRequest, SeenRequests
 from router.live.series import Series
 from router.load import LoadTable
 from router.routing import Placement, RoutedPrompt
+from router.sharing.elsewhere import Elsewhere
 
 LOOK_SECONDS = 1.0
 MAX_VIEWERS = 32
@@ -40,6 +41,7 @@ class Board:
         fleet: Fleet,
         indexer: Indexer,
         load: LoadTable,
+        elsewhere: Elsewhere,
         admission: Admission,
         audit: HitAudit,
         series: Series,
@@ -47,6 +49,7 @@ class Board:
         self._fleet = fleet
         self._indexer = indexer
         self._load = load
+        self._elsewhere = elsewhere
         self._admission = admission
         self._audit = audit
         self._series = series
@@ -164,6 +167,7 @@ class Board:
 
     def _status(self, worker: Worker, dp_rank: int, model: str) -> Row:
         load, engine = self._load.of(worker.url, dp_rank), worker.metrics.of(dp_rank)
+        others = self._elsewhere.of(worker.url, dp_rank)
         return {
             "worker": worker.url,
             "dp_rank": dp_rank,
@@ -171,9 +175,9 @@ class Board:
             "state": worker.state,
             "reason": worker.reason,
             "role": worker.settings.role,
-            "requests": load.requests,
-            "pending": load.pending,
-            "context": load.context,
+            "requests": load.requests + others.requests,
+            "pending": load.pending + others.pending,
+            "context": load.context + others.context,
             "others": engine.unseen,
             "kv_usage": None if engine.kv_usage is None else round(engine.kv_usage, 3),
         }
