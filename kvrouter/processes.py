@@ -55,6 +55,10 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
         """Send the process a signal, such as SIGKILL."""
         self._process.send_signal(number)
 
+    def wait(self, seconds: float) -> int:
+        """Its exit status, once it ended. Raises subprocess.TimeoutExpired."""
+        return self._process.wait(seconds)
+
     def _output(self) -> str:
         return self._log.read_text(errors="replace")
 

@@ -1,0 +1,37 @@
+"""Simulated workers, several in this process: `python -m benchmarks.replicas.workers 8` prints their URLs in a line.
+
+They are slow and do little: a step takes long, so that the machine's own speed plays no part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from contextlib import AsyncExitStack
+
+from worker.simulated import SimulatedWorkerSettings, running
+
+SETTINGS = SimulatedWorkerSettings(
+    num_blocks=1024,
+    max_model_len=8192,
+    max_num_batched_tokens=256,
+    base_step_s=0.02,
+    prefill_s_per_token=0.002,
+    decode_s_per_sequence=0.002,
+)
+
+
+async def serve(count: int) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(running(SETTINGS)) for _ in range(count)]
+        print(*urls, flush=True)
+        await stopped.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[1])))

@@ -1,0 +1,256 @@
+"""Several routers and a real Redis: what is shared, what its loss costs, and restarts under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import trustme
+import yaml
+
+from benchmarks.replicas.redis_server import RedisServer, free_port
+from kvrouter.processes import KvrouterProcess
+from router.fleet import end_tasks
+from router.load import LoadTable, Reservation
+from router.sharing import Elsewhere, LoadSharing
+from router.sharing.redis import RedisCarrier
+
+pytestmark = pytest.mark.replicas
+
+EXPIRY = 0.6
+BODY = {
+    "model": "simulated",
+    "prompt": "Tell me more. " * 40,
+    "max_tokens": 25,
+    "stream": True,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+class Replica:
+    """What one router shares, without the rest of it."""
+
+    def __init__(self, url: str, prefix: str = "kvrouter") -> None:
+        self.table = LoadTable()
+        self.sharing = LoadSharing(self.table, Elsewhere(EXPIRY, 1.0), [RedisCarrier(url, prefix, 0.005, EXPIRY)])
+        self.elsewhere = self.sharing.elsewhere
+
+    @property
+    def problem(self) -> str | None:
+        return self.sharing.carriers[0].problem
+
+    def seen(self) -> int:
+        """Requests of others on the worker w."""
+        return self.elsewhere.of("w", 0).requests
+
+
+@asynccontextmanager
+async def replicas(*urls: str, prefix: str = "kvrouter") -> AsyncIterator[list[Replica]]:
+    started = [Replica(url, prefix) for url in urls]
+    for each in started:
+        each.sharing.start()
+    try:
+        yield started
+    finally:
+        for each in started:
+            await each.sharing.stop()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - the condition is another's
+            await asyncio.sleep(0.01)
+
+
+def test_replicas_see_each_other_and_one_that_leaves_or_dies_is_forgotten(redis: RedisServer) -> None:
+    async def play() -> None:
+        async with replicas(redis.url, redis.url, redis.url) as (one, two, three):
+            held = Reservation(one.table.of("w", 0), 5, 10)
+            Reservation(two.table.of("w", 0), 5, 10)
+            await until(lambda: three.seen() == 2 and two.seen() == 1)
+            held.release()
+            await until(lambda: three.seen() == 1)
+            await two.sharing.stop()  # it says goodbye
+            await until(lambda: three.seen() == 0, EXPIRY / 2)
+            Reservation(one.table.of("w", 0), 5, 10)
+            await until(lambda: three.seen() == 1)
+            await one.sharing.kill()  # it does not
+            await until(lambda: three.seen() == 0)
+            async with replicas(redis.url) as [late]:
+                Reservation(three.table.of("w", 0), 5, 10)
+                await until(lambda: late.seen() == 1)
+
+    asyncio.run(play())
+
+
+def test_fleets_with_other_prefixes_are_strangers(redis: RedisServer) -> None:
+    async def play() -> None:
+        async with (
+            replicas(redis.url, redis.url, prefix="blue") as (one, two),
+            replicas(redis.url, prefix="green") as [stranger],
+        ):
+            Reservation(one.table.of("w", 0), 5, 10)
+            await until(lambda: two.seen() == 1)
+            assert stranger.elsewhere.routers() == []
+
+    asyncio.run(play())
+
+
+def test_a_redis_that_dies_or_hangs_is_told_and_taken_back(redis: RedisServer) -> None:
+    async def play() -> None:
+        async with replicas(redis.url, redis.url) as (one, two):
+            Reservation(one.table.of("w", 0), 5, 10)
+            await until(lambda: two.seen() == 1)
+            redis.kill()
+            await until(lambda: one.problem is not None and two.problem is not None)
+            await until(lambda: two.seen() == 0)
+            Reservation(one.table.of("w", 0), 5, 10)  # nothing waits for it
+            redis.start()
+            await until(lambda: two.seen() == 2)
+            redis.signal(signal.SIGSTOP)
+            await until(lambda: "silent" in (two.problem or ""))
+            redis.signal(signal.SIGCONT)
+            await until(lambda: two.problem is None and two.seen() == 2)
+
+    asyncio.run(play())
+
+
+def test_passwords_and_tls(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    ca, chain, key = tmp_path / "ca.pem", tmp_path / "chain.pem", tmp_path / "key.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    certificate.cert_chain_pems[0].write_to_path(str(chain))
+    certificate.private_key_pem.write_to_path(str(key))
+
+    async def play(good: str, bad: str, why: str) -> None:
+        async with replicas(good, good, bad) as (one, two, refused):
+            Reservation(one.table.of("w", 0), 5, 10)
+            await until(lambda: two.seen() == 1)
+            await until(lambda: why in (refused.problem or ""))
+            assert "secret" not in json.dumps([*refused.sharing.findings(), one.sharing.carriers[0].name])
+
+    with RedisServer(["--requirepass", "secret"]) as server:
+        place = f"127.0.0.1:{server.port}/0"
+        asyncio.run(play(f"redis://:secret@{place}", f"redis://:secret2@{place}", "invalid"))
+    tls = ["--tls-cert-file", str(chain), "--tls-key-file", str(key), "--tls-ca-cert-file", str(ca)]
+    port = free_port()
+    options = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", *tls]
+    with RedisServer(options, port) as server:
+        place = f"127.0.0.1:{server.port}/0"
+        asyncio.run(play(f"rediss://{place}?ssl_ca_certs={ca}", f"rediss://{place}", "certificate verify failed"))
+
+
+def test_requests_survive_a_rolling_restart_under_load(redis: RedisServer, tmp_path: Path) -> None:
+    """Clients ask whoever says that it is ready, as a Kubernetes service has them do. Both routers are replaced while
+    streams are open: none breaks, nothing is refused, and the new one begins with the other's index."""
+    config = tmp_path / "config.yaml"
+
+    async def play() -> None:
+        async with AsyncExitStack() as stack:
+            workers = [stack.enter_context(KvrouterProcess(["simulate", "--step-ms", "40"])) for _ in range(2)]
+            urls = [await asyncio.to_thread(worker.wait_until_listening) for worker in workers]
+            settings: dict[str, Any] = {
+                "workers": [{"url": url} for url in urls],
+                "replicas": {"redis": redis.url},
+                "server": {"drain_seconds": 1.5},
+            }
+            config.write_text(yaml.safe_dump(settings))
+            pool = Pool(stack, config)
+            await pool.add()
+            await pool.add()
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            stopped, clients = asyncio.Event(), []
+            watching = asyncio.create_task(pool.watch(session))
+            clients = [asyncio.create_task(client(session, pool, stopped)) for _ in range(12)]
+            await asyncio.sleep(2)
+            for _ in range(2):
+                old = pool.oldest()
+                await pool.add(peer=pool.newest())
+                await pool.end(old)
+            await asyncio.sleep(1)
+            stopped.set()
+            answers = [answer for each in await asyncio.gather(*clients) for answer in each]
+            await end_tasks([watching])
+            assert {problem for problem, _ in answers} == {""}
+            assert len({router for _, router in answers}) == 4
+            async with session.get(f"{pool.newest()}/workers") as response:
+                held = [
+                    rank["blocks"]["gpu"] for worker in (await response.json())["workers"] for rank in worker["ranks"]
+                ]
+            assert all(held)
+
+    asyncio.run(play())
+
+
+class Pool:
+    """Routers that come and go, and which of them are ready."""
+
+    def __init__(self, stack: AsyncExitStack, config: Path) -> None:
+        self._stack = stack
+        self._arguments = ["serve", "--config", str(config), "--port", "0", "--log-level", "warning"]
+        self._routers: dict[str, KvrouterProcess] = {}
+        self.ready: list[str] = []
+
+    async def add(self, peer: str | None = None) -> None:
+        arguments = [*self._arguments, *(["--peer", peer] if peer else [])]
+        process = self._stack.enter_context(KvrouterProcess(arguments))
+        self._routers[await asyncio.to_thread(process.wait_until_listening)] = process
+
+    async def end(self, url: str) -> None:
+        process = self._routers.pop(url)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 30) == 0
+
+    def oldest(self) -> str:
+        return next(iter(self._routers))
+
+    def newest(self) -> str:
+        return list(self._routers)[-1]
+
+    async def watch(self, session: aiohttp.ClientSession) -> None:
+        """Ask all for their readiness, as probes do: a router that is told to end is noticed late."""
+        while True:
+            ready = []
+            for url in list(self._routers):
+                async with session.get(f"{url}/ready") as response:
+                    if response.status == 200:
+                        ready.append(url)
+            self.ready = ready
+            await asyncio.sleep(0.5)
+
+
+async def client(session: aiohttp.ClientSession, pool: Pool, stopped: asyncio.Event) -> list[tuple[str, str]]:
+    """Stream one answer after the other; what was wrong with each, and who answered."""
+    answers = []
+    number = 0
+    while not stopped.is_set():
+        if not pool.ready:
+            await asyncio.sleep(0.05)
+            continue
+        number += 1
+        url = pool.ready[number % len(pool.ready)]
+        problem = ""
+        try:
+            async with session.post(f"{url}/v1/completions", json=BODY) as response:
+                text = await response.read()
+                if response.status != 200 or not text.rstrip().endswith(b"data: [DONE]"):
+                    problem = f"{time.monotonic()}: status {response.status} {text[-200:]!r}"
+        except aiohttp.ClientError as error:
+            problem = f"{type(error).__name__}: {error}"
+        answers.append((problem, url))
+    return answers
