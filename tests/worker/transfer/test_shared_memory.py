@@ -13,12 +13,15 @@ from contextlib import closing
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from worker.disaggregation.transfer import GrantKey, PeerLostError, Ranges, RefusedError, Region, Writes, open_engine
 from worker.disaggregation.transfer.channel import Channel, Kind
+from worker.disaggregation.transfer.copying import copy_runs
 from worker.disaggregation.transfer.endpoint import Address, dial
 from worker.disaggregation.transfer.handshake import expect, greet
-from worker.disaggregation.transfer.memory import Bytes, new_array
+from worker.disaggregation.transfer.memory import Bytes, Memory, new_array
 from worker.disaggregation.transfer.shm import ShmEngine
 from worker.disaggregation.transfer.writing import encode_runs
 
@@ -119,3 +122,29 @@ def test_a_source_must_have_been_allocated(receiver: ShmEngine) -> None:
     with pytest.raises(ValueError, match="no range at all"):
         session.write(KEY, Writes(_u8(ordinary.ctypes.data), _u8(0), _u8(1)), time.monotonic() + 5)
     sender.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 19), st.integers(0, 19), st.sampled_from([1, 37, 4096, 1 << 14, 20_000, 1 << 17])),
+        min_size=1,
+        max_size=20,
+        unique_by=lambda copy: copy[1],
+    )
+)
+def test_runs_of_any_lengths_are_copied(copies: list[tuple[int, int, int]]) -> None:
+    """From memory that its owner knows by other addresses, in two regions, into two of ours."""
+    place, half = 1 << 17, 10 << 17
+    source = np.frombuffer(np.random.default_rng(1).bytes(2 * half), np.uint8)
+    destination, expected = new_array(2 * half), np.zeros(2 * half, np.uint8)
+    sources, destinations = Memory(), Memory()
+    sources.add([(1000, source[:half]), (1000 + half, source[half:])])
+    here = destination.ctypes.data
+    destinations.add([(here, destination[:half]), (here + half, destination[half:])])
+    for start, end, length in copies:
+        expected[end * place : end * place + length] = source[start * place : start * place + length]
+    columns = np.array(copies, np.uint64).T
+    starts, ends = columns[0] * np.uint64(place), columns[1] * np.uint64(place)
+    copy_runs(Writes(starts + np.uint64(1000), ends + np.uint64(here), columns[2]), sources, destinations)
+    assert (destination == expected).all()

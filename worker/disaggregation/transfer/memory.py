@@ -71,6 +71,11 @@ class Memory:
         """Raises ValueError for a range that isn't registered."""
         self._spans.find(*ranges)
 
+    def addresses(self, pointers: Addresses, lengths: Addresses) -> Addresses:
+        """Where these ranges are in this process. Raises ValueError for one not registered."""
+        found = self._spans.find(pointers, lengths)
+        return self._bases[found] + (pointers - self._spans.starts[found])
+
     def views(self, pointers: Addresses, lengths: Addresses, *, merge: bool = True) -> list[memoryview]:
         """Buffers of these ranges in order, merged where they touch. Raises ValueError for one not registered."""
         spans, views = self._spans, self._views
@@ -90,6 +95,7 @@ class Memory:
         pointers = sorted(self._arrays)
         self._ordered = [self._arrays[pointer] for pointer in pointers]
         self._views = [array.data for array in self._ordered]
+        self._bases = np.array([array.ctypes.data for array in self._ordered], np.uint64)
         lengths = np.array([array.size for array in self._ordered], np.uint64)
         self._spans = Spans(Ranges(np.array(pointers, np.uint64), lengths), merge=False)
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from worker.disaggregation.transfer.channel import Channel, Kind
+from worker.disaggregation.transfer.copying import copy_runs
 from worker.disaggregation.transfer.endpoint import Address, Endpoint
 from worker.disaggregation.transfer.engine import GrantKey, PeerLostError, RefusedError, Region
 from worker.disaggregation.transfer.grants import Grant
@@ -31,7 +32,6 @@ from worker.disaggregation.transfer.writing import FrameWriter, decode_runs, enc
 _MOST_SHARED = 128  # arrays of a sender; they go in one message, which Linux lets hold 253 files
 _STEP_RUNS, _STEP_BYTES = 1024, 1 << 22  # copied between two looks at the grant
 _MEMORY_SECONDS = 5.0
-_SMALL = 1 << 16  # up to here a copy is quicker than giving up the interpreter lock and getting it back
 _REGION = struct.Struct("<QQ")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -121,17 +121,11 @@ class ShmEngine(Endpoint):
 
     def _copy(self, grant: Grant, peer: Memory, writes: Writes) -> None:
         for step in split_writes(writes, _STEP_RUNS, _STEP_BYTES):
-            try:
-                sources = peer.views(step.sources, step.lengths, merge=False)
-            except ValueError as error:
-                raise RefusedError(f"the sender does not share its source: {error} of its memory") from None
-            destinations = self.memory.views(step.destinations, step.lengths, merge=False)
             with grant:
-                for source, destination in zip(sources, destinations, strict=True):
-                    if len(source) <= _SMALL:
-                        destination[:] = source
-                    else:
-                        np.copyto(np.asarray(destination), np.asarray(source))
+                try:
+                    copy_runs(step, peer, self.memory)
+                except ValueError as error:
+                    raise RefusedError(f"the sender does not share its source: {error} of its memory") from None
 
 
 def _check_user(channel: Channel) -> None:
