@@ -113,6 +113,25 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                         (f"max by (worker) (kvrouter_audit_drift_ratio{_FEW})", "{{worker}} by events"),
                     ),
                 ),
+                Panel(
+                    "Tokens of answers that told their cached ones",
+                    "short",
+                    tuple(
+                        (f"sum(rate(kvrouter_audit_{what}_tokens_total{_FEW}[$__rate_interval]))", what)
+                        for what in ("prompt", "predicted", "cached", "wrong")
+                    ),
+                    "For each second.",
+                ),
+                Panel(
+                    "How prompts become tokens",
+                    "short",
+                    ((f"max by (model, way) (kvrouter_tokenizer{_FEW}) == 1", "{{model}}: {{way}}"),),
+                ),
+                Panel(
+                    "Memory of texts seen before",
+                    "bytes",
+                    ((f"sum by (model) (kvrouter_tokenizer_cache_bytes{_FEW})", "{{model}}"),),
+                ),
             ],
             "Waiting": [
                 Panel(
@@ -164,6 +183,19 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "KV memory in use",
                     "percentunit",
                     (("max by (worker, dp_rank) (kvrouter_kv_usage_ratio)", "{{worker}} {{dp_rank}}"),),
+                ),
+                Panel(
+                    "Routers that share their load",
+                    "short",
+                    (
+                        ("max by (pod, instance) (kvrouter_sharing_routers)", "{{pod}} {{instance}} hears of"),
+                        ("min by (pod, instance) (kvrouter_sharing_up)", "{{pod}} {{instance}} shares"),
+                    ),
+                ),
+                Panel(
+                    "Requests in flight from other routers",
+                    "short",
+                    (("max by (worker, dp_rank) (kvrouter_requests_elsewhere)", "{{worker}} {{dp_rank}}"),),
                 ),
                 Panel(
                     "States",
