@@ -412,16 +412,17 @@ class Router:
                 for identity in prompt.identities
             ]
             slowest = self._learned.rates.slowest_if_unlike(served.model)
-            for worker in workers:
+            parts = list(zip(matched, hashes, map(len, prompt.identities), strict=True))
+            limited = not limits.unlimited
+            for worker in workers:  # there may be thousands: what is the same for all is made before
                 rates = self._learned.rates.of(worker.url, served.model, slowest) if slowest else None
                 for dp_rank in worker.ranks():
-                    if not self.room(worker, dp_rank, limits, prompt.tokens):
+                    if limited and not self.room(worker, dp_rank, limits, prompt.tokens):
                         continue
                     candidate = self._loaded(Target(worker.url, dp_rank, served.model), worker, rates)
-                    by_events = sum(
-                        self._add_overlap(candidate, held.get(candidate.target), known, len(identity))
-                        for held, known, identity in zip(matched, hashes, prompt.identities, strict=True)
-                    )
+                    by_events = 0
+                    for held, known, tokens in parts:
+                        by_events += self._add_overlap(candidate, held.get(candidate.target), known, tokens)
                     if eviction and self._learned.pressure.evicting(candidate.target):
                         candidate.eviction = eviction
                     yield _Option(candidate, worker, hashes, by_events)
@@ -434,18 +435,22 @@ class Router:
         load = self._load.of(target.worker, target.dp_rank)
         shared = self._sharing.elsewhere.of(target.worker, target.dp_rank)
         others = worker.metrics.of(target.dp_rank)
-        weight = worker.settings.weight
-        elsewhere = self._sharing.elsewhere.backlog(target.worker, target.dp_rank) if rates else 0.0
-        return Candidate(
+        candidate = Candidate(
             target,
-            requests=round((load.requests + shared.requests + others.unseen) / weight),
-            pending=round((load.pending + shared.pending) / weight),
-            context=round((load.context + shared.context) / weight),
-            waiting=load.waiting + shared.waiting + others.waiting,
+            requests=load.requests + shared.requests + others.unseen,
+            pending=load.pending + shared.pending,
+            context=load.context + shared.context,
+            waiting=len(load.prefills) + shared.waiting + others.waiting,
             kv_usage=others.kv_usage,
-            backlog=load.backlog + elsewhere if rates else 0.0,
-            rates=rates,
         )
+        if rates:
+            elsewhere = self._sharing.elsewhere.backlog(target.worker, target.dp_rank)
+            candidate.rates, candidate.backlog = rates, load.backlog + elsewhere
+        if (weight := worker.settings.weight) != 1:
+            candidate.requests = round(candidate.requests / weight)
+            candidate.pending = round(candidate.pending / weight)
+            candidate.context = round(candidate.context / weight)
+        return candidate
 
     def room(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
         """Whether a rank may get one more request."""
@@ -471,8 +476,11 @@ class Router:
         target = candidate.target
         held = match.matched_tokens if match else 0
         expected = max(self._speculation.overlap(target, hashes), self._sharing.elsewhere.overlap(target, hashes))
+        seen = self._history.overlap(target, hashes)
+        if not (held or expected or seen):
+            return 0
         in_flight = self._full_blocks(target, expected, tokens)
-        sent = self._full_blocks(target, self._history.overlap(target, hashes), tokens)
+        sent = self._full_blocks(target, seen, tokens)
         told = max(held, in_flight)
         overlap = max(sent, in_flight if self._audit.distrusts(target) else told)
         candidate.overlap += overlap
@@ -500,7 +508,9 @@ class Router:
         able: dict[_Served, list[Worker]] = {}
 
         def room(worker: Worker) -> bool:
-            return any(self.room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
+            return limits.unlimited or any(
+                self.room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks()
+            )
 
         for worker in [each for each in workers if each.url == owner] or choosable(workers, self._random, room):
             served = worker.served(name) if name is not None else None

@@ -69,10 +69,10 @@ class SpeculativeHoldings:
 
     def overlap(self, target: Target, hashes: array[int]) -> int:
         """How many tokens of a prompt other prompts in flight on this target share from its start on."""
-        self._expire()
         held = self._held.get(target)
         if not held:
             return 0
+        self._expire()
         if self._stride > 1:
             hashes = hashes[self._stride - 1 :: self._stride]
         # Whoever holds a prefix holds all shorter ones too, so the longest is found by bisection.

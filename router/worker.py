@@ -36,7 +36,8 @@ class WorkerState(StrEnum):
 class Worker:
     """One server. `problem` says why it cannot be used; None while it answers.
 
-    `source` names where it comes from. `warming_since`: when it came up, for `slow_start` seconds.
+    `url`: the base URL, which is also its name. `source` names where it comes from. `warming_since`: when it came up,
+    for `slow_start` seconds.
     `look_now` is set when it should be asked again soon.
     """
 
@@ -52,11 +53,10 @@ class Worker:
     draining: bool = False
     warming_since: float | None = None
     look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = field(init=False)
 
-    @property
-    def url(self) -> str:
-        """The worker's base URL, which is also its name."""
-        return str(self.settings.url).rstrip("/")
+    def __post_init__(self) -> None:
+        self.url = str(self.settings.url).rstrip("/")
 
     @property
     def up(self) -> bool:
