@@ -8,7 +8,7 @@ ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
 .PHONY: demo test test-engine test-browser test-helm test-replicas test-transfer chart-docs lint
-.PHONY: bench-index bench-policy bench-faults bench-chaos bench-transfer bench-replicas bench-processes
+.PHONY: bench-index bench-policy bench-faults bench-chaos bench-transfer bench-replicas bench-processes bench-reporter
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -45,6 +45,9 @@ bench-policy: .venv/installed
 
 bench-chaos: .venv/installed
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
+bench-reporter: .venv/installed
+	$(BIN)/python -m benchmarks.reporter $(ARGS)
 
 bench-faults: .venv/installed
 	$(BIN)/pytest tests/indexer/test_faults.py -q -s -p no:randomly $(ARGS)

@@ -34,6 +34,7 @@ class IndexCollector(Collector):
         lost = CounterMetricFamily("kvrouter_stream_lost_batches", "Batches nobody could replay", labels=_LABELS)
         restarts = CounterMetricFamily("kvrouter_stream_restarts", "Restarts of the publisher", labels=_LABELS)
         resyncs = CounterMetricFamily("kvrouter_stream_resyncs", "Streams read anew on suspicion", labels=_LABELS)
+        snapshots = CounterMetricFamily("kvrouter_stream_snapshots", "Caches told whole, on request", labels=_LABELS)
         bad = CounterMetricFamily("kvrouter_stream_unreadable", "Unreadable input", labels=[*_LABELS, "what"])
         for registration in self._indexer.registered():
             target = registration.target
@@ -59,6 +60,8 @@ class IndexCollector(Collector):
             lost.add_metric(labels, stream.sequence.lost_batches)
             restarts.add_metric(labels, stream.sequence.restarts)
             resyncs.add_metric(labels, stream.sequence.resyncs)
+            snapshots.add_metric(labels, stream.sequence.snapshots)
             bad.add_metric([*labels, "frame"], stream.unreadable.bad_frames)
             bad.add_metric([*labels, "event"], stream.unreadable.bad_events)
-        yield from (blocks, orphans, state, lag, confirmed, batches, gaps, replays, lost, restarts, resyncs, bad)
+        yield from (blocks, orphans, state, lag, confirmed, batches, gaps, replays, lost, restarts, resyncs)
+        yield from (snapshots, bad)

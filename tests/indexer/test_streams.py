@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -359,3 +360,16 @@ def test_there_is_no_resync_without_a_replay(
     assert not indexer.resync(TARGET)
     assert not indexer.resync(Target("nobody", 0, "m"))
     assert matched(indexer) == 1
+
+
+def test_an_indexer_can_be_stopped_before_it_reads_what_was_registered(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    indexer = Indexer()
+    indexer.start()
+    source = EventSource(0, publisher.endpoint, publisher.replay_endpoint)
+    for number in range(50):
+        indexer.register(Registration(Target(f"w{number}", 0, "m"), source))
+    stopping = Thread(target=indexer.stop, daemon=True)
+    stopping.start()
+    stopping.join(10)
+    assert not stopping.is_alive()
