@@ -120,6 +120,22 @@ def explain(
         _fail(str(error))
 
 
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="The router to watch.")] = "http://127.0.0.1:8080",
+    token: Annotated[str, typer.Option(envvar="KVROUTER_SERVER__TOKEN", help="The router's server.token.")] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
+) -> None:
+    """Show the fleet in the terminal, updating: its ranks' state, cache, load and hits, and the latest requests."""
+    from kvrouter.top import run_top
+    from kvrouter.top.feed import FeedError
+
+    try:
+        asyncio.run(run_top(url, token, once))
+    except FeedError as error:
+        _fail(str(error))
+
+
 @app.command("hash-key")
 def hash_key(
     key: Annotated[str, typer.Argument(help="The API key; - reads it from standard input.")] = "",

@@ -1,0 +1,61 @@
+"""What a router tells of its fleet at `/live`, put together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+SILENCE = 10.0  # seconds without an update, which otherwise comes every second
+_MAX_LINE = 64 * 2**20  # the first update has all ranks
+
+
+class FeedError(Exception):
+    """The feed cannot be read; the message says why."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The fleet as it was last told: ranks by their key, totals, the last point of the series, requests."""
+
+    ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    totals: dict[str, Any] = field(default_factory=dict)
+    point: dict[str, Any] = field(default_factory=dict)
+    requests: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def take(self, update: dict[str, Any]) -> None:
+        """Take in an update."""
+        for key in update["gone"]:
+            self.ranks.pop(key, None)
+        self.ranks |= update["ranks"]
+        self.totals = update["totals"]
+        if update["series"]:
+            self.point = update["series"][-1]
+        self.requests |= {seen["number"]: seen for seen in update["requests"]}
+        while len(self.requests) > 64:
+            del self.requests[min(self.requests)]
+
+
+async def follow(url: str, token: str) -> AsyncIterator[Fleet]:
+    """The fleet after each update, until the router ends. Raises FeedError."""
+    fleet = Fleet()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, read_bufsize=_MAX_LINE) as session,
+            session.get(f"{url.rstrip('/')}/live", headers=headers) as response,
+        ):
+            if response.status in (401, 403):
+                raise FeedError(f"{url} wants the admin token: give it with --token")
+            if response.status != 200 or response.content_type != "text/event-stream":
+                raise FeedError(f"{url} answers {response.status}: is this a router's URL?")
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    fleet.take(msgspec.json.decode(line[6:]))
+                    yield fleet
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise FeedError(f"{url}: {str(error) or type(error).__name__}") from error
