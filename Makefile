@@ -8,7 +8,7 @@ ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
 .PHONY: demo test test-engine test-browser test-helm test-replicas test-transfer chart-docs lint
-.PHONY: bench-index bench-policy bench-faults bench-chaos bench-transfer bench-replicas bench-processes bench-reporter
+.PHONY: bench-index bench-policy bench-tokenize bench-faults bench-chaos bench-transfer bench-replicas bench-processes bench-reporter
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -42,6 +42,9 @@ bench-index: .venv/installed .bench/dynamo/installed
 
 bench-policy: .venv/installed
 	$(BIN)/python -m benchmarks.policy $(ARGS)
+
+bench-tokenize: .venv/installed
+	$(BIN)/python -m benchmarks.tokenize $(ARGS)
 
 bench-chaos: .venv/installed
 	$(BIN)/python -m benchmarks.chaos $(ARGS)

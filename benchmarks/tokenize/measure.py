@@ -1,0 +1,132 @@
+"""One conversation after another, and what its turns cost: everything anew, and only what is new."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, TypeVar
+
+from benchmarks.tokenize.conversations import bodies
+from indexer.hashing import PackedPrompt
+from router.local_tokenizer import LocalTokenizer
+from router.openai_requests import decode_chat
+from router.requests import ChatPrompt
+from router.speculation import prompt_hashes
+
+# Prompts are measured at the first turn that has so many tokens.
+SIZES = (1_000, 3_000, 10_000, 20_000, 30_000)
+_CHARACTERS = 5 * SIZES[-1]
+
+T = TypeVar("T")
+
+
+class UnequalError(Exception):
+    """A prompt got other token ids piece by piece than as a whole."""
+
+
+@dataclass
+class Costs:
+    """The seconds of one kind of turn, one entry a conversation; of CPU time, since nothing here waits."""
+
+    tokens: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Note one measurement."""
+        self.seconds.setdefault(name, []).append(seconds)
+
+    def milliseconds(self, name: str) -> float:
+        """The median, in milliseconds."""
+        return 1000 * median(self.seconds[name])
+
+
+@dataclass
+class Comparison:
+    """What was measured with one tokenizer, by the size of prompts, and how much was compared to be equal."""
+
+    costs: dict[int, Costs] = field(default_factory=dict)
+    again: Costs = field(default_factory=Costs)
+    prompts: int = 0
+    tokens: int = 0
+
+
+def compare(loaded: Any, conversations: int) -> Comparison:
+    """Measure conversations with a tokenizer of transformers.
+
+    Every turn's token ids are held against those of the tokenizer used on the whole text.
+
+    Raises UnequalError.
+    """
+    found = Comparison()
+    for seed in range(conversations):
+        known, anew = LocalTokenizer(loaded), LocalTokenizer(loaded, cache_bytes=0)
+        before, sizes = 0, list(SIZES)
+        for body in bodies(seed, _CHARACTERS):
+            expected = _whole(known, known.render(_prompt(body)))
+            timed = sizes and len(expected) >= sizes[0]
+            costs = found.costs.setdefault(sizes.pop(0), Costs()) if timed else Costs()
+            # In turns, so that neither always finds the machine as the other left it.
+            for side in (0, 1) if seed % 2 else (1, 0):
+                if side and timed:
+                    _time_anew(costs, known, anew, body)
+                elif not side:
+                    _check(_time_known(costs, known, body), expected)
+            found.prompts += 1
+            found.tokens += len(expected)
+            costs.tokens.append(len(expected))
+            costs.new_tokens.append(len(expected) - before)
+            before = len(expected)
+            if not sizes:
+                _check(_time_known(found.again, known, body), expected)
+                found.again.tokens.append(len(expected))
+                found.again.new_tokens.append(0)
+                break
+    return found
+
+
+def _time_known(costs: Costs, tokenizer: LocalTokenizer, body: bytes) -> array[int]:
+    """The steps of a request, with what earlier turns left."""
+    begun = time.process_time()
+    prompt = _timed(costs, "decode", lambda: _prompt(body))
+    text = _timed(costs, "render", lambda: tokenizer.render(prompt))
+    token_ids = _timed(costs, "tokenize", lambda: tokenizer.encode([text], add_special_tokens=False)[0])
+    _timed(costs, "hash", lambda: _hash(token_ids))
+    costs.add("known", time.process_time() - begun)
+    return token_ids
+
+
+def _time_anew(costs: Costs, known: LocalTokenizer, anew: LocalTokenizer, body: bytes) -> None:
+    """The same steps with nothing kept: by the model's own tokenizer, and as the router does a new conversation."""
+    _timed(costs, "whole", lambda: _hash(_whole(known, known.render(_prompt(body)))))
+    _timed(costs, "new", lambda: _hash(anew.encode([anew.render(_prompt(body))], add_special_tokens=False)[0]))
+
+
+def _prompt(body: bytes) -> ChatPrompt:
+    prompt = decode_chat(body).prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def _whole(tokenizer: LocalTokenizer, text: str) -> array[int]:
+    (encoding,) = tokenizer.backend.encode_batch_fast([text], add_special_tokens=False)
+    return array("I", encoding.ids)
+
+
+def _hash(token_ids: array[int]) -> None:
+    prompt_hashes("m", None, None, PackedPrompt.of(token_ids))
+
+
+def _timed(costs: Costs, name: str, act: Callable[[], T]) -> T:
+    begun = time.process_time()
+    done = act()
+    costs.add(name, time.process_time() - begun)
+    return done
+
+
+def _check(found: array[int], expected: array[int]) -> None:
+    if found != expected:
+        raise UnequalError(f"a prompt of {len(expected)} tokens has {len(found)} piece by piece, or others")

@@ -1,0 +1,56 @@
+"""The tokenizers that are measured: the bundled one, and one of the size that models have."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from worker.simulated.model.train import CHAT_TEMPLATE, SPECIAL_TOKENS
+
+BUNDLED = Path("worker/simulated/model")
+_VOCABULARY = 32_768
+# Enough of the standard library's source for such a vocabulary.
+_FILES = 700
+# Splits words as the tokenizers of current models do.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def bundled() -> Any:
+    """The simulated worker's."""
+    return AutoTokenizer.from_pretrained(BUNDLED, local_files_only=True)
+
+
+def large() -> Any:
+    """A byte-level BPE of 32,768 tokens, trained on the source of Python's standard library."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sources(), trainer)
+    wrap: Any = PreTrainedTokenizerFast
+    return wrap(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
+
+
+def _sources() -> Iterator[str]:
+    for path in islice(sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")), _FILES):
+        yield path.read_text(encoding="utf-8", errors="replace")
