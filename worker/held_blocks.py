@@ -74,12 +74,6 @@ class HeldBlocks:
     def __len__(self) -> int:
         return sum(len(place.runs) for place in self._places.values())
 
-    @property
-    def packed_tokens(self) -> int:
-        """Tokens kept in memory for the blocks that are held."""
-        runs = {id(run): run for place in self._places.values() for run in place.runs.values()}
-        return sum(len(run.tokens) for run in runs.values())
-
     def store(self, event: BlockStored) -> list[BlockStored]:
         """Count a reference to each block. The event must not be changed afterwards. Raises ValueError, naming the
         field, for tokens that are none."""

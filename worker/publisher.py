@@ -346,6 +346,9 @@ class ZmqEventPublisher(EventPublisher):
                 done, reason = True, "the client is gone"
             except _OvertakenError:
                 done, reason = True, "the client is slower than the stream: batches left the buffer meanwhile"
+            except Exception:
+                logger.exception("what a subscriber asked for could not be made")
+                done, reason = True, "it could not be made"
             if replay.sent > before:
                 replay.last_progress = time.monotonic()
                 progressed = True

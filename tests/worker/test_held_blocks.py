@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from typing import TypeAlias
 
@@ -156,10 +157,14 @@ def test_tokens_that_are_none_are_named_and_nothing_is_held(tokens: list[int]) -
 
 def test_removed_blocks_give_their_tokens_back() -> None:
     held = HeldBlocks()
-    names = list(range(1, 1001))
-    held.store(BlockStored(list(names), None, [0] * 1000, 1))
+    names: list[int | bytes] = list(range(1, 1001))
+    tracemalloc.start()
+    held.store(BlockStored(list(names), None, [0] * 1_000_000, 1000))
+    whole, _ = tracemalloc.get_traced_memory()
     held.remove(BlockRemoved(names[1:]))
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert whole > 4_000_000 > 10 * left
     [[event]] = held.snapshot()
     assert isinstance(event, BlockStored)
-    assert (event.block_hashes, event.token_ids) == ([1], [0])
-    assert held.packed_tokens == 1
+    assert (event.block_hashes, event.token_ids) == ([1], [0] * 1000)

@@ -303,6 +303,26 @@ def test_a_publisher_that_knows_nothing_of_the_cache_has_no_snapshot(
     assert snapshot_of(dealer(reporter)) == (None, [])
 
 
+def test_a_snapshot_that_fails_ends_nothing_else(
+    make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    reporter = make()
+    publisher = reporter.publisher
+    assert isinstance(publisher, ZmqEventPublisher)
+
+    def broken() -> None:
+        raise LookupError("broken")
+
+    publisher.offer_snapshots(broken)
+    store(reporter, 1)
+    reporter.step()
+    sock = dealer(reporter)
+    sock.send_multipart(replay_request(SNAPSHOT_START))
+    wait_until(lambda: publisher.abandoned_replays == 1)
+    assert not sock.poll(100), "nobody is told that this was all"
+    assert replayed(sock, 0) == [0]
+
+
 def test_live_batches_go_on_while_somebody_is_slow_to_take_a_snapshot(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
