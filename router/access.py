@@ -17,6 +17,7 @@ import msgspec
 
 from indexer.errors import RequestError
 from router.settings import TenantSettings, TenantsSettings
+from router.sharing import LoadSharing
 from router.splice import SpliceError, field, with_field
 
 _OPEN = frozenset({"/health", "/ready", "/metrics", "/ui"})
@@ -66,6 +67,7 @@ class Tenant:
         self, name: str, settings: TenantSettings, isolate: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = name
+        self.on_spent: Callable[[str, int, int], None] = lambda *_: None
         self.priority = settings.priority
         self._models = settings.models
         self._isolate = isolate
@@ -116,14 +118,25 @@ class Tenant:
                     code="rate_limit_exceeded",
                     retry_after=seconds,
                 )
-        if self._requests is not None:
-            self._requests.charge(1)
-        self.spend(tokens)
+        self._charge(1, tokens)
 
     def spend(self, tokens: int) -> None:
         """Tokens were used."""
-        if self._tokens is not None:
-            self._tokens.charge(tokens)
+        self._charge(0, tokens)
+
+    def spent_elsewhere(self, requests: int, tokens: int) -> None:
+        """Another router let requests and tokens through."""
+        self._take(requests, tokens)
+
+    def _take(self, requests: int, tokens: int) -> None:
+        for bucket, amount in ((self._requests, requests), (self._tokens, tokens)):
+            if bucket is not None:
+                bucket.charge(amount)
+
+    def _charge(self, requests: int, tokens: int) -> None:
+        if self._requests is not None or self._tokens is not None:
+            self._take(requests, tokens)
+            self.on_spent(self.name, requests, tokens)
 
 
 def without_credentials(headers: Headers) -> Headers:
@@ -140,8 +153,24 @@ class AccessControl:
         if settings.salted_messages or not settings.isolate:
             self._paths |= _MESSAGES
         self._tenants: dict[str, Tenant] = {}
+        self._named = {name: Tenant(name, each, settings.isolate) for name, each in settings.named.items()}
         for name, each in settings.named.items():
-            self._tenants |= dict.fromkeys(each.keys, Tenant(name, each, settings.isolate))
+            self._tenants |= dict.fromkeys(each.keys, self._named[name])
+
+    def tenant(self, name: str) -> Tenant:
+        """A tenant by its name."""
+        return self._named[name]
+
+    def share(self, sharing: LoadSharing) -> None:
+        """Let rates hold for all routers together."""
+        for tenant in self._named.values():
+            tenant.on_spent = sharing.spent
+
+        def spent(name: str, requests: int, tokens: int) -> None:
+            if name in self._named:
+                self._named[name].spent_elsewhere(requests, tokens)
+
+        sharing.on_spent.append(spent)
 
     def check(self, path: str, headers: Headers) -> Tenant | None:
         """Who asks; None for the admin and for what is open. Raises RequestError: 401 without a key that is known, 403

@@ -109,6 +109,8 @@ async def running_router(
             sharing,
             needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
         )
+        router.responses.on_learned.append(sharing.made)
+        sharing.on_made.append(router.responses.remember)
         admission = Admission(router, settings.admission)
         load.on_freed.append(admission.freed)
         fleet.on_change.append(admission.wake)
@@ -135,6 +137,8 @@ async def running_router(
         forwarding = Forwarding(router, admission, fleet, upstreams, settings.proxy, requests)
         readiness = Readiness(fleet, indexer, settings.events.catch_up_timeout)
         access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
+        if access:
+            access.share(sharing)
         visits = Visits(access, tracing, requests, settings.logs.access)
         entrance = Entrance(visits, forwarding, settings.server)
         app = _app(

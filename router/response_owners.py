@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 
 MAX_RESPONSES = 65536
 # How much of an answer is searched: the id is among the first fields.
@@ -16,9 +17,10 @@ _ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 
 
 class ResponseOwners:
-    """The workers of the latest responses, by URL."""
+    """The workers of the latest responses, by URL. `on_learned` is told of each that was read from an answer."""
 
     def __init__(self, most: int = MAX_RESPONSES) -> None:
+        self.on_learned: list[Callable[[str, str], None]] = []
         self._most = most
         self._owners: OrderedDict[str, str] = OrderedDict()
 
@@ -28,11 +30,17 @@ class ResponseOwners:
         if found is None:
             return False
         response = found.group(1).decode(errors="replace")
+        self.remember(response, worker)
+        for learned in self.on_learned:
+            learned(response, worker)
+        return True
+
+    def remember(self, response: str, worker: str) -> None:
+        """A worker made a response."""
         self._owners[response] = worker
         self._owners.move_to_end(response)
         if len(self._owners) > self._most:
             self._owners.popitem(last=False)
-        return True
 
     def of(self, response: str) -> str | None:
         """The URL of the worker that made a response."""

@@ -1,4 +1,4 @@
-"""What routers tell each other: amounts as they are now, never differences.
+"""What routers tell each other: what is in flight as it is now, never differences.
 
 Each tells what changed, and now and then all that it has in flight. What is not told again is forgotten, so that a lost
 message is mended by the next.
@@ -57,6 +57,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     """What one router tells.
 
     `number` counts its messages. `ended`: prompts that were told before. `oldest`: all prompts before it have ended.
+    `made`: responses, each with its worker's URL. `spent`: by tenants since the last message, requests and tokens.
     """
 
     router: str
@@ -66,6 +67,8 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     sent: list[SentPrompt] = []
     ended: list[int] = []
     oldest: int = 0
+    made: list[tuple[str, str]] = []
+    spent: list[tuple[str, int, int]] = []
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -6,6 +6,8 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from secrets import token_hex
 from typing import Any, Protocol
 
@@ -23,7 +25,7 @@ log = structlog.get_logger()
 BEATS = 3
 # What one message holds at most; the rest goes into the next.
 MAX_LOADS = 512
-MAX_PREFIX_BYTES = 32 * 1024
+MAX_BYTES = 32 * 1024
 # How long a goodbye may take.
 FLUSH_SECONDS = 0.5
 
@@ -51,26 +53,30 @@ class Carrier(Protocol):
 class LoadSharing:
     """Tells the load of `table` over some carriers, and gives what others tell to `elsewhere`.
 
-    `on_heard` is called whenever more is known of the others.
+    `on_heard` is called whenever more is known of the others; `on_made` with a response that another router saw and its
+    worker; `on_spent` with a tenant and what it spent elsewhere, requests and tokens.
     """
 
     def __init__(self, table: LoadTable, elsewhere: Elsewhere, carriers: list[Carrier]) -> None:
         self.router = token_hex(8)
         self.elsewhere = elsewhere
         self.on_heard: list[Callable[[], None]] = []
+        self.on_made: list[Callable[[str, str], None]] = []
+        self.on_spent: list[Callable[[str, int, int], None]] = []
         self._table = table
         self._messages = 0
         self._prompts = 0
         self._open: dict[int, None] = {}
         self._tellers = [_Teller(self, carrier) for carrier in carriers]
         self._tasks: list[asyncio.Task[None]] = []
+        self._nearest: dict[str, float] = {}  # of each router the interval of the carrier that it is heard on
         if carriers:
             table.on_change.append(self._changed)
 
     def start(self) -> None:
         """Begin to tell and to hear."""
         for teller in self._tellers:
-            running = teller.carrier.run(self.receive, teller.hello)
+            running = teller.carrier.run(partial(self.receive, interval=teller.carrier.interval), teller.hello)
             self._tasks.append(asyncio.create_task(running, name=f"share load over {teller.carrier.name}"))
         if self._tellers:
             self._tasks.append(asyncio.create_task(self._beat(), name="share load"))
@@ -109,6 +115,16 @@ class LoadSharing:
 
         return ended
 
+    def made(self, response: str, worker: str) -> None:
+        """A worker made a response."""
+        for teller in self._tellers:
+            teller.made(response, worker)
+
+    def spent(self, tenant: str, requests: int, tokens: int) -> None:
+        """A tenant used something up."""
+        for teller in self._tellers:
+            teller.spent(tenant, requests, tokens)
+
     @property
     def carriers(self) -> list[Carrier]:
         """What it is shared over."""
@@ -122,12 +138,14 @@ class LoadSharing:
             if carrier.problem is not None
         ]
 
-    def message(self, kind: Kind, ranks: list[tuple[str, int]], sent: list[SentPrompt], ended: list[int]) -> bytes:
-        """The next message: about these ranks and prompts."""
-        loads = [self._load(*rank) for rank in ranks]
+    def message(self, kind: Kind, news: _News) -> bytes:
+        """The next message."""
         self._messages += 1
         oldest = next(iter(self._open), self._prompts + 1)
-        return encode(Message(self.router, self._messages, kind, loads, sent, ended, oldest))
+        loads = [self._load(*rank) for rank in news.ranks]
+        spent = [(tenant, requests, tokens) for tenant, (requests, tokens) in news.spent.items()]
+        head = self.router, self._messages, kind
+        return encode(Message(*head, loads, news.sent, news.ended, oldest, news.made, spent))
 
     def in_flight(self) -> list[tuple[str, int]]:
         """The ranks that have anything."""
@@ -142,7 +160,7 @@ class LoadSharing:
         for teller in self._tellers:
             teller.changed((worker, dp_rank))
 
-    def receive(self, data: bytes) -> None:
+    def receive(self, data: bytes, interval: float = 0.0) -> None:
         """Take in a message; what is none counts for nothing."""
         try:
             message = decode(data)
@@ -151,8 +169,18 @@ class LoadSharing:
             return
         if message.router == self.router:
             return
+        nearest = self._nearest[message.router] = min(self._nearest.get(message.router, interval), interval)
+        if interval > nearest:
+            return  # the same came a quicker way
+        for response, worker in message.made:
+            for made in self.on_made:
+                made(response, worker)
+        for tenant, requests, tokens in message.spent:
+            for spent in self.on_spent:
+                spent(tenant, requests, tokens)
         if self.elsewhere.hear(message) or message.kind is Kind.HELLO:
             self.tell_everything()
+        self._heard()
 
     def tell_everything(self) -> None:
         """Tell all that is in flight here."""
@@ -163,7 +191,26 @@ class LoadSharing:
         while True:
             await asyncio.sleep(self.elsewhere.expiry / BEATS)
             self.elsewhere.expire()
+            known = self.elsewhere.routers()
+            self._nearest = {router: interval for router, interval in self._nearest.items() if router in known}
+            self._heard()
             self.tell_everything()
+
+    def _heard(self) -> None:
+        for heard in self.on_heard:
+            heard()
+
+
+@dataclass(slots=True)
+class _News:
+    """What is to be told. `bytes`: roughly, beside the loads."""
+
+    ranks: dict[tuple[str, int], None] = field(default_factory=dict)
+    sent: list[SentPrompt] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    made: list[tuple[str, str]] = field(default_factory=list)
+    spent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    bytes: int = 0
 
 
 class _Teller:
@@ -172,30 +219,29 @@ class _Teller:
     def __init__(self, sharing: LoadSharing, carrier: Carrier) -> None:
         self.carrier = carrier
         self._sharing = sharing
-        self._ranks: dict[tuple[str, int], None] = {}
-        self._sent: list[SentPrompt] = []
-        self._ended: list[int] = []
-        self._bytes = 0
+        self._news = _News()
         self._timer: asyncio.TimerHandle | None = None
 
     def changed(self, rank: tuple[str, int]) -> None:
-        self._ranks[rank] = None
-        if len(self._ranks) >= MAX_LOADS:
-            self.tell()
-        else:
-            self._soon()
+        self._news.ranks[rank] = None
+        self._soon(0)
 
     def sent(self, prompt: SentPrompt) -> None:
-        self._sent.append(prompt)
-        self._bytes += len(prompt.prefixes)
-        if self._bytes >= MAX_PREFIX_BYTES:
-            self.tell()
-        else:
-            self._soon()
+        self._news.sent.append(prompt)
+        self._soon(len(prompt.prefixes))
 
     def ended(self, number: int) -> None:
-        self._ended.append(number)
-        self._soon()
+        self._news.ended.append(number)
+        self._soon(8)
+
+    def made(self, response: str, worker: str) -> None:
+        self._news.made.append((response, worker))
+        self._soon(len(response) + len(worker))
+
+    def spent(self, tenant: str, requests: int, tokens: int) -> None:
+        before = self._news.spent.get(tenant, (0, 0))
+        self._news.spent[tenant] = before[0] + requests, before[1] + tokens
+        self._soon(0)
 
     def hello(self) -> None:
         """The carrier works now: ask the others what they have in flight, and tell them."""
@@ -213,9 +259,12 @@ class _Teller:
             self._timer.cancel()
             self._timer = None
         if self.carrier.problem is None:
-            self.carrier.send(self._sharing.message(kind, list(self._ranks), self._sent, self._ended))
-        self._ranks, self._sent, self._ended, self._bytes = {}, [], [], 0
+            self.carrier.send(self._sharing.message(kind, self._news))
+        self._news = _News()
 
-    def _soon(self) -> None:
-        if self._timer is None:
+    def _soon(self, size: int) -> None:
+        self._news.bytes += size
+        if len(self._news.ranks) >= MAX_LOADS or self._news.bytes >= MAX_BYTES:
+            self.tell()
+        elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self.carrier.interval, self.tell)

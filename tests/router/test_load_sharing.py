@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from indexer import Target
+from indexer.errors import RequestError
+from router.access import AccessControl
 from router.load import LoadTable, Reservation
+from router.response_owners import ResponseOwners
+from router.settings import TenantSettings, TenantsSettings
 from router.sharing import Elsewhere, LoadSharing
 from router.sharing.datagrams import DatagramCarrier
 from router.sharing.messages import TOLD_TOKENS, Kind, Message, RankLoad, decode, encode
@@ -36,9 +40,9 @@ class Wire:
     """A carrier whose messages a test hands on, or loses."""
 
     name = "wire"
-    interval = 0.0
 
     def __init__(self) -> None:
+        self.interval = 0.0
         self.problem: str | None = None
         self.told: list[bytes] = []
 
@@ -277,6 +281,60 @@ def test_processes_of_one_machine_hear_each_other_and_survive_a_death() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(play(Path(folder)))
+
+
+def test_who_waits_is_told_when_there_is_less_elsewhere() -> None:
+    async def play() -> None:
+        here = LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER), [Wire()])
+        told: list[int] = []
+        here.on_heard.append(lambda: told.append(here.elsewhere.of("w", 0).requests))
+        here.receive(encode(news("a", 1, load_of("w", 2))))
+        here.receive(encode(news("a", 2, load_of("w", 1))))
+        here.receive(encode(Message("a", 3, Kind.GONE)))
+        assert told == [2, 1, 0]
+
+    asyncio.run(play())
+
+
+def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None:
+    async def play() -> None:
+        limits = TenantSettings(keys=["0" * 64], requests_per_second=4)
+        wires = [Wire(), Wire()]
+        wires[1].interval = 1.0  # a slower way for the same
+        tenants = TenantsSettings(named={"t": limits})
+        here, there = (LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER), ways) for ways in (wires, []))
+        controls = [AccessControl(tenants, "token") for _ in range(2)]
+        for control, sharing in zip(controls, (here, there), strict=True):
+            control.share(sharing)
+        asks, also = (control.tenant("t") for control in controls)
+        for _ in range(3):
+            asks.admit("m", 10)
+        here.tell_everything()
+        for wire in wires:
+            for message in wire.told:
+                there.receive(message, wire.interval)
+        also.admit("m", 10)
+        with pytest.raises(RequestError) as refused:
+            also.admit("m", 10)
+        assert refused.value.status == 429
+
+    asyncio.run(play())
+
+
+def test_a_response_is_found_by_the_router_that_did_not_see_it() -> None:
+    async def play() -> None:
+        wire = Wire()
+        here, there = (LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER), ways) for ways in ([wire], []))
+        mine, theirs = ResponseOwners(), ResponseOwners()
+        mine.on_learned.append(here.made)
+        there.on_made.append(theirs.remember)
+        mine.learn(b'{"id": "resp_1", ', "http://w")
+        here.tell_everything()
+        for message in wire.told:
+            there.receive(message)
+        assert theirs.of("resp_1") == "http://w"
+
+    asyncio.run(play())
 
 
 def hear_all(wire: Wire, elsewhere: Elsewhere) -> None:
