@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
+from itertools import cycle
 
 import pytest
 from router_under_test import RouterUnderTest, router, until
-from scripted_worker import Exchange, ScriptedWorker, scripted_worker
+from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker
 
 pytestmark = pytest.mark.anyio
 
@@ -208,3 +210,38 @@ async def test_a_restarted_worker_begins_slowly() -> None:
             return await state(routed, worker) == "warming"
 
         await until(warming)
+
+
+turns = cycle((broken, stream))
+
+
+async def fails_every_other(exchange: Exchange) -> None:
+    await next(turns)(exchange)
+
+
+async def slow(exchange: Exchange) -> None:
+    await asyncio.sleep(0.8)
+    await stream(exchange)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"), [(fails_every_other, "of its requests fail"), (slow, "first bytes take")]
+)
+async def test_a_worker_far_worse_than_the_others_is_left_out(script: Script, reason: str) -> None:
+    async with AsyncExitStack() as stack:
+        worse = await stack.enter_async_context(scripted_worker(script))
+        others = [await stack.enter_async_context(scripted_worker(stream)) for _ in range(3)]
+        urls = [worker.url for worker in (worse, *others)]
+        routed = await stack.enter_async_context(router(*urls, **TURNS, fleet={"backoff": 30, "slow_start": 0}))
+        for _ in range(3):  # never three failures in a row: that would be another reason
+            await asyncio.gather(*(routed.call(PATH, BODY) for _ in range(16)))
+
+        async def left_out() -> bool:
+            return await state(routed, worse) == "left_out"
+
+        await until(left_out)
+        found = (await routed.call("/health")).json()["findings"]
+        assert [(each["finding"], each["worker"]) for each in found] == [("worker_left_out", worse.url)]
+        assert reason in found[0]["detail"]
+        replies = [await routed.call(PATH, BODY) for _ in range(8)]
+        assert {(reply.status, reply.worker == worse.url) for reply in replies} == {(200, False)}
