@@ -139,6 +139,7 @@ class PolicySettings(_Section):
     context: NonNegative = 0.05
     cpu_token: NonNegative = 0.1
     disk_token: NonNegative = 0.5
+    near: NonNegative = 0.0
 
 
 class RateSettings(_Section):

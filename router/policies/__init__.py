@@ -53,6 +53,7 @@ def policy_named(settings: PolicySettings, random: Random) -> Policy:
                     settings.context,
                     settings.cpu_token,
                     settings.disk_token,
+                    settings.near,
                 ),
                 random,
             )

@@ -28,7 +28,10 @@ from router.policies.records import Candidate, Decision, Policy, Request, cheape
 
 @dataclass(frozen=True, slots=True)
 class KvWeights:
-    """β, γ, θ, φ, and the price of loading a token from CPU memory or disk as a share of computing it."""
+    """β, γ, θ, φ, and the price of loading a token from CPU memory or disk as a share of computing it.
+
+    `near`: costs that are higher than the lowest by this share at most count as tied.
+    """
 
     interference: float = 1.0
     interference_per_request: float = 0.06
@@ -36,6 +39,7 @@ class KvWeights:
     context: float = 0.05
     cpu_token: float = 0.1
     disk_token: float = 0.5
+    near: float = 0.0
 
 
 def kv_aware(weights: KvWeights, random: Random) -> Policy:
@@ -44,9 +48,9 @@ def kv_aware(weights: KvWeights, random: Random) -> Policy:
 
     def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
         if candidates[0].rates and all(candidate.rates for candidate in candidates):
-            return cheapest(candidates, lambda candidate: seconds_cost(candidate, request, in_seconds), random)
+            return cheapest(candidates, lambda each: seconds_cost(each, request, in_seconds), random, weights.near)
         totals = kv_totals(candidates, request.tokens, weights)
-        choice = one_of_lowest(candidates, totals, random)
+        choice = one_of_lowest(candidates, totals, random, weights.near)
         return Decision(choice, candidates, lambda candidate: kv_cost(candidate, request.tokens, weights))
 
     return choose

@@ -91,19 +91,25 @@ Policy = Callable[[Sequence[Candidate], Request], Decision]
 
 
 def cheapest(
-    candidates: Sequence[Candidate], terms: Callable[[Candidate], dict[str, float]], random: Random
+    candidates: Sequence[Candidate], terms: Callable[[Candidate], dict[str, float]], random: Random, near: float = 0.0
 ) -> Decision:
-    """The candidate whose terms add up to the least; ties at random."""
+    """The candidate whose terms add up to the least; ties at random. `near`: as of `one_of_lowest`."""
     totals = [sum(terms(candidate).values()) for candidate in candidates]
-    return Decision(one_of_lowest(candidates, totals, random), candidates, terms)
+    return Decision(one_of_lowest(candidates, totals, random, near), candidates, terms)
 
 
-def one_of_lowest(candidates: Sequence[Candidate], totals: list[float], random: Random) -> Candidate:
-    """The candidate with the lowest total; ties at random."""
+def one_of_lowest(
+    candidates: Sequence[Candidate],
+    totals: list[float],
+    random: Random,
+    near: float = 0.0,
+) -> Candidate:
+    """The candidate with the lowest total; ties at random. Totals higher by a share of `near` count as tied."""
     lowest = min(totals)
-    if totals.count(lowest) == 1:
+    if not near and totals.count(lowest) == 1:
         return candidates[totals.index(lowest)]
-    return random.choice([c for c, total in zip(candidates, totals, strict=True) if total == lowest])
+    most = lowest * (1 + near)
+    return random.choice([c for c, total in zip(candidates, totals, strict=True) if total <= most])
 
 
 def known_usage(candidates: Sequence[Candidate]) -> float:

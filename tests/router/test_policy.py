@@ -65,6 +65,14 @@ def test_ties_are_broken_at_random() -> None:
     assert chosen(kv(3), [candidate("a"), candidate("b")]) == chosen(kv(3), [candidate("a"), candidate("b")])
 
 
+def test_costs_near_the_lowest_can_count_as_tied() -> None:
+    policy = kv_aware(KvWeights(near=0.05), Random(7))
+    candidates = [candidate("a"), candidate("b", pending=90), candidate("c", pending=110)]  # of 2000
+    counts = Counter(chosen(policy, candidates) for _ in range(400))
+    assert set(counts) == {"a", "b"}
+    assert min(counts.values()) > 150
+
+
 @pytest.mark.parametrize(
     ("pending", "worker"),
     [(0, "holder"), (1000, "holder"), (1799, "holder"), (1801, "idle"), (5000, "idle")],
