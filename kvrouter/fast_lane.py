@@ -100,7 +100,6 @@ class FastLaneProtocol(BoundedHttpProtocol):
         self._entrance = entrance
         self._reading = _Request()  # what the parser is at
         self._queue: deque[_Request] = deque()
-        self._bad: str | None = None  # what follows cannot be read
         # The request that is served here, and its answer.
         self._current: _Request | None = None
         self._visit: Visit | None = None
@@ -120,6 +119,8 @@ class FastLaneProtocol(BoundedHttpProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)
+        if not self._reading_head:
+            return  # a trailer
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self._reading.expects = True
@@ -167,13 +168,14 @@ class FastLaneProtocol(BoundedHttpProtocol):
             visit = self._done()
             visit.answered(400, [])
             visit.end()
-        if self._busy or self._queue:
-            self._bad = msg  # the answers that are due come first
-            self.flow.pause_reading()
-        elif self._lingering:
+        if self._lingering:
             self.transport.close()
         else:
             super().send_400_response(msg)
+
+    @property
+    def _owes_answers(self) -> bool:
+        return self._current is not None or any(request.complete for request in self._queue) or super()._owes_answers
 
     # Requests in their turn
 
@@ -251,19 +253,21 @@ class FastLaneProtocol(BoundedHttpProtocol):
         self._plan_next()
 
     def _plan_next(self) -> None:
-        if self._queue or self._bad is not None:
+        if self._queue:
             self.loop.call_soon(self._next)
+        else:
+            self._refuse_the_rest()
 
     def _next(self) -> None:
-        if self._busy or self.transport.is_closing():
+        if self._busy or not self._queue or self.transport.is_closing():
             return
-        if self._queue:
-            request = self._queue.popleft()
-            if not self._queue and self._bad is None:
-                self.flow.resume_reading()
-            self._take(request)
-        elif self._bad is not None:
-            super().send_400_response(self._bad)
+        request = self._queue.popleft()
+        if self._unreadable is not None and not request.complete:
+            self._refuse_the_rest()
+            return
+        if not self._queue and self._unreadable is None:
+            self.flow.resume_reading()
+        self._take(request)
 
     # The answer
 

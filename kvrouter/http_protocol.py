@@ -23,6 +23,8 @@ class RefusedRequestError(Exception):
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes connections whose next request takes too long to say what it is, and refuses heads that are too large."""
 
+    _unreadable: str | None = None  # why what follows cannot be read
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._reading_head = True
@@ -52,12 +54,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
         self._count(len(name) + len(value) + len(b": \r\n"))
+        if self._reading_head:  # else it is a trailer, and no header
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._end_head(self.url)
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._owes_answers:
+            self._unreadable = msg
+            self.flow.pause_reading()
+        else:
+            super().send_400_response(msg)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._refuse_the_rest()
+
+    def _refuse_the_rest(self) -> None:
+        """Say that what came after the last request could not be read, once all before it is answered."""
+        if self._unreadable is not None and not self._owes_answers and not self.transport.is_closing():
+            super().send_400_response(self._unreadable)
+
+    @property
+    def _owes_answers(self) -> bool:
+        """Whether a request that came whole is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def _begin_head(self) -> None:
         if not self._reading_head:

@@ -55,6 +55,11 @@ class Circuit:
         return CircuitState.HALF_OPEN if self._clock() >= self._opened_until else CircuitState.OPEN
 
     @property
+    def closed(self) -> bool:
+        """Whether all requests are let through."""
+        return self._opened_until is None
+
+    @property
     def allows(self) -> bool:
         """Whether a request may begin. One that begins nevertheless counts as any other."""
         return self._opened_until is None or (self._trial is None and self._clock() >= self._opened_until)

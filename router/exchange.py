@@ -393,11 +393,13 @@ class Exchange:
         self._leg = None
         placement.attempt.end(_outcome(head.status), f"status {head.status}")
         if head.status == HTTPStatus.OK:
-            usage = self._tail.usage()
+            streamed = _is_stream(head)
+            wanted = placement.wants_usage or streamed or self._visit.tenant is not None
+            usage = self._tail.usage() if wanted else None
             self._forwarding.router.answered(placement, usage)
             if self._visit.tenant is not None and usage is not None:
                 self._visit.tenant.spend(usage.completion)
-            if _is_stream(head):
+            if streamed:
                 seconds = time.monotonic() - self._first_byte_at
                 self._forwarding.metrics.streamed(self._prompt.name or "", seconds, usage)
         self._finish()

@@ -109,6 +109,13 @@ class Fleet:
         """The workers that serve a model or adapter of this name, up or not."""
         return [(worker, served) for worker in self.workers if (served := worker.served(name)) is not None]
 
+    def model_of(self, name: str) -> str | None:
+        """The model behind the name of a model or adapter; None when nobody serves it."""
+        for worker in self._workers.values():
+            if (served := worker.served(name)) is not None:
+                return served.model
+        return None
+
     def names(self) -> set[str]:
         """Every name a request may use."""
         return {name for worker in self.workers if worker.description for name in worker.description.models}

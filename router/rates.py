@@ -135,12 +135,12 @@ class RateLearner:
     def __init__(self, start: Rates) -> None:
         self._prefill = BoundedRegression((start.token, start.attention))
         self._decode = BoundedRegression((start.step, start.context_token))
+        self.rates = start
 
-    @property
-    def rates(self) -> Rates:
+    def _solved(self) -> None:
         token, attention = self._prefill.coefficients
         step, context_token = self._decode.coefficients
-        return Rates(step, token, attention, context_token)
+        self.rates = Rates(step, token, attention, context_token)
 
     @property
     def learned(self) -> bool:
@@ -154,12 +154,14 @@ class RateLearner:
         steps = ceil(uncached / CHUNK)
         known = steps * (step + context_token * context)
         self._prefill.add(uncached + steps * requests, uncached * (cached + uncached / 2), known, seconds, now)
+        self._solved()
 
     def decode_seen(self, output_tokens: int, requests: int, context: int, seconds: float, now: float) -> None:
         """An answer went on for so many tokens after its first, beside `requests` in all that held `context` tokens."""
         if output_tokens > 0:
             known = self._prefill.coefficients[0] * requests
             self._decode.add(1.0, context, known, seconds / output_tokens, now)
+            self._solved()
 
 
 class RateTable:

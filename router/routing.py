@@ -123,11 +123,16 @@ class Choice:
     """A decision that nothing has been reserved for yet."""
 
     decision: Decision
-    options: dict[Target, _Option]
+    options: list[_Option]
+
+    @property
+    def chosen(self) -> _Option:
+        choice = self.decision.choice
+        return next(option for option in self.options if option.candidate is choice)
 
     @property
     def worker(self) -> Worker:
-        return self.options[self.decision.choice.target].worker
+        return self.chosen.worker
 
 
 class Watcher(Protocol):
@@ -158,6 +163,11 @@ class Placement:
     def overlap(self) -> int:
         """Tokens of the prompt that the target is expected to serve from its cache."""
         return self.decision.choice.overlap
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether anything is learned from what the answer says of its tokens."""
+        return self.timing is not None or self.seen is not None or bool(self.prediction.hashes)
 
     def first_byte(self) -> None:
         """The answer began."""
@@ -254,10 +264,10 @@ class Router:
             request = replace(request, model=self._only_model())
         if request.model is None:
             return request, None
-        serving = self._fleet.serving(request.model)
-        if not serving:
+        model = self._fleet.model_of(request.model)
+        if model is None:
             raise self._unknown_model(request.model)
-        return request, serving[0][1].model
+        return request, model
 
     def _routed_by_load(
         self, request: RoutedRequest, body_bytes: int, error: TokenizerUnavailableError | RequestError
@@ -276,9 +286,9 @@ class Router:
         Raises RequestError (503) when no worker is left.
         """
         self._learned.look_at_evictions(self._indexer)
-        options = {option.candidate.target: option for option in self._options(prompt, without, limits)}
+        options = list(self._options(prompt, without, limits))
         if options:
-            candidates = [option.candidate for option in options.values()]
+            candidates = [option.candidate for option in options]
             return Choice(self._policy(candidates, self._request(prompt, options)), options)
         if self._serving_now(prompt.name, without):
             return None
@@ -316,7 +326,7 @@ class Router:
             choice = None
         if choice is None:
             return prefill_seconds(self._learned.rates.start, prompt.tokens, 0, 0, 0)
-        best = max((option.candidate for option in choice.options.values()), key=lambda candidate: candidate.overlap)
+        best = max((option.candidate for option in choice.options), key=lambda candidate: candidate.overlap)
         rates = self._learned.rates.learner(best.target.worker, best.target.model).rates
         return prefill_seconds(rates, prompt.tokens, best.overlap, best.requests, best.context)
 
@@ -330,7 +340,7 @@ class Router:
         """Reserve a request's share of its choice's load, in the same step as the choice."""
         decision, options = chosen.decision, chosen.options
         choice = decision.choice
-        _, worker, hashes, by_events = options[choice.target]
+        _, worker, hashes, by_events = chosen.chosen
         rates = self._learned.rates.learner(worker.url, choice.target.model)
         load = self._load.of(worker.url, choice.target.dp_rank)
         reservation = Reservation(
@@ -341,14 +351,14 @@ class Router:
             streamed=prompt.streamed,
         )
         if len(hashes) == 1:
-            self._learned.pressure.routed(hashes[0], max(option.candidate.overlap for option in options.values()))
+            self._learned.pressure.routed(hashes[0], max(option.candidate.overlap for option in options))
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         prediction = Prediction(
             choice.target,
             hashes,
             prompt.tokens,
             choice.overlap,
-            by_events if self._audit.events_complete(choice.target) else None,
+            by_events if hashes and self._audit.events_complete(choice.target) else None,
             comparable=one_answer and prompt.exact,
             capacity=worker.capacity_tokens,
         )
@@ -375,7 +385,8 @@ class Router:
 
     def answered(self, placement: Placement, usage: Usage | None) -> None:
         """A worker answered a request in full; `usage` is what it says of the tokens."""
-        self._audit.answered(placement.prediction, usage)
+        if placement.prediction.hashes:
+            self._audit.answered(placement.prediction, usage)
         if placement.seen:
             placement.seen.answered(usage)
         if placement.timing and usage:
@@ -400,7 +411,7 @@ class Router:
 
     def others(self, prompt: RoutedPrompt, without: Collection[Worker]) -> bool:
         """Whether there is any other worker that could take a request now."""
-        return bool(self._serving_now(prompt.name, without))
+        return any(worker.takes(prompt.name) and worker not in without for worker in self._fleet.workers)
 
     def _options(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits) -> Iterator[_Option]:
         """Every target that could take a prompt now, with what it holds of it and has to do."""
@@ -419,7 +430,7 @@ class Router:
                 for dp_rank in worker.ranks():
                     if limited and not self.room(worker, dp_rank, limits, prompt.tokens):
                         continue
-                    candidate = self._loaded(Target(worker.url, dp_rank, served.model), worker, rates)
+                    candidate = self._loaded(worker.target(dp_rank, served.model), worker, rates)
                     by_events = 0
                     for held, known, tokens in parts:
                         by_events += self._add_overlap(candidate, held.get(candidate.target), known, tokens)
@@ -489,9 +500,9 @@ class Router:
             candidate.disk += match.tiers[Tier.DISK] + match.tiers[Tier.UNKNOWN]
         return told
 
-    def _request(self, prompt: RoutedPrompt, options: dict[Target, _Option]) -> Request:
+    def _request(self, prompt: RoutedPrompt, options: list[_Option]) -> Request:
         """What the policy is told of a prompt. Without a session, those that begin alike are taken for one."""
-        first = next(iter(options.values()))
+        first = options[0]
         session = prompt.session
         if session is None and first.hashes and first.hashes[0]:
             session = str(first.hashes[0][:_SESSION_CHUNKS][-1])
@@ -512,18 +523,15 @@ class Router:
                 self.room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks()
             )
 
-        for worker in [each for each in workers if each.url == owner] or choosable(workers, self._random, room):
+        owners = [each for each in workers if each.url == owner] if owner else []
+        for worker in owners or choosable(workers, self._random, None if limits.unlimited else room):
             served = worker.served(name) if name is not None else None
             able.setdefault(_Served(served.model, served.adapter) if served else _Served("", None), []).append(worker)
         return able
 
     def _serving_now(self, name: str | None, without: Collection[Worker]) -> list[Worker]:
         """The workers that answer and serve a name; any will do where it is None."""
-        return [
-            worker
-            for worker in self._fleet.workers
-            if worker.up and not worker.draining and worker not in without and (name is None or worker.served(name))
-        ]
+        return [worker for worker in self._fleet.workers if worker.takes(name) and worker not in without]
 
     def _matched(self, served: _Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What each target holds of a prompt, by the index."""

@@ -54,8 +54,10 @@ class Worker:
     warming_since: float | None = None
     look_now: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = field(init=False)
+    _targets_made: dict[tuple[int, str], Target] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        # Its base URL, which is also its name.
         self.url = str(self.settings.url).rstrip("/")
 
     @property
@@ -66,6 +68,8 @@ class Worker:
     def trusted(self) -> bool:
         """Whether requests go to it while there are others: a worker that failed must answer before it is tried."""
         circuit = self.health.circuit
+        if circuit.closed:
+            return True
         return circuit.allows and (circuit.state is CircuitState.CLOSED or not self.metrics.unanswered)
 
     @property
@@ -107,16 +111,30 @@ class Worker:
         known = self.description
         return known.capacity * known.block_size if known and known.capacity and known.block_size else None
 
+    def target(self, dp_rank: int, model: str) -> Target:
+        """One of its ranks, for a model."""
+        target = self._targets_made.get((dp_rank, model))
+        if target is None:
+            target = self._targets_made[dp_rank, model] = Target(self.url, dp_rank, model)
+        return target
+
+    def takes(self, name: str | None) -> bool:
+        """Whether it may get new requests for a model or adapter of this name; None: for any."""
+        if self.problem is not None or self.draining:
+            return False
+        return name is None or (self.description is not None and name in self.description.models)
+
     def ranks(self) -> tuple[int, ...]:
         """Its DP ranks."""
         return self.description.ranks if self.description else (0,)
 
 
 def choosable(
-    workers: Collection[Worker], random: Random, has_room: Callable[[Worker], bool] = lambda _: True
+    workers: Collection[Worker], random: Random, has_room: Callable[[Worker], bool] | None = None
 ) -> Collection[Worker]:
     """Those of some workers that a request may go to now. Untrusted ones are left when nothing else is there; when
     those that are have no room, none is left."""
     trusted = [worker for worker in workers if worker.trusted] or workers
-    free = [worker for worker in trusted if has_room(worker)]
-    return [worker for worker in free if worker.share >= 1 or random.random() < worker.share] or free
+    free = [worker for worker in trusted if has_room(worker)] if has_room else trusted
+    chosen = [w for w in free if w.warming_since is None or w.share >= 1 or random.random() < w.share]
+    return chosen or free

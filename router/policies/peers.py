@@ -31,8 +31,12 @@ def round_robin() -> Policy:
 
     def choose(candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG001
         turn = next(turns) % len(candidates)
-        order = {id(c): float((place - turn) % len(candidates)) for place, c in enumerate(candidates)}
-        return Decision(candidates[turn], candidates, lambda candidate: {"turn": order[id(candidate)]})
+
+        def terms(candidate: Candidate) -> dict[str, float]:
+            place = next(place for place, each in enumerate(candidates) if each is candidate)
+            return {"turn": float((place - turn) % len(candidates))}
+
+        return Decision(candidates[turn], candidates, terms)
 
     return choose
 

@@ -81,16 +81,18 @@ class Leg:
             connection.pause()
 
     def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
+        receiver = self._receiver
         if ended:
-            self._connection = None
-        if self._receiver is not None:
-            self._receiver.answered(head, data, ended)
+            self._connection = self._receiver = None
+        if receiver is not None:
+            receiver.answered(head, data, ended)
 
     def more(self, data: bytes, ended: bool) -> None:
+        receiver = self._receiver
         if ended:
-            self._connection = None
-        if self._receiver is not None:
-            self._receiver.more(data, ended)
+            self._connection = self._receiver = None
+        if receiver is not None:
+            receiver.more(data, ended)
 
     def broke(self, error: UpstreamError, unheard: bool) -> None:
         """The connection failed; `unheard`: it had been used before, and nothing came of this request's answer."""

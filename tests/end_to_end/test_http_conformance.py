@@ -1,0 +1,597 @@
+"""HTTP/1.1 on the wire, both sides of the router, byte by byte: the fast lane and the ordinary way do the same.
+
+What can be read in two ways is answered or closed, and never forwarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+import uvicorn
+from router_under_test import RouterUnderTest, router, serving, until
+from scripted_worker import Exchange, ScriptedWorker, scripted_worker
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from kvrouter import http_protocol
+from kvrouter.fast_lane import FastLaneProtocol, uvicorn_fits
+from kvrouter.http_protocol import BoundedHttpProtocol
+from kvrouter.serving import HttpServer
+from router.app import running_router
+from router.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+BODY = b'{"model":"m","prompt":[1]}'
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+WHOLE = POST + LENGTH + b"\r\n" + BODY
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n"
+LIMITS = {"max_body_bytes": 1000, "body_timeout": 0.3}
+
+
+class Answer(NamedTuple):
+    """One answer as it came. `body` is without its chunks' sizes."""
+
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+
+class Wire:
+    """A client's connection."""
+
+    def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self) -> Answer:
+        """The head of the next answer."""
+        async with asyncio.timeout(10):
+            first, *lines = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(b": ") for line in lines)}
+        return Answer(int(first.split(b" ")[1]), headers, b"")
+
+    async def answer(self) -> Answer:
+        """The next answer, whole."""
+        head = await self.head()
+        async with asyncio.timeout(10):
+            if head.headers.get(b"transfer-encoding") == b"chunked":
+                body = b""
+                while size := int(await self.reader.readline(), 16):
+                    body += (await self.reader.readexactly(size + 2))[:-2]
+                await self.reader.readexactly(2)
+            else:
+                body = await self.reader.readexactly(int(head.headers.get(b"content-length", b"0")))
+        return head._replace(body=body)
+
+    async def rest(self) -> bytes:
+        """Everything until the connection is closed."""
+        async with asyncio.timeout(10):
+            with suppress(ConnectionError):
+                return await self.reader.read()
+        return b""
+
+
+@asynccontextmanager
+async def wire(url: str) -> AsyncIterator[Wire]:
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        yield Wire(reader, writer)
+    finally:
+        writer.close()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["lane", "asgi"])
+def lane(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+async def running(lane: bool) -> AsyncIterator[tuple[ScriptedWorker, RouterUnderTest]]:
+    quiet = {"probe_interval": 60, "metrics_interval": 60, "failures": 1000, "retry_interval": 0.05}
+    limits = LIMITS | {"fast_lane": lane}
+    async with scripted_worker() as worker, router(worker.url, server=limits, fleet=quiet) as routed:
+        yield worker, routed
+
+
+@pytest.fixture
+async def worker(running: tuple[ScriptedWorker, RouterUnderTest]) -> AsyncIterator[ScriptedWorker]:
+    worker, routed = running
+
+    async def up() -> bool:
+        return bool((await routed.workers())[0]["up"])
+
+    await until(up)  # the test before may have broken it
+    worker.script = Exchange.answer
+    worker.exchanges.clear()
+    yield worker
+    await routed.until_released()
+
+
+@pytest.fixture
+def url(running: tuple[ScriptedWorker, RouterUnderTest]) -> str:
+    return running[1].url
+
+
+def answering(data: bytes, then_close: bool = False) -> object:
+    async def script(exchange: Exchange) -> None:
+        await exchange.send(data)
+        if then_close:
+            exchange.writer.close()
+
+    return script
+
+
+# What clients send
+
+REFUSED = [
+    POST + LENGTH + b"Content-Length: 3\r\n\r\n" + BODY,
+    POST + LENGTH + LENGTH + b"\r\n" + BODY,
+    POST + b"Content-Length: 26, 26\r\n\r\n" + BODY,
+    POST + b"Content-Length: 26 \r\nContent-Length: 26\r\n\r\n" + BODY,
+    POST + b"Content-Length: +26\r\n\r\n" + BODY,
+    POST + b"Content-Length: 0x1a\r\n\r\n" + BODY,
+    POST + b"Content-Length: 99999999999999999999999\r\n\r\n" + BODY,
+    POST + b"Content-Length : 26\r\n\r\n" + BODY,
+    POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    POST + b"Transfer-Encoding: chunked\r\n" + LENGTH + b"\r\n0\r\n\r\n",
+    POST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    POST + b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n",
+    CHUNKED + b"xyz\r\n\r\n0\r\n\r\n",
+    CHUNKED + b"1a\n" + BODY + b"\r\n0\r\n\r\n",
+    CHUNKED + b"1a\r\n" + BODY + b"XX0\r\n\r\n",
+    CHUNKED + b"-1a\r\n" + BODY + b"\r\n0\r\n\r\n",
+    CHUNKED + b"0x1a\r\n" + BODY + b"\r\n0\r\n\r\n",
+    CHUNKED + b"ffffffffffffffffff\r\n" + BODY,
+    POST + LENGTH + b"X-A: one\nX-B: two\r\n\r\n" + BODY,
+    POST + LENGTH + b"X-A: one\r\n folded\r\n\r\n" + BODY,
+    POST + LENGTH + b"X-A: one\rX-B: two\r\n\r\n" + BODY,
+    POST + LENGTH + b"X-A: one\x00two\r\n\r\n" + BODY,
+    POST + LENGTH + b"X A: one\r\n\r\n" + BODY,
+    POST + LENGTH + b": no name\r\n\r\n" + BODY,
+    POST.replace(b"\r\n", b"\n") + LENGTH.replace(b"\r\n", b"\n") + b"\n" + BODY,
+    POST + LENGTH + b"X-A: " + b"a" * 70_000 + b"\r\n\r\n" + BODY,
+    POST + LENGTH + b"X-A: one\r\n" * 10_000 + b"\r\n" + BODY,
+    POST + b"X-A: " + b"a" * 200_000,
+    POST.replace(b"HTTP/1.1", b"HTTP/1.1 ") + LENGTH + b"\r\n" + BODY,
+    POST.replace(b"HTTP/1.1", b"HTTP/9.9") + LENGTH + b"\r\n" + BODY,
+    POST.replace(b"/v1", b"http://evil.example/v1") + LENGTH + b"\r\n" + BODY,
+]
+
+
+@pytest.mark.parametrize("sent", REFUSED)
+async def test_what_can_be_read_in_two_ways_reaches_no_worker(worker: ScriptedWorker, url: str, sent: bytes) -> None:
+    async with wire(url) as client:
+        with suppress(ConnectionError):
+            await client.send(sent)
+        answer = await client.rest()
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") <= 1
+    assert worker.exchanges == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        WHOLE,
+        b"\r\n" + WHOLE,
+        CHUNKED + b"1a\r\n" + BODY + b"\r\n0\r\n\r\n",
+        CHUNKED + b"1A;name=value\r\n" + BODY + b"\r\n0\r\n\r\n",
+        CHUNKED + b"001a\r\n" + BODY + b"\r\n0\r\nX-Trailer: 1\r\n\r\n",
+        CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 7, 10_000])
+async def test_what_is_understood_arrives_with_its_length(
+    worker: ScriptedWorker, url: str, sent: bytes, piece: int
+) -> None:
+    async with wire(url) as client:
+        for start in range(0, len(sent), piece):
+            await client.send(sent[start : start + piece])
+        assert (await client.answer()).body == b"{}"
+        await client.send(WHOLE)
+        assert (await client.answer()).body == b"{}"
+    assert [exchange.body for exchange in worker.exchanges] == [BODY, BODY]
+    for exchange in worker.exchanges:
+        assert exchange.header("content-length") == [b"%d" % len(BODY)]
+        assert not exchange.header("transfer-encoding")
+        assert not exchange.header("x-trailer")
+
+
+async def test_pipelined_requests_are_served_one_after_the_other(worker: ScriptedWorker, url: str) -> None:
+    at_once = most = 0
+
+    async def script(exchange: Exchange) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.01)
+        at_once -= 1
+        await exchange.answer(exchange.body)
+
+    worker.script = script
+    bodies = [b'{"model":"m","prompt":[%d]}' % number for number in range(6)]
+    requests = [POST + b"Content-Length: %d\r\n\r\n" % len(body) + body for body in bodies]
+    async with wire(url) as client:
+        await client.send(HEALTH.join([b"", *requests[:3], b""]) + b"".join(requests[3:]) + HEALTH[:20])
+        answers = [await client.answer() for _ in range(10)]
+        await client.send(HEALTH[20:])
+        answers.append(await client.answer())
+    assert [answer.status for answer in answers] == [200] * 11
+    assert [answer.body for answer in answers if answer.body in bodies] == bodies
+    assert [b"workers_up" in answer.body for answer in answers] == [True, False] * 3 + [True] + [False] * 3 + [True]
+    assert most == 1
+
+
+async def test_what_follows_and_is_no_request_is_refused_after_the_answers(worker: ScriptedWorker, url: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await asyncio.sleep(0.05)
+        await exchange.chunk(b"")
+
+    worker.script = script
+    async with wire(url) as client:
+        await client.send(WHOLE + b"\x16\x03\x01 nonsense\r\n\r\n")
+        assert (await client.answer()).body == b"data: 1\n\n"
+        assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
+    assert len(worker.exchanges) == 1
+
+
+async def test_nothing_is_read_after_the_last_request(worker: ScriptedWorker, url: str) -> None:
+    async with wire(url) as client:
+        await client.send(WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + WHOLE)
+        answer = await client.answer()
+        assert (answer.status, answer.headers[b"connection"]) == (200, b"close")
+        assert await client.rest() == b""
+    assert len(worker.exchanges) == 1
+
+
+async def test_a_client_may_ask_before_it_sends_its_body(worker: ScriptedWorker, url: str) -> None:
+    async with wire(url) as client:
+        await client.send(POST + LENGTH + b"Expect: 100-continue\r\n\r\n")
+        assert (await client.head()).status == 100
+        assert worker.exchanges == []
+        await client.send(BODY)
+        assert (await client.answer()).status == 200
+        await client.send(WHOLE)
+        assert (await client.answer()).status == 200
+    assert [exchange.body for exchange in worker.exchanges] == [BODY, BODY]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        POST + b"Content-Length: 1001\r\n\r\n" + b"x" * 1001,
+        CHUNKED + b"1f4\r\n%b\r\n" % (b"x" * 500) * 3 + b"0\r\n\r\n",
+    ],
+)
+async def test_a_body_that_is_too_large_is_refused(worker: ScriptedWorker, url: str, sent: bytes) -> None:
+    async with wire(url) as client:
+        await client.send(sent)
+        answer = await client.answer()
+    assert answer.status == 413
+    assert b"server.max_body_bytes" in answer.body
+    assert worker.exchanges == []
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(worker: ScriptedWorker, url: str) -> None:
+    async with wire(url) as client:
+        await client.send(POST + LENGTH + b"\r\n" + BODY[:5])
+        answer = await client.answer()
+    assert answer.status == 408
+    assert worker.exchanges == []
+
+
+async def test_a_head_that_does_not_come_is_not_waited_for(
+    worker: ScriptedWorker, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with wire(url) as client:
+        await client.send(WHOLE)
+        assert (await client.answer()).status == 200
+        monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+        await client.send(POST)
+        assert await client.rest() == b""
+    assert len(worker.exchanges) == 1
+
+
+async def test_http_1_0_gets_bodies_that_end_with_the_connection(worker: ScriptedWorker, url: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await asyncio.sleep(0.05)  # what ends at once has a length
+        await exchange.chunk(b"data: 2\n\n")
+        await exchange.chunk(b"")
+
+    old = WHOLE.replace(b"HTTP/1.1", b"HTTP/1.0")
+    async with wire(url) as client:
+        await client.send(old + WHOLE)
+        answer = await client.answer()
+        assert (answer.status, answer.body, answer.headers[b"connection"]) == (200, b"{}", b"close")
+        assert await client.rest() == b""
+    assert len(worker.exchanges) == 1
+    worker.script = script
+    async with wire(url) as client:
+        await client.send(old)
+        everything = await client.rest()
+    assert b"data: 1\n\n" in everything
+    assert b"data: 2\n\n" in everything
+
+
+async def test_a_client_that_stops_sending_has_left(worker: ScriptedWorker, url: str) -> None:
+    left = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.left()
+        left.set()
+
+    worker.script = script
+    async with wire(url) as client:
+        await client.send(WHOLE)
+        client.writer.write_eof()
+        async with asyncio.timeout(10):
+            await left.wait()
+        assert await client.rest() == b""
+
+
+async def test_a_client_that_does_not_read_costs_no_memory(worker: ScriptedWorker, url: str) -> None:
+    sent, piece = 0, b"x" * 100_000
+
+    async def script(exchange: Exchange) -> None:
+        nonlocal sent
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100000000\r\n\r\n")
+        while sent < 100_000_000:
+            await exchange.send(piece)
+            sent += len(piece)
+
+    async def held_back() -> bool:
+        before = sent
+        await asyncio.sleep(0.1)
+        return sent == before > 0
+
+    worker.script = script
+    async with wire(url) as client:
+        await client.send(WHOLE)
+        await until(held_back)
+        assert sent < 30_000_000
+        client.writer.transport.abort()
+
+
+# What workers answer
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "body"),
+    [
+        (
+            CONTINUE + HEAD + b"content-length: 2\r\n\r\n{}",
+            b"{}",
+        ),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n1;a=b\r\n}\r\n0\r\nx-trailer: 1\r\n\r\n", b"{}"),
+        (HEAD + b"Transfer-Encoding: Chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", b"{}"),
+        (HEAD + b"content-length: 2\r\n\r\n{}HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nother", b"{}"),
+        (HEAD + b"content-length: 2\r\nconnection: close\r\n\r\n{}trailing", b"{}"),
+        (HEAD + b"content-length: 0\r\n\r\n", b""),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n{}", b"{}"),
+    ],
+)
+async def test_answers_are_passed_on_as_they_were_understood(
+    worker: ScriptedWorker, url: str, sent: bytes, body: bytes
+) -> None:
+    worker.script = answering(sent)  # type: ignore[assignment]
+    async with wire(url) as client:
+        for _ in range(2):
+            await client.send(WHOLE)
+            answer = await client.answer()
+            assert answer.status in (200, 204)
+            assert answer.body == body
+            assert b"x-trailer" not in answer.headers
+
+
+async def test_a_body_that_ends_with_the_connection_is_framed(worker: ScriptedWorker, url: str) -> None:
+    worker.script = answering(HEAD + b"\r\n{}", then_close=True)  # type: ignore[assignment]
+    async with wire(url) as client:
+        for _ in range(2):
+            await client.send(WHOLE)
+            answer = await client.answer()
+            assert (answer.status, answer.body, answer.headers[b"transfer-encoding"]) == (200, b"{}", b"chunked")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+        HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        HEAD + b"x-a: one\nx-b: two\r\ncontent-length: 2\r\n\r\n{}",
+        HEAD + b"x-a: one\r\n folded\r\ncontent-length: 2\r\n\r\n{}",
+        HEAD + b"x-a: one\x01\r\ncontent-length: 2\r\n\r\n{}",
+        HEAD + b"x-a: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 4000,
+        b"nonsense\r\n\r\n",
+    ],
+)
+async def test_answers_that_can_be_read_in_two_ways_are_none(worker: ScriptedWorker, url: str, sent: bytes) -> None:
+    worker.script = answering(sent)  # type: ignore[assignment]
+    async with wire(url) as client:
+        await client.send(WHOLE)
+        answer = await client.answer()
+    assert answer.status == 503
+    assert b"x-kvrouter-worker" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        HEAD + b"content-length: 10\r\n\r\n{",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}XX0\r\n\r\n",
+    ],
+)
+async def test_an_answer_that_breaks_off_never_seems_whole(worker: ScriptedWorker, url: str, sent: bytes) -> None:
+    worker.script = answering(sent, then_close=True)  # type: ignore[assignment]
+    async with wire(url) as client:
+        await client.send(WHOLE)
+        answer = await client.head()
+        assert answer.status == 200
+        rest = await client.rest()
+    if b"content-length" in answer.headers:
+        assert len(rest) < int(answer.headers[b"content-length"])
+    else:
+        assert not rest.endswith(b"0\r\n\r\n")
+
+
+async def test_a_connection_that_the_worker_had_closed_is_no_failure(worker: ScriptedWorker, url: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        if sum(each.connection == exchange.connection for each in worker.exchanges) > 1:
+            await exchange.hang_up()  # as if it had been closed before the request came
+        else:
+            await exchange.answer()
+
+    worker.script = script
+    async with wire(url) as client:
+        for _ in range(3):
+            await client.send(WHOLE)
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (200, b"{}")
+            assert b"x-kvrouter-attempts" not in answer.headers
+    first, again, anew, *_ = (exchange.connection for exchange in worker.exchanges)
+    assert first == again != anew
+
+
+async def test_a_request_of_which_an_answer_began_is_not_sent_again(worker: ScriptedWorker, url: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        if sum(each.connection == exchange.connection for each in worker.exchanges) > 1:
+            await exchange.send(b"HTTP/1.1 2")
+            await exchange.hang_up()
+        else:
+            await exchange.answer()
+
+    worker.script = script
+    async with wire(url) as client:
+        await client.send(WHOLE)
+        assert (await client.answer()).status == 200
+        await client.send(WHOLE)
+        assert (await client.answer()).status == 503
+    assert len(worker.exchanges) == 2
+
+
+async def test_an_answer_may_come_before_the_request_is_read(lane: bool) -> None:
+    """A worker that refuses a large body at once, and does not read it."""
+
+    async def early(reader: StreamReader, writer: StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"/v1/completions" in head:
+            writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 3\r\n\r\nbig")
+            await writer.drain()
+            await asyncio.sleep(5)
+        elif b"/v1/models" in head:
+            writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 20\r\n\r\n{"data":[{"id":"m"}]')
+            writer.write(b"}")
+        writer.close()
+
+    server = await asyncio.start_server(early, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    body = b'{"model":"m","prompt":[%b1]}' % (b"1," * 5_000_000)
+    async with server, router(f"http://127.0.0.1:{port}", server={"fast_lane": lane}) as routed:
+        async with wire(routed.url) as client:
+            await client.send(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+            await client.send(body)
+            answer = await client.answer()
+        assert answer.status in (413, 503)
+        await routed.until_released()
+
+
+# The lane itself
+
+
+async def test_the_lane_takes_what_is_for_workers(lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    serve = HttpToolsProtocol._start_asgi_task
+
+    def start(self: HttpToolsProtocol, cycle: RequestResponseCycle, app: object) -> None:
+        taken.append(cycle.scope["path"])
+        serve(self, cycle, app)  # type: ignore[arg-type]
+
+    async with scripted_worker() as worker, router(worker.url, server={"fast_lane": lane}) as routed:
+        monkeypatch.setattr(HttpToolsProtocol, "_start_asgi_task", start)
+        for path in ("/v1/completions", "/v1/embeddings", "/v1/completions?a=b"):
+            assert (await routed.call(path, BODY)).status == 200
+        assert (await routed.call("/v1/files", BODY)).status == 200
+        assert (await routed.call("/v1/completions")).status == 200
+        assert (await routed.call("/health")).status == 200
+        await routed.call("/v1/completions", BODY, headers={"connection": "upgrade", "upgrade": "h2c"})
+    ordinary = ["/v1/files", "/v1/completions", "/health", "/v1/completions"]
+    assert taken == (ordinary if lane else ["/v1/completions", "/v1/embeddings", "/v1/completions", *ordinary])
+
+
+async def test_a_router_that_stops_lets_requests_finish(lane: bool) -> None:
+    arrived, finish = asyncio.Event(), asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        arrived.set()
+        await finish.wait()
+        await exchange.chunk(b"data: 2\n\n")
+        await exchange.chunk(b"")
+
+    async with scripted_worker(script) as worker:
+        settings = Settings(workers=[{"url": worker.url}], server={"fast_lane": lane})  # type: ignore[list-item, arg-type]
+        async with running_router(settings) as app:
+            server = HttpServer(app, shutdown_timeout=5)
+            async with serving(server) as url, wire(url) as busy, wire(url) as idle:
+                await idle.send(HEALTH)
+                assert (await idle.answer()).status == 200
+                await busy.send(WHOLE)
+                await busy.head()
+                await arrived.wait()
+                server.should_exit = True
+                assert await idle.rest() == b""
+                finish.set()
+                answered = await busy.rest()
+    assert b"data: 2" in answered
+    assert answered.endswith(b"0\r\n\r\n")
+    assert len(worker.exchanges) == 1
+
+
+async def test_with_a_uvicorn_that_it_does_not_know_the_lane_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(HttpToolsProtocol):
+        def on_header(self, name: bytes, value: bytes, more: bytes = b"") -> None:
+            """Takes something else."""
+
+    class Without(HttpToolsProtocol):
+        on_body = None  # type: ignore[assignment]
+
+    class Anew(HttpToolsProtocol):
+        def __init__(self) -> None:
+            """Keeps nothing."""
+
+    assert uvicorn_fits()
+    assert not any(map(uvicorn_fits, (Other, Without, Anew)))
+    assert (0, 34) <= tuple(map(int, uvicorn.__version__.split(".")[:2])) < (0, 60)
+    settings = Settings(workers=[])
+    async with running_router(settings) as app:
+        made = HttpServer(app, 1).config.http
+        assert getattr(made, "func", None) is FastLaneProtocol
+        monkeypatch.setattr("kvrouter.serving.uvicorn_fits", lambda: False)
+        assert HttpServer(app, 1).config.http is BoundedHttpProtocol
