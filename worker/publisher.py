@@ -415,14 +415,14 @@ class EventPublisherFactory:
         the field, for a configuration that cannot be used.
         """
         if not config:
-            return NullEventPublisher()
+            return NullEventPublisher(attn_dp_rank)
         fields: dict[str, Any] = msgspec.structs.asdict(PublisherConfig.from_json(config))
         name = fields.pop("publisher")
         if name != "null" and name not in cls._constructors:
             known = ", ".join(["null", *cls._constructors])
             raise ValueError(f"KV events configuration: unknown publisher {name!r}; known: {known}")
         if name == "null" or attn_tp_rank or attn_cp_rank or pp_rank:
-            return NullEventPublisher()
+            return NullEventPublisher(attn_dp_rank)
         return cls._constructors[name](attn_dp_rank=attn_dp_rank, **fields)
 
 

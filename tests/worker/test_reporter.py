@@ -131,7 +131,7 @@ def test_ranks_that_hold_the_same_blocks_as_another_stay_silent_and_say_so(
         reporter = Reporter.create(ANY_PORT, ranks)
     assert not reporter.publishes
     assert f"TP rank {ranks.tp}, CP rank {ranks.cp}, PP rank {ranks.pp}" in (reporter.silent_because or "")
-    assert "reports nothing here: this is TP rank" in caplog.text
+    assert f"DP rank {ranks.dp} reports nothing here: this is TP rank" in caplog.text
     assert threading.active_count() == threads
     reporter.stored([1], None, [1], 1)
     reporter.removed([1])
