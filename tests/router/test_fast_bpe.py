@@ -113,6 +113,30 @@ def test_whose_ids_would_differ_is_refused(tokenizer: Tokenizer, reason: str) ->
         fast(tokenizer)
 
 
+@st.composite
+def merges(draw: st.DrawFn) -> list[tuple[str, str]]:
+    """Merges of a few letters, of bytes and what was merged before, in any order of usefulness."""
+    made, found = ["a", "b", "c"], dict[tuple[str, str], None]()
+    for _ in range(draw(st.integers(1, 9))):
+        pair = (draw(st.sampled_from(made)), draw(st.sampled_from(made)))
+        found[pair] = None
+        made.append("".join(pair))
+    return sorted(found, key=lambda pair: made.index("".join(pair)))
+
+
+@settings(max_examples=300)
+@given(merges=merges(), ignore=st.booleans(), texts=st.lists(st.text("abc", max_size=24), min_size=8, max_size=8))
+def test_whoever_is_not_refused_is_read_alike(merges: list[tuple[str, str]], ignore: bool, texts: list[str]) -> None:
+    tokenizer = byte_level(merges, ignore_merges=ignore)
+    try:
+        pieces, slowly = fast(tokenizer)
+    except UnfitError:
+        return
+    texts += ["".join(pair) for pair in merges]
+    assert pieces(texts) == Slowly(tokenizer)(texts)
+    assert slowly.asked == []
+
+
 def test_who_changes_texts_is_refused() -> None:
     lowers = byte_level([])
     lowers.normalizer = normalizers.Lowercase()
