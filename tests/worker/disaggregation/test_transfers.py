@@ -1,0 +1,187 @@
+"""Prompts go from prefill ranks to decode ranks, in two processes, byte for byte, and nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from rank_process import Model, RankProcess, processes
+
+from worker.disaggregation import Rank, Topology
+from worker.disaggregation.bootstrap import KVBootstrapServer
+
+ENGINES = ("tcp", "shm")
+ROOMS = itertools.count(100)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[RankProcess]]:
+    with processes(2) as pair:
+        yield pair
+
+
+class Site:
+    """A prefill and a decode worker with these topologies, each worker in one process."""
+
+    def __init__(
+        self,
+        pair: list[RankProcess],
+        engine: str,
+        model: Model | None = None,
+        prefill: Topology | None = None,
+        decode: Topology | None = None,
+    ) -> None:
+        self.prefill, self.decode = pair
+        self.model = model or Model()
+        self.prefill_ranks = _ranks(prefill or Topology())
+        self.decode_ranks = _ranks(decode or Topology())
+        self._server = KVBootstrapServer(port=0)
+        self.address = self._server.address
+        settings = {"bootstrap_addr": self.address}
+        for name, rank in enumerate(self.prefill_ranks):
+            self.prefill.call("open", name, "prefill", engine, self.model, prefill or Topology(), rank, settings)
+        for name, rank in enumerate(self.decode_ranks):
+            self.decode.call("open", name, "decode", engine, self.model, decode or Topology(), rank)
+        for name in range(len(self.prefill_ranks)):
+            assert self.prefill.call("wait_registered", name)
+
+    def close(self) -> None:
+        for name in range(len(self.prefill_ranks)):
+            assert self.prefill.call("left", name) == []
+            self.prefill.call("close", name)
+        for name in range(len(self.decode_ranks)):
+            assert self.decode.call("left", name) == []
+            self.decode.call("close", name)
+        self._server.close()
+        assert self.prefill.call("threads") == self.decode.call("threads") == []
+
+    def senders(self, dp: int = 0) -> list[int]:
+        return [name for name, rank in enumerate(self.prefill_ranks) if rank.dp == dp]
+
+    def transfer(self, room: int, source: list[int], target: list[int], chunks: list[int], dp: int = 0) -> None:
+        """Bring a prompt over and check every rank of the decode worker."""
+        for name in range(len(self.decode_ranks)):
+            self.decode.call("wipe", name)
+            self.decode.call("receive", name, self.address, room, target, aux=5, prefill_dp_rank=dp or None)
+        for name in self.senders(dp):
+            self.prefill.call("send", name, self.address, room, source, chunks, aux=2)
+        for name in range(len(self.decode_ranks)):
+            assert self.decode.call("wait", name, room) == ("Success", "", True)
+            assert self.decode.call("check", name, room, target, aux=5) == []
+        for name in self.senders(dp):
+            assert self.prefill.call("wait", name, room) == ("Success", "", True)
+
+
+def _ranks(topology: Topology) -> list[Rank]:
+    return [Rank(*place) for place in itertools.product(*map(range, topology))]
+
+
+@pytest.fixture(params=ENGINES)
+def site(request: pytest.FixtureRequest, pair: list[RankProcess]) -> Iterator[Site]:
+    site = Site(pair, request.param)
+    yield site
+    site.close()
+
+
+def test_contiguous_random_and_single_pages_in_one_or_many_chunks(site: Site) -> None:
+    rng = np.random.default_rng(1)
+    source, target = rng.permutation(64)[:40].tolist(), rng.permutation(64)[:40].tolist()
+    site.transfer(next(ROOMS), list(range(8, 48)), list(range(3, 43)), [40])
+    site.transfer(next(ROOMS), source, target, [40])
+    site.transfer(next(ROOMS), source, target, [1, 30, 9])
+    site.transfer(next(ROOMS), [63], [0], [1])
+    site.transfer(next(ROOMS), source[:10], target[:10], [10, 0])  # an empty last chunk
+
+
+def test_rooms_at_the_same_time(site: Site) -> None:
+    rooms = [next(ROOMS) for _ in range(8)]
+    pages = {room: np.arange(8 * number, 8 * number + 8).tolist() for number, room in enumerate(rooms)}
+    for number, room in enumerate(rooms):
+        site.decode.call("receive", 0, site.address, room, pages[room][::-1], aux=number)
+    for number, room in enumerate(reversed(rooms)):
+        site.prefill.call("send", 0, site.address, room, pages[room], [3, 5], aux=number)
+    for room in rooms:
+        assert site.decode.call("wait", 0, room) == ("Success", "", True)
+        assert site.prefill.call("wait", 0, room) == ("Success", "", True)
+        assert site.decode.call("matches", 0, room, pages[room][::-1])
+
+
+def test_a_prefix_that_decode_has_is_not_sent(site: Site) -> None:
+    room = next(ROOMS)
+    site.decode.call("receive", 0, site.address, room, [7, 9, 11], aux=1, prefix=3 * site.model.page_size)
+    site.prefill.call("send", 0, site.address, room, [20, 21, 22, 23, 24, 25], [2, 4])
+    assert site.decode.call("wait", 0, room) == ("Success", "", True)
+    assert site.decode.call("check", 0, room, [7, 9, 11], aux=1, skipped=3) == []
+
+
+def test_a_full_prefix_hit_brings_only_the_aux_items(site: Site) -> None:
+    room = next(ROOMS)
+    site.decode.call("receive", 0, site.address, room, [], aux=1, prefix=4 * site.model.page_size)
+    site.prefill.call("send", 0, site.address, room, [20, 21, 22, 23], [2, 2])
+    assert site.decode.call("wait", 0, room) == ("Success", "", True)
+    assert site.decode.call("check", 0, room, [], aux=1) == []
+
+
+def test_without_aux_buffers_and_without_pages(site: Site) -> None:
+    room = next(ROOMS)
+    site.decode.call("receive", 0, site.address, room, [], aux=None)
+    site.prefill.call("send", 0, site.address, room, [], [0], aux=None)
+    assert site.decode.call("wait", 0, room) == ("Success", "", True)
+    assert site.prefill.call("wait", 0, room) == ("Success", "", True)
+
+
+TOPOLOGIES = {
+    "TP 2 to 1": (Topology(tp=2), Topology()),
+    "TP 1 to 2": (Topology(), Topology(tp=2)),
+    "TP 4 to 2": (Topology(tp=4), Topology(tp=2)),
+    "CP 2": (Topology(cp=2), Topology()),
+    "PP 2 to 1": (Topology(pp=2), Topology()),
+    "PP 2, TP 2 to 1": (Topology(pp=2, tp=2), Topology(pp=2)),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_other_parallelism_on_each_side(pair: list[RankProcess], engine: str, name: str) -> None:
+    site = Site(pair, engine, None, *TOPOLOGIES[name])
+    site.transfer(next(ROOMS), [5, 6, 7, 20, 33, 40, 41], [9, 10, 11, 12, 1, 0, 63], [4, 3])
+    site.close()
+
+
+@pytest.mark.parametrize(("layout", "heads"), [("HND", 4), ("MLA", 1), ("NHD", 2), ("HND", 1)])
+def test_layouts_and_heads_that_ranks_share(pair: list[RankProcess], layout: str, heads: int) -> None:
+    """With MLA, or fewer heads than ranks, several prefill ranks hold the same bytes and one of them sends."""
+    model = Model(layout=layout, heads=heads)
+    for prefill, decode in ((4, 2), (2, 4)):
+        site = Site(pair, "tcp", model, Topology(tp=prefill), Topology(tp=decode))
+        site.transfer(next(ROOMS), [5, 6, 7, 20], [9, 10, 12, 1], [3, 1])
+        site.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_dp_rank_follows_from_the_room_or_is_told(pair: list[RankProcess], engine: str) -> None:
+    """The first room makes connections to group 0; the next one must not end there because of that."""
+    site = Site(pair, engine, None, Topology(dp=2, tp=2))
+    site.transfer(1_000_000, [1, 2, 3], [4, 5, 6], [3], dp=0)
+    for room, dp, told in ((1_000_001, 1, None), (1_000_002, 1, 1)):
+        site.decode.call("wipe", 0)
+        site.decode.call("receive", 0, site.address, room, [4, 5, 6], prefill_dp_rank=told)
+        for name in site.senders(dp):
+            site.prefill.call("send", name, site.address, room, [1, 2, 3])
+        assert site.decode.call("wait", 0, room) == ("Success", "", True)
+        assert site.decode.call("check", 0, room, [4, 5, 6]) == []
+        for name in site.senders(dp):
+            assert site.prefill.call("wait", name, room) == ("Success", "", True)
+    site.close()
+
+
+def test_a_rank_closed_leaves_no_descriptor(pair: list[RankProcess]) -> None:
+    counts = []
+    for _ in range(3):
+        site = Site(pair, "tcp")
+        site.transfer(next(ROOMS), [1, 2], [3, 4], [2])
+        site.close()
+        counts.append([process.call("descriptors") for process in pair])
+    assert counts[1] == counts[2]
