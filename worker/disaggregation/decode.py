@@ -12,7 +12,7 @@ from functools import partial
 
 from worker.disaggregation.bootstrap_client import BootstrapError
 from worker.disaggregation.channel import Timer
-from worker.disaggregation.frames import Done, Drained, Failure, Hello, Refusal, RoomRequest, Welcome
+from worker.disaggregation.frames import Done, Failure, Hello, Refusal, RoomRequest, Welcome
 from worker.disaggregation.layout import Pages
 from worker.disaggregation.local import LocalRank
 from worker.disaggregation.prefill_directory import Answer, PrefillDirectory
@@ -20,7 +20,7 @@ from worker.disaggregation.quarantine import Quarantine
 from worker.disaggregation.ranks import RankMapping, Source, map_ranks, target_dp_group
 from worker.disaggregation.registry import PrefillRanks, RankAddress
 from worker.disaggregation.rooms import KVPoll, Room
-from worker.disaggregation.transfer import GrantKey
+from worker.disaggregation.transfer import GrantKey, Quiescence
 
 RETRY_S = 0.2  # before a prefill is looked up again whose rank was lost
 HELLO_AGAIN_S = 1.0  # while a prefill rank has not answered the first
@@ -47,7 +47,7 @@ class Link:
 
 @dataclass(eq=False)
 class ReceivingRoom:
-    """A room of this rank's receiver. `writers`: instances that were told of the room and may write."""
+    """A room of this rank's receiver. `asked`: who was told of it. `done`: instances that have sent everything."""
 
     room: Room
     bootstrap_addr: str
@@ -57,7 +57,6 @@ class ReceivingRoom:
     links: dict[str, tuple[Link, Source]] = field(default_factory=dict)
     asked: list[Link] = field(default_factory=list)
     granted: bool = False
-    writers: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
     timer: Timer | None = None
     settled: bool = False
@@ -102,8 +101,7 @@ class DecodeSide:
             return
         self._settle(receiving)
         if receiving.granted and receiving.wanted is not None:
-            pages = len(receiving.wanted.pages)
-            self.quarantine.add(receiving.room, receiving.key, pages, receiving.writers)
+            self.quarantine.add(receiving.room, receiving.key, len(receiving.wanted.pages))
         else:
             receiving.room.set_quiet()
         for link in receiving.asked:
@@ -140,30 +138,20 @@ class DecodeSide:
 
     def on_done(self, message: Done) -> None:
         receiving = self._known(message)
-        if receiving is None or message.sender not in receiving.writers:
+        if receiving is None or receiving.mapping is None or receiving.links[message.sender][1].dummy:
             return
-        receiving.writers.discard(message.sender)
         receiving.done.add(message.sender)
-        assert receiving.mapping is not None
-        if len(receiving.done) == receiving.mapping.required_responses and not receiving.room.terminal:
-            self._local.engine.revoke(receiving.key, time.monotonic())  # every writer is done: it is quiescent
-            if receiving.room.advance(KVPoll.Success):
-                self._settle(receiving)
-                receiving.room.set_quiet()
+        if len(receiving.done) == receiving.mapping.required_responses and receiving.room.advance(KVPoll.Success):
+            receiving.room.set_quiet()  # every write has landed; the grant is all that is left
+            if self._local.engine.revoke(receiving.key, time.monotonic()) is not Quiescence.QUIESCENT:
+                self.quarantine.add(receiving.room, receiving.key, 0)
+            self._settle(receiving)
 
     def on_failure(self, message: Failure) -> None:
-        if message.drained:
-            self.on_drained(message)
         receiving = self._known(message)
         if receiving is not None:
             rank = receiving.links[message.sender][1].rank
             self.fail(receiving, f"prefill rank {tuple(rank)}: {message.reason}")
-
-    def on_drained(self, message: Drained | Failure) -> None:
-        receiving = self._known(message)
-        if receiving is not None:
-            receiving.writers.discard(message.sender)
-        self.quarantine.drained(GrantKey(message.room, message.generation), message.sender)
 
     def on_lost(self, endpoint: str, reason: str) -> None:
         """Forget the ranks at this address and everything that says that they are there."""
@@ -286,12 +274,10 @@ class DecodeSide:
                 time_left=max(0.0, receiving.room.deadline - time.monotonic()),
             )
             receiving.asked.append(link)
-            if not source.dummy:
-                receiving.writers.add(link.target.instance)
             if not self._channel.send(link.target.endpoint, request):
                 return  # the link is lost, and the room failed with it
 
-    def _known(self, message: Done | Failure | Drained) -> ReceivingRoom | None:
+    def _known(self, message: Done | Failure) -> ReceivingRoom | None:
         """The room a message is about, if it is this attempt of it and the sender has a part in it."""
         receiving = self._rooms.get(message.room)
         if receiving is None or receiving.room.generation != message.generation:

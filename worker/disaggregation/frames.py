@@ -93,29 +93,21 @@ class RoomRequest(Message, frozen=True, kw_only=True, tag="room"):
 
 
 class Done(Message, frozen=True, kw_only=True, tag="done"):
-    """Prefill to decode: everything landed; this rank writes no more for the room."""
+    """Prefill to decode: everything that this rank sends has landed."""
 
     room: _Number
     generation: _Number
 
 
 class Failure(Message, frozen=True, kw_only=True, tag="failure"):
-    """Either way: the room failed. `drained`: the sender of this frame writes no more for it (see Drained)."""
+    """Either way: the room failed."""
 
     room: _Number
     generation: _Number
     reason: _Text
-    drained: bool = False
 
 
-class Drained(Message, frozen=True, kw_only=True, tag="drained"):
-    """Prefill to decode: of the failed room's writes none is under way and none will begin."""
-
-    room: _Number
-    generation: _Number
-
-
-AnyMessage = Hello | Welcome | Refusal | RoomRequest | Done | Failure | Drained
+AnyMessage = Hello | Welcome | Refusal | RoomRequest | Done | Failure
 
 
 class FrameCodec:

@@ -13,7 +13,6 @@ from worker.disaggregation.decode import DecodeSide
 from worker.disaggregation.frames import (
     AnyMessage,
     Done,
-    Drained,
     Failure,
     FrameCodec,
     Hello,
@@ -197,8 +196,6 @@ class KVManager:
                 side.on_done(message)
             case Failure():
                 side.on_failure(message)
-            case Drained():
-                side.on_drained(message)
             case _:
                 self._channel.rejected["misdirected"] += 1
 

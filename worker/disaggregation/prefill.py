@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from worker.disaggregation.channel import Timer
-from worker.disaggregation.frames import Done, Drained, Failure, Hello, Refusal, RoomRequest, Welcome
+from worker.disaggregation.frames import Done, Failure, Hello, Refusal, RoomRequest, Welcome
 from worker.disaggregation.layout import Pages, aux_writes, kv_writes, mismatch
 from worker.disaggregation.local import MAX_ROOMS, LocalRank
 from worker.disaggregation.peer_writer import PeerWriter, WriteTask
@@ -141,8 +141,8 @@ class PrefillSide:
             self._failed.popitem(last=False)
         for destination in list(sending.destinations.values()):
             if not destination.done:
-                self._send_failure(destination.request, room.reason, drained=not destination.writing)
-        self._quiet_when_drained(sending)
+                self._send_failure(destination.request, room.reason)
+        self._quiet_when_unread(sending)
 
     # From decode ranks
 
@@ -175,19 +175,14 @@ class PrefillSide:
             self._wait(request)
 
     def on_failure(self, message: Failure) -> None:
-        """A decode rank gave a room up: it hears from us when nothing is written any more."""
-        peer = self._peers.get(message.sender)
-        if peer is None:
-            return
+        """A decode rank gave a room up."""
         sending = self._rooms.get(message.room)
         destination = sending.destinations.get(message.sender) if sending else None
         if sending and destination and destination.request.generation == message.generation and not destination.done:
             self.fail(sending, f"decode gave up: {message.reason}")
-            return
         waiting = self._waiting.get(message.room, {}).get(message.sender)
         if waiting is not None and waiting.request.generation == message.generation:
             self._drop_waiting(waiting)
-        self._send_drained(peer.endpoint, message.sender, message.room, message.generation)
 
     def on_lost(self, endpoint: str, reason: str) -> None:
         for instance in [key for key, peer in self._peers.items() if peer.endpoint == endpoint]:
@@ -364,10 +359,7 @@ class PrefillSide:
         if error and not sending.settled:
             self.fail(sending, error)
         elif sending.room.terminal:
-            request = destination.request
-            if not destination.writing:
-                self._send_drained(destination.writer.endpoint, request.sender, request.room, request.generation)
-            self._quiet_when_drained(sending)
+            self._quiet_when_unread(sending)
         else:
             self._finish(sending, destination)
 
@@ -395,20 +387,16 @@ class PrefillSide:
             del self._rooms[sending.room.number]
         self._local.rooms.remove(sending.room)
 
-    def _quiet_when_drained(self, sending: SendingRoom) -> None:
+    def _quiet_when_unread(self, sending: SendingRoom) -> None:
         if not any(destination.writing for destination in sending.destinations.values()):
             sending.room.set_quiet()
 
-    def _send_failure(self, request: RoomRequest, reason: str, drained: bool = True) -> None:
+    def _send_failure(self, request: RoomRequest, reason: str) -> None:
         failure = Failure(
             sender=self._local.instance,
             to=request.sender,
             room=request.room,
             generation=request.generation,
             reason=reason[:2000],
-            drained=drained,
         )
         self._channel.send(request.reply_to, failure)
-
-    def _send_drained(self, endpoint: str, to: str, room: int, generation: int) -> None:
-        self._channel.send(endpoint, Drained(sender=self._local.instance, to=to, room=room, generation=generation))

@@ -1,8 +1,7 @@
 """Pages of failed rooms, until no write to them can still land. **Only then may a page be reused.**
 
-A grant is revoked first of all, so that no new write begins. If the transfer engine can't rule out one that is under
-way, the pages wait for either of two proofs: the engine says quiescent after all, or every prefill rank that knew of
-the room says that it is drained.
+The transfer engine knows: a grant is revoked, and asked about until the engine answers quiescent. Nothing else is proof,
+neither the sender's word that it stopped nor its death: bytes may still be on their way.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class _Entry:
     room: Room
     key: GrantKey
     pages: int
-    writers: set[str]
     pause: float = FIRST_PAUSE_S
     due: float = 0.0
 
@@ -56,21 +54,12 @@ class Quarantine:
         with self._changed:
             return sum(entry.pages for entry in self._entries.values())
 
-    def add(self, room: Room, key: GrantKey, pages: int, writers: set[str]) -> None:
-        """Take over the pages granted to `key`; `writers` are the instances that may still write."""
+    def add(self, room: Room, key: GrantKey, pages: int) -> None:
+        """Take over the pages granted to `key`."""
         with self._changed:
-            entry = self._entries[key] = _Entry(room, key, pages, set(writers))
+            entry = self._entries[key] = _Entry(room, key, pages)
             self._fresh.append(entry)
             self._changed.notify()
-
-    def drained(self, key: GrantKey, writer: str) -> None:
-        """A prefill rank said that it writes no more."""
-        with self._changed:
-            entry = self._entries.get(key)
-            if entry is not None and writer in entry.writers:
-                entry.writers.discard(writer)
-                entry.due = 0.0
-                self._changed.notify()
 
     def close(self) -> None:
         """Try until all pages are free, for at most CLOSE_S, and end the thread."""
@@ -90,7 +79,7 @@ class Quarantine:
                 logger.exception("revoking the grant of room %d failed", entry.room.number)
                 answer = Quiescence.UNKNOWN
             with self._changed:
-                if answer is Quiescence.QUIESCENT or not entry.writers:
+                if answer is Quiescence.QUIESCENT:
                     del self._entries[entry.key]
                     entry.room.set_quiet()
                 else:

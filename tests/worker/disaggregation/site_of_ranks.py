@@ -47,7 +47,7 @@ class Site:
         for process in (self.prefill, self.decode):
             process.call("close_all")
             left += process.call("threads")
-        assert left == []
+        assert left == [], left
 
     def left(self) -> list[str]:
         """What the ranks still hold for rooms that ended."""
