@@ -154,7 +154,9 @@ class PrefillSide:
             return
         if not self._channel.send(message.reply_to, Welcome(sender=self._local.instance, to=message.sender)):
             return
-        if message.sender not in self._peers:  # else it asks again, because it has not got the answer yet
+        if message.sender in self._peers:  # it lost us, and with us the rooms it had asked for
+            self._drop_rooms(message.sender, "the decode rank lost its connection")
+        else:
             self._peers[message.sender] = PeerWriter(
                 self._local.engine, message.reply_to, message.layout, message.engine_address
             )
@@ -189,11 +191,7 @@ class PrefillSide:
             peer = self._peers.pop(instance)
             peer.stop()
             self._stopped = [old for old in self._stopped if old.alive] + [peer]
-            for sending in list(self._rooms.values()):
-                if instance in sending.destinations:
-                    self.fail(sending, f"the decode rank was lost: {reason}")
-            for waiting in [by_peer[instance] for by_peer in self._waiting.values() if instance in by_peer]:
-                self._drop_waiting(waiting)
+            self._drop_rooms(instance, f"the decode rank was lost: {reason}")
 
     def close(self) -> None:
         """Fail every room; `join` waits for the threads."""
@@ -247,6 +245,14 @@ class PrefillSide:
         if waiting is not None and waiting.request is request:
             self._drop_waiting(waiting)
             self._send_failure(request, reason)
+
+    def _drop_rooms(self, instance: str, reason: str) -> None:
+        """Fail every room that a decode rank has a part in."""
+        for sending in list(self._rooms.values()):
+            if instance in sending.destinations:
+                self.fail(sending, reason)
+        for waiting in [by_peer[instance] for by_peer in self._waiting.values() if instance in by_peer]:
+            self._drop_waiting(waiting)
 
     def _drop_waiting(self, waiting: _Waiting) -> None:
         waiting.timer.cancel()

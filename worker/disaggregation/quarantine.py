@@ -1,7 +1,7 @@
 """Pages of failed rooms, until no write to them can still land. **Only then may a page be reused.**
 
-The transfer engine knows: a grant is revoked, and asked about until the engine answers quiescent. Nothing else is proof,
-neither the sender's word that it stopped nor its death: bytes may still be on their way.
+Only the transfer engine knows: a grant is revoked, and revoked again until the engine answers quiescent. Neither the
+sender's word that it stopped nor its death proves anything: bytes may still be on their way.
 """
 
 from __future__ import annotations

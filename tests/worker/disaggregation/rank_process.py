@@ -5,11 +5,14 @@ The test calls `RankProcess.call("method", ...)`, which runs `Ranks.method` ther
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import math
 import multiprocessing
 import os
 import signal
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -145,7 +148,9 @@ class Ranks:
     def instance(self, name: int) -> str:
         return self._ranks[name].manager.instance
 
-    def close(self, name: int) -> None:
+    def close(self, name: int, missing_ok: bool = False) -> None:
+        if missing_ok and name not in self._ranks:
+            return
         rank = self._ranks.pop(name)
         rank.manager.close()
         rank.engine.close()
@@ -262,13 +267,14 @@ class Ranks:
         """Bytes of these pages that are not `value`."""
         return sum(int((buffer[pages] != value).sum()) for buffer in self._ranks[name].kv.values())
 
-    def wait_landing(self, name: int, page: int, timeout: float = 10.0) -> bool:
-        """Whether the first byte of this page's first layer arrived."""
+    def landed(self, name: int, page: int) -> bool:
+        """Whether the first bytes of this page's first layer arrived."""
         first = next(iter(self._ranks[name].kv.values()))[page]
-        end = time.monotonic() + timeout
-        while first[0] == SENTINEL and time.monotonic() < end:
-            pass
-        return bool(first[0] != SENTINEL)
+        return _until(lambda: bool(first[0] != SENTINEL), 5)
+
+    def wait_unread(self) -> bool:
+        """Whether a socket of this process came to hold bytes that its peer does not take."""
+        return _until(lambda: any(map(_unread, os.listdir("/proc/self/fd"))), 5)
 
     # What is left
 
@@ -347,9 +353,15 @@ class RankProcess:
             raise answer
         return answer
 
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
+    def restart_if_stuck(self) -> None:
+        """A test that failed may have left it killed or stopped."""
+        if not self._process.is_alive() or self._state() == "T":
+            self.kill()
+            self.start()
+
+    def _state(self) -> str:
+        with open(f"/proc/{self._process.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
 
     def kill(self) -> None:
         self._process.kill()
@@ -358,8 +370,7 @@ class RankProcess:
 
     def stop(self) -> None:
         os.kill(self._process.pid or 0, signal.SIGSTOP)
-        with open(f"/proc/{self._process.pid}/stat") as stat:
-            assert _until(lambda: stat.seek(0) == 0 and stat.read().rpartition(")")[2].split()[0] == "T", 5)
+        assert _until(lambda: self._state() == "T", 5)
 
     def resume(self) -> None:
         os.kill(self._process.pid or 0, signal.SIGCONT)
@@ -380,6 +391,13 @@ def processes(count: int = 2) -> Iterator[list[RankProcess]]:
     finally:
         for process in started:
             process.close()
+
+
+def _unread(descriptor: str) -> bool:
+    answer = array.array("i", [0])
+    with contextlib.suppress(OSError):  # no socket
+        fcntl.ioctl(int(descriptor), termios.TIOCOUTQ, answer)
+    return answer[0] > 0
 
 
 def _watch_grants(engine: TransferEngine) -> set[GrantKey]:

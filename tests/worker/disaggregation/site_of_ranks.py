@@ -31,8 +31,7 @@ class Site:
         self.address = self.server.address
         self.settings = {"bootstrap_addr": self.address, **settings}
         for process in pair:
-            if not process.alive:
-                process.start()
+            process.restart_if_stuck()
             process.call("close_all")  # what a test that failed left
         for name, rank in enumerate(self.prefill_ranks):
             self.prefill.call("open", name, "prefill", engine, self.model, prefill, rank, self.settings)

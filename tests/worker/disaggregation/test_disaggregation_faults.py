@@ -21,9 +21,10 @@ from worker.disaggregation.bootstrap import KVBootstrapServer
 from worker.disaggregation.frames import MAX_FRAME, Done, FrameCodec
 
 ENGINES = ("tcp", "shm")
+LARGE_ENGINES = ("tcp", pytest.param("shm", marks=pytest.mark.transfer))
 ROOMS = itertools.count(100)
-LARGE = Model(head_bytes=4096, pages=512)  # 128 MiB: long enough to be caught in the middle
-LARGE_PAGES = list(range(1, 511))
+LARGE = Model(head_bytes=4096, pages=96)  # 24 MiB: more than socket buffers hold
+LARGE_PAGES = list(range(1, 95))
 REUSED = 0x77
 
 
@@ -33,27 +34,60 @@ def pair() -> Iterator[list[RankProcess]]:
         yield pair
 
 
+@pytest.fixture(scope="module")
+def tcp_site() -> Iterator[Site]:
+    with processes(2) as own:
+        site = Site(own, "tcp")
+        yield site
+        site.close()
+
+
 @pytest.fixture
-def site(pair: list[RankProcess]) -> Iterator[Site]:
-    site = Site(pair, "tcp")
-    yield site
-    site.close()
+def site(tcp_site: Site) -> Iterator[Site]:
+    """One that the tests share; each must leave nothing behind."""
+    tcp_site.decode.call("wipe", 0)
+    yield tcp_site
+    tcp_site.decode.call("close", 1, missing_ok=True)
+    assert tcp_site.left() == []
 
 
-@pytest.fixture(params=ENGINES)
-def any_site(request: pytest.FixtureRequest, pair: list[RankProcess]) -> Iterator[Site]:
-    site = Site(pair, request.param)
-    yield site
-    site.close()
+@pytest.fixture(scope="module", params=ENGINES)
+def standing_site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with processes(2) as own:
+        site = Site(own, request.param)
+        yield site
+        site.close()
 
 
-def begin_large(site: Site, prefill_timeout: float = 20.0, decode_timeout: float = 20.0) -> int:
-    """Start a transfer and return its room when the first bytes have landed."""
+@pytest.fixture
+def any_site(standing_site: Site) -> Iterator[Site]:
+    standing_site.decode.call("wipe", 0)
+    yield standing_site
+    assert standing_site.left() == []
+
+
+def stall(site: Site, prefill_timeout: float = 20.0, decode_timeout: float = 20.0) -> int:
+    """A room in the middle of a write, because decode was stopped; it still is."""
+    site.transfer(next(ROOMS), [1], [1])  # so that the engines know each other
+    site.decode.call("wipe", 0)
     room = next(ROOMS)
     site.prefill.call("wipe", 0, 0x11)
     site.decode.call("receive", 0, site.address, room, LARGE_PAGES, timeout_s=decode_timeout)
-    site.prefill.call("send", 0, site.address, room, LARGE_PAGES, None, timeout_s=prefill_timeout, fill=False)
-    assert site.decode.call("wait_landing", 0, LARGE_PAGES[0])
+    site.prefill.call("open_sender", 0, site.address, room, timeout_s=prefill_timeout)
+    assert site.prefill.call("wait_state", 0, room, "WaitingForInput")
+    site.decode.stop()
+    assert site.prefill.call("attempt", 0, room, "init", len(LARGE_PAGES), 0) == ""
+    assert site.prefill.call("attempt", 0, room, "send", LARGE_PAGES) == ""
+    assert site.prefill.call("wait_unread")
+    return room
+
+
+def stall_at_prefill(site: Site, decode_timeout: float = 20.0) -> int:
+    """A room in the middle of a write, because prefill is stopped. What it had sent has landed."""
+    room = stall(site, decode_timeout=decode_timeout)
+    site.prefill.stop()
+    site.decode.resume()
+    assert site.decode.call("landed", 0, LARGE_PAGES[0])
     return room
 
 
@@ -69,10 +103,10 @@ def untouched(site: Site) -> bool:
 # Processes that die or stand still
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LARGE_ENGINES)
 def test_prefill_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
-    room = begin_large(site)
+    room = stall_at_prefill(site)
     site.prefill.kill()
     state, reason, reusable = site.decode.call("wait", 0, room)
     assert (state, reusable) == ("Failed", True)
@@ -85,10 +119,10 @@ def test_prefill_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine
     site.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LARGE_ENGINES)
 def test_decode_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
-    room = begin_large(site)
+    room = stall(site)
     site.decode.kill()
     state, reason, reusable = site.prefill.call("wait", 0, room)
     assert (state, reusable) == ("Failed", True)
@@ -103,8 +137,7 @@ def test_decode_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_prefill_that_stood_still_writes_nothing_into_reused_pages(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
-    room = begin_large(site, decode_timeout=1.0)
-    site.prefill.stop()
+    room = stall_at_prefill(site, decode_timeout=1.0)
     state, reason, reusable = site.decode.call("wait", 0, room)
     assert (state, reusable) == ("Failed", True)
     assert "timed out" in reason
@@ -117,11 +150,10 @@ def test_a_prefill_that_stood_still_writes_nothing_into_reused_pages(pair: list[
     site.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LARGE_ENGINES)
 def test_a_decode_that_stood_still_ends_failed(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
-    room = begin_large(site, prefill_timeout=1.0)
-    site.decode.stop()
+    room = stall(site, prefill_timeout=0.5)
     state, reason, reusable = site.prefill.call("wait", 0, room)
     assert (state, reusable) == ("Failed", True)
     assert reason
@@ -150,8 +182,7 @@ def test_one_slow_decode_holds_back_no_other(pair: list[RankProcess]) -> None:
     with processes(1) as (other,):
         site = Site(pair, "tcp", LARGE)
         other.call("open", 0, "decode", "tcp", LARGE, None, None, site.settings)
-        slow = begin_large(site)
-        site.decode.stop()
+        slow = stall(site)
         for _ in range(3):
             room = next(ROOMS)
             other.call("receive", 0, site.address, room, [4, 5])
@@ -274,11 +305,26 @@ def test_an_abort_ends_both_sides(any_site: Site, side: str) -> None:
         assert f"aborted by the {side} engine" in reason
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_abort_in_the_middle_of_a_write(pair: list[RankProcess], side: str) -> None:
+def test_decode_aborts_in_the_middle_of_a_write(pair: list[RankProcess]) -> None:
     site = Site(pair, "tcp", LARGE)
-    room = begin_large(site)
-    getattr(site, side).call("abort", 0, room)
+    room = stall_at_prefill(site)
+    site.decode.call("abort", 0, room)
+    assert site.decode.call("wait", 0, room)[::2] == ("Failed", True)
+    reuse(site)
+    site.prefill.resume()
+    assert site.prefill.call("wait", 0, room)[::2] == ("Failed", True)
+    assert untouched(site)
+    site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
+    site.close()
+
+
+def test_prefill_aborts_in_the_middle_of_a_write(pair: list[RankProcess]) -> None:
+    """Its pages are read until decode ends the write."""
+    site = Site(pair, "tcp", LARGE)
+    room = stall(site)
+    site.prefill.call("abort", 0, room)
+    assert site.prefill.call("state", 0, room) == ("Failed", False)
+    site.decode.resume()
     assert site.decode.call("wait", 0, room)[::2] == ("Failed", True)
     reuse(site)
     assert site.prefill.call("wait", 0, room)[::2] == ("Failed", True)
@@ -468,6 +514,6 @@ def test_a_wrong_token_fails_the_room_at_once(pair: list[RankProcess]) -> None:
 
 def test_a_bootstrap_service_that_does_not_answer_costs_others_nothing(site: Site) -> None:
     lonely = next(ROOMS)
-    site.decode.call("receive", 0, "127.0.0.1:1", lonely, [1, 2], timeout_s=1.0)
+    site.decode.call("receive", 0, "127.0.0.1:1", lonely, [1, 2], timeout_s=0.5)
     site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
     assert site.decode.call("wait", 0, lonely)[::2] == ("Failed", True)

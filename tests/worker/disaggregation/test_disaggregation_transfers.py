@@ -22,11 +22,20 @@ def pair() -> Iterator[list[RankProcess]]:
         yield pair
 
 
-@pytest.fixture(params=ENGINES)
-def site(request: pytest.FixtureRequest, pair: list[RankProcess]) -> Iterator[Site]:
-    site = Site(pair, request.param)
-    yield site
-    site.close()
+@pytest.fixture(scope="module", params=ENGINES)
+def standing_site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with processes(2) as own:
+        site = Site(own, request.param)
+        yield site
+        site.close()
+
+
+@pytest.fixture
+def site(standing_site: Site) -> Iterator[Site]:
+    """One that the tests share; each must leave nothing behind."""
+    standing_site.decode.call("wipe", 0)
+    yield standing_site
+    assert standing_site.left() == []
 
 
 def test_contiguous_random_and_single_pages_in_one_or_many_chunks(site: Site) -> None:
@@ -86,7 +95,7 @@ TOPOLOGIES = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["tcp", pytest.param("shm", marks=pytest.mark.transfer)])
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_other_parallelism_on_each_side(pair: list[RankProcess], engine: str, name: str) -> None:
     site = Site(pair, engine, None, *TOPOLOGIES[name])
