@@ -14,7 +14,8 @@ def split_host_port(address: str, field: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    if not colon or not host or (":" in host) != bracketed or not port.isascii() or not port.isdigit():
+    unclear = not host or (":" in host) != bracketed or "[" in host or "]" in host
+    if not colon or unclear or not port.isascii() or not port.isdigit():
         raise ValueError(f"{field} {address!r}: must be host:port, for IPv6 [address]:port")
     if not 0 < int(port) < 65536:
         raise ValueError(f"{field} {address!r}: the port must be between 1 and 65535")
