@@ -65,18 +65,20 @@ class BootstrapClient:
         return answer
 
     def _retry(self, method: str, path: str, body: bytes, deadline: float, stop: threading.Event) -> bytes:
+        problem = "no time was left"
         for pause in _backoff():
+            if (left := deadline - time.monotonic()) <= 0:
+                break
             try:
                 return self._ask(method, path, body, deadline)
             except _NotNow as error:
-                if time.monotonic() + pause >= deadline or stop.wait(pause):
-                    raise TimeoutError(f"bootstrap {self.address} gave no answer in time: {error}") from error
-        raise AssertionError("the backoff has no end")
+                problem = str(error)
+            if stop.wait(min(pause, left)):
+                break
+        raise TimeoutError(f"bootstrap {self.address} gave no answer in time: {problem}")
 
     def _ask(self, method: str, path: str, body: bytes, deadline: float) -> bytes:
-        timeout = min(ATTEMPT_TIMEOUT_S, deadline - time.monotonic())
-        if timeout <= 0:
-            raise _NotNow("no time is left")
+        timeout = max(0.001, min(ATTEMPT_TIMEOUT_S, deadline - time.monotonic()))
         end = time.monotonic() + timeout
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         try:
