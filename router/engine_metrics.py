@@ -87,6 +87,7 @@ class EngineMetrics:
         self._read_at = 0.0
         self._asked_at: float | None = None
         self.progress_at = clock()
+        self._rank_progress_at: dict[int, float] = {}
 
     def asked(self) -> None:
         """A scrape begins."""
@@ -111,9 +112,16 @@ class EngineMetrics:
             self._views[rank] = EngineView(unseen, min(unseen, load.waiting), load.kv_usage)
         tokens = {rank: load.tokens for rank, load in loads.items()}
         if tokens != self._tokens:
-            self._tokens = tokens
             self.progress_at = self._clock()
+            for rank, handled in tokens.items():
+                if handled != self._tokens.get(rank):
+                    self._rank_progress_at[rank] = self.progress_at
+            self._tokens = tokens
         self._read_at = self._clock()
+
+    def rank_progress_at(self, dp_rank: int) -> float:
+        """When the counters of a rank last went on; 0 where they never did."""
+        return self._rank_progress_at.get(dp_rank, 0.0)
 
     def of(self, dp_rank: int) -> EngineView:
         """What is known of a rank now."""

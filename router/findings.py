@@ -7,12 +7,13 @@ from typing import Any
 from indexer import Indexer, Target
 from indexer.sequence import StreamState
 from router.audit import Basis, HitAudit
+from router.circuit import CircuitState
 from router.fleet import Fleet, WorkerState
 
 
 def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, Any]]:
     """Everything found; docs/operations.md says what each means and what to do."""
-    found = [
+    found: list[dict[str, Any]] = [
         {"finding": "worker_down", "worker": worker.url, "detail": worker.problem}
         for worker in fleet.workers
         if not worker.up
@@ -21,6 +22,12 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         {"finding": "worker_left_out", "worker": worker.url, "detail": worker.reason}
         for worker in fleet.workers
         if worker.state in (WorkerState.LEFT_OUT, WorkerState.TRIAL)
+    ]
+    found += [
+        {"finding": "rank_left_out", "worker": worker.url, "dp_rank": dp_rank, "detail": health.circuit.reason}
+        for worker in fleet.workers
+        for dp_rank, health in worker.health.ranks.items()
+        if health.circuit.state is not CircuitState.CLOSED
     ]
     up = {worker.url for worker in fleet.workers if worker.up}
     for registration in indexer.registered():

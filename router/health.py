@@ -44,23 +44,37 @@ class Result(NamedTuple):
 
 
 class Health:
-    """One worker's circuit, its requests in flight, and how the last ones went."""
+    """One worker's circuit, its requests in flight, and how the last ones went.
+
+    `ranks`: the same of each of its DP ranks, where it has several.
+    """
 
     def __init__(self, limits: CircuitLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.circuit = Circuit(limits or CircuitLimits(), clock)
+        self.ranks: dict[int, Health] = {}
+        self._limits = limits or CircuitLimits()
+        self.circuit = Circuit(self._limits, clock)
         self.clock = clock
         self.last_byte = clock()
         self.attempts: dict[Attempt, None] = {}  # the oldest first
         self._results: deque[Result] = deque(maxlen=RECENT)
         self._first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
 
-    def begin(self, work: int, dp_rank: int = 0, streamed: bool = True) -> Attempt:
-        """A request is sent; `work` tokens are to be computed before its first byte."""
-        if not self.attempts:
-            self.last_byte = self.clock()  # there was nothing to be heard
-        attempt = Attempt(self, self.circuit.begin(), max(work, 1), dp_rank, streamed)
-        self.attempts[attempt] = None
+    def begin(self, work: int, dp_rank: int = 0, streamed: bool = True, *, one_of_many: bool = False) -> Attempt:
+        """A request is sent; `work` tokens are to be computed before its first byte. `one_of_many`: the rank is."""
+        concerned = [self, self.ranks.setdefault(dp_rank, Health(self._limits, self.clock))] if one_of_many else [self]
+        numbers = {health: health.circuit.begin() for health in concerned}
+        attempt = Attempt(numbers, self.clock, max(work, 1), dp_rank, streamed)
+        for health in concerned:
+            if not health.attempts:
+                health.last_byte = self.clock()  # there was nothing to be heard
+            health.attempts[attempt] = None
         return attempt
+
+    def usable_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of a worker's ranks that requests may go to; all of them when none is left."""
+        if not self.ranks:
+            return ranks
+        return tuple(r for r in ranks if r not in self.ranks or self.ranks[r].circuit.allows) or ranks
 
     def in_flight(self) -> Counter[int]:
         """How many requests each rank has."""
@@ -70,6 +84,11 @@ class Health:
     def oldest_movable(self) -> Attempt | None:
         """The oldest request that waits for its first byte and may still go elsewhere."""
         return next((attempt for attempt in self.attempts if attempt.give_up is not None), None)
+
+    @property
+    def oldest_waiting(self) -> Attempt | None:
+        """The oldest request that waits for its first byte."""
+        return next((attempt for attempt in self.attempts if attempt.waits), None)
 
     def first_bytes(self) -> list[FirstByte]:
         """How long the last first bytes took."""
@@ -83,6 +102,7 @@ class Health:
         """The worker was restarted, or is given another chance: what it did before counts no more."""
         self._results.clear()
         self._first_bytes.clear()
+        self.ranks.clear()
 
     def give_up_waiting(self) -> int:
         """Have the requests sent elsewhere that may be; how many there are."""
@@ -97,15 +117,15 @@ class Health:
     def saw_first_byte(self, seen: FirstByte) -> None:
         self._first_bytes.append(seen)
 
-    def ended(self, attempt: Attempt, outcome: Outcome, reason: str) -> None:
+    def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str) -> None:
         del self.attempts[attempt]
         match outcome:
             case Outcome.SUCCEEDED:
-                self.circuit.succeeded(attempt.number)
+                self.circuit.succeeded(number)
             case Outcome.FAILED:
-                self.circuit.failed(attempt.number, reason)
+                self.circuit.failed(number, reason)
             case Outcome.NEITHER:
-                self.circuit.ended(attempt.number)
+                self.circuit.ended(number)
                 return
         self._results.append(Result(outcome is Outcome.FAILED, self.clock()))
 
@@ -116,29 +136,35 @@ class Attempt:
     `give_up` is set by whoever waits for its first byte and can try elsewhere, for as long as that is so.
     """
 
-    def __init__(self, health: Health, number: int, work: int, dp_rank: int, streamed: bool) -> None:
-        self.begun = health.clock()
-        self.number = number
+    def __init__(
+        self, numbers: dict[Health, int], clock: Callable[[], float], work: int, dp_rank: int, streamed: bool
+    ) -> None:
+        """`numbers`: whose health it concerns, and its number there."""
+        self.begun = clock()
         self.work = work
         self.dp_rank = dp_rank
         self.streamed = streamed
         self.waits = True
         self.give_up: Callable[[], None] | None = None
-        self._health = health
+        self._numbers = numbers
+        self._clock = clock
         self._ended = False
 
     def heard(self) -> None:
         """Bytes of the answer came."""
-        now = self._health.last_byte = self._health.clock()
-        if self.waits:
-            self.waits = False
-            self._health.saw_first_byte(FirstByte(self.work, self.streamed, now - self.begun, now))
+        now = self._clock()
+        waits, self.waits = self.waits, False
+        for health in self._numbers:
+            health.last_byte = now
+            if waits:
+                health.saw_first_byte(FirstByte(self.work, self.streamed, now - self.begun, now))
 
     def end(self, outcome: Outcome, reason: str = "") -> None:
         """The request ended. Only the first call counts."""
         if not self._ended:
             self._ended = True
-            self._health.ended(self, outcome, reason)
+            for health, number in self._numbers.items():
+                health.ended(self, number, outcome, reason)
 
 
 def expected_seconds(seen: Iterable[FirstByte], work: int, streamed: bool) -> float | None:
@@ -171,7 +197,19 @@ def stalled(
         return None
     if unanswered >= limits.silence:
         return f"no sign of life for {min(silent, unanswered):.1f} s"
-    oldest = health.oldest_movable
+    return _late_first_byte(health, health.oldest_movable, limits, seen)
+
+
+def rank_stalled(health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float) -> str | None:
+    """Why one rank of a worker counts as hung, while the worker itself answers; None when it does not."""
+    if silent < limits.silence:
+        return None
+    return _late_first_byte(health, health.oldest_waiting, limits, seen)
+
+
+def _late_first_byte(
+    health: Health, oldest: Attempt | None, limits: StallLimits, seen: Iterable[FirstByte]
+) -> str | None:
     if oldest is None:
         return None
     age = health.clock() - oldest.begun

@@ -10,7 +10,7 @@ import structlog
 
 from indexer import Indexer
 from router.circuit import CircuitState
-from router.health import OutlierLimits, StallLimits, outlier, stalled
+from router.health import OutlierLimits, StallLimits, outlier, rank_stalled, stalled
 from router.settings import FleetSettings
 from router.worker import Worker, WorkerState
 
@@ -38,6 +38,7 @@ class Judge:
         while True:
             now = workers()
             self.leave_out_stalled(now)
+            self.leave_out_stalled_ranks(now)
             if turn % _OUTLIER_TURNS == 0:
                 self.leave_out_outliers(now)
             self.log_changes(now)
@@ -59,6 +60,20 @@ class Judge:
                 circuit.open(reason)
             if moved := worker.health.give_up_waiting():
                 log.warning("requests sent elsewhere", worker=worker.url, requests=moved, reason=reason)
+
+    def leave_out_stalled_ranks(self, workers: Sequence[Worker]) -> None:
+        """Open the circuits of single ranks that hang while others of their worker work."""
+        for worker in workers:
+            for dp_rank, health in worker.health.ranks.items():
+                others = [other for rank, other in worker.health.ranks.items() if rank != dp_rank]
+                if not worker.up or health.circuit.state is CircuitState.OPEN or not others:
+                    continue
+                seen = [first for other in (health, *others) for first in other.first_bytes()]
+                reason = rank_stalled(health, self._stall, seen, self._rank_silence(worker, dp_rank))
+                if reason is not None:
+                    health.circuit.open(reason)
+                    moved = health.give_up_waiting()
+                    log.warning("rank left out", worker=worker.url, dp_rank=dp_rank, moved=moved, reason=reason)
 
     def leave_out_outliers(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of workers that are far worse than the others, for a bounded share of the workers."""
@@ -90,6 +105,14 @@ class Judge:
         if silent < self._stall.silence:
             return silent
         reports = [self._indexer.report(target) for target in worker.targets]
+        events = [report.stream.received_at for report in reports if report and report.stream]
+        return min([silent, *(time.time() - at for at in events if at is not None)])
+
+    def _rank_silence(self, worker: Worker, dp_rank: int) -> float:
+        """Seconds since anything was heard of a rank's work."""
+        clock = worker.health.clock()
+        silent = clock - max(worker.health.ranks[dp_rank].last_byte, worker.metrics.rank_progress_at(dp_rank))
+        reports = [self._indexer.report(target) for target in worker.targets if target.dp_rank == dp_rank]
         events = [report.stream.received_at for report in reports if report and report.stream]
         return min([silent, *(time.time() - at for at in events if at is not None)])
 

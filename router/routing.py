@@ -363,7 +363,12 @@ class Router:
             capacity=worker.capacity_tokens,
         )
         elsewhere = self._sharing.elsewhere.of(worker.url, choice.target.dp_rank)
-        attempt = worker.health.begin(load.pending + elsewhere.pending, choice.target.dp_rank, prompt.streamed)
+        attempt = worker.health.begin(
+            load.pending + elsewhere.pending,
+            choice.target.dp_rank,
+            prompt.streamed,
+            one_of_many=len(worker.ranks()) > 1,
+        )
         placement = Placement(
             worker,
             choice.target,
@@ -427,7 +432,7 @@ class Router:
             limited = not limits.unlimited
             for worker in workers:  # there may be thousands: what is the same for all is made before
                 rates = self._learned.rates.of(worker.url, served.model, slowest) if slowest else None
-                for dp_rank in worker.ranks():
+                for dp_rank in worker.health.usable_ranks(worker.ranks()):
                     if limited and not self.room(worker, dp_rank, limits, prompt.tokens):
                         continue
                     candidate = self._loaded(worker.target(dp_rank, served.model), worker, rates)

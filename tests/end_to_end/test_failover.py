@@ -212,6 +212,34 @@ async def test_a_restarted_worker_begins_slowly() -> None:
         await until(warming)
 
 
+async def test_a_rank_that_hangs_is_left_out_alone() -> None:
+    """The worker has nobody to give its requests to: they stay, and new ones go to its other rank."""
+
+    async def one_rank_hangs(exchange: Exchange) -> None:
+        await (Exchange.left if exchange.header("x-data-parallel-rank") == [b"1"] else stream)(exchange)
+
+    async with scripted_worker(stream) as worker:
+        streams = [{"dp_rank": rank, "endpoint": "tcp://127.0.0.1:1"} for rank in range(2)]
+        ranked = {"url": worker.url, "streams": streams}
+        async with router(workers=[ranked], **TURNS, fleet=QUICK_STALL | {"backoff": 30}) as routed:
+            for _ in range(4):
+                assert (await routed.call(PATH, BODY)).status == 200
+            worker.script = one_rank_hangs
+            stuck = asyncio.create_task(routed.call(PATH, BODY)), asyncio.create_task(routed.call(PATH, BODY))
+
+            async def found() -> bool:
+                findings = (await routed.call("/health")).json()["findings"]
+                return any((each["finding"], each.get("dp_rank")) == ("rank_left_out", 1) for each in findings)
+
+            await until(found)
+            replies = [await routed.call(PATH, BODY) for _ in range(4)]
+            assert {(reply.status, reply.headers["x-kvrouter-dp-rank"]) for reply in replies} == {(200, "0")}
+            assert await state(routed, worker) == "ready"
+            for task in stuck:
+                task.cancel()
+            await asyncio.gather(*stuck, return_exceptions=True)
+
+
 turns = cycle((broken, stream))
 
 
