@@ -576,6 +576,46 @@ def test_what_cannot_be_used_is_refused_by_name(values: Object, message: str) ->
     assert re.search(message, str(refused.value).replace("\n", " ")), str(refused.value)
 
 
+def leaves(schema: Object, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Object]]:
+    """Every value of the schema that holds no others, and every map that takes none but its own."""
+    for name, each in schema.get("properties", {}).items():
+        yield (*place, name), each
+        yield from leaves(each, (*place, name))
+
+
+def nested(place: tuple[str, ...], value: Any) -> Object:
+    return nested(place[:-1], {place[-1]: value}) if place else value
+
+
+def refusal(values: Object) -> str:
+    with helm_python.Chart.load(CHART) as chart, pytest.raises(helm_python.HelmValuesError) as refused:
+        chart.validate_schema(values)
+    return str(refused.value)
+
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+# Those of `config` are in a definition, those of pods and the like in another's place.
+LEAVES = [*leaves(SCHEMA), *leaves({"properties": {"config": SCHEMA["$defs"]["Settings"]}})]
+TYPED = [(place, each) for place, each in LEAVES if isinstance(each.get("type"), str | list)]
+CLOSED = [place for place, each in LEAVES if each.get("additionalProperties") is False]
+
+
+def test_no_value_takes_another_type() -> None:
+    assert len(TYPED) > 200
+    for place, each in TYPED:
+        kinds = {each["type"]} if isinstance(each["type"], str) else set(each["type"])
+        wrong: Any = "wrong" if kinds & {"object", "array"} else {"wrong": 1}
+        assert f"/{'/'.join(place)}" in refusal(nested(place, wrong)), place
+
+
+def test_no_map_takes_keys_that_are_not_its_own() -> None:
+    assert len(CLOSED) > 30
+    for place in CLOSED:
+        message = refusal(nested(place, {"mispelt": 1}))
+        assert f"/{'/'.join(place)}" in message
+        assert "mispelt" in message
+
+
 # What the user is told
 
 
@@ -589,6 +629,22 @@ def test_the_notes_say_where_it_is_and_what_is_missing() -> None:
     assert "InferencePool rel-kvrouter" in notes(profile("gateway"))
     assert "networkPolicy.workerClients" not in notes(profile("gateway"))
     assert "networkPolicy.workerClients" in notes(profile("gateway") | {"networkPolicy": {"workerClients": []}})
+
+
+def test_what_a_component_says_of_its_pods_wins() -> None:
+    values = {
+        "podDefaults": {"nodeSelector": {"a": "1", "b": "1"}, "tolerations": [{"key": "x"}], "labels": {"c": "1"}},
+        "router": {"pod": {"nodeSelector": {"b": "2"}, "tolerations": []}},
+        "redis": {"enabled": True},
+    }
+    objects = render(values)
+    router = named(objects, "Deployment", "rel-kvrouter-router")["spec"]["template"]
+    redis = named(objects, "StatefulSet", "rel-kvrouter-redis")["spec"]["template"]
+    assert router["spec"]["nodeSelector"] == {"a": "1", "b": "2"}
+    assert "tolerations" not in router["spec"]
+    assert redis["spec"]["nodeSelector"] == {"a": "1", "b": "1"}
+    assert redis["spec"]["tolerations"] == [{"key": "x"}]
+    assert router["metadata"]["labels"]["c"] == redis["metadata"]["labels"]["c"] == "1"
 
 
 def test_extra_objects_are_templates() -> None:
