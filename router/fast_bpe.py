@@ -27,6 +27,9 @@ from router.segments import Cutter
 CHARACTERS = [chr(code) for code in (*range(0x250), *range(0x2010, 0x2028), *range(0x2030, 0x205F), 0x20AC)]
 _only_those = re.compile("[\\0-\u024f\u2010-\u2027\u2030-\u205e\u20ac]*").fullmatch
 
+# About how many times faster than the tokenizer itself it is.
+ASCII_SPEED = 4
+
 # How the ByteLevel pre-tokenizer splits words.
 _GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 

@@ -16,7 +16,7 @@ from jinja2 import TemplateSyntaxError
 from indexer.errors import RequestError
 from router.chat_template import ChatTemplate
 from router.errors import TokenizerUnavailableError, TooLongForNowError
-from router.fast_bpe import FastPieces, UnfitError, trial_characters
+from router.fast_bpe import ASCII_SPEED, FastPieces, UnfitError, trial_characters
 from router.requests import ChatPrompt
 from router.segment_cache import SegmentCache
 from router.segments import Cutter, Encode, SegmentedEncoder, ends_of
@@ -117,8 +117,8 @@ class LocalTokenizer:
     def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[array[int]]:
         """The token ids of each text. Special tokens that stand in a text are read as such.
 
-        Raises TooLongForNowError when more than `at_most` characters have to be tokenized for it, and RequestError
-        (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
+        Raises TooLongForNowError when it takes more work than the model's own tokenizer has with `at_most` characters,
+        and RequestError (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
         """
         if self._segmented is not None:
             return self._segmented.encode(texts, add_special_tokens=add_special_tokens, at_most=at_most)
@@ -148,15 +148,15 @@ class LocalTokenizer:
         if (text := differs(self._ids)) is not None:
             log.warning("prompts are tokenized whole: special tokens do not separate texts here", text=text)
             return None
-        encode: Encode = self._ids
         try:
             fast = FastPieces(self.backend, cutter, self._ids)
             if (text := differs(fast, trial_characters())) is not None:
                 raise UnfitError(f"it reads {text!r} in another way")
-            encode, self.fast = fast, True
+            self.fast = True
+            return SegmentedEncoder(fast, cutter, ends, SegmentCache(cache_bytes), ASCII_SPEED)
         except UnfitError as error:
             log.info("tiktoken does not stand in for this tokenizer", reason=str(error))
-        return SegmentedEncoder(encode, cutter, ends, SegmentCache(cache_bytes))
+        return SegmentedEncoder(self._ids, cutter, ends, SegmentCache(cache_bytes))
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

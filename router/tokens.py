@@ -23,7 +23,8 @@ from router.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Trunc
 
 __all__ = ["TokenizerUnavailableError", "Tokenizers"]
 
-# What is tokenized at once, in characters not seen before: a quarter of a millisecond's work.
+# What is tokenized at once, in characters not seen before (four times as many where tiktoken does it): a third of a
+# millisecond's work.
 INLINE_CHARACTERS = 2048
 # What is rendered and looked up at once, in bytes of the body: two milliseconds' work at most.
 INLINE_BYTES = 2**18

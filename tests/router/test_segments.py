@@ -238,8 +238,8 @@ class Counting:
         self.asked += texts
         return [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
 
-    def encoder(self, cache_bytes: int = 10_000) -> SegmentedEncoder:
-        return SegmentedEncoder(self, Cutter(self.backend), ends_of(self.backend), SegmentCache(cache_bytes))
+    def encoder(self, ascii_speed: int = 1) -> SegmentedEncoder:
+        return SegmentedEncoder(self, Cutter(self.backend), ends_of(self.backend), SegmentCache(10_000), ascii_speed)
 
 
 def test_only_what_is_new_is_tokenized() -> None:
@@ -265,6 +265,14 @@ def test_nothing_is_tokenized_when_too_much_is_new() -> None:
     assert counting.asked == []
     encoder.encode(["<s>" + "known " * 100 + "<s>1234567"], add_special_tokens=False, at_most=10)
     assert counting.asked == ["<s>1234567"]
+
+
+def test_more_of_what_is_faster_is_not_too_much() -> None:
+    encoder = Counting().encoder(ascii_speed=4)
+    encoder.encode(["a" * 43, "b" * 40], add_special_tokens=False, at_most=20)
+    for text in ("c" * 84, "é" * 21):
+        with pytest.raises(TooLongForNowError):
+            encoder.encode([text], add_special_tokens=False, at_most=20)
 
 
 @pytest.mark.parametrize("content", ["abc", "é漢👍"])

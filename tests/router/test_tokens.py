@@ -25,7 +25,7 @@ from router.tokens import INLINE_BYTES, INLINE_CHARACTERS, MAX_WAITING, Tokenize
 T = TypeVar("T")
 
 USER = {"role": "user", "content": "What holds the cache?"}
-LONG = "the worker holds the prefix\n" * (INLINE_CHARACTERS // 20)
+LONG = "the worker holds the prefix\n" * (INLINE_CHARACTERS // 5)
 
 
 @pytest.fixture(scope="module")
