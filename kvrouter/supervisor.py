@@ -6,7 +6,6 @@ quickest would take most of a burst.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import structlog
+import uvloop
 
 from kvrouter.logs import log_to_stderr
 from kvrouter.serving import bind, serve_sibling, url_of
@@ -204,7 +204,7 @@ def _run_process(
         ready.close()
 
     try:
-        asyncio.run(serve_sibling(settings, file, siblings, port, serving, parent.sentinel))
+        uvloop.run(serve_sibling(settings, file, siblings, port, serving, parent.sentinel))
     except KeyboardInterrupt:
         return  # told to stop before it served
     except (OSError, TokenizerUnavailableError, KubernetesError) as error:

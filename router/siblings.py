@@ -89,7 +89,7 @@ class Siblings:
                 log.warning("a process does not say what it was told", process=answer.number, reason=str(error))
                 continue
             for worker in fleet.workers:
-                worker.draining = worker.url in told.draining
+                fleet.drain(worker, worker.url in told.draining)
             return
 
     def load_index(self, secret: str, token: str) -> list[TargetDump]:
