@@ -82,7 +82,9 @@ class ApiServer:
         if "watch" not in request.query:
             self.lists += 1
             metadata = {"resourceVersion": str(self.version)}
-            return web.json_response({"kind": "PodList", "metadata": metadata, "items": self.pods})
+            listed = web.json_response({"kind": "PodList", "metadata": metadata, "items": self.pods})
+            listed.enable_compression(web.ContentCoding.gzip)  # as it does with long ones, for who accepts it
+            return listed
         self.watched_from.append(request.query["resourceVersion"])
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
@@ -161,6 +163,16 @@ async def test_pods_are_listed_and_then_watched(api: ApiServer) -> None:
     assert api.watched_from == ["7"]
     assert {query["labelSelector"] for query in api.queries} == {"app=vllm"}
     assert api.queries[1]["allowWatchBookmarks"] == "true"
+
+
+async def test_an_address_that_another_pod_has_taken_over_stays(api: ApiServer) -> None:
+    api.pods = [pod("a", "127.0.0.2")]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        api.push("ADDED", pod("b", "127.0.0.2", 2))
+        api.push("DELETED", pod("a", "127.0.0.2", 3))
+        api.push("ADDED", pod("c", "127.0.0.3", 4))
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
 
 
 async def test_events_may_come_in_any_pieces(api: ApiServer) -> None:
