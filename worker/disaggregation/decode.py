@@ -78,6 +78,7 @@ class DecodeSide:
         self._links: dict[str, Link] = {}
         self._rooms: dict[int, ReceivingRoom] = {}
         self._unplaced: defaultdict[str, set[ReceivingRoom]] = defaultdict(set)
+        self._closed = False
 
     @property
     def peers(self) -> int:
@@ -86,6 +87,9 @@ class DecodeSide:
     # From the engine, by way of KVReceiver
 
     def open(self, receiving: ReceivingRoom) -> None:
+        if self._closed:
+            self.fail(receiving, "the decode rank was closed")
+            return
         self._rooms[receiving.room.number] = receiving
         receiving.timer = self._channel.call_at(receiving.room.deadline, partial(self._expire, receiving))
         self._place(receiving)
@@ -170,6 +174,7 @@ class DecodeSide:
 
     def close(self) -> None:
         """Fail every room; `join` waits for the threads."""
+        self._closed = True
         for receiving in list(self._rooms.values()):
             self.fail(receiving, "the decode rank was closed")
 
@@ -256,8 +261,14 @@ class DecodeSide:
     def _ask_for(self, receiving: ReceivingRoom, wanted: Wanted) -> None:
         if receiving.room.terminal:
             return
-        self._local.engine.grant(receiving.key, self._local.layout.ranges(wanted.pages, wanted.aux_index))
-        receiving.granted = True
+        try:
+            self._local.engine.grant(receiving.key, self._local.layout.ranges(wanted.pages, wanted.aux_index))
+            receiving.granted = True
+            self._send_requests(receiving, wanted)
+        except ValueError as error:
+            self.fail(receiving, str(error))
+
+    def _send_requests(self, receiving: ReceivingRoom, wanted: Wanted) -> None:
         assert receiving.mapping is not None
         for link, source in list(receiving.links.values()):
             request = RoomRequest(

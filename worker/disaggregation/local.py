@@ -34,10 +34,13 @@ class LiveRooms:
 
     _rooms: dict[int, Room] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
 
     def add(self, room: Room) -> None:
-        """Raises ValueError when the number is in use, RuntimeError when there are too many."""
+        """Raises ValueError when the number is in use, RuntimeError when there are too many and after `close`."""
         with self._lock:
+            if self._closed:
+                raise RuntimeError("the manager was closed: make rooms before that")
             other = self._rooms.get(room.number)
             if other is not None and not other.terminal:
                 raise ValueError(f"bootstrap_room {room.number} is in use on this rank: a retry takes a new room")
@@ -49,6 +52,11 @@ class LiveRooms:
         with self._lock:
             if self._rooms.get(room.number) is room:
                 del self._rooms[room.number]
+
+    def close(self) -> None:
+        """Take no more."""
+        with self._lock:
+            self._closed = True
 
     def __len__(self) -> int:
         return len(self._rooms)

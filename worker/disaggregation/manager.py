@@ -87,6 +87,8 @@ class KVManager:
         for name, size, number in zip(Topology._fields, topology, rank, strict=True):
             if not 0 <= number < size:
                 raise ValueError(f"rank.{name} {number} does not exist: topology.{name} is {size}")
+        if settings.host in ("", "*", "0.0.0.0", "::"):
+            raise ValueError(f"host {settings.host!r}: peers connect to it, so name one address of this machine")
         layout = layout_of(args, topology, rank)
         client = None
         if mode is DisaggregationMode.PREFILL:
@@ -161,6 +163,7 @@ class KVManager:
         """Fail every room, tell the peers, and end every thread; a few seconds at most. May be repeated."""
         if not self._closed.acquire(blocking=False):
             return
+        self.local.rooms.close()
         if self._registrar is not None:
             self._registrar.close()
         side = self._prefill or self.decode

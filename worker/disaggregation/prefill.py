@@ -100,6 +100,7 @@ class PrefillSide:
         self._rooms: dict[int, SendingRoom] = {}
         self._waiting: dict[int, dict[str, _Waiting]] = {}
         self._failed: OrderedDict[int, str] = OrderedDict()
+        self._closed = False
 
     @property
     def peers(self) -> int:
@@ -113,6 +114,9 @@ class PrefillSide:
 
     def open(self, sending: SendingRoom) -> None:
         room = sending.room
+        if self._closed:
+            self.fail(sending, "the prefill rank was closed")
+            return
         self._failed.pop(room.number, None)
         self._rooms[room.number] = sending
         self._set_deadline(sending, room.deadline)
@@ -195,6 +199,7 @@ class PrefillSide:
 
     def close(self) -> None:
         """Fail every room; `join` waits for the threads."""
+        self._closed = True
         for sending in list(self._rooms.values()):
             self.fail(sending, "the prefill rank was closed")
         for by_peer in list(self._waiting.values()):

@@ -337,7 +337,8 @@ class RankProcess:
 
     def start(self) -> None:
         """Begin, also again after `kill`."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["worker.disaggregation"])  # imported once for all
         self._connection, there = context.Pipe()
         self._process = context.Process(target=_serve, args=[there], daemon=True)
         self._process.start()

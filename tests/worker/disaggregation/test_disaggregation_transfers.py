@@ -131,3 +131,18 @@ def test_a_rank_closed_leaves_no_descriptor(pair: list[RankProcess]) -> None:
         site.close()
         counts.append([process.call("descriptors") for process in pair])
     assert counts[1] == counts[2]
+
+
+@pytest.mark.transfer
+@pytest.mark.parametrize(("engine", "library"), [("mooncake", "mooncake"), ("nixl", "nixl")])
+def test_the_libraries_of_sites_with_rdma(pair: list[RankProcess], engine: str, library: str) -> None:
+    pytest.importorskip(library)
+    site = Site(pair, engine, None, Topology(tp=2), Topology())
+    rng = np.random.default_rng(1)
+    source, target = rng.permutation(64)[:40].tolist(), rng.permutation(64)[:40].tolist()
+    site.transfer(next(ROOMS), source, target, [1, 30, 9])
+    site.transfer(next(ROOMS), source, target, [40, 0])
+    room = next(ROOMS)
+    site.decode.call("receive", 0, site.address, room, target, timeout_s=0.3)
+    assert site.decode.call("wait", 0, room)[::2] == ("Failed", True)
+    site.close()
