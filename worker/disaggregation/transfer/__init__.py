@@ -1,13 +1,16 @@
 """Transfer engines: they move KV pages from a prefill worker's memory into a decode worker's.
 
-engine   the interface every engine implements, and the rule they keep
-runs     pages into runs and byte ranges
-engines  an engine by its name
-tcp      plain sockets, the default
+engine    the interface every engine implements, and the rule they keep
+runs      pages into runs and byte ranges
+engines   an engine by its name
+memory    registered memory: bytes by address
+grants    what peers may write, and what lands there right now
 
-memory   registered memory: bytes by address
-grants   what peers may write, and what lands there right now
-endpoint, listener, handshake, channel: sessions over sockets, from the whole down to the frame
+tcp       plain sockets, the default
+shm       processes of one host; copying
+mooncake, nixl: libraries that write by themselves; one_sided is what they share
+
+endpoint, writing, listener, handshake, channel: sessions over sockets, from the whole down to the frame
 """
 
 from worker.disaggregation.transfer.engine import (

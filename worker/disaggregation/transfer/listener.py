@@ -67,6 +67,7 @@ class Listener:
                     self._sessions[thread] = channel
                     thread.start()
             if not admitted:
+                _logger.warning("a transfer session was turned away: there are %d", MOST_SESSIONS)
                 channel.close()
 
     def _run(self, channel: Channel) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ class _Nixl:
             self._sessions[peer] -= 1
             if not self._sessions[peer] and self._agent is not None:
                 del self._sessions[peer]
-                self._agent.remove_remote_agent(peer)
+                with suppress(Exception):  # it may know already that the peer is gone
+                    self._agent.remove_remote_agent(peer)
 
     def write(self, peer: str, writes: Writes) -> None:
         try:

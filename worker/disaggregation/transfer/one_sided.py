@@ -113,7 +113,7 @@ class _OneSidedWriter:
 
     def write(self, key: GrantKey, writes: Writes, deadline: float) -> None:
         self._memory.check(Ranges(writes.sources, writes.lengths))
-        self._running, self._failure = True, None
+        self._running, self._failure = True, PeerLostError("the write broke off")
         threading.Thread(target=self._run, args=(key, writes), name="transfer-one-sided", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._ended or not self._running, max(0, deadline - time.monotonic()))
@@ -133,8 +133,8 @@ class _OneSidedWriter:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
-            if not self._running:
+            closed, self._closed = self._closed, True
+            if not closed and not self._running:
                 self._release()
 
     def _release(self) -> None:
@@ -151,6 +151,8 @@ class _OneSidedWriter:
                 self._channel.send(Kind.DONE)
                 if self._ended:
                     break
+            else:
+                self._failure = None
         except TransferError as error:
             self._failure = error
         finally:
