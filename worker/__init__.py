@@ -1,4 +1,4 @@
-"""What runs beside an engine: it reports what the engine's KV cache holds. Needs pyzmq and msgspec; disaggregation, numpy.
+"""What runs beside an engine: it reports what its KV cache holds. Needs pyzmq and msgspec; disaggregation, numpy.
 
 A `Reporter` takes three calls and keeps the books; an `EventPublisher` sends batches for an engine that keeps its own.
 """

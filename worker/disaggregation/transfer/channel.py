@@ -27,7 +27,10 @@ _HEADER = struct.Struct("<4sHHI")
 _SEQUENCE = struct.Struct("<Q")
 _SIGNATURE = 16
 _IOV_MAX = 1024
-_BATCH = 1 << 20  # bytes of payload handed to one system call, about: more buffers than it takes are wasted work
+_READ = 1 << 20  # bytes one system call may read, about: buffers that it does not reach are wasted work
+_WORTH = 1 << 19  # bytes whose reading is worth to wake up for
+_LONGEST = 3600.0  # seconds one system call may wait
+_TIMEVAL = struct.Struct("@ll")
 
 
 class Kind(IntEnum):
@@ -50,14 +53,14 @@ class Channel:
     """One connection. One thread sends and one receives; any thread may `cut`."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
+        connection.setblocking(True)  # sending blocks for as long as SO_SNDTIMEO says; reading never does
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_alive(connection)
         self.socket = connection
-        self._readable, self._writable = select.poll(), select.poll()
+        self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
-        self._writable.register(connection, select.POLLOUT)
+        self._wanted = 1
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
 
@@ -98,7 +101,7 @@ class Channel:
     def read_now(self, buffers: Buffers) -> None:
         """Fill buffers with what has arrived, if anything; never waits. Raises PeerLostError."""
         try:
-            count = self.socket.recvmsg_into(buffers.next())[0]
+            count = self.socket.recvmsg_into(buffers.next(_READ), 0, socket.MSG_DONTWAIT)[0]
         except BlockingIOError:
             return
         except OSError as error:
@@ -107,9 +110,17 @@ class Channel:
             raise PeerLostError("the peer closed the connection")
         buffers.advance(count)
 
-    def wait_readable(self, deadline: float = inf) -> None:
-        """Until something arrived, or the connection ended. Raises DeadlineError."""
-        _wait(self._readable, deadline)
+    def wait_readable(self, deadline: float = inf, most: int = 1) -> None:
+        """Until something arrived, or the connection ended. Raises DeadlineError.
+
+        When `most` bytes are still to come, until as many of them arrived as are worth a reading.
+        """
+        wanted = _WORTH if most >= _WORTH else 1
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+        while not self._readable.poll(_milliseconds(_left(deadline))):
+            pass
 
     def discard(self, count: int) -> None:
         """Read and forget bytes. Raises PeerLostError."""
@@ -135,10 +146,14 @@ class Channel:
     def _send_all(self, views: list[memoryview], deadline: float) -> None:
         buffers = Buffers(views)
         while buffers.left:
+            seconds, fraction = divmod(min(_left(deadline), _LONGEST), 1)
             try:
-                buffers.advance(self.socket.sendmsg(buffers.next()))
+                self.socket.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(fraction * 1e6) + 1)
+                )
+                buffers.advance(self.socket.sendmsg(buffers.next(buffers.left)))
             except BlockingIOError:
-                _wait(self._writable, deadline)
+                continue  # the time is up, or nearly
             except OSError as error:
                 raise _lost(error) from None
 
@@ -161,11 +176,11 @@ class Buffers:
         self._index = 0
         self.left = sum(map(len, views))
         """Bytes not done yet."""
-        self._step = max(1, min(_IOV_MAX, _BATCH * len(views) // max(self.left, 1)))
+        self._average = max(1, self.left // max(1, len(views)))
 
-    def next(self) -> list[memoryview]:
-        """The next few."""
-        return self._views[self._index : self._index + self._step]
+    def next(self, size: int) -> list[memoryview]:
+        """The next few, which have about that many bytes."""
+        return self._views[self._index : self._index + max(1, min(_IOV_MAX, size // self._average))]
 
     def advance(self, count: int) -> None:
         """Bytes are done."""
@@ -183,13 +198,16 @@ def _signature(key: bytes, number: int, frame: bytes) -> bytes:
     return hashlib.blake2b(_SEQUENCE.pack(number) + frame, key=key, digest_size=_SIGNATURE).digest()
 
 
-def _wait(poll: select.poll, deadline: float) -> None:
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise DeadlineError("the peer did not answer within the deadline")
-        if poll.poll(None if left == inf else min(ceil(left * 1000), 1 << 30)):
-            return
+def _left(deadline: float) -> float:
+    """Seconds, more than 0. Raises DeadlineError."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineError("the peer did not answer within the deadline")
+    return left
+
+
+def _milliseconds(seconds: float) -> int:
+    return ceil(min(seconds, _LONGEST) * 1000)
 
 
 def _keep_alive(connection: socket.socket) -> None:

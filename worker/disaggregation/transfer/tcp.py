@@ -39,10 +39,9 @@ class TcpEngine(Endpoint):
                 grant = self.grants.find(key, destinations, lengths)
                 buffers = Buffers(self.memory.views(destinations, lengths))
                 while left:
+                    channel.wait_readable(most=left)
                     with grant:
                         channel.read_now(buffers)
-                    if buffers.left == left:
-                        channel.wait_readable()
                     left = buffers.left
             except RefusedError as error:
                 channel.discard(left)
