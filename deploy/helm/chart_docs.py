@@ -33,7 +33,8 @@ SECRET_SETTINGS = {
 
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z][\w.-]*):(?: (?P<rest>.*))?$")
 _SCHEMA = re.compile(r" *# @schema (?P<schema>{.*})$")
-_EXAMPLE = re.compile(r"^#? +(?:- )?(?P<key>\w+):.*? # (?P<comment>.*)$")
+_SETTING = re.compile(r"^ +(?P<key>\w+):(?:.*? # (?P<comment>.*))?")
+_EXAMPLE = re.compile(r"^# +(?:- )?(?P<key>\w+):.*? # (?P<comment>.*)$")
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -128,10 +129,12 @@ def settings_definitions() -> dict[str, Any]:
                 continue
             value.pop("title", None)
             reference = str(value.get("$ref", "")).rpartition("/")[2]
-            told = comments.get((_section_of(schema, name), key)) or definitions.get(reference, {}).get("description")
+            told = comments.get((_section_of(schema, name), key)) or comments.get(("", key))
+            told = told or definitions.get(reference, {}).get("description")
             value["description"] = told or f"`{key}` of: {section}"
         definition.pop("title", None)
-    return definitions
+    used = json.dumps(definitions)
+    return {name: each for name, each in definitions.items() if name == "Settings" or f'/$defs/{name}"' in used}
 
 
 def _section_of(schema: dict[str, Any], definition: str) -> str:
@@ -143,17 +146,20 @@ def _section_of(schema: dict[str, Any], definition: str) -> str:
 
 
 def _setting_comments(text: str) -> dict[tuple[str, str], str]:
-    """The comment behind each setting in config.yaml, examples included, by section and key."""
+    """The comments in config.yaml by section and key; those of sections and of examples have no section."""
     comments: dict[tuple[str, str], str] = {}
-    section = ""
+    section, above = "", ""
     for line in text.splitlines():
-        if top := re.match(r"^(?:#   )?(\w+):", line):
-            section = top[1] if not line.startswith("#") else section
-        found = _EXAMPLE.match(line)
-        if found and found["comment"]:
-            comments.setdefault((section, found["key"]), found["comment"])
-        elif not line.startswith((" ", "#")) and (top := re.match(r"^(\w+):.*? # (.*)$", line)):
-            comments[("", top[1])] = top[2]
+        if example := _EXAMPLE.match(line):
+            comments.setdefault(("", example["key"]), example["comment"])
+        elif found := _SETTING.match(line):
+            if found["comment"]:
+                comments[section, found["key"]] = found["comment"]
+        elif top := _KEY.match(line):
+            section = top["key"]
+            if above:
+                comments["", section] = above
+        above = f"{above} {line[2:]}".strip() if re.match(r"# \S", line) else above if line.startswith("#") else ""
     return comments
 
 
