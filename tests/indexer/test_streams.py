@@ -162,7 +162,7 @@ def test_a_restart_is_noticed_before_the_new_life_says_anything(
     caught_up(TARGET, 0, StreamState.LIVE)
     publisher.restart()
     caught_up(TARGET, None)
-    assert matched(indexer) == 0
+    eventually(lambda: matched(indexer) == 0)
     assert stream(TARGET).sequence.restarts == 1
 
 
