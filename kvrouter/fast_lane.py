@@ -325,8 +325,8 @@ class FastLaneProtocol(BoundedHttpProtocol):
 
     def break_off(self) -> None:
         self._done().end()
-        # A body that ends with the connection must not seem to be whole.
-        if self._until_close:
+        # A body that ends with the connection must not seem to be whole; and who does not read would never see its end.
+        if self._until_close or self.flow.write_paused:
             self.transport.abort()
         else:
             self.transport.close()

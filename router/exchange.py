@@ -105,6 +105,7 @@ class Exchange:
         self._hidden: HiddenUsage | None = None
         self._waiting: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
         self._prompt = _NO_PROMPT
         self._ticket = _NO_TICKET
         self._tried: list[Worker] = []
@@ -144,14 +145,27 @@ class Exchange:
             self._finish("client left")
 
     def pause(self) -> None:
-        """The client does not read: nor is the worker read."""
+        """The client does not read: nor is the worker read, and it is not waited for without end."""
         if self._leg is not None:
             self._leg.pause()
+        if self._stall is None and not self._over:
+            seconds = self._forwarding.settings.client_timeout
+            self._stall = self._forwarding.loop.call_later(seconds, self._client_stalled)
 
     def resume(self) -> None:
         """The client reads again."""
         if self._leg is not None:
             self._leg.resume()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _client_stalled(self) -> None:
+        """The client has not read for too long: what it holds of the worker is others'."""
+        if not self._over:
+            self._forwarding.metrics.abandoned.inc()
+            self._finish("client does not read")
+            self._client.break_off()
 
     # Reading and placing
 
@@ -444,8 +458,9 @@ class Exchange:
     def _finish(self, problem: str | None = None) -> None:
         """Let go of all that is held."""
         self._over = True
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._stall):
+            if timer is not None:
+                timer.cancel()
         if self._waiting is not None and self._waiting is not asyncio.current_task():
             self._waiting.cancel()
         leg, self._leg = self._leg, None

@@ -218,6 +218,7 @@ class ProxySettings(_Section):
 
     connect_timeout: PositiveFloat = 3.0
     idle_timeout: PositiveFloat = 600.0
+    client_timeout: PositiveFloat = 60.0
     attempts: PositiveInt = 3
     retry_share: NonNegative = 0.2
     retry_minimum: Annotated[int, Field(ge=0)] = 10

@@ -102,7 +102,10 @@ def lane(request: pytest.FixtureRequest) -> bool:
 async def running(lane: bool) -> AsyncIterator[tuple[ScriptedWorker, RouterUnderTest]]:
     quiet = {"probe_interval": 60, "metrics_interval": 60, "failures": 1000, "retry_interval": 0.05}
     limits = LIMITS | {"fast_lane": lane}
-    async with scripted_worker() as worker, router(worker.url, server=limits, fleet=quiet) as routed:
+    async with (
+        scripted_worker() as worker,
+        router(worker.url, server=limits, fleet=quiet, proxy={"client_timeout": 0.5}) as routed,
+    ):
         yield worker, routed
 
 
@@ -368,6 +371,30 @@ async def test_a_client_that_does_not_read_costs_no_memory(worker: ScriptedWorke
         await client.send(WHOLE)
         await until(held_back)
         assert sent < 30_000_000
+        client.writer.transport.abort()
+
+
+async def test_a_client_that_does_not_read_holds_no_worker_for_ever(
+    worker: ScriptedWorker, running: tuple[ScriptedWorker, RouterUnderTest]
+) -> None:
+    left = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100000000\r\n\r\n")
+        try:
+            for _ in range(1000):
+                await exchange.send(b"x" * 100_000)
+        except ConnectionError:
+            left.set()
+
+    worker.script = script
+    routed = running[1]
+    async with wire(routed.url) as client:
+        await client.send(WHOLE)
+        async with asyncio.timeout(10):
+            await left.wait()
+        await routed.until_released()
+        assert not client.reader.at_eof()  # it has not even looked
         client.writer.transport.abort()
 
 
