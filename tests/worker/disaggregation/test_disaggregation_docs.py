@@ -1,0 +1,14 @@
+"""The example that docs/disaggregation.md begins with runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+
+def test_the_example_runs() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "disaggregation.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    exec(example, {"__name__": "example"})
+    assert threading.active_count() == 1
