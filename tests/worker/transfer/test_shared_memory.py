@@ -68,16 +68,16 @@ def test_memory_that_could_shrink_is_not_mapped(receiver: ShmEngine) -> None:
     file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(file, SIZE)
     with closing(_session(receiver)) as channel:
-        channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE))
+        channel.send(Kind.MEMORY, struct.pack("<QQQ", 4096, 0, SIZE))
         socket.send_fds(channel.socket, [b"\0"], [file])
         os.close(file)
         assert "not sealed against shrinking" in _reason(channel)
 
 
 def test_memory_that_is_no_file_or_missing_ends_the_session(receiver: ShmEngine) -> None:
-    for files, reason in (([0], "can't be mapped"), ([], "0 files for 1 arrays")):
+    for files, reason in (([0], "can't be mapped"), ([], "does not share its memory")):
         with closing(_session(receiver)) as channel:
-            channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE))
+            channel.send(Kind.MEMORY, struct.pack("<QQQ", 4096, 0, SIZE))
             socket.send_fds(channel.socket, [b"\0"], files)
             assert reason in _reason(channel)
 
@@ -91,7 +91,7 @@ def _sealed(length: int) -> int:
 
 def test_a_length_beyond_the_file_ends_the_session(receiver: ShmEngine) -> None:
     with closing(_session(receiver)) as channel:
-        channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE + 1))
+        channel.send(Kind.MEMORY, struct.pack("<QQQ", 4096, 0, SIZE + 1))
         file = _sealed(SIZE)
         socket.send_fds(channel.socket, [b"\0"], [file])
         os.close(file)
@@ -101,7 +101,7 @@ def test_a_length_beyond_the_file_ends_the_session(receiver: ShmEngine) -> None:
 def test_a_source_outside_of_the_shared_memory_is_refused(receiver: ShmEngine, arena: Bytes) -> None:
     destination = _u8(arena.ctypes.data)
     with closing(_session(receiver)) as channel:
-        channel.send(Kind.MEMORY, struct.pack("<QQ", 4096, SIZE))
+        channel.send(Kind.MEMORY, struct.pack("<QQQ", 4096, 0, SIZE))
         file = _sealed(SIZE)
         socket.send_fds(channel.socket, [b"\0"], [file])
         os.close(file)
@@ -112,6 +112,21 @@ def test_a_source_outside_of_the_shared_memory_is_refused(receiver: ShmEngine, a
                 expect(channel, Kind.LANDED, time.monotonic() + 5)
         channel.send(Kind.WRITE, encode_runs(KEY, _u8(4096 + SIZE - 1), destination, _u8(1)))
         expect(channel, Kind.LANDED, time.monotonic() + 5)
+
+
+def test_an_array_for_each_of_many_layers(receiver: ShmEngine, arena: Bytes) -> None:
+    sender = ShmEngine()
+    layers = [sender.allocate(100 + layer) for layer in range(300)]
+    for layer, array in enumerate(layers):
+        array[:] = layer % 251
+    sender.register([Region.of(array) for array in layers])
+    session = sender.connect(receiver.address(), time.monotonic() + 5)
+    sources = _u8(*(array.ctypes.data for array in layers))
+    destinations = _u8(*(arena.ctypes.data + 8 * layer for layer in range(300)))
+    session.write(KEY, Writes(sources, destinations, np.full(300, 8, np.uint64)), time.monotonic() + 5)
+    assert arena[: 8 * 300 : 8].tolist() == [layer % 251 for layer in range(300)]
+    sender.close()
+    arena[:] = 0
 
 
 def test_a_source_must_have_been_allocated(receiver: ShmEngine) -> None:

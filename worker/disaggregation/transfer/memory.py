@@ -54,12 +54,14 @@ class Memory:
     def add(self, arrays: Iterable[tuple[int, Bytes]]) -> None:
         """Arrays and their addresses. Raises ValueError, and adds nothing, when one is empty or overlaps another."""
         before = self._arrays
+        after = dict(before)
         for pointer, array in arrays:
             if not array.size:
                 raise ValueError(f"the region at {pointer:#x} is empty")
-            if pointer in self._arrays:
+            if pointer in after:
                 raise ValueError(f"the region at {pointer:#x} is registered already")
-            self._arrays = {**self._arrays, pointer: array}
+            after[pointer] = array
+        self._arrays = after
         try:
             self._place()
         except ValueError as error:

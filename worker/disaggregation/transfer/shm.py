@@ -1,6 +1,6 @@
 """Transfer between processes of one host: the receiver copies, out of memory the sender shares with it.
 
-What is written from must come from `allocate`: sealed memory files, which a sender hands over as it connects and the
+What is written from must come from `allocate`: a sealed memory file, which a sender hands over as it connects and the
 receiver maps to read only. A sender that wrote into the receiver's pages itself could be stopped in the middle and go
 on when they are reused; so it asks, and the receiver copies, inside of the grant: a revoked grant is quiescent at once,
 whatever the sender does. What a sender puts into its memory meanwhile reaches granted pages at most.
@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 
@@ -29,10 +30,10 @@ from worker.disaggregation.transfer.memory import Bytes, Memory
 from worker.disaggregation.transfer.runs import Writes, split_writes
 from worker.disaggregation.transfer.writing import FrameWriter, decode_runs, encode_runs
 
-_MOST_SHARED = 128  # arrays of a sender; they go in one message, which Linux lets hold 253 files
+_MOST_SHARED = 1 << 14  # arrays of a sender
 _STEP_RUNS, _STEP_BYTES = 1024, 1 << 22  # copied between two looks at the grant
 _MEMORY_SECONDS = 5.0
-_REGION = struct.Struct("<QQ")
+_REGION = struct.Struct("<QQQ")  # its address there, where in the file, how long
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -43,56 +44,57 @@ class ShmEngine(Endpoint):
 
     def __init__(self, secret: bytes | None = None) -> None:
         """Raises ValueError for an empty secret."""
-        self._files: dict[int, tuple[int, Bytes]] = {}  # what was allocated, by address: file descriptor, bytes
+        self._allocated: dict[int, tuple[int, Bytes]] = {}  # by address: where in the file, and the bytes
         self._shared: set[int] = set()  # those with something registered
         self._sources = Memory()
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._host = f"kvrouter-transfer-{secrets.token_hex(16)}"
         listening.bind("\0" + self._host)  # not in the file system: nothing is left behind
         listening.listen(128)
+        self._file = os.memfd_create("kvrouter-transfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self._allocating = threading.Lock()
         super().__init__(listening, secret)
 
     def allocate(self, length: int) -> Bytes:
         """See TransferEngine. The engine keeps the memory too, until it is closed."""
-        file = os.memfd_create("kvrouter-transfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(file, length)
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            array: Bytes = np.frombuffer(mmap.mmap(file, length), np.uint8)
-        except BaseException:
-            os.close(file)
-            raise
-        self._files[array.ctypes.data] = file, array
+        if length <= 0:
+            raise ValueError(f"{length} bytes can't be allocated")
+        with self._allocating:
+            start = -os.fstat(self._file).st_size // mmap.ALLOCATIONGRANULARITY * -mmap.ALLOCATIONGRANULARITY
+            os.ftruncate(self._file, start + length)
+            array: Bytes = np.frombuffer(mmap.mmap(self._file, length, offset=start), np.uint8)
+            self._allocated[array.ctypes.data] = start, array
         return array
 
     def register(self, regions: Sequence[Region]) -> None:
         """See TransferEngine. Regions that were not allocated here can be destinations only."""
         super().register(regions)
         for pointer, length in ((region.pointer, region.length) for region in regions):
-            for start, (_, array) in self._files.items():
-                if start <= pointer and pointer + length <= start + array.size:
-                    self._sources.add([(pointer, array[pointer - start : pointer - start + length])])
-                    self._shared.add(start)
+            for first, (_, array) in self._allocated.items():
+                if first <= pointer and pointer + length <= first + array.size:
+                    self._sources.add([(pointer, array[pointer - first : pointer - first + length])])
+                    self._shared.add(first)
 
     def close(self) -> None:
         """See TransferEngine."""
         super().close()
         self._sources = Memory()
-        while self._files:
-            os.close(self._files.popitem()[1][0])
+        self._allocated.clear()
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
     def _address(self) -> Address:
         return Address(self.name, self._host)
 
     def _writer(self, channel: Channel, deadline: float) -> FrameWriter:
-        shared = [(start, *self._files[start]) for start in self._shared]
-        if len(shared) > _MOST_SHARED:
-            raise ValueError(
-                f"{len(shared)} arrays are to be shared, at most {_MOST_SHARED} can be: allocate larger ones"
-            )
-        channel.send(Kind.MEMORY, b"".join(_REGION.pack(start, array.size) for start, _, array in shared), deadline)
-        if shared:
-            socket.send_fds(channel.socket, [b"\0"], [file for _, file, _ in shared])
+        shared = [(pointer, *self._allocated[pointer]) for pointer in self._shared]
+        regions = [_REGION.pack(pointer, start, array.size) for pointer, start, array in shared]
+        if len(regions) > _MOST_SHARED:
+            raise ValueError(f"{len(regions)} arrays are to be shared; allocate larger ones, at most {_MOST_SHARED}")
+        channel.send(Kind.MEMORY, b"".join(regions), deadline)
+        socket.send_fds(channel.socket, [b"\0"], [self._file])
         expect(channel, Kind.MEMORY, deadline)  # empty: it is mapped
 
         def send(key: GrantKey, frame: Writes, deadline: float) -> None:
@@ -142,16 +144,15 @@ def _receive_memory(channel: Channel) -> Memory:
     if len(body) % _REGION.size or len(body) > _MOST_SHARED * _REGION.size:
         raise PeerLostError(f"the sender names its memory in {len(body)} bytes")
     regions = list(_REGION.iter_unpack(body))
-    memory = Memory()
-    if not regions:
-        return memory
     channel.wait_readable(deadline)
-    files: list[int] = []
+    memory, files = Memory(), list[int]()
     try:
-        _, files, _, _ = socket.recv_fds(channel.socket, 1, _MOST_SHARED, socket.MSG_CMSG_CLOEXEC)
-        if len(files) != len(regions):
-            raise PeerLostError(f"the sender shares {len(files)} files for {len(regions)} arrays")
-        memory.add((start, _map(file, length)) for file, (start, length) in zip(files, regions, strict=True))
+        _, files, _, _ = socket.recv_fds(channel.socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if len(files) != 1:
+            raise PeerLostError("the sender does not share its memory")
+        if regions:
+            whole = _map(files[0], max(start + length for _, start, length in regions))
+            memory.add((pointer, whole[start : start + length]) for pointer, start, length in regions)
     except (OSError, ValueError) as error:
         raise PeerLostError(f"the sender's memory can't be mapped: {error}") from None
     finally:
