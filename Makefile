@@ -8,7 +8,7 @@ ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
 .PHONY: demo test test-engine test-browser test-helm test-replicas test-transfer chart-docs lint
-.PHONY: bench-index bench-policy bench-tokenize bench-faults bench-chaos bench-transfer bench-replicas bench-processes bench-reporter
+.PHONY: bench-index bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -51,6 +51,12 @@ bench-chaos: .venv/installed
 
 bench-reporter: .venv/installed
 	$(BIN)/python -m benchmarks.reporter $(ARGS)
+
+bench-proxy: .venv/installed .bench/smg/installed .bench/sglang-router/installed .bench/vllm-router/installed
+	$(BIN)/python -m benchmarks.proxy $(ARGS)
+
+soak: .venv/installed
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 bench-faults: .venv/installed
 	$(BIN)/pytest tests/indexer/test_faults.py -q -s -p no:randomly $(ARGS)
@@ -102,4 +108,12 @@ lint: .venv/installed
 .bench/dynamo/installed:
 	$(PYTHON) -m venv .bench/dynamo
 	.bench/dynamo/bin/pip install --quiet ai-dynamo-runtime==1.6.1
+	@touch $@
+
+.bench/smg/installed: PEER = smg==1.13.0
+.bench/sglang-router/installed: PEER = sglang-router==0.3.2
+.bench/vllm-router/installed: PEER = vllm-router==0.1.17
+.bench/smg/installed .bench/sglang-router/installed .bench/vllm-router/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet $(PEER)
 	@touch $@

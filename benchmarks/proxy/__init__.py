@@ -1,0 +1,10 @@
+"""Our router and the Rust ones as proxies: requests a second, added latency, processor time and memory.
+
+prompts     what is asked: 1 KB and 64 KB
+workers     light workers that answer at once (nginx where there is one), and one that streams
+sides       the routers: how each is started
+load        whole answers: wrk where there is one, else a client of our own
+streams     many streams at once
+run         every measurement, the sides in turn
+report      the tables
+"""

@@ -1,0 +1,89 @@
+"""The command `python -m benchmarks.proxy`, which `make bench-proxy` runs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.index.machine import CORES, description
+from benchmarks.index.publisher import publisher_of
+from benchmarks.index.report import write_section
+from benchmarks.index.workload import BLOCK_SIZE, Workload
+from benchmarks.proxy.load import tool
+from benchmarks.proxy.raw_worker import CHUNKS, PAUSE
+from benchmarks.proxy.run import FULL, QUICK, Run
+from benchmarks.proxy.sides import CACHE_AWARE, ROUND_ROBIN, Kvrouter, Side, peers
+from benchmarks.proxy.workers import WORKERS, nginx
+
+_HOW = """\
+`make bench-proxy` runs our router and the Rust ones ({versions}) in front of {workers} light workers ({worker});
+`make bench-proxy ARGS=--quick` in a few minutes, `ARGS='--mode "round robin"'` a part of it.
+
+The router under test has one core, workers and load ({tool}) another. The routers take turns, in an order that changes;
+the figures are medians of {rounds}. Latencies are what the router adds to those without one. Chats of 64 KB are
+conversations, four turns of each. A stream is {chunks} events, {pause:.0f} ms apart.
+
+Round robin looks at no prompt, in any of them. Cache aware is `cache_aware` of the peers, which know what they routed;
+ours has the model's tokenizer, an index of {blocks:,} blocks of {block} tokens that events filled, the default policy
+and the audit.
+
+Machine: {machine}; load average {before:.1f} before, {after:.1f} after. The run took {minutes:.0f} min."""
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="One round of a second each, a tenth of the blocks.")] = False,
+    mode: Annotated[list[str] | None, typer.Option(help=f"{ROUND_ROBIN!r} or {CACHE_AWARE!r}; repeatable.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Seconds of each load.")] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Only ours.")] = False,
+    markdown: Annotated[Path | None, typer.Option(help="File whose section Proxy to write.")] = None,
+) -> None:
+    """Compare the routers as proxies."""
+    scale = QUICK if quick else FULL
+    scale = replace(scale, rounds=rounds or scale.rounds, seconds=seconds or scale.seconds)
+    modes = mode or [ROUND_ROBIN, CACHE_AWARE]
+    started, before = time.monotonic(), os.getloadavg()[0]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-proxy-")))
+        folder.chmod(0o755)
+        sides: list[Side] = []
+        if ROUND_ROBIN in modes:
+            sides.append(Kvrouter(ROUND_ROBIN))
+        if CACHE_AWARE in modes:
+            prompts = scale.blocks // (WORKERS * 512)
+            workload = Workload(workers=WORKERS, prompts=prompts, prompt_blocks=512, event_blocks=32)
+            sides.append(Kvrouter(CACHE_AWARE, stack.enter_context(publisher_of(workload))))
+        others = [] if no_peers else [peer for each in modes for peer in peers(each)]
+        sides += others
+        run = Run(sides, scale, folder)
+        run.do()
+    how = _HOW.format(
+        versions=", ".join(sorted({f"`{peer.name}` {peer.version()}" for peer in others})) or "left out",
+        workers=WORKERS,
+        worker="nginx, and for streams one of our own" if nginx() else "of our own",
+        tool=tool(),
+        rounds=f"{scale.rounds} rounds" if scale.rounds > 1 else "one round",
+        chunks=CHUNKS,
+        pause=PAUSE * 1000,
+        blocks=scale.blocks,
+        block=BLOCK_SIZE,
+        machine=f"{description()}, {len(CORES)} of them used",
+        before=before,
+        after=os.getloadavg()[0],
+        minutes=(time.monotonic() - started) / 60,
+    )
+    text = "\n\n".join([how, *(table.render() for table in run.tables)])
+    print(text)
+    if markdown is not None:
+        write_section(markdown, "Proxy", text)
+
+
+if __name__ == "__main__":
+    typer.run(main)

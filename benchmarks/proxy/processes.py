@@ -1,0 +1,83 @@
+"""Processes of a benchmark: started on a core, waited for, measured with their children, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.index.machine import cpu_seconds, resident_bytes
+
+_START_SECONDS = 60.0
+
+
+class StartError(Exception):
+    """A process did not come up; its last words."""
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    """Whether something answers there with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+@contextmanager
+def started(command: list[str], core: int, log: Path, ready: Callable[[], bool]) -> Iterator[int]:
+    """Run a command on a core until the context ends; its process id, once it is ready. Raises StartError."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while not ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise StartError(f"{' '.join(command)}\n{log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.1)
+        yield process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it started."""
+    found = [pid]
+    for parent in found:
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def cpu_of(pid: int) -> float:
+    """Processor seconds of a process and all that it started."""
+    return sum(cpu_seconds(each) for each in family(pid))
+
+
+def memory_of(pid: int) -> int:
+    """Their resident bytes."""
+    return sum(resident_bytes(each) for each in family(pid))

@@ -1,0 +1,107 @@
+"""The run: every measurement of every router, the routers in turn, round after round."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.proxy.load import loaded
+from benchmarks.proxy.processes import cpu_of, memory_of
+from benchmarks.proxy.report import Table
+from benchmarks.proxy.sides import Nothing, RunningRouter, Side
+from benchmarks.proxy.streams import streamed
+from benchmarks.proxy.workers import stream_workers, whole_workers
+
+SIZES = {"1 KB": 1024, "64 KB": 64 * 1024}
+CONNECTIONS = (1, 16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured: seconds of each load, streams at once, blocks in our index."""
+
+    rounds: int = 3
+    seconds: float = 5.0
+    streams: int = 200
+    blocks: int = 1_000_000
+
+
+FULL = Scale()
+QUICK = Scale(rounds=1, seconds=1.0, streams=50, blocks=100_000)
+
+
+class Run:
+    """Measures; the tables fill."""
+
+    def __init__(self, sides: Sequence[Side], scale: Scale, folder: Path) -> None:
+        self._sides = sides
+        self._scale = scale
+        self._folder = folder
+        self._base: dict[str, tuple[float, float]] = {}
+        self._tables: dict[tuple[str, str], Table] = {}
+
+    @property
+    def tables(self) -> list[Table]:
+        return list(self._tables.values())
+
+    def do(self) -> None:
+        """Every round."""
+        nothing = Nothing()
+        for number in range(self._scale.rounds):
+            turn = number % len(self._sides)
+            sides = [*self._sides[turn:], *self._sides[:turn]]
+            with whole_workers(self._folder) as workers:
+                for side in (nothing, *sides):
+                    self._say(number, side, "whole answers")
+                    with side.running(workers, self._folder) as running:
+                        self._whole(side, running)
+            with stream_workers(self._folder) as workers:
+                for side in (nothing, *sides):
+                    self._say(number, side, "streams")
+                    with side.running(workers, self._folder) as running:
+                        self._streams(side, running)
+
+    def _whole(self, side: Side, running: RunningRouter) -> None:
+        loaded(running.url, SIZES["1 KB"], 16, min(self._scale.seconds, 2.0), self._folder)  # connections, caches
+        for name, size in SIZES.items():
+            for connections in CONNECTIONS:
+                row = f"{name}, {connections} connection{'s' if connections > 1 else ''}"
+                before = cpu_of(running.pid) if running.pid else 0.0
+                load = loaded(running.url, size, connections, self._scale.seconds, self._folder)
+                self._add(side, "requests a second", row, load.rate, more=True)
+                if running.pid is None:
+                    self._base[row] = (load.p50, load.p99)
+                    continue
+                base50, base99 = self._base[row]
+                self._add(side, "added p50, µs", row, (load.p50 - base50) * 1e6)
+                self._add(side, "added p99, µs", row, (load.p99 - base99) * 1e6)
+                self._add(
+                    side, "processor time of a request, µs", row, (cpu_of(running.pid) - before) / load.requests * 1e6
+                )
+        if running.pid:
+            self._add(side, "resident memory afterwards, MB", "after whole answers", memory_of(running.pid) / 2**20)
+
+    def _streams(self, side: Side, running: RunningRouter) -> None:
+        streamed(running.url, 16)
+        before = cpu_of(running.pid) if running.pid else 0.0
+        result = streamed(running.url, self._scale.streams)
+        row = f"{self._scale.streams} streams at once"
+        if running.pid is None:
+            self._base[row] = (result.p50, result.p99)
+            return
+        base50, base99 = self._base[row]
+        self._add(side, "first event added, p50, ms", row, (result.p50 - base50) * 1e3)
+        self._add(side, "first event added, p99, ms", row, (result.p99 - base99) * 1e3)
+        spent = (cpu_of(running.pid) - before) / self._scale.streams
+        self._add(side, "processor time of a stream, µs", row, spent * 1e6)
+
+    def _add(self, side: Side, figure: str, row: str, value: float, more: bool = False) -> None:
+        modes = [side.mode] if side.mode else list(dict.fromkeys(each.mode for each in self._sides))
+        for mode in modes:
+            table = self._tables.setdefault((mode, figure), Table(f"{mode}: {figure}", more))
+            table.add(row, side.name, value)
+
+    def _say(self, number: int, side: Side, what: str) -> None:
+        print(f"round {number + 1}: {side.name} {side.mode} {what}", file=sys.stderr, flush=True)

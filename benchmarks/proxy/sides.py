@@ -1,0 +1,125 @@
+"""The routers under test, and how each is started in front of workers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.index.machine import INDEXER_CORE
+from benchmarks.index.publisher import Publisher
+from benchmarks.proxy.processes import answers, free_port, started
+from benchmarks.proxy.prompts import MODEL
+from worker.simulated.settings import BUNDLED_MODEL
+
+ROUTER_CORE = INDEXER_CORE
+ROUND_ROBIN, CACHE_AWARE = "round robin", "cache aware"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRouter:
+    """A router's address and process; of no router, a worker's, which is not measured."""
+
+    url: str
+    pid: int | None
+
+
+class Side(ABC):
+    """A router. `mode` is how it routes."""
+
+    def __init__(self, name: str, mode: str) -> None:
+        self.name = name
+        self.mode = mode
+
+    @contextmanager
+    def running(self, workers: Sequence[str], folder: Path) -> Iterator[RunningRouter]:
+        """Run it in front of workers, on a core of its own."""
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        log = folder / f"{self.name}-{self.mode}.log".replace(" ", "-")
+        with started(self.command(workers, port, folder), ROUTER_CORE, log, lambda: answers(f"{url}/v1/models")) as pid:
+            self.warm()
+            yield RunningRouter(url, pid)
+
+    @abstractmethod
+    def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:
+        """How to start it."""
+
+    def warm(self) -> None:  # noqa: B027 - most need nothing
+        """Let it know what it must know before it is measured."""
+
+
+class Nothing(Side):
+    """No router: what the workers and the load allow."""
+
+    def __init__(self) -> None:
+        super().__init__("no router", "")
+
+    @contextmanager
+    def running(self, workers: Sequence[str], folder: Path) -> Iterator[RunningRouter]:  # noqa: ARG002
+        yield RunningRouter(workers[0], None)
+
+    def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:
+        raise NotImplementedError
+
+
+class Kvrouter(Side):
+    """Ours. Cache aware is all of it: tokenizer, an index filled by events, the default policy, the audit."""
+
+    def __init__(self, mode: str, publisher: Publisher | None = None) -> None:
+        super().__init__("kvrouter", mode)
+        self._publisher = publisher
+
+    def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:
+        settings: dict[str, object] = {"server": {"port": port}, "workers": [{"url": url} for url in workers]}
+        if self.mode == ROUND_ROBIN:
+            settings["policy"] = {"name": "round_robin"}
+        else:
+            assert self._publisher is not None
+            endpoints = self._publisher.open().values()
+            settings["workers"] = [
+                {"url": url, "block_size": 16, "streams": [{"endpoint": endpoint}]}
+                for url, endpoint in zip(workers, endpoints, strict=True)
+            ]
+            settings["models"] = {MODEL: {"tokenizer": str(BUNDLED_MODEL)}}
+            settings["events"] = {"catch_up_timeout": 0}
+        config = folder / f"{self.mode}.yaml".replace(" ", "-")
+        config.write_text(json.dumps(settings))
+        return [sys.executable, "-m", "kvrouter", "serve", "--config", str(config)]
+
+    def warm(self) -> None:
+        if self._publisher is not None:
+            self._publisher.start()
+
+
+class Peer(Side):
+    """A Rust router, from an environment of its own."""
+
+    def __init__(self, package: str, mode: str, command: list[str]) -> None:
+        super().__init__(package, mode)
+        self._bin = Path(".bench") / package / "bin"
+        self._command = command
+
+    def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:  # noqa: ARG002
+        policy = "round_robin" if self.mode == ROUND_ROBIN else "cache_aware"
+        metrics = ["--prometheus-port", str(free_port()), "--prometheus-host", "127.0.0.1"]
+        options = ["--host", "127.0.0.1", "--port", str(port), "--policy", policy, *metrics, "--log-level", "error"]
+        return [str(self._bin.absolute() / self._command[0]), *self._command[1:], *options, "--worker-urls", *workers]
+
+    def version(self) -> str:
+        """The installed release."""
+        code = f"from importlib.metadata import version; print(version({self.name!r}))"
+        return subprocess.check_output([self._bin / "python", "-c", code], text=True).strip()
+
+
+PEERS = {"smg": ["smg", "launch"], "sglang-router": ["sglang-router", "launch"], "vllm-router": ["vllm-router"]}
+
+
+def peers(mode: str) -> list[Peer]:
+    """The Rust routers in this mode."""
+    return [Peer(package, mode, command) for package, command in PEERS.items()]

@@ -1,0 +1,66 @@
+"""`kvrouter serve` in this process, telling what it holds: python -m benchmarks.soak.router CONFIG FILE.
+
+At SIGUSR1 the file gets one more line of JSON: how many objects of each kind there are, tasks, connections, bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.index.machine import resident_bytes
+from kvrouter.fast_lane import FastLaneProtocol
+from kvrouter.logs import log_to_stderr
+from kvrouter.serving import serve_router
+from router.exchange import Exchange
+from router.load import Reservation
+from router.routing import Placement
+from router.settings import load_settings
+from router.upstream.connection import Connection
+from router.upstream.pool import Leg
+
+_COUNTED = {
+    "clients": FastLaneProtocol,
+    "exchanges": Exchange,
+    "placements": Placement,
+    "reservations": Reservation,
+    "upstream legs": Leg,
+    "upstream connections": Connection,
+}
+
+
+def _holds() -> dict[str, int]:
+    gc.collect()
+    kinds = Counter(type(each) for each in gc.get_objects())
+    counted = {name: kinds[kind] for name, kind in _COUNTED.items()}
+    sockets = sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
+    return counted | {"tasks": len(asyncio.all_tasks()), "sockets": sockets, "bytes": resident_bytes(os.getpid())}
+
+
+def _is_socket(descriptor: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+    except OSError:
+        return False
+
+
+async def _serve(config: Path, told: Path) -> None:
+    def tell() -> None:
+        with told.open("a") as file:
+            file.write(json.dumps(_holds()) + "\n")
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
+    await serve_router(load_settings(config))
+
+
+if __name__ == "__main__":
+    log_to_stderr("error")
+    uvloop.run(_serve(Path(sys.argv[1]), Path(sys.argv[2])))
