@@ -550,6 +550,7 @@ REFUSED = {
         "sidecar wants router.enabled",
     ),
     "a service without a name": ({"discovery": {"mode": "service"}}, "name the service"),
+    "a scaling by nothing": ({"workers": {"a": {"model": "m", "autoscaling": {"enabled": True}}}}, "what to scale by"),
     "roles that nobody tells": (
         {"discovery": {"mode": "service"}, "workers": {"a": {"model": "m", "role": "decode"}}},
         "do not tell roles",

@@ -36,6 +36,9 @@
 {{- if gt (int $worker.dataParallelSize) (int (sub (int $v.events.replayPort) (int $v.events.port) | toString | trimPrefix "-" | int)) -}}
 {{- fail (printf "workers.%s.dataParallelSize: %d ranks want more ports than there are between events.port and events.replayPort" $name (int $worker.dataParallelSize)) -}}
 {{- end -}}
+{{- if and $worker.autoscaling.enabled (not $worker.autoscaling.metrics) -}}
+{{- fail (printf "workers.%s.autoscaling.metrics: say what to scale by" $name) -}}
+{{- end -}}
 {{- if and (eq $v.discovery.mode "service") (ne $worker.role "both") -}}
 {{- fail (printf "workers.%s.role: endpoints of a service do not tell roles; set discovery.mode: pods" $name) -}}
 {{- end -}}
