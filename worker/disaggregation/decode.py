@@ -20,7 +20,7 @@ from worker.disaggregation.quarantine import Quarantine
 from worker.disaggregation.ranks import RankMapping, Source, map_ranks, target_dp_group
 from worker.disaggregation.registry import PrefillRanks, RankAddress
 from worker.disaggregation.rooms import KVPoll, Room
-from worker.disaggregation.transfer import GrantKey, Quiescence
+from worker.disaggregation.transfer import GrantKey, Quiescence, Ranges
 
 RETRY_S = 0.2  # before a prefill is looked up again whose rank was lost
 HELLO_AGAIN_S = 1.0  # while a prefill rank has not answered the first
@@ -28,9 +28,10 @@ HELLO_AGAIN_S = 1.0  # while a prefill rank has not answered the first
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `KVReceiver.init` asks for."""
+    """What `KVReceiver.init` asks for. `ranges`: the bytes of these pages and the aux item."""
 
     pages: Pages
+    ranges: Ranges
     aux_index: int | None
     prefix_pages: int
 
@@ -206,10 +207,7 @@ class DecodeSide:
             return
         receiving.mapping = mapping
         for source in mapping.sources:
-            target = prefill.find(source.rank)
-            if target is None:
-                self.fail(receiving, f"prefill rank {tuple(source.rank)} is not registered at {address}")
-                return
+            target = prefill.rank(source.rank)
             link = self._links.setdefault(target.instance, Link(target))
             link.rooms.add(receiving)
             receiving.links[target.instance] = (link, source)
@@ -220,7 +218,7 @@ class DecodeSide:
 
     def _found(self, address: str, answer: Answer) -> None:
         rooms = [receiving for receiving in self._unplaced.get(address, ()) if not receiving.settled]
-        if isinstance(answer, PrefillRanks):
+        if isinstance(answer, PrefillRanks) and rooms:  # what nobody uses is not kept: nothing would tell its end
             self._prefills[address] = answer
         for receiving in rooms:
             if isinstance(answer, BootstrapError):
@@ -262,7 +260,7 @@ class DecodeSide:
         if receiving.room.terminal:
             return
         try:
-            self._local.engine.grant(receiving.key, self._local.layout.ranges(wanted.pages, wanted.aux_index))
+            self._local.engine.grant(receiving.key, wanted.ranges)
             receiving.granted = True
             self._send_requests(receiving, wanted)
         except ValueError as error:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.disaggregation.layout import Layout
-from worker.disaggregation.rooms import MAX_ROOM
+from worker.disaggregation.rooms import MAX_ROOM, MAX_TIMEOUT_S
 
 MAX_FRAME = 16 << 20  # bytes: a prompt of two million pages
 VERSION = 1
@@ -85,7 +85,7 @@ class RoomRequest(Message, frozen=True, kw_only=True, tag="room"):
     aux_index: _Index | None
     dummy: bool
     destinations: Annotated[int, msgspec.Meta(ge=1, le=1024)]
-    time_left: Annotated[float, msgspec.Meta(ge=0, le=86400)]
+    time_left: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT_S)]
 
     def page_array(self) -> NDArray[np.int64]:
         """Raises ValueError for bytes that are not i64."""

@@ -25,6 +25,7 @@ from worker.disaggregation.local import LiveRooms, LocalRank
 from worker.disaggregation.prefill import PrefillSide
 from worker.disaggregation.ranks import Rank, Topology
 from worker.disaggregation.registry import Registration
+from worker.disaggregation.rooms import check_timeout
 from worker.disaggregation.transfer import TransferEngine
 
 
@@ -89,6 +90,7 @@ class KVManager:
                 raise ValueError(f"rank.{name} {number} does not exist: topology.{name} is {size}")
         if settings.host in ("", "*", "0.0.0.0", "::"):
             raise ValueError(f"host {settings.host!r}: peers connect to it, so name one address of this machine")
+        check_timeout(settings.room_timeout_s, "room_timeout_s")
         layout = layout_of(args, topology, rank)
         client = None
         if mode is DisaggregationMode.PREFILL:

@@ -42,13 +42,14 @@ class PeerWriter:
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"kv-writer {endpoint}", daemon=True)
-        self._thread.start()
 
     def submit(self, task: WriteTask) -> bool:
         """Queue a write; False when too many wait."""
         with self._changed:
             if len(self._tasks) >= MAX_QUEUED:
                 return False
+            if not self._tasks and self._thread.ident is None:
+                self._thread.start()
             self._tasks.append(task)
             self._changed.notify()
             return True
@@ -67,7 +68,8 @@ class PeerWriter:
         return self._thread.is_alive()
 
     def join(self) -> None:
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while True:

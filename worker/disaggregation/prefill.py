@@ -22,6 +22,7 @@ from worker.disaggregation.ranks import page_share
 from worker.disaggregation.rooms import KVPoll, Room
 from worker.disaggregation.transfer import GrantKey, Writes, join_writes
 
+MAX_WAITING_BYTES = 256 << 20  # of page indices
 MAX_FAILED_ROOMS = 4096  # remembered, so that a decode rank that comes late hears of it at once
 
 
@@ -99,6 +100,7 @@ class PrefillSide:
         self._stopped: list[PeerWriter] = []
         self._rooms: dict[int, SendingRoom] = {}
         self._waiting: dict[int, dict[str, _Waiting]] = {}
+        self._waiting_bytes = 0
         self._failed: OrderedDict[int, str] = OrderedDict()
         self._closed = False
 
@@ -120,8 +122,8 @@ class PrefillSide:
         self._failed.pop(room.number, None)
         self._rooms[room.number] = sending
         self._set_deadline(sending, room.deadline)
-        for waiting in self._waiting.pop(room.number, {}).values():
-            waiting.timer.cancel()
+        for waiting in list(self._waiting.get(room.number, {}).values()):
+            self._drop_waiting(waiting)
             self._join(sending, waiting.request)
 
     def start(self, sending: SendingRoom, pages: int, aux_index: int | None) -> None:
@@ -158,6 +160,9 @@ class PrefillSide:
             return
         if not self._channel.send(message.reply_to, Welcome(sender=self._local.instance, to=message.sender)):
             return
+        for instance in [key for key, peer in self._peers.items() if peer.endpoint == message.reply_to]:
+            if instance != message.sender:
+                self._drop_peer(instance, f"{message.reply_to} is another rank's now")
         if message.sender in self._peers:  # it lost us, and with us the rooms it had asked for
             self._drop_rooms(message.sender, "the decode rank lost its connection")
         else:
@@ -175,8 +180,8 @@ class PrefillSide:
             self._send_failure(request, problem)
         elif request.room in self._rooms:
             self._join(self._rooms[request.room], request)
-        elif len(self._waiting) >= MAX_ROOMS:
-            self._send_failure(request, f"{MAX_ROOMS} rooms wait for the prefill rank: it takes no more")
+        elif len(self._waiting) >= MAX_ROOMS or self._waiting_bytes + len(request.pages) > MAX_WAITING_BYTES:
+            self._send_failure(request, "too many requests wait for the prefill rank: it takes no more")
         else:
             self._wait(request)
 
@@ -192,10 +197,7 @@ class PrefillSide:
 
     def on_lost(self, endpoint: str, reason: str) -> None:
         for instance in [key for key, peer in self._peers.items() if peer.endpoint == endpoint]:
-            peer = self._peers.pop(instance)
-            peer.stop()
-            self._stopped = [old for old in self._stopped if old.alive] + [peer]
-            self._drop_rooms(instance, f"the decode rank was lost: {reason}")
+            self._drop_peer(instance, reason)
 
     def close(self) -> None:
         """Fail every room; `join` waits for the threads."""
@@ -237,19 +239,26 @@ class PrefillSide:
         return None
 
     def _wait(self, request: RoomRequest) -> None:
-        by_peer = self._waiting.setdefault(request.room, {})
-        if request.sender in by_peer:  # an earlier attempt, that decode has given up
-            by_peer[request.sender].timer.cancel()
+        earlier = self._waiting.get(request.room, {}).get(request.sender)
+        if earlier is not None:  # an attempt that decode has given up
+            self._drop_waiting(earlier)
         timeout = min(request.time_left, self._local.room_timeout_s)
         reason = f"timed out: the prefill rank got no such request within {timeout:g} s"
         timer = self._channel.call_at(time.monotonic() + timeout, partial(self._expire_waiting, request, reason))
-        by_peer[request.sender] = _Waiting(request, timer)
+        self._waiting.setdefault(request.room, {})[request.sender] = _Waiting(request, timer)
+        self._waiting_bytes += len(request.pages)
 
     def _expire_waiting(self, request: RoomRequest, reason: str) -> None:
         waiting = self._waiting.get(request.room, {}).get(request.sender)
         if waiting is not None and waiting.request is request:
             self._drop_waiting(waiting)
             self._send_failure(request, reason)
+
+    def _drop_peer(self, instance: str, reason: str) -> None:
+        peer = self._peers.pop(instance)
+        peer.stop()
+        self._stopped = [old for old in self._stopped if old.alive] + [peer]
+        self._drop_rooms(instance, f"the decode rank was lost: {reason}")
 
     def _drop_rooms(self, instance: str, reason: str) -> None:
         """Fail every room that a decode rank has a part in."""
@@ -261,6 +270,7 @@ class PrefillSide:
 
     def _drop_waiting(self, waiting: _Waiting) -> None:
         waiting.timer.cancel()
+        self._waiting_bytes -= len(waiting.request.pages)
         by_peer = self._waiting[waiting.request.room]
         del by_peer[waiting.request.sender]
         if not by_peer:

@@ -11,6 +11,7 @@ dummies, that are told of the room so that it ends there too.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,10 @@ class Topology(NamedTuple):
     @property
     def ranks(self) -> int:
         return self.dp * self.cp * self.tp * self.pp
+
+    def places(self) -> list[Rank]:
+        """Every rank, in order."""
+        return [Rank(*place) for place in itertools.product(*map(range, self))]
 
 
 class Rank(NamedTuple):

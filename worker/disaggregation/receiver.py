@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from worker.disaggregation.addresses import split_host_port
 from worker.disaggregation.decode import ReceivingRoom, Wanted
 from worker.disaggregation.manager import KVManager
-from worker.disaggregation.rooms import KVPoll, KVTransferError, Room, check_room
+from worker.disaggregation.rooms import KVPoll, KVTransferError, Room, check_room, check_timeout
 from worker.disaggregation.transfer.runs import page_array
 
 
@@ -37,7 +37,7 @@ class KVReceiver:
         self.bootstrap_room = check_room(bootstrap_room)
         self._side = mgr.decode
         self._local = mgr.local
-        timeout = self._local.room_timeout_s if timeout_s is None else timeout_s
+        timeout = self._local.room_timeout_s if timeout_s is None else check_timeout(timeout_s, "timeout_s")
         self._room = Room(bootstrap_room, secrets.randbits(62), time.monotonic() + timeout)
         self._local.rooms.add(self._room)
         self._receiving = ReceivingRoom(self._room, bootstrap_addr, prefill_dp_rank)
@@ -56,9 +56,9 @@ class KVReceiver:
         layout = self._local.layout
         if decode_prefix_len < 0 or decode_prefix_len % layout.page_size:
             raise ValueError(f"decode_prefix_len {decode_prefix_len}: must be whole pages of {layout.page_size} tokens")
-        layout.ranges(pages, aux_index)
+        ranges = layout.ranges(pages, aux_index)
         self._wanted = True
-        wanted = Wanted(pages, aux_index, decode_prefix_len // layout.page_size)
+        wanted = Wanted(pages, ranges, aux_index, decode_prefix_len // layout.page_size)
         self._local.channel.post(partial(self._side.want, self._receiving, wanted))
 
     def poll(self) -> KVPoll:

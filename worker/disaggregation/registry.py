@@ -174,8 +174,8 @@ class PrefillRanks(msgspec.Struct, frozen=True):
     topology: Topology
     ranks: list[RankAddress]
 
-    def find(self, rank: Rank) -> RankAddress | None:
-        return next((entry for entry in self.ranks if entry.rank == rank), None)
+    def rank(self, rank: Rank) -> RankAddress:
+        return next(entry for entry in self.ranks if entry.rank == rank)
 
 
 class RankRegistry:
@@ -251,7 +251,9 @@ class RankRegistry:
 
 
 def check_ranks(answer: PrefillRanks) -> None:
-    """Raises ValueError for addresses that can't be connected to."""
+    """Raises ValueError unless every rank is there once, with an address that can be connected to."""
+    if sorted(entry.rank for entry in answer.ranks) != answer.topology.places():
+        raise ValueError(f"it names other ranks than {_sizes(answer.topology)} has")
     for entry in answer.ranks:
         split_host_port(entry.address, "rank address")
 

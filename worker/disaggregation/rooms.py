@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 
 MAX_ROOM = 2**63 - 1
+MAX_TIMEOUT_S = 86400.0
 
 
 class KVPoll(IntEnum):
@@ -109,3 +110,10 @@ def check_room(number: int) -> int:
     if not 0 <= number <= MAX_ROOM:
         raise ValueError(f"bootstrap_room {number}: must be in [0, 2^63)")
     return number
+
+
+def check_timeout(seconds: float, field: str) -> float:
+    """How long a room may take, as it is. Raises ValueError, naming the field, unless it is at most a day."""
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise ValueError(f"{field} {seconds:g}: must be over 0 and at most {MAX_TIMEOUT_S:g} seconds")
+    return seconds

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from worker.disaggregation.manager import KVManager
 from worker.disaggregation.prefill import Chunk, SendingRoom
-from worker.disaggregation.rooms import KVPoll, KVTransferError, Room, check_room
+from worker.disaggregation.rooms import KVPoll, KVTransferError, Room, check_room, check_timeout
 from worker.disaggregation.transfer.runs import page_array
 
 
@@ -27,7 +27,7 @@ class KVSender:
         self.bootstrap_room = check_room(bootstrap_room)
         self._side = mgr.prefill
         self._local = mgr.local
-        timeout = self._local.room_timeout_s if timeout_s is None else timeout_s
+        timeout = self._local.room_timeout_s if timeout_s is None else check_timeout(timeout_s, "timeout_s")
         self._room = Room(bootstrap_room, 0, time.monotonic() + timeout)
         self._local.rooms.add(self._room)
         self._sending = SendingRoom(self._room)

@@ -238,6 +238,20 @@ def test_a_prefill_that_restarts_is_found_again(pair: list[RankProcess], same_po
     site.close()
 
 
+def test_a_decode_that_restarts_on_the_same_port_is_served(pair: list[RankProcess]) -> None:
+    site = Site(pair, "tcp")
+    site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
+    room = next(ROOMS)
+    site.decode.call("receive", 0, site.address, room, [7, 8])
+    settings = {**site.settings, "port": int(site.decode.call("endpoint", 0).rpartition(":")[2])}
+    site.decode.kill()
+    site.decode.start()
+    site.decode.call("open", 0, "decode", "tcp", site.model, None, None, settings)
+    site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
+    assert site.prefill.call("peers", 0) == 1
+    site.close()
+
+
 def test_a_prefill_that_took_the_port_of_another_says_so(pair: list[RankProcess]) -> None:
     """Decode never met the first one: nothing tells it that the address is another's now, but the answer."""
     site = Site(pair, "tcp", heartbeat_s=1.0)
@@ -448,6 +462,9 @@ def test_wrong_calls_are_refused_and_change_nothing(site: Site) -> None:
     for address in ("nowhere", "::1:8998", "host:0", "host:http"):
         with pytest.raises(RuntimeError, match="bootstrap_addr"):
             site.decode.call("receive", 0, address, next(ROOMS), [1])
+    for seconds in (0, -1, 1e9, float("nan")):
+        with pytest.raises(RuntimeError, match="timeout_s"):
+            site.decode.call("receive", 0, site.address, next(ROOMS), [1], timeout_s=seconds)
     for wrong in (-1, 2**63):
         with pytest.raises(RuntimeError, match=r"must be in \[0, 2\^63\)"):
             site.decode.call("receive", 0, site.address, wrong, [1])
