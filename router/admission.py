@@ -61,18 +61,23 @@ class _Request(Waiting):
 class Admission:
     """Places requests at once, or lets them wait. Used by one event loop.
 
+    `late_binding`: whether the router's policy is one that requests are held for; the settings can still say no.
     `waited` is told how long a request waited and why it had to; `refused` why one was turned away.
     """
 
     def __init__(
-        self, router: Router, settings: AdmissionSettings, clock: Callable[[], float] = time.monotonic
+        self,
+        router: Router,
+        settings: AdmissionSettings,
+        late_binding: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = Limits(settings.requests, settings.tokens)
         self.queue: FairQueue[_Request] = FairQueue(settings.queue, settings.queue_bytes)
         self.waited: list[Callable[[Held, float], None]] = []
         self.refused: list[Callable[[str], None]] = []
         self._router = router
-        self._late_binding = settings.late_binding and router.needs_prompts
+        self._late_binding = settings.late_binding and late_binding
         self._timeout = settings.timeout
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first has found no room
@@ -245,6 +250,8 @@ class Admission:
 
     def _make_room(self, request: _Request) -> bool:
         """Whether there is room in the queue, others of a lower priority giving way if need be."""
+        if not self.queue.can_fit(request.size, request.priority):
+            return False
         while not self.queue.fits(request.size):
             last = self.queue.last()
             if last is None or last.priority <= request.priority:

@@ -45,7 +45,7 @@ from router.proxy import Entrance, Proxy
 from router.rates import Rates
 from router.readiness import Readiness
 from router.routing import Router
-from router.settings import Settings, UpstreamSettings
+from router.settings import PolicyName, Settings, UpstreamSettings
 from router.sharing import Elsewhere, LoadSharing, SharingCollector, replica_carriers
 from router.siblings import Siblings
 from router.speculation import SpeculativeHoldings
@@ -111,7 +111,7 @@ async def running_router(
         )
         router.responses.on_learned.append(sharing.made)
         sharing.on_made.append(router.responses.remember)
-        admission = Admission(router, settings.admission)
+        admission = Admission(router, settings.admission, settings.policy.name is PolicyName.KV_AWARE)
         load.on_freed.append(admission.freed)
         fleet.on_change.append(admission.wake)
         sharing.on_heard.append(admission.wake)

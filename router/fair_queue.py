@@ -67,6 +67,11 @@ class FairQueue(Generic[W]):
         """Whether a request that keeps so many bytes can be added."""
         return self._length < self._max_requests and self.size + size <= self._max_bytes
 
+    def can_fit(self, size: int, priority: int) -> bool:
+        """Whether it could be if all of lower priorities gave way."""
+        kept = [each for lane, queue in self._lanes.items() if lane.priority <= priority for each in queue]
+        return len(kept) < self._max_requests and sum(each.size for each in kept) + size <= self._max_bytes
+
     def add(self, request: W) -> None:
         """Let a request wait."""
         lane = _lane_of(request)

@@ -281,9 +281,9 @@ async def test_a_full_queue_refuses_at_once_or_sheds_what_is_lower() -> None:
 async def test_the_bodies_that_wait_are_bounded() -> None:
     gate = Gate()
     async with one_worker(gate, ONE_AT_A_TIME | {"queue_bytes": 1000}) as (_, asking):
-        asking.send("large", tokens=1000)
+        await asking.queued("small", priority=1)
+        asking.send("large", tokens=1000)  # nobody has to give way to what could never wait
         assert (await asking.reply("large")).status == 429
-        await asking.queued("small")
         gate.open(2)
         assert (await asking.reply("small")).status == 200
 
@@ -402,12 +402,15 @@ async def test_a_rush_on_real_engines_is_answered_within_the_limits() -> None:
 
 
 @asynccontextmanager
-async def busy_fleet(**limits: Any) -> AsyncIterator[tuple[RouterUnderTest, Asking, list[Prefills]]]:
+async def busy_fleet(
+    policy: str = "kv_aware", **limits: Any
+) -> AsyncIterator[tuple[RouterUnderTest, Asking, list[Prefills]]]:
     """Two workers, each with a long prompt to compute."""
     scripts = [Prefills(), Prefills()]
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(scripted_worker(script)) for script in scripts]
-        routed = await stack.enter_async_context(router(*(worker.url for worker in workers), admission=limits))
+        urls = [worker.url for worker in workers]
+        routed = await stack.enter_async_context(router(*urls, admission=limits, policy={"name": policy}))
         asking = await stack.enter_async_context(Asking(routed))
         for count, name in enumerate(("one", "two")):
             asking.send(name, tokens=LONG, stream=True)
@@ -454,8 +457,9 @@ async def test_who_is_held_too_long_goes_to_its_choice() -> None:
         await until(sent)
 
 
-async def test_late_binding_can_be_switched_off() -> None:
-    async with busy_fleet(late_binding=False) as (_, asking, scripts):
+@pytest.mark.parametrize("policy", ["kv_aware", "lmetric"])
+async def test_late_binding_can_be_switched_off_and_is_not_for_the_peers(policy: str) -> None:
+    async with busy_fleet(policy, late_binding=policy != "kv_aware") as (_, asking, scripts):
         asking.send("third", tokens=LONG, stream=True)
 
         async def sent() -> bool:

@@ -124,6 +124,9 @@ class FairQueueMachine(RuleBasedStateMachine):
     def come(self, request: Waiting) -> None:
         fits = len(self.there) < MOST and sum(each.size for each in self.there) + request.size <= BYTES
         assert self.queue.fits(request.size) is fits
+        kept = [each.size for each in self.there if each.priority <= request.priority]
+        could = len(kept) < MOST and sum(kept) + request.size <= BYTES
+        assert self.queue.can_fit(request.size, request.priority) is could
         if fits:
             request = waiting(  # hypothesis may give the same one twice
                 request.tenant, request.priority, request.order, request.tokens, request.name, request.size
