@@ -348,6 +348,7 @@ def test_tenants_are_read_from_what_the_secret_holds(monkeypatch: pytest.MonkeyP
 
 def test_replicas_share_a_redis() -> None:
     own = {v["name"]: v.get("value") for v in container(release("vllm"), "rel-kvrouter-router")["env"]}
+    assert "HF_TOKEN" in own
     assert load_settings(None, {"replicas": {"redis": own["KVROUTER_REPLICAS__REDIS"]}})
     [settings] = rendered_settings(release("vllm"))
     assert settings.replicas.prefix == "inference/rel-kvrouter"
