@@ -3,7 +3,8 @@
 NIXL lets whoever holds an engine's description write to its registered memory: grants bind honest senders only. The
 description goes over our session alone, to those that know the secret.
 
-As a process exits, long after everything is closed, NIXL 1.5.1 may crash it in a library it brings along (libnl).
+As a process exits, long after everything is closed, NIXL 1.5.1 may crash it in a library it brings along (libnl, for
+InfiniBand; UCX_MODULES=^ib leaves that out).
 """
 
 from __future__ import annotations
