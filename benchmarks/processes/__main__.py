@@ -25,10 +25,10 @@ _PROCESSES = 4
 
 def main() -> None:
     """Compare an index in each process with one that is asked, and two ways to share a port."""
-    events = {size: apply_cost(Workload(1, 64, 256, size)) for size in (1, 16)}
-    rows = [["reading events, CPU", "a block", "an event"]]
-    for size, cost in events.items():
-        block = cost.index + cost.decode
+    rows = [["reading events, best of 5", "a block", "an event"]]
+    for size in (1, 16):
+        costs = [apply_cost(Workload(1, 64, 256, size)) for _ in range(5)]
+        block = min(cost.index + cost.decode for cost in costs)
         rows.append([f"{size} blocks an event" if size > 1 else "1 block an event", _us(block), _us(block * size)])
     print(markdown(rows), end="\n\n", flush=True)
 

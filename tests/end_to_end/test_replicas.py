@@ -29,7 +29,6 @@ EXPIRY = 0.6
 BODY = {
     "model": "simulated",
     "prompt": "Tell me more. " * 40,
-    "max_tokens": 25,
     "stream": True,
     "ignore_eos": True,
 }
@@ -176,7 +175,7 @@ def test_requests_survive_a_rolling_restart_under_load(redis: RedisServer, tmp_p
             session = await stack.enter_async_context(aiohttp.ClientSession())
             stopped, clients = asyncio.Event(), []
             watching = asyncio.create_task(pool.watch(session))
-            clients = [asyncio.create_task(client(session, pool, stopped)) for _ in range(12)]
+            clients = [asyncio.create_task(client(session, pool, stopped, tokens)) for tokens in (1, 25) * 6]
             await asyncio.sleep(2)
             for _ in range(2):
                 old = pool.oldest()
@@ -234,7 +233,9 @@ class Pool:
             await asyncio.sleep(0.5)
 
 
-async def client(session: aiohttp.ClientSession, pool: Pool, stopped: asyncio.Event) -> list[tuple[str, str]]:
+async def client(
+    session: aiohttp.ClientSession, pool: Pool, stopped: asyncio.Event, tokens: int
+) -> list[tuple[str, str]]:
     """Stream one answer after the other; what was wrong with each, and who answered."""
     answers = []
     number = 0
@@ -246,7 +247,7 @@ async def client(session: aiohttp.ClientSession, pool: Pool, stopped: asyncio.Ev
         url = pool.ready[number % len(pool.ready)]
         problem = ""
         try:
-            async with session.post(f"{url}/v1/completions", json=BODY) as response:
+            async with session.post(f"{url}/v1/completions", json=BODY | {"max_tokens": tokens}) as response:
                 text = await response.read()
                 if response.status != 200 or not text.rstrip().endswith(b"data: [DONE]"):
                     problem = f"{time.monotonic()}: status {response.status} {text[-200:]!r}"
