@@ -7,10 +7,9 @@ same events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop
-from itertools import count
 from math import inf
 from random import Random
 from statistics import median
@@ -24,7 +23,7 @@ from benchmarks.policy.measures import Measures, measured
 from benchmarks.policy.profiles import LLAMA_70B
 from benchmarks.policy.report import markdown
 from benchmarks.policy.sides import OURS
-from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest, TraceLine, requests_of
+from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest
 from benchmarks.policy.workloads import AGENT, CONVERSATION
 from router.load import Reservation, TargetLoad
 from router.policies import Candidate, Policy, Request
@@ -63,19 +62,6 @@ CELLS = [
     Cell(AGENT, LLAMA_70B, 8, 300_000, 0.4, seconds=200.0),
     Cell(CONVERSATION, LLAMA_70B, 64, 300_000, 1.0, seconds=120.0),
 ]
-SIBLINGS = Cell(CONVERSATION, LLAMA_70B, 8, 600_000, 0.0)
-
-
-def siblings(seed: int, seconds: float = 200.0, families: float = 0.3) -> list[TracedRequest]:
-    """Agents that fan out: eight requests within a tenth of a second, 24 000 tokens of each the same and new."""
-    random, ids, lines, now = Random(seed), count(), list[TraceLine](), 0.0
-    while (now := now + random.expovariate(families)) < seconds:
-        shared = [next(ids) for _ in range(24_000 // BLOCK_TOKENS)]
-        lines += [
-            TraceLine(1000 * (now + random.random() / 10), 24_500, 200, [*shared, next(ids)], str(next(ids)))
-            for _ in range(8)
-        ]
-    return requests_of(sorted(lines, key=lambda line: line.timestamp))
 
 
 class _Router:
@@ -231,15 +217,11 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="The small fleet only.")] = False,
 ) -> None:
     """Compare ways of sharing on simulated fleets."""
-    cells: list[tuple[str, Cell, Callable[[int], list[TracedRequest]]]] = [
-        *((cell.name, cell, cell.requests) for cell in CELLS[: 2 if quick else None]),
-        ("eight siblings at once, 8 of 70B", SIBLINGS, siblings),
-    ]
-    for name, cell, requests in cells:
-        rows = [[name, "hit rate", "TTFT p50", "p90", "p99", "TPOT p90", "p90 to one router's"]]
+    for cell in CELLS[: 2 if quick else None]:
+        rows = [[cell.name, "hit rate", "TTFT p50", "p90", "p99", "TPOT p90", "p90 to one router's"]]
         alone: float | None = None
         for side in SIDES:
-            runs = [play(cell, requests(seed), side, seed) for seed in range(seeds)]
+            runs = [play(cell, cell.requests(seed), side, seed) for seed in range(seeds)]
             p90 = median(run.ttft_p90 for run in runs)
             alone = alone or p90
             times = [median(run.ttft_p50 for run in runs), p90, median(run.ttft_p99 for run in runs)]
