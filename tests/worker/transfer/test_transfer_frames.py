@@ -202,7 +202,7 @@ def test_bytes_that_come_after_the_revocation_do_not_land(parties: tuple[Party, 
         channel.send(Kind.WRITE, encode_runs(key, _u8(receiver.pointer), _u8(SIZE)), time.monotonic() + 5)
         connection = _blocking(channel)
         connection.sendall(b"\7" * (SIZE // 2))
-        wait_until(lambda: receiver.arena[SIZE // 2 - 1] == 7)
+        wait_until(lambda: receiver.arena[0] == 7)  # the rest of the half may wait for more
         assert receiver.engine.revoke(key, time.monotonic() + 5) is Quiescence.QUIESCENT
         receiver.arena[:] = 5
         connection.sendall(b"\7" * (SIZE // 2))

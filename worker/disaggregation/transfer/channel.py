@@ -146,11 +146,9 @@ class Channel:
     def _send_all(self, views: list[memoryview], deadline: float) -> None:
         buffers = Buffers(views)
         while buffers.left:
-            seconds, fraction = divmod(min(_left(deadline), _LONGEST), 1)
+            timeout = _TIMEVAL.pack(*divmod(ceil(min(_left(deadline), _LONGEST) * 1e6), 1_000_000))
             try:
-                self.socket.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(fraction * 1e6) + 1)
-                )
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
                 buffers.advance(self.socket.sendmsg(buffers.next(buffers.left)))
             except BlockingIOError:
                 continue  # the time is up, or nearly

@@ -57,18 +57,24 @@ class Listener:
                     _logger.warning("a transfer session could not be accepted: %s", error)
                     self._closing.wait(0.1)  # out of file descriptors, most likely
                 continue
-            channel = Channel(connection)
-            thread = threading.Thread(
-                target=self._run, args=(channel,), name=f"transfer-{self._engine}-session", daemon=True
-            )
-            with self._lock:
-                admitted = len(self._sessions) < MOST_SESSIONS and not self._closing.is_set()
-                if admitted:
-                    self._sessions[thread] = channel
-                    thread.start()
-            if not admitted:
-                _logger.warning("a transfer session was turned away: there are %d", MOST_SESSIONS)
-                channel.close()
+            try:
+                self._admit(connection)
+            except (OSError, RuntimeError) as error:  # it is gone already; no thread can be started
+                connection.close()
+                _logger.warning("a transfer session could not begin: %s", error)
+
+    def _admit(self, connection: socket.socket) -> None:
+        channel = Channel(connection)
+        name = f"transfer-{self._engine}-session"
+        thread = threading.Thread(target=self._run, args=(channel,), name=name, daemon=True)
+        with self._lock:
+            admitted = len(self._sessions) < MOST_SESSIONS and not self._closing.is_set()
+            if admitted:
+                thread.start()  # it forgets itself, under this lock
+                self._sessions[thread] = channel
+        if not admitted:
+            _logger.warning("a transfer session was turned away: there are %d", MOST_SESSIONS)
+            channel.close()
 
     def _run(self, channel: Channel) -> None:
         try:
