@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from functools import lru_cache
 from http import HTTPStatus
 
 from uvicorn.config import Config
@@ -25,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from indexer.errors import RequestError
-from kvrouter.http_protocol import BoundedHttpProtocol
+from kvrouter.http_protocol import HEAD_BYTES, BoundedHttpProtocol
 from router.endpoints import BY_LOAD, PROMPTED
 from router.exchange import Exchange
 from router.proxy import Entrance, too_large, too_slow
@@ -118,13 +117,11 @@ class FastLaneProtocol(BoundedHttpProtocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
-        if not self._reading_head:
-            return  # a trailer
-        name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self._reading.expects = True
-        self._reading.headers.append((name, value))
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > HEAD_BYTES:
+            self._count(0)
+        if self._reading_head:  # else it is a trailer
+            self._reading.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         request = self._reading
@@ -132,6 +129,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
         request.method = self.parser.get_method()
         request.version = self.parser.get_http_version()
         request.keeps_alive = self.parser.should_keep_alive() and request.version == "1.1"
+        request.expects = any(name == b"expect" and value.lower() == b"100-continue" for name, value in request.headers)
         if not self._takes_more:
             return
         if self._busy or self._queue:
@@ -278,10 +276,10 @@ class FastLaneProtocol(BoundedHttpProtocol):
         self._begun = True
         if not request.complete:
             self._keeps_alive = False
-        common, closes = _common(self.server_state)
-        if closes:
+        _common.read(self.server_state)
+        if _common.closes:
             self._keeps_alive = False
-        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, common]
+        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, _common.lines]
         has_length = False
         for name, value in visit.answered(status, headers):
             has_length = has_length or name == b"content-length"
@@ -393,15 +391,22 @@ def _length(headers: Headers) -> int:
     return next((int(value) for name, value in headers if name == b"content-length"), 0)
 
 
-@lru_cache(maxsize=4)
-def _joined(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bool]:
-    lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"connection"]
-    return b"".join(lines), (b"connection", b"close") in headers
-
-
-def _common(state: ServerState) -> tuple[bytes, bool]:
+class _Common:
     """The headers of every answer (the date, which changes each second), and whether connections are to be closed."""
-    return _joined(tuple(state.default_headers))
+
+    headers: list[tuple[bytes, bytes]] | None = None
+    lines = b""
+    closes = False
+
+    def read(self, state: ServerState) -> None:
+        """Take note of what changed."""
+        if state.default_headers is not self.headers:
+            self.headers = state.default_headers
+            self.lines = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"connection")
+            self.closes = (b"connection", b"close") in self.headers
+
+
+_common = _Common()
 
 
 # What is used of uvicorn's class, and how it is called.

@@ -95,32 +95,37 @@ class Forwarding:
 class Exchange:
     """A request and its answer. `start` begins it; afterwards the client hears of it, unless it left."""
 
+    # What most requests never change stands here, so that it is not made for each.
+    _body = b""
+    _hidden: HiddenUsage | None = None
+    _waiting: asyncio.Task[None] | None = None
+    _deadline: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+    _prompt: RoutedPrompt
+    _ticket: Ticket
+    _hung = False
+    _others = False
+    _placement: Placement | None = None
+    _leg: Leg | None = None
+    _span = Span()  # of the attempt
+    _head: AnswerHead | None = None
+    _begun = False
+    _over = False
+    _streams = False
+    _arrived = 0.0
+    _first_byte_at = 0.0
+    _beginning: bytes | None = None
+    _tail: UsageTail | None = None
+
     def __init__(self, forwarding: Forwarding, visit: Visit, target: bytes, client: Client) -> None:
         """`target` is the path with its query, as the worker gets it."""
         self._forwarding = forwarding
         self._visit = visit
         self._target = target
         self._client = client
-        self._body = b""
-        self._hidden: HiddenUsage | None = None
-        self._waiting: asyncio.Task[None] | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
-        self._prompt = _NO_PROMPT
-        self._ticket = _NO_TICKET
         self._tried: list[Worker] = []
-        self._hung = False
-        self._others = False
-        self._placement: Placement | None = None
-        self._leg: Leg | None = None
-        self._span = Span()  # of the attempt
-        self._head: AnswerHead | None = None
-        self._begun = False
-        self._over = False
-        self._arrived = 0.0
-        self._first_byte_at = 0.0
-        self._beginning: bytes | None = b"" if visit.path == RESPONSES else None
-        self._tail = UsageTail()
+        if visit.path == RESPONSES:
+            self._beginning = b""
 
     def start(self, body: bytes) -> None:
         """The request is complete."""
@@ -263,16 +268,18 @@ class Exchange:
         span.end()
         forwarding.metrics.placed(prompt.name or "", time.monotonic() - self._arrived, placement.decision)
         tried.append(worker)
+        visit = self._visit
         self._others = len(tried) < forwarding.settings.attempts and forwarding.router.others(prompt, tried)
         # A request that hung one worker may be why; it does not get to hang them all.
-        placement.attempt.give_up = self._give_up if self._others and not self._hung else None
-        self._span = self._visit.trace.span("upstream", worker=worker.url)
-        headers = self._visit.headers_for_workers()
+        if self._others and not self._hung:
+            placement.attempt.give_up = self._give_up
+        self._span = visit.trace.span("upstream", worker=worker.url)
+        headers = visit.headers_for_workers()
         if len(worker.ranks()) > 1:
             headers = [header for header in headers if header[0] != _RANK_HEADER]
             headers.append((_RANK_HEADER, b"%d" % placement.target.dp_rank))
         upstream = forwarding.upstreams.of(worker.url)
-        self._leg = upstream.send(self, self._visit.method, self._target, self._span.inject(headers), self._body)
+        self._leg = upstream.send(self, visit.method, self._target, self._span.inject(headers), self._body)
 
     def _deadline_passed(self) -> None:
         """The client's deadline: the answer ends here, whatever there is of it."""
@@ -373,6 +380,9 @@ class Exchange:
             return
         self._begun = True
         self._first_byte_at = self._arrived
+        self._streams = _is_stream(head)
+        if self._streams or placement.wants_usage or self._visit.tenant is not None:
+            self._tail = UsageTail()
         prompt = self._prompt
         forwarding.metrics.begun(prompt.name or "", placement.worker.url, head.status, prompt.tokens, placement.overlap)
         if self._hidden is not None and not HiddenUsage.hides(head.headers):
@@ -396,7 +406,8 @@ class Exchange:
                 learned = self._forwarding.router.responses.learn(self._beginning, placement.worker.url)
                 if learned or len(self._beginning) >= SEARCHED_BYTES:
                     self._beginning = None
-            self._tail.feed(data)
+            if self._tail is not None:
+                self._tail.feed(data)
         if ended:
             self._end(placement)
 
@@ -407,13 +418,11 @@ class Exchange:
         self._leg = None
         placement.attempt.end(_outcome(head.status), f"status {head.status}")
         if head.status == HTTPStatus.OK:
-            streamed = _is_stream(head)
-            wanted = placement.wants_usage or streamed or self._visit.tenant is not None
-            usage = self._tail.usage() if wanted else None
+            usage = self._tail.usage() if self._tail is not None else None
             self._forwarding.router.answered(placement, usage)
             if self._visit.tenant is not None and usage is not None:
                 self._visit.tenant.spend(usage.completion)
-            if streamed:
+            if self._streams:
                 seconds = time.monotonic() - self._first_byte_at
                 self._forwarding.metrics.streamed(self._prompt.name or "", seconds, usage)
         self._finish()
@@ -481,10 +490,6 @@ class Exchange:
             self._client.break_off()
         else:
             self.refuse(RequestError("The router failed. This is a bug.", status=500, type="internal_error"))
-
-
-_NO_PROMPT = RoutedPrompt(None, 0)
-_NO_TICKET = Ticket()
 
 
 def _is_stream(head: AnswerHead) -> bool:

@@ -48,6 +48,8 @@ def lenient(value: Any, kind: type[T], default: D) -> T | D:
     """The value as this kind, also from a string such as "5" or "true". What does not fit is the worker's to refuse."""
     if value is None:
         return default
+    if type(value) is kind:
+        return value
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError:

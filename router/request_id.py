@@ -18,5 +18,5 @@ def request_id(headers: Headers) -> bytes:
 
 
 def with_id(headers: Headers, request_id: bytes) -> Headers:
-    """The headers with this id and no other."""
-    return [*(header for header in headers if header[0].lower() != HEADER), (HEADER, request_id)]
+    """The headers, whose names are in lower case, with this id and no other."""
+    return [*[header for header in headers if header[0] != HEADER], (HEADER, request_id)]

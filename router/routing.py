@@ -60,7 +60,7 @@ _SESSION_CHUNKS = 32
 _BYTES_PER_TOKEN = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # a frozen one takes four times as long to make
 class RoutedPrompt:
     """What routing knows of a request.
 
@@ -118,7 +118,7 @@ def _routed_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedPrompt
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """A decision that nothing has been reserved for yet."""
 
@@ -285,8 +285,11 @@ class Router:
 
         Raises RequestError (503) when no worker is left.
         """
-        self._learned.look_at_evictions(self._indexer)
-        options = list(self._options(prompt, without, limits))
+        if self.needs_prompts or not limits.unlimited:
+            self._learned.look_at_evictions(self._indexer)
+            options = list(self._options(prompt, without, limits))
+        else:
+            options = self._options_by_load(prompt.name, without)
         if options:
             candidates = [option.candidate for option in options]
             return Choice(self._policy(candidates, self._request(prompt, options)), options)
@@ -341,13 +344,16 @@ class Router:
         decision, options = chosen.decision, chosen.options
         choice = decision.choice
         _, worker, hashes, by_events = chosen.chosen
-        rates = self._learned.rates.learner(worker.url, choice.target.model)
         load = self._load.of(worker.url, choice.target.dp_rank)
+        seconds = 0.0
+        if self.needs_prompts:
+            rates = self._learned.rates.learner(worker.url, choice.target.model).rates
+            seconds = prefill_seconds(rates, prompt.tokens, choice.overlap, choice.requests, choice.context)
         reservation = Reservation(
             load,
             max(prompt.tokens - choice.overlap, 1),
             prompt.tokens,
-            prefill_seconds(rates.rates, prompt.tokens, choice.overlap, choice.requests, choice.context),
+            seconds,
             streamed=prompt.streamed,
         )
         if len(hashes) == 1:
@@ -442,6 +448,16 @@ class Router:
                     if eviction and self._learned.pressure.evicting(candidate.target):
                         candidate.eviction = eviction
                     yield _Option(candidate, worker, hashes, by_events)
+
+    def _options_by_load(self, name: str | None, without: Collection[Worker]) -> list[_Option]:
+        """The same where nothing is asked of a prompt and nothing is limited."""
+        options = []
+        for worker in choosable(self._serving_now(name, without), self._random):
+            served = worker.served(name) if name is not None else None
+            model = served.model if served else ""
+            for dp_rank in worker.health.usable_ranks(worker.ranks()):
+                options.append(_Option(self._loaded(worker.target(dp_rank, model), worker, None), worker, [], 0))
+        return options
 
     def _loaded(self, target: Target, worker: Worker, rates: Rates | None) -> Candidate:
         """A target with its load, in proportion to what its worker can bear.

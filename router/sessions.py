@@ -17,6 +17,7 @@ Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
 
 _SESSION_HEADER = b"x-session-id"
 _USER_HEADER = b"x-user-id"
+_HEADERS = frozenset((_SESSION_HEADER, _USER_HEADER))
 
 # The longest session that is kept.
 MAX_LENGTH = 512
@@ -34,18 +35,23 @@ class SessionFields(msgspec.Struct):
 
 def session_of(headers: Headers, fields: SessionFields) -> str | None:
     """The session of a request, by its headers and its body."""
-    named = {name: value.decode("latin-1") for name, value in headers if name in (_SESSION_HEADER, _USER_HEADER)}
-    found = (
-        named.get(_SESSION_HEADER),
-        fields.session_id,
-        _inner(fields.vllm_xargs, "session_id"),
-        _inner(fields.metadata, "session_id"),
-        fields.prompt_cache_key,
-        _inner(fields.metadata, "user_id"),
-        fields.user,
-        named.get(_USER_HEADER),
-    )
-    return next((value[:MAX_LENGTH] for value in found if isinstance(value, str) and value), None)
+    named = {name: value.decode("latin-1") for name, value in headers if name in _HEADERS}
+    found: tuple[Any, ...]
+    if fields.vllm_xargs is None and fields.metadata is None:
+        found = (fields.session_id, fields.prompt_cache_key, fields.user)
+    else:
+        found = (
+            fields.session_id,
+            _inner(fields.vllm_xargs, "session_id"),
+            _inner(fields.metadata, "session_id"),
+            fields.prompt_cache_key,
+            _inner(fields.metadata, "user_id"),
+            fields.user,
+        )
+    for value in (named.get(_SESSION_HEADER), *found, named.get(_USER_HEADER)):
+        if isinstance(value, str) and value:
+            return value[:MAX_LENGTH]
+    return None
 
 
 def _inner(value: Any, key: str) -> Any:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -131,7 +132,10 @@ class VisitedApp:
 
         async def told_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": visit.answered(message["status"], list(message.get("headers", ())))}
+                message = {
+                    **message,
+                    "headers": visit.answered(message["status"], _lowered(message.get("headers", ()))),
+                }
             else:
                 visit.passed(len(message.get("body", b"")))
             await send(message)
@@ -152,6 +156,10 @@ class VisitedApp:
             await send({"type": "http.response.body", "body": body})
             return
         await self._app(scope, receive, send)
+
+
+def _lowered(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    return [(name.lower(), value) for name, value in headers]
 
 
 def visit_of(scope: Scope) -> Visit:

@@ -51,7 +51,7 @@ class Candidate:
     rates: Rates | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """What a policy knows of a request: tokens of its prompt, tokens its answer is expected to have, its session."""
 
@@ -72,7 +72,7 @@ class Cost:
         return sum(self.terms.values())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Decision:
     """The choice. What every candidate would have cost is worked out when it is asked for."""
 

@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
     def _expect_nothing(self) -> None:
         self._status = 0
         self._headers: Headers = []
-        self._head_bytes = self._early_bytes = 0
+        self._trailer_bytes = self._early_bytes = 0
         self._pieces: list[bytes] = []
         self._framed = self._reusable = self._complete = self._followed = self._told = False
 
@@ -136,13 +136,15 @@ class Connection(asyncio.Protocol):
             self._transport.abort()  # nothing was asked
             return
         self._heard = True
+        if not self._status:
+            self._early_bytes += len(data)
         problem = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             problem = f"not HTTP: {error.__context__ or error}"
         if not self._status:
-            self._early_bytes += len(data)  # the parser keeps a header to itself until it is complete
+            # The parser keeps a header to itself until it is complete.
             if problem is None and self._early_bytes > MAX_HEAD_BYTES:
                 problem = "the head is too large"
             if problem is not None:
@@ -210,11 +212,11 @@ class Connection(asyncio.Protocol):
         self._followed = self._complete
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise _RefusedAnswerError("the head is too large")
-        if self._status:
-            return  # a trailer, or a second answer's
+        if self._status:  # a trailer, or a second answer's
+            self._trailer_bytes += _size((name, value))
+            if self._trailer_bytes > MAX_HEAD_BYTES:
+                raise _RefusedAnswerError("the trailers are too large")
+            return
         name = name.lower()
         if name == b"content-length":
             self._framed = True
@@ -234,6 +236,8 @@ class Connection(asyncio.Protocol):
             self._headers = []
             self._framed = False
             return
+        if self._early_bytes > MAX_HEAD_BYTES and sum(map(_size, self._headers)) > MAX_HEAD_BYTES:
+            raise _RefusedAnswerError("the head is too large")
         self._status = status
         without_body = status in (204, 304)
         self._framed = self._framed or without_body
@@ -248,3 +252,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._status:
             self._complete = True
+
+
+def _size(header: tuple[bytes, bytes]) -> int:
+    return len(header[0]) + len(header[1]) + len(b": \r\n")

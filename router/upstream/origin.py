@@ -17,6 +17,7 @@ HOP_BY_HOP = frozenset(
     b"upgrade".split()
 )
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
+_NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
 _METHODS_WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 _PORTS = {"http": 80, "https": 443}
 
@@ -63,6 +64,6 @@ class Origin:
 def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     """The headers but those that are dropped, and those that a `connection` header names."""
     for name, value in headers:
-        if name == b"connection":
+        if name == b"connection" and value.lower() not in _NAMING_NOTHING:
             dropped = dropped | {part.strip().lower() for part in value.split(b",")}
     return [header for header in headers if header[0] not in dropped]
