@@ -56,6 +56,10 @@ def _network(text: str) -> str:
     return text
 
 
+# They hold passwords.
+_HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
+
+
 class ConfigError(Exception):
     """A configuration that cannot be used; the message names the file, the field and what is wrong."""
 
@@ -386,7 +390,8 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{source}: {place}: {first['msg']} (found {first['input']!r})") from error
+            found = "what is hidden here" if place in _HIDDEN else repr(first["input"])
+            raise ConfigError(f"{source}: {place}: {first['msg']} (found {found})") from error
     return settings
 
 

@@ -158,3 +158,10 @@ def test_bad_overrides_are_named(file: Path) -> None:
     file.write_text("policy: {name: round_robin}")
     with pytest.raises(ConfigError, match=r"^options: policy.name: .*'best'"):
         load_settings(file, {"policy": {"name": "best"}})
+
+
+def test_a_password_is_not_told_with_what_is_wrong(file: Path) -> None:
+    file.write_text("replicas: {redis: 'http://:secret@redis:6379'}")
+    with pytest.raises(ConfigError, match="replicas.redis: .*redis://host") as refused:
+        load_settings(file)
+    assert "secret" not in str(refused.value)
