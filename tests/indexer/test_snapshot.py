@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from engine_publisher import Publisher, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_client import Client
+from structlog.testing import capture_logs
 
 from indexer import Index, Indexer, MatchQuery, Registration, Target
-from indexer.dump import DumpedStream, DumpError, TargetDump, read_dump
+from indexer.dump import DumpedStream, DumpError, TargetDump, read_dump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, pack_tokens
 from indexer.sequence import SequenceSettings, StreamState
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot, save_snapshot
@@ -209,6 +213,35 @@ def test_another_indexer_is_something_to_begin_with(
     report = second.report(TARGET)
     assert report is not None
     eventually(lambda: (r := second.report(TARGET)) and r.stream and r.stream.state is StreamState.LIVE)
+
+
+def test_a_peer_is_told_the_token_and_one_that_only_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    class Peer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["authorization"])
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                self.wfile.writelines(write_dump([], ""))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Peer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with capture_logs() as logs:
+            load_from_peer(url, "", "admin")
+            monkeypatch.setattr("indexer.snapshot._PEER_SECONDS", 0.0)
+            load_from_peer(url, "")
+        server.shutdown()
+    assert asked == ["Bearer admin", None]
+    assert [(entry["log_level"], entry["event"]) for entry in logs] == [
+        ("info", "peer's index loaded"),
+        ("warning", "peer's index not used, starting cold"),
+    ]
 
 
 def test_a_peer_that_is_not_there_is_a_cold_start(capsys: pytest.CaptureFixture[str]) -> None:

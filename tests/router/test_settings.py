@@ -162,6 +162,6 @@ def test_bad_overrides_are_named(file: Path) -> None:
 
 def test_a_password_is_not_told_with_what_is_wrong(file: Path) -> None:
     file.write_text("replicas: {redis: 'http://:secret@redis:6379'}")
-    with pytest.raises(ConfigError, match="replicas.redis: .*redis://host") as refused:
+    with pytest.raises(ConfigError, match=r"replicas\.redis: .*redis://host") as refused:
         load_settings(file)
     assert "secret" not in str(refused.value)
