@@ -48,7 +48,7 @@ class Link:
 
 @dataclass(eq=False)
 class ReceivingRoom:
-    """A room of this rank's receiver. `asked`: who was told of it. `done`: instances that have sent everything."""
+    """A room of this rank's receiver. `done`: instances that have sent everything."""
 
     room: Room
     bootstrap_addr: str
@@ -56,7 +56,6 @@ class ReceivingRoom:
     wanted: Wanted | None = None
     mapping: RankMapping | None = None
     links: dict[str, tuple[Link, Source]] = field(default_factory=dict)
-    asked: list[Link] = field(default_factory=list)
     granted: bool = False
     done: set[str] = field(default_factory=set)
     timer: Timer | None = None
@@ -99,17 +98,18 @@ class DecodeSide:
         receiving.wanted = wanted
         self._proceed(receiving)
 
-    def fail(self, receiving: ReceivingRoom, reason: str) -> None:
-        """Fail the room, tell the prefill ranks that know of it, and quarantine its pages."""
+    def fail(self, receiving: ReceivingRoom, reason: str, told_by: str = "") -> None:
+        """Fail the room, tell the prefill ranks, which may wait for our request still, and quarantine its pages."""
         receiving.room.fail(reason)
         if receiving.settled:
             return
+        met = [link for link, _ in receiving.links.values() if link.welcomed and link.target.instance != told_by]
         self._settle(receiving)
         if receiving.granted and receiving.wanted is not None:
             self.quarantine.add(receiving.room, receiving.key, len(receiving.wanted.pages))
         else:
             receiving.room.set_quiet()
-        for link in receiving.asked:
+        for link in met:
             failure = Failure(
                 sender=self._local.instance,
                 to=link.target.instance,
@@ -156,7 +156,7 @@ class DecodeSide:
         receiving = self._known(message)
         if receiving is not None:
             rank = receiving.links[message.sender][1].rank
-            self.fail(receiving, f"prefill rank {tuple(rank)}: {message.reason}")
+            self.fail(receiving, f"prefill rank {tuple(rank)}: {message.reason}", told_by=message.sender)
 
     def on_lost(self, endpoint: str, reason: str) -> None:
         """Forget the ranks at this address and everything that says that they are there."""
@@ -282,7 +282,6 @@ class DecodeSide:
                 destinations=receiving.mapping.required_dst_info_num,
                 time_left=max(0.0, receiving.room.deadline - time.monotonic()),
             )
-            receiving.asked.append(link)
             if not self._channel.send(link.target.endpoint, request):
                 return  # the link is lost, and the room failed with it
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,11 +18,11 @@ from worker.disaggregation.layout import Pages, aux_writes, kv_writes, mismatch
 from worker.disaggregation.local import MAX_ROOMS, LocalRank
 from worker.disaggregation.peer_writer import PeerWriter, WriteTask
 from worker.disaggregation.ranks import page_share
+from worker.disaggregation.recent_rooms import RecentRooms
 from worker.disaggregation.rooms import KVPoll, Room
 from worker.disaggregation.transfer import GrantKey, Writes, join_writes
 
 MAX_WAITING_BYTES = 256 << 20  # of page indices
-MAX_FAILED_ROOMS = 4096  # remembered, so that a decode rank that comes late hears of it at once
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,8 @@ class PrefillSide:
         self._rooms: dict[int, SendingRoom] = {}
         self._waiting: dict[int, dict[str, _Waiting]] = {}
         self._waiting_bytes = 0
-        self._failed: OrderedDict[int, str] = OrderedDict()
+        self._failed = RecentRooms(local.room_timeout_s)  # here
+        self._given_up = RecentRooms(local.room_timeout_s)  # by decode, before there was a sender
         self._closed = False
 
     @property
@@ -119,8 +119,12 @@ class PrefillSide:
         if self._closed:
             self.fail(sending, "the prefill rank was closed")
             return
-        self._failed.pop(room.number, None)
+        self._failed.forget(room.number)
         self._rooms[room.number] = sending
+        given_up = self._given_up.get(room.number)
+        if given_up is not None:
+            self.fail(sending, given_up)
+            return
         self._set_deadline(sending, room.deadline)
         for waiting in list(self._waiting.get(room.number, {}).values()):
             self._drop_waiting(waiting)
@@ -142,9 +146,7 @@ class PrefillSide:
         if sending.settled:
             return
         self._settle(sending)
-        self._failed[room.number] = room.reason
-        while len(self._failed) > MAX_FAILED_ROOMS:
-            self._failed.popitem(last=False)
+        self._failed.add(room.number, room.reason)
         for destination in list(sending.destinations.values()):
             if not destination.done:
                 self._send_failure(destination.request, room.reason)
@@ -173,27 +175,31 @@ class PrefillSide:
     def on_room(self, request: RoomRequest) -> None:
         failed = self._failed.get(request.room)
         if request.sender not in self._peers:
-            self._send_failure(request, "the prefill rank does not know this decode rank: it must say hello first")
+            self._reject(request, "the prefill rank does not know this decode rank: it must say hello first")
         elif failed is not None:
             self._send_failure(request, failed)
         elif (problem := self._check(request)) is not None:
-            self._send_failure(request, problem)
+            self._reject(request, problem)
         elif request.room in self._rooms:
             self._join(self._rooms[request.room], request)
         elif len(self._waiting) >= MAX_ROOMS or self._waiting_bytes + len(request.pages) > MAX_WAITING_BYTES:
-            self._send_failure(request, "too many requests wait for the prefill rank: it takes no more")
+            self._reject(request, "too many requests wait for the prefill rank: it takes no more")
         else:
             self._wait(request)
 
     def on_failure(self, message: Failure) -> None:
-        """A decode rank gave a room up."""
-        sending = self._rooms.get(message.room)
-        destination = sending.destinations.get(message.sender) if sending else None
-        if sending and destination and destination.request.generation == message.generation and not destination.done:
-            self.fail(sending, f"decode gave up: {message.reason}")
+        """A decode rank gave a room up, that it had asked for or would have asked for."""
+        if message.sender not in self._peers:
+            return
+        reason = f"decode gave up: {message.reason}"
         waiting = self._waiting.get(message.room, {}).get(message.sender)
         if waiting is not None and waiting.request.generation == message.generation:
             self._drop_waiting(waiting)
+        self._give_up(message.room, message.sender, reason)
+        sending = self._rooms.get(message.room)
+        destination = sending.destinations.get(message.sender) if sending else None
+        if sending and destination and destination.request.generation == message.generation and not destination.done:
+            self.fail(sending, reason)
 
     def on_lost(self, endpoint: str, reason: str) -> None:
         for instance in [key for key, peer in self._peers.items() if peer.endpoint == endpoint]:
@@ -252,7 +258,19 @@ class PrefillSide:
         waiting = self._waiting.get(request.room, {}).get(request.sender)
         if waiting is not None and waiting.request is request:
             self._drop_waiting(waiting)
-            self._send_failure(request, reason)
+            self._reject(request, reason)
+
+    def _reject(self, request: RoomRequest, reason: str) -> None:
+        """Turn a request away; so a room that it would have been part of fails, now or when its sender comes."""
+        self._send_failure(request, reason)
+        self._give_up(request.room, request.sender, reason)
+
+    def _give_up(self, number: int, instance: str, reason: str) -> None:
+        sending = self._rooms.get(number)
+        if sending is None:
+            self._given_up.add(number, reason)
+        elif instance not in sending.destinations and not sending.complete:
+            self.fail(sending, reason)
 
     def _drop_peer(self, instance: str, reason: str) -> None:
         peer = self._peers.pop(instance)

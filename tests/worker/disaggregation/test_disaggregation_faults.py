@@ -289,7 +289,7 @@ def test_a_room_that_is_never_sent(any_site: Site) -> None:
 
 def test_a_room_that_is_never_used(any_site: Site) -> None:
     asked_for_nothing, unknown = next(ROOMS), next(ROOMS)
-    any_site.decode.call("receive", 0, any_site.address, asked_for_nothing, None, timeout_s=0.3)
+    any_site.decode.call("receive", 0, any_site.address, asked_for_nothing, None, timeout_s=0.6)
     for room in (asked_for_nothing, unknown):
         any_site.prefill.call("send", 0, any_site.address, room, [1, 2], timeout_s=0.3)
         state, reason, reusable = any_site.prefill.call("wait", 0, room)
@@ -305,6 +305,22 @@ def test_a_decode_that_timed_out_gets_no_late_write(any_site: Site) -> None:
     any_site.prefill.call("send", 0, any_site.address, room, [1, 2], timeout_s=0.5)
     assert any_site.prefill.call("wait", 0, room)[0] == "Failed"
     assert any_site.decode.call("stale_bytes", 0, 0xA5, list(range(64))) == 0
+
+
+def test_a_decode_that_gives_up_before_it_asked_tells_the_prefill(any_site: Site) -> None:
+    """It had no pages for the room, say. The sender may be there already, or come later."""
+    for sender_first in (True, False):
+        room = next(ROOMS)
+        any_site.decode.call("receive", 0, any_site.address, room, None)
+        assert any_site.decode.call("wait_state", 0, room, "WaitingForInput")
+        if sender_first:
+            any_site.prefill.call("open_sender", 0, any_site.address, room)
+        any_site.decode.call("abort", 0, room)
+        if not sender_first:
+            any_site.prefill.call("open_sender", 0, any_site.address, room)
+        state, reason, _ = any_site.prefill.call("wait", 0, room, 5.0)
+        assert state == "Failed"
+        assert "decode gave up: aborted by the decode engine" in reason
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
