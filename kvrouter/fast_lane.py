@@ -388,7 +388,10 @@ class FastLaneProtocol(BoundedHttpProtocol):
 
 
 def _length(headers: Headers) -> int:
-    return next((int(value) for name, value in headers if name == b"content-length"), 0)
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value)
+    return 0
 
 
 class _Common:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -165,8 +166,19 @@ def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol]:
     return partial(FastLaneProtocol, entrance)
 
 
+def _collect_rarely() -> None:
+    """Look for cycles of garbage less often: requests make none, and what was made until now stays.
+
+    The default looks after 700 objects that are in use at once, which any load has.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 async def _run_app(app: FastAPI, listening: socket.socket, settings: ServerSettings, name: str) -> None:
     """Serve on a listening socket until SIGINT or SIGTERM."""
+    _collect_rarely()
     server = HttpServer(app, settings.shutdown_timeout, settings.certificate, settings.key)
     with _stopped_by_signals(server, app, settings.drain_seconds):
         host, port = listening.getsockname()[:2]

@@ -128,7 +128,10 @@ class Choice:
     @property
     def chosen(self) -> _Option:
         choice = self.decision.choice
-        return next(option for option in self.options if option.candidate is choice)
+        for option in self.options:
+            if option.candidate is choice:
+                return option
+        raise ValueError("a policy must choose one of its candidates")
 
     @property
     def worker(self) -> Worker:
@@ -375,6 +378,12 @@ class Router:
             prompt.streamed,
             one_of_many=len(worker.ranks()) > 1,
         )
+        on_release: list[Callable[[], None]] = []
+        for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True):
+            # No event tells that a target holds what media stand in: that has to last.
+            lasting = identity is not token_ids
+            on_release.append(self._speculation.hold(choice.target, known, lasting=lasting))
+            on_release.append(self._sharing.sent(choice.target, known))
         placement = Placement(
             worker,
             choice.target,
@@ -383,12 +392,7 @@ class Router:
             prediction,
             attempt,
             self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer else None,
-            on_release=[
-                # No event tells that a target holds what media stand in: that has to last.
-                self._speculation.hold(choice.target, known, lasting=identity is not token_ids)
-                for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True)
-            ]
-            + [self._sharing.sent(choice.target, known) for known in hashes],
+            on_release=on_release,
         )
         if self.on_placed is not None:
             placement.seen = self.on_placed(prompt, placement)
@@ -422,7 +426,7 @@ class Router:
 
     def others(self, prompt: RoutedPrompt, without: Collection[Worker]) -> bool:
         """Whether there is any other worker that could take a request now."""
-        return any(worker.takes(prompt.name) and worker not in without for worker in self._fleet.workers)
+        return any(worker not in without and worker.takes(prompt.name) for worker in self._fleet.workers)
 
     def _options(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits) -> Iterator[_Option]:
         """Every target that could take a prompt now, with what it holds of it and has to do."""

@@ -33,6 +33,8 @@ def round_robin() -> Policy:
         turn = next(turns) % len(candidates)
 
         def terms(candidate: Candidate) -> dict[str, float]:
+            if candidate is candidates[turn]:
+                return {"turn": 0.0}
             place = next(place for place, each in enumerate(candidates) if each is candidate)
             return {"turn": float((place - turn) % len(candidates))}
 
