@@ -282,6 +282,10 @@ class ReplicasSettings(_Section):
             raise ValueError("expected redis://host:6379/0, rediss:// for TLS, or unix:///path/to/socket")
         if redis and not find_spec("redis"):
             raise ValueError("sharing over Redis wants one more package: pip install 'kvrouter[redis]'")
+        if redis:
+            from redis.asyncio import ConnectionPool
+
+            ConnectionPool.from_url(redis)  # raises ValueError for a port or an option that is none
         return redis
 
 
