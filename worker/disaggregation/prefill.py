@@ -37,8 +37,7 @@ class Chunk:
 class Destination:
     """One decode rank's part of a room."""
 
-    def __init__(self, room: Room, instance: str, request: RoomRequest, writer: PeerWriter) -> None:
-        self.instance = instance
+    def __init__(self, room: Room, request: RoomRequest, writer: PeerWriter) -> None:
         self.request = request
         self.writer = writer
         self.pages = request.page_array()
@@ -127,8 +126,8 @@ class PrefillSide:
             return
         self._set_deadline(sending, room.deadline)
         for waiting in list(self._waiting.get(room.number, {}).values()):
-            self._drop_waiting(waiting)
-            self._join(sending, waiting.request)
+            if self._drop_waiting(waiting):
+                self._join(sending, waiting.request)
 
     def start(self, sending: SendingRoom, pages: int, aux_index: int | None) -> None:
         sending.pages, sending.aux_index = pages, aux_index
@@ -284,15 +283,20 @@ class PrefillSide:
             if instance in sending.destinations:
                 self.fail(sending, reason)
         for waiting in [by_peer[instance] for by_peer in self._waiting.values() if instance in by_peer]:
-            self._drop_waiting(waiting)
+            if self._drop_waiting(waiting):
+                self._give_up(waiting.request.room, instance, reason)
 
-    def _drop_waiting(self, waiting: _Waiting) -> None:
+    def _drop_waiting(self, waiting: _Waiting) -> bool:
+        """Take a request out; False when it is not there any more."""
+        by_peer = self._waiting.get(waiting.request.room, {})
+        if by_peer.get(waiting.request.sender) is not waiting:
+            return False
         waiting.timer.cancel()
         self._waiting_bytes -= len(waiting.request.pages)
-        by_peer = self._waiting[waiting.request.room]
         del by_peer[waiting.request.sender]
         if not by_peer:
             del self._waiting[waiting.request.room]
+        return True
 
     def _join(self, sending: SendingRoom, request: RoomRequest) -> None:
         """Add a decode rank to a room whose sender is there."""
@@ -311,7 +315,7 @@ class PrefillSide:
         else:
             sending.required = request.destinations
             writer = self._peers[request.sender]
-            sending.destinations[request.sender] = Destination(sending.room, request.sender, request, writer)
+            sending.destinations[request.sender] = Destination(sending.room, request, writer)
             self._set_deadline(sending, min(sending.room.deadline, time.monotonic() + request.time_left))
             if sending.complete:
                 sending.room.advance(KVPoll.WaitingForInput)

@@ -300,6 +300,10 @@ class Ranks:
     def rejected(self, name: int) -> dict[str, int]:
         return self._ranks[name].manager.stats().rejected_frames
 
+    def wait_requests(self, name: int) -> bool:
+        """Whether a request came for a room that has no sender."""
+        return _until(lambda: self._ranks[name].manager.stats().waiting_requests > 0, 5)
+
     def peers(self, name: int) -> int:
         return self._ranks[name].manager.stats().peers
 

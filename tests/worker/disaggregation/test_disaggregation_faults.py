@@ -243,12 +243,15 @@ def test_a_decode_that_restarts_on_the_same_port_is_served(pair: list[RankProces
     site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [7, 8])
+    assert site.prefill.call("wait_requests", 0)
     settings = {**site.settings, "port": int(site.decode.call("endpoint", 0).rpartition(":")[2])}
     site.decode.kill()
     site.decode.start()
     site.decode.call("open", 0, "decode", "tcp", site.model, None, None, settings)
     site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
     assert site.prefill.call("peers", 0) == 1
+    site.prefill.call("open_sender", 0, site.address, room)  # for the request of the one that is gone
+    assert "the decode rank was lost" in site.prefill.call("wait", 0, room, 5.0)[1]
     site.close()
 
 

@@ -123,6 +123,13 @@ def test_the_dp_rank_follows_from_the_room_or_is_told(pair: list[RankProcess], e
     site.close()
 
 
+def test_ranks_meet_over_ipv6(pair: list[RankProcess]) -> None:
+    site = Site(pair, "tcp", host="::1")
+    assert site.prefill.call("endpoint", 0).startswith("tcp://[::1]:")
+    site.transfer(next(ROOMS), [1, 2], [3, 4])
+    site.close()
+
+
 def test_a_rank_closed_leaves_no_descriptor(pair: list[RankProcess]) -> None:
     counts = []
     for _ in range(3):
