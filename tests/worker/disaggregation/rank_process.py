@@ -173,8 +173,8 @@ class Ranks:
         if fill:
             for (layer, part), buffer in rank.kv.items():
                 buffer[pages] = rank.wanted(room, layer, part, len(pages))
-            for number, buffer in enumerate(rank.aux if aux is not None else []):
-                buffer[aux] = rank.model.aux(room, number)
+            if aux is not None:
+                self.fill_aux(name, room, aux)
         sender = KVSender(rank.manager, bootstrap_addr, room, timeout_s=timeout_s)
         rank.rooms[room] = sender
         sender.init(len(pages), aux)
@@ -183,6 +183,12 @@ class Ranks:
             last = start + count == len(pages) and (count == 0 or 0 not in (chunks or []))
             sender.send(np.array(pages[start : start + count], np.int64), slice(start, start + count), last)
             start += count
+
+    def fill_aux(self, name: int, room: int, aux: int) -> None:
+        """What is known when the prompt is computed: its first token, say."""
+        rank = self._ranks[name]
+        for number, buffer in enumerate(rank.aux):
+            buffer[aux] = rank.model.aux(room, number)
 
     def open_sender(self, name: int, bootstrap_addr: str, room: int, timeout_s: float = 20.0) -> None:
         self._ranks[name].rooms[room] = KVSender(self._ranks[name].manager, bootstrap_addr, room, timeout_s=timeout_s)

@@ -77,6 +77,20 @@ def test_a_full_prefix_hit_brings_only_the_aux_items(site: Site) -> None:
     assert site.decode.call("check", 0, room, [], aux=1) == []
 
 
+def test_the_aux_items_go_with_the_last_chunk(site: Site) -> None:
+    room = next(ROOMS)
+    site.decode.call("receive", 0, site.address, room, [1, 2], aux=6)
+    site.prefill.call("wipe", 0)
+    site.prefill.call("open_sender", 0, site.address, room)
+    assert site.prefill.call("attempt", 0, room, "init", 2, 3) == ""
+    assert site.prefill.call("attempt", 0, room, "send", [1]) == ""
+    assert site.prefill.call("wait_state", 0, room, "Transferring")
+    site.prefill.call("fill_aux", 0, room, 3)  # the first token is known only now
+    assert site.prefill.call("attempt", 0, room, "send", [2]) == ""
+    assert site.decode.call("wait", 0, room) == ("Success", "", True)
+    assert not [wrong for wrong in site.decode.call("check", 0, room, [1, 2], aux=6) if "aux" in wrong]
+
+
 def test_without_aux_buffers_and_without_pages(site: Site) -> None:
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [], aux=None)

@@ -1,0 +1,104 @@
+"""The queue to one decode rank: in order, none of them for a room that has failed, and all ended when it is stopped."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from worker.disaggregation.frames import RoomRequest
+from worker.disaggregation.layout import KVArgs, Layout, layout_of
+from worker.disaggregation.peer_writer import PeerWriter, WriteTask
+from worker.disaggregation.prefill import Destination
+from worker.disaggregation.ranks import Rank, Topology
+from worker.disaggregation.rooms import Room
+from worker.disaggregation.transfer import GrantKey, PeerLostError, TransferEngine, Writes, open_engine
+
+NOTHING = Writes(*(np.empty(0, np.uint64) for _ in range(3)))
+
+
+def layout() -> Layout:
+    args = KVArgs(kv_data_ptrs=[0, 64], kv_data_lens=[64, 64], kv_item_lens=[8, 8], page_size=2, kv_cache_dtype="int8")
+    return layout_of(args, Topology(), Rank())
+
+
+def request() -> RoomRequest:
+    return RoomRequest(
+        sender="a",
+        to="b",
+        reply_to="tcp://127.0.0.1:1",
+        room=1,
+        generation=2,
+        pages=b"",
+        prefix_pages=0,
+        aux_index=None,
+        dummy=False,
+        destinations=1,
+        time_left=5.0,
+    )
+
+
+class Log:
+    """What became of tasks, in order: the number, and why it failed."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[int, str]] = []
+        self.ended = threading.Semaphore(0)
+
+    def task(self, number: int, destination: Destination) -> WriteTask:
+        def plan() -> Writes:
+            raise PeerLostError(f"planned {number}")
+
+        def finished(error: str) -> None:
+            destination.end()
+            self.ends.append((number, error))
+            self.ended.release()
+
+        return WriteTask(GrantKey(1, 2), time.monotonic() + 5, destination.begin, plan, finished)
+
+
+def test_no_write_begins_for_a_room_that_has_failed() -> None:
+    """Its pages may be in other hands by then."""
+    engine: TransferEngine = open_engine("tcp")
+    writer = PeerWriter(engine, "tcp://127.0.0.1:1", layout(), b"")
+    room, log = Room(1, 0, time.monotonic() + 5), Log()
+    destination = Destination(room, request(), writer)
+    assert writer.submit(log.task(1, destination))
+    assert log.ended.acquire(timeout=5)
+    assert not destination.writing
+    room.fail("aborted")
+    assert writer.submit(log.task(2, destination))
+    assert log.ended.acquire(timeout=5)
+    assert log.ends == [(1, "the transfer failed: planned 1"), (2, "it had failed before")]
+    writer.stop()
+    writer.join()
+    assert not writer.alive
+    engine.close()
+
+
+def test_what_waits_is_ended_when_the_peer_is_given_up() -> None:
+    engine: TransferEngine = open_engine("tcp")
+    other: TransferEngine = open_engine("tcp")
+    writer = PeerWriter(engine, "tcp://127.0.0.1:1", layout(), other.address())
+    log = Log()
+    destination = Destination(Room(1, 0, time.monotonic() + 5), request(), writer)
+    planned, go_on = threading.Event(), threading.Event()
+
+    def plan() -> Writes:
+        planned.set()
+        assert go_on.wait(5)
+        return NOTHING
+
+    first = log.task(1, destination)
+    writer.submit(WriteTask(first.key, first.deadline, first.begin, plan, first.finished))
+    writer.submit(log.task(2, destination))
+    assert planned.wait(5)
+    assert destination.writing
+    writer.stop()
+    go_on.set()
+    writer.join()
+    assert [number for number, _ in log.ends] == [1, 2]
+    assert all(error for _, error in log.ends)
+    engine.close()
+    other.close()
