@@ -107,6 +107,7 @@ async def running_router(
             history,
             audit,
             sharing,
+            settings.disaggregation,
             needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
         )
         router.responses.on_learned.append(sharing.made)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvevents import EventSource
 from kvevents.curve import load_public_key
 from kvevents.sources import sglang_sources, vllm_sources
-from router.settings import StreamSettings, WorkerSettings
+from router.settings import Role, StreamSettings, WorkerSettings
 
 
 class Engine(StrEnum):
@@ -26,6 +26,9 @@ class Engine(StrEnum):
     VLLM = "vLLM"
     SGLANG = "SGLang"
     OTHER = "other"
+
+
+_SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 
 class DiscoveryError(Exception):
@@ -53,6 +56,8 @@ class WorkerDescription:
     block_size: int | None = None
     capacity: int | None = None
     ranks: tuple[int, ...] = (0,)
+    role: Role = Role.BOTH
+    bootstrap_port: int | None = None
 
     def base_models(self) -> list[ServedModel]:
         """The models, without adapters and other names."""
@@ -64,6 +69,11 @@ class _ModelCard(msgspec.Struct):
     root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
+
+
+class _SglangRole(msgspec.Struct):
+    disaggregation_mode: str | None = None
+    disaggregation_bootstrap_port: int | None = None
 
 
 class _ModelList(msgspec.Struct):
@@ -100,8 +110,17 @@ async def _streams(session: aiohttp.ClientSession, url: str, models: dict[str, S
         return WorkerDescription(Engine.VLLM, models, streams, block_size, capacity, _ranks(streams))
     if (info := await _get_if_there(session, f"{url}/server_info")) is not None:
         found, block_size = sglang_sources(msgspec.json.decode(info), host)
+        told = msgspec.json.decode(info, type=_SglangRole)
         streams = tuple(found)
-        return WorkerDescription(Engine.SGLANG, models, streams, block_size, None, _ranks(streams))
+        return WorkerDescription(
+            Engine.SGLANG,
+            models,
+            streams,
+            block_size,
+            ranks=_ranks(streams),
+            role=_SGLANG_ROLES.get(told.disaggregation_mode or "", Role.BOTH),
+            bootstrap_port=told.disaggregation_bootstrap_port,
+        )
     return WorkerDescription(Engine.OTHER, models)
 
 

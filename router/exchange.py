@@ -14,14 +14,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from http import HTTPStatus
 from typing import NoReturn, Protocol
+from urllib.parse import urlsplit
 
 import structlog
 
 from indexer.errors import RequestError
 from router.admission import Admission
 from router.asked_usage import HiddenUsage, asking_for_usage
+from router.disaggregation.adapters import End
+from router.disaggregation.pair import Pair, PrefillFailedError
 from router.endpoints import RESPONSES, Call, error_event, read_call
 from router.explain import compact
 from router.fleet import Fleet, Worker
@@ -106,7 +110,7 @@ class Exchange:
     _hung = False
     _others = False
     _placement: Placement | None = None
-    _leg: Leg | None = None
+    _leg: Leg | Pair | None = None
     _span = Span()  # of the attempt
     _head: AnswerHead | None = None
     _begun = False
@@ -220,6 +224,8 @@ class Exchange:
         """What is asked is known. Raises RequestError."""
         span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
         span.end()
+        if self._forwarding.fleet.disaggregated:
+            prompt = replace(prompt, path=self._visit.path)
         self._prompt = prompt
         forwarding, tenant = self._forwarding, self._visit.tenant
         self._ticket = ticket = read_ticket(
@@ -270,16 +276,42 @@ class Exchange:
         tried.append(worker)
         visit = self._visit
         self._others = len(tried) < forwarding.settings.attempts and forwarding.router.others(prompt, tried)
-        # A request that hung one worker may be why; it does not get to hang them all.
-        if self._others and not self._hung:
-            placement.attempt.give_up = self._give_up
+        if placement.prefill is None:
+            self._may_be_given_up(placement)
         self._span = visit.trace.span("upstream", worker=worker.url)
         headers = visit.headers_for_workers()
         if len(worker.ranks()) > 1:
             headers = [header for header in headers if header[0] != _RANK_HEADER]
             headers.append((_RANK_HEADER, b"%d" % placement.target.dp_rank))
+        headers = self._span.inject(headers)
+        if placement.prefill is not None:
+            self._send_pair(placement, placement.prefill, headers)
+            return
         upstream = forwarding.upstreams.of(worker.url)
-        self._leg = upstream.send(self, visit.method, self._target, self._span.inject(headers), self._body)
+        self._leg = upstream.send(self, visit.method, self._target, headers, self._body)
+
+    def _may_be_given_up(self, placement: Placement) -> None:
+        # A request that hung one worker may be why; it does not get to hang them all.
+        if self._others and not self._hung:
+            placement.attempt.give_up = self._give_up
+
+    def _send_pair(self, placement: Placement, prefill: Placement, headers: Headers) -> None:
+        """Send the prompt to be computed on one worker and answered by another. Raises RequestError."""
+        forwarding = self._forwarding
+        adapter = forwarding.router.adapter_of(placement.worker)
+        assert adapter is not None
+        ends = (_end(each.worker, each.target.dp_rank) for each in (prefill, placement))
+        requests = adapter(self._visit.path, self._body, *ends)
+        if forwarding.router.others(self._prompt, [*self._tried, prefill.worker], prefill=True) and not self._hung:
+            prefill.attempt.give_up = self._give_up_prefill
+
+        def prefilled() -> None:
+            placement.attempt.waits_from_now()
+            self._may_be_given_up(placement)
+
+        pair = Pair(self, forwarding.upstreams, placement, requests, self._target, headers, prefilled)
+        self._leg = pair
+        pair.start()
 
     def _deadline_passed(self) -> None:
         """The client's deadline: the answer ends here, whatever there is of it."""
@@ -304,12 +336,19 @@ class Exchange:
         if self._forwarding.budget.take():
             self._forwarding.loop.call_soon(self._move, self._placement)
 
-    def _move(self, placement: Placement | None) -> None:
+    def _give_up_prefill(self) -> None:
+        """The same of the worker that computes the prompt."""
+        if self._forwarding.budget.take():
+            self._forwarding.loop.call_soon(self._move, self._placement, True)
+
+    def _move(self, placement: Placement | None, prefill_hangs: bool = False) -> None:
         if placement is self._placement and not self._begun and not self._over:
             self._hung = True
+            if prefill_hangs and placement is not None and placement.prefill is not None:
+                self._tried[-1] = placement.prefill.worker  # the decode worker is not to blame
             self._elsewhere("worker hangs")
 
-    def _elsewhere(self, problem: str, unreachable: bool = False) -> None:
+    def _elsewhere(self, problem: str, unreachable: Worker | None = None) -> None:
         """The attempt failed before anything was passed on."""
         placement, leg = self._placement, self._leg
         assert placement is not None
@@ -320,8 +359,8 @@ class Exchange:
         self._span.end(problem)
         self._forwarding.metrics.retried.labels(placement.worker.url).inc()
         try:
-            if unreachable:
-                self._forwarding.fleet.report_failure(placement.worker, problem)
+            if unreachable is not None:
+                self._forwarding.fleet.report_failure(unreachable, problem)
                 if not self._forwarding.budget.take():
                     self._give_in()
             self._try_next()
@@ -355,7 +394,10 @@ class Exchange:
             self._leg = None
             placement = self._placement
             assert placement is not None
-            if self._begun:
+            if isinstance(error, PrefillFailedError) and placement.prefill is not None:
+                self._tried[-1] = placement.prefill.worker  # the decode worker is not to blame
+                self._elsewhere(str(error), unreachable=placement.prefill.worker)
+            elif self._begun:
                 self._break_off(placement, str(error))
             elif isinstance(error, UpstreamTimeoutError):
                 seconds = self._forwarding.settings.idle_timeout
@@ -364,7 +406,7 @@ class Exchange:
                 self.refuse(RequestError(message, status=504, type="timeout_error"))
             else:
                 placement.attempt.end(Outcome.FAILED, str(error))
-                self._elsewhere(str(error), unreachable=True)
+                self._elsewhere(str(error), unreachable=placement.worker)
         except Exception:
             self._crash()
 
@@ -452,6 +494,8 @@ class Exchange:
         returned.append((b"x-kvrouter-overlap-tokens", b"%d" % placement.overlap))
         if len(self._tried) > 1:
             returned.append((b"x-kvrouter-attempts", b"%d" % len(self._tried)))
+        if placement.prefill is not None:
+            returned.append((b"x-kvrouter-prefill-worker", placement.prefill.target.worker.encode()))
         if len(placement.worker.ranks()) > 1:
             returned.append((b"x-kvrouter-dp-rank", b"%d" % placement.target.dp_rank))
         if (_EXPLAIN, b"1") in self._visit.headers:
@@ -490,6 +534,12 @@ class Exchange:
             self._client.break_off()
         else:
             self.refuse(RequestError("The router failed. This is a bug.", status=500, type="internal_error"))
+
+
+def _end(worker: Worker, dp_rank: int) -> End:
+    place = urlsplit(worker.url)
+    port = place.port or (443 if place.scheme == "https" else 80)
+    return End(place.hostname or "", port, dp_rank, len(worker.ranks()), worker.bootstrap_port)
 
 
 def _is_stream(head: AnswerHead) -> bool:

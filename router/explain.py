@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ async def explain(router: Router, admission: Admission, body: bytes, headers: He
         raise RequestError(f"path must be one such as {', '.join(PROMPTED)}.", param="path")
     asked = msgspec.json.encode(fields.request)
     prompt = await router.read(read_call(Call("POST", fields.path, headers, asked)), len(asked))
+    prompt = replace(prompt, path=fields.path)
     choice = router.choose(prompt)
     assert choice is not None  # nothing is at a limit where there is none
     decision = choice.decision
@@ -51,6 +53,7 @@ async def explain(router: Router, admission: Admission, body: bytes, headers: He
         "held": admission.would_hold(prompt),
         "choice": {"worker": decision.choice.target.worker, "dp_rank": decision.choice.target.dp_rank},
         "candidates": [_candidate(cost) for cost in costs],
+        "disaggregation": choice.disaggregation and choice.disaggregation.as_json(),
     }
 
 

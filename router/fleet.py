@@ -15,7 +15,7 @@ from router.discovery import DiscoveryError, ServedModel, WorkerDescription, des
 from router.engine_metrics import EngineMetrics
 from router.health import Health
 from router.judge import Judge
-from router.settings import FleetSettings, WorkerSettings
+from router.settings import FleetSettings, Role, WorkerSettings
 from router.worker import Worker, WorkerState
 
 __all__ = ["Fleet", "Worker", "WorkerState", "end_tasks"]
@@ -44,6 +44,7 @@ class Fleet:
         session: aiohttp.ClientSession,
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
     ) -> None:
+        self.disaggregated = False  # some workers only compute prompts, or only go on from there
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.elsewhere: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
@@ -142,7 +143,7 @@ class Fleet:
             if worker is None:
                 self._workers[url] = self._new_worker(given, name)
             elif worker.settings != given:
-                worker.settings = given
+                worker.settle(given)
                 self.look_soon(worker)
             self._workers[url].source = name
         return gone
@@ -212,13 +213,14 @@ class Fleet:
             worker.warming_since = worker.health.clock()
             worker.health.forget()
         worker.failed_probes = 0
-        worker.description = description
+        worker.describe(description)
         worker.problem = None
         for model in description.base_models():
             await self._on_model(worker, model)
         self._changed()
 
     def _changed(self) -> None:
+        self.disaggregated = any(worker.role is not Role.BOTH for worker in self._workers.values())
         for told in self.on_change:
             told()
 

@@ -150,6 +150,14 @@ class Attempt:
         self._clock = clock
         self._ended = False
 
+    def waits_for_another(self) -> None:
+        """Its first byte cannot come before another worker is done: until then its own is not judged by it."""
+        self.waits = False
+
+    def waits_from_now(self) -> None:
+        """The other worker is done."""
+        self.begun, self.waits = self._clock(), True
+
     def heard(self) -> None:
         """Bytes of the answer came."""
         now = self._clock()

@@ -46,7 +46,7 @@ class Address(NamedTuple):
 
     host: str
     port: int | None = None
-    role: Role = Role.BOTH
+    role: Role | None = None
 
 
 class _GoneError(Exception):
@@ -187,7 +187,10 @@ async def follow_kubernetes(
         found = {(address.host, address.port or settings.port): address.role for address in addresses}
         workers = [
             WorkerSettings.model_validate(
-                {"url": f"http://{f'[{host}]' if ':' in host else host}:{port}", "role": role}
+                {
+                    "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+                    "role": None if role is Role.BOTH else role,
+                }
             )
             for (host, port), role in sorted(found.items())
         ]
@@ -213,8 +216,8 @@ def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[Address]:
     return found
 
 
-def _role(label: str | None) -> Role:
-    return Role(label) if label in list(Role) else Role.BOTH
+def _role(label: str | None) -> Role | None:
+    return Role(label) if label in list(Role) else None
 
 
 def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[Address]:

@@ -15,6 +15,9 @@ from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
 from kvevents import Tier
 from router.audit import HitAudit, Prediction
+from router.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
+from router.disaggregation.decision import Disaggregation, decode_policy, disaggregate, prefill_policy
+from router.discovery import Engine
 from router.fleet import Fleet, Worker
 from router.health import Attempt, Outcome
 from router.history import RoutingHistory
@@ -26,6 +29,7 @@ from router.policies import Candidate, Decision, Policy, Request
 from router.rates import Rates, prefill_seconds
 from router.requests import RoutedRequest
 from router.response_owners import ResponseOwners
+from router.settings import Backend, DisaggregationSettings, Role
 from router.sharing import LoadSharing
 from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 from router.tokens import Tokenized, Tokenizers, TokenizerUnavailableError
@@ -69,7 +73,7 @@ class RoutedPrompt:
     apart as well prompts whose tokens only the engine knows, such as those of images, and are otherwise the same.
     `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
     at most. `previous_response`: it goes on from this response, which the worker that made it knows. `priority`: as the
-    body has it, lower is sooner.
+    body has it, lower is sooner. `path`: where it was sent.
     """
 
     name: str | None
@@ -84,6 +88,7 @@ class RoutedPrompt:
     max_tokens: int | None = None
     previous_response: str | None = None
     priority: int = 0
+    path: str = ""
 
 
 def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
@@ -120,10 +125,16 @@ def _routed_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedPrompt
 
 @dataclass(slots=True)
 class Choice:
-    """A decision that nothing has been reserved for yet."""
+    """A decision that nothing has been reserved for yet.
+
+    `disaggregation`: whether another worker computes the prompt, where the choice is a decode worker; `prefill` is the
+    choice of that.
+    """
 
     decision: Decision
     options: list[_Option]
+    disaggregation: Disaggregation | None = None
+    prefill: Choice | None = None
 
     @property
     def chosen(self) -> _Option:
@@ -160,6 +171,7 @@ class Placement:
     attempt: Attempt
     timing: RequestTiming | None = None
     seen: Watcher | None = None
+    prefill: Placement | None = None  # where the prompt is computed, if that is another worker
     on_release: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -203,6 +215,7 @@ class Router:
         history: RoutingHistory,
         audit: HitAudit,
         sharing: LoadSharing,
+        disaggregation: DisaggregationSettings,
         needs_prompts: bool = True,
     ) -> None:
         """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched."""
@@ -220,6 +233,9 @@ class Router:
         self.responses = ResponseOwners()
         self.on_placed: Callable[[RoutedPrompt, Placement], Watcher | None] | None = None
         self._random = Random()
+        self._disaggregation = disaggregation
+        self._decode_policy = decode_policy(self._random)
+        self._prefill_policy = prefill_policy(self._random)
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
         """The model and adapter behind a name. Raises RequestError (404) when nobody serves it."""
@@ -294,18 +310,42 @@ class Router:
         else:
             options = self._options_by_load(prompt.name, without)
         if options:
+            if self._fleet.disaggregated:
+                return self._disaggregated(prompt, without, options)
             candidates = [option.candidate for option in options]
             return Choice(self._policy(candidates, self._request(prompt, options)), options)
         if self._serving_now(prompt.name, without):
             return None
         if prompt.name is not None and not self._fleet.serving(prompt.name):
             raise self._unknown_model(prompt.name)
-        raise RequestError(
-            f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached. Try again later.",
-            status=503,
-            type="service_unavailable",
-            code="no_worker_available",
+        raise _unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
+
+    def _disaggregated(self, prompt: RoutedPrompt, without: Collection[Worker], options: list[_Option]) -> Choice:
+        """The choice in a fleet with workers for prefill or decode alone."""
+        candidates, request = [option.candidate for option in options], self._request(prompt, options)
+        if not any(option.worker.role is Role.DECODE for option in options):
+            return Choice(self._policy(candidates, request), options)
+        choice = Choice(self._decode_policy(candidates, request), options)
+        adapter = self.adapter_of(choice.worker)
+        if choice.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
+            return choice
+        prefills = list(self._options(prompt, without, NO_LIMITS, prefill=True))
+        able = [option.candidate for option in prefills]
+        found = disaggregate(
+            choice.decision.choice, able, request, self._prefill_policy, self._disaggregation, adapter.decodes_alone
         )
+        if found.prefill is not None:
+            return replace(choice, disaggregation=found, prefill=Choice(found.prefill, prefills))
+        if not adapter.decodes_alone:
+            raise _unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
+        return replace(choice, disaggregation=found)
+
+    def adapter_of(self, worker: Worker) -> type[Adapter] | None:
+        """How a decode worker goes on from a prefill worker; None where that is not known."""
+        backend = self._disaggregation.backend
+        if backend is not Backend.AUTO:
+            return ADAPTERS[backend]
+        return _ADAPTER_OF_ENGINE.get(worker.description.engine) if worker.description else None
 
     def busy(self, choice: Choice) -> bool:
         """Whether a request better waits than goes to its choice, because that is busy with the prompts of others.
@@ -344,20 +384,39 @@ class Router:
 
     def reserve(self, prompt: RoutedPrompt, chosen: Choice) -> Placement:
         """Reserve a request's share of its choice's load, in the same step as the choice."""
+        if chosen.disaggregation is None:
+            return self._reserve(prompt, chosen)
+        placement = self._reserve(prompt, chosen, computes=chosen.prefill is None)
+        if chosen.prefill is not None:
+            placement.prefill = self._reserve(prompt, chosen.prefill, decodes=False)
+            placement.on_release.append(placement.prefill.release)
+            placement.attempt.waits_for_another()
+        log.info(
+            "disaggregation",
+            decode=placement.worker.url,
+            prefill=placement.prefill and placement.prefill.worker.url,
+            reason=chosen.disaggregation.reason,
+            **chosen.disaggregation.inputs,
+        )
+        return placement
+
+    def _reserve(self, prompt: RoutedPrompt, chosen: Choice, computes: bool = True, decodes: bool = True) -> Placement:
+        """Reserve a share of a worker that `computes` the prompt, or `decodes` the answer, or both."""
         decision, options = chosen.decision, chosen.options
         choice = decision.choice
+        whole = computes and decodes
         _, worker, hashes, by_events = chosen.chosen
         load = self._load.of(worker.url, choice.target.dp_rank)
         seconds = 0.0
-        if self.needs_prompts:
+        if self.needs_prompts and computes:
             rates = self._learned.rates.learner(worker.url, choice.target.model).rates
             seconds = prefill_seconds(rates, prompt.tokens, choice.overlap, choice.requests, choice.context)
         reservation = Reservation(
             load,
-            max(prompt.tokens - choice.overlap, 1),
+            max(prompt.tokens - choice.overlap, 1) if computes else 0,
             prompt.tokens,
             seconds,
-            streamed=prompt.streamed,
+            streamed=prompt.streamed and whole,
         )
         if len(hashes) == 1:
             self._learned.pressure.routed(hashes[0], max(option.candidate.overlap for option in options))
@@ -368,7 +427,7 @@ class Router:
             prompt.tokens,
             choice.overlap,
             by_events if hashes and self._audit.events_complete(choice.target) else None,
-            comparable=one_answer and prompt.exact,
+            comparable=one_answer and prompt.exact and whole,
             capacity=worker.capacity_tokens,
         )
         elsewhere = self._sharing.elsewhere.of(worker.url, choice.target.dp_rank)
@@ -391,10 +450,10 @@ class Router:
             reservation,
             prediction,
             attempt,
-            self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer else None,
+            self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer and whole else None,
             on_release=on_release,
         )
-        if self.on_placed is not None:
+        if self.on_placed is not None and decodes:
             placement.seen = self.on_placed(prompt, placement)
         return placement
 
@@ -424,14 +483,19 @@ class Router:
             self._history.forget(target)
             self._audit.forget(target)
 
-    def others(self, prompt: RoutedPrompt, without: Collection[Worker]) -> bool:
-        """Whether there is any other worker that could take a request now."""
-        return any(worker not in without and worker.takes(prompt.name) for worker in self._fleet.workers)
+    def others(self, prompt: RoutedPrompt, without: Collection[Worker], prefill: bool = False) -> bool:
+        """Whether there is any other worker that could take a request now, or compute a prompt for others."""
+        return any(worker not in without and worker.takes(prompt.name, prefill) for worker in self._fleet.workers)
 
-    def _options(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits) -> Iterator[_Option]:
-        """Every target that could take a prompt now, with what it holds of it and has to do."""
+    def _options(
+        self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool = False
+    ) -> Iterator[_Option]:
+        """Every target that could take a prompt now, with what it holds of it and has to do.
+
+        `prefill`: those that only compute it, for others to go on.
+        """
         eviction = self._learned.pressure.price()
-        for served, workers in self._able(prompt, without, limits).items():
+        for served, workers in self._able(prompt, without, limits, prefill).items():
             matched = [self._matched(served, token_ids, prompt.cache_salt) for token_ids in prompt.token_ids]
             hashes = [
                 prompt_hashes(served.model, served.adapter, prompt.cache_salt, identity)
@@ -534,12 +598,14 @@ class Router:
         expected = self._learned.outputs.expected(first.candidate.target.model, prompt.max_tokens)
         return Request(prompt.tokens, expected * prompt.answers, session)
 
-    def _able(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits) -> dict[_Served, list[Worker]]:
+    def _able(
+        self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool
+    ) -> dict[_Served, list[Worker]]:
         """The workers that a request may go to now, by what they serve under its name.
 
         What goes on from a response goes to the worker that made it, as long as that one is there.
         """
-        name, workers = prompt.name, self._serving_now(prompt.name, without)
+        name, workers = prompt.name, self._serving_now(prompt.name, without, prefill)
         owner = prompt.previous_response and self.responses.of(prompt.previous_response)
         able: dict[_Served, list[Worker]] = {}
 
@@ -554,9 +620,12 @@ class Router:
             able.setdefault(_Served(served.model, served.adapter) if served else _Served("", None), []).append(worker)
         return able
 
-    def _serving_now(self, name: str | None, without: Collection[Worker]) -> list[Worker]:
-        """The workers that answer and serve a name; any will do where it is None."""
-        return [worker for worker in self._fleet.workers if worker.takes(name) and worker not in without]
+    def _serving_now(self, name: str | None, without: Collection[Worker], prefill: bool = False) -> list[Worker]:
+        """The workers that answer and serve a name; any will do where it is None.
+
+        Those that only compute prompts are apart: it is them that `prefill` asks for.
+        """
+        return [worker for worker in self._fleet.workers if worker.takes(name, prefill) and worker not in without]
 
     def _matched(self, served: _Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What each target holds of a prompt, by the index."""
@@ -593,3 +662,12 @@ class Router:
             param="model",
             code="model_not_found",
         )
+
+
+_ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}
+
+
+def _unavailable(message: str) -> RequestError:
+    return RequestError(
+        f"{message} Try again later.", status=503, type="service_unavailable", code="no_worker_available"
+    )

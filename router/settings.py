@@ -116,6 +116,26 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class Backend(StrEnum):
+    """How prefill and decode workers hand over. AUTO: as the engine does that the workers say they are."""
+
+    AUTO = "auto"
+    SGLANG = "sglang"
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    TRTLLM = "trtllm"
+    SIDECAR = "sidecar"
+
+
+class DisaggregationSettings(_Section):
+    """Prefill and decode on workers of their own, where there are such. Amounts in tokens."""
+
+    backend: Backend = Backend.AUTO
+    skip_tokens: Annotated[int, Field(ge=0)] = 2048
+    skip_ratio: Annotated[float, Field(ge=0, le=1)] = 0.7
+    saturated_tokens: PositiveInt = 65_536
+
+
 class WorkerSettings(_Section):
     """A worker. Only the URL is needed: the rest is asked of the worker, and what is given here wins."""
 
@@ -124,7 +144,8 @@ class WorkerSettings(_Section):
     block_size: PositiveInt | None = None
     streams: list[StreamSettings] | None = None
     weight: PositiveFloat = 1.0
-    role: Role = Role.BOTH
+    role: Role | None = None
+    bootstrap_port: Annotated[int, Field(ge=1, le=65535)] | None = None
 
 
 class ModelSettings(_Section):
@@ -342,6 +363,7 @@ class Settings(BaseSettings):
     models: dict[str, ModelSettings] = {}
     policy: PolicySettings = PolicySettings()
     rates: RateSettings = RateSettings()
+    disaggregation: DisaggregationSettings = DisaggregationSettings()
     index: IndexSettings = IndexSettings()
     events: EventSettings = EventSettings()
     fleet: FleetSettings = FleetSettings()

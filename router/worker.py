@@ -13,10 +13,12 @@ from router.circuit import CircuitState
 from router.discovery import ServedModel, WorkerDescription
 from router.engine_metrics import EngineMetrics
 from router.health import Health
-from router.settings import WorkerSettings
+from router.settings import Role, WorkerSettings
 
 # The share of its requests that a worker gets at first.
 FIRST_SHARE = 0.1
+_PREFILL = Role.PREFILL
+DEFAULT_BOOTSTRAP_PORT = 8998  # SGLang's, and that of vLLM's Mooncake connector
 
 
 class WorkerState(StrEnum):
@@ -52,6 +54,7 @@ class Worker:
     targets: set[Target] = field(default_factory=set)
     draining: bool = False
     warming_since: float | None = None
+    role: Role = Role.BOTH
     look_now: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = field(init=False)
     _targets_made: dict[tuple[int, str], Target] = field(init=False, default_factory=dict, repr=False)
@@ -118,11 +121,30 @@ class Worker:
             target = self._targets_made[dp_rank, model] = Target(self.url, dp_rank, model)
         return target
 
-    def takes(self, name: str | None) -> bool:
-        """Whether it may get new requests for a model or adapter of this name; None: for any."""
-        if self.problem is not None or self.draining:
+    def takes(self, name: str | None, prefill: bool = False) -> bool:
+        """Whether it may get new requests for a model or adapter of this name; None: for any.
+
+        `prefill`: prompts to compute for others, which a worker either gets alone or not at all.
+        """
+        if self.problem is not None or self.draining or (self.role is _PREFILL) is not prefill:
             return False
         return name is None or (self.description is not None and name in self.description.models)
+
+    def describe(self, description: WorkerDescription) -> None:
+        """It told what it is. What it computes of a request is as the settings say, else as it says itself."""
+        self.description = description
+        self.settle(self.settings)
+
+    def settle(self, settings: WorkerSettings) -> None:
+        """Its settings are these."""
+        self.settings = settings
+        self.role = settings.role or (self.description.role if self.description else Role.BOTH)
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Where a prefill worker's bootstrap service listens."""
+        told = self.description.bootstrap_port if self.description else None
+        return self.settings.bootstrap_port or told or DEFAULT_BOOTSTRAP_PORT
 
     def ranks(self) -> tuple[int, ...]:
         """Its DP ranks."""

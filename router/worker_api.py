@@ -89,7 +89,7 @@ def worker_status(worker: Worker) -> dict[str, Any]:
         "requests_in_flight": len(worker.health.attempts),
         "source": worker.source,
         "weight": worker.settings.weight,
-        "role": worker.settings.role,
+        "role": worker.role,
     }
 
 

@@ -25,7 +25,7 @@ from router.load import LoadTable
 from router.policies import policy_named
 from router.rates import Rates
 from router.routing import RoutedPrompt, Router
-from router.settings import AuditSettings, FleetSettings, PolicySettings, WorkerSettings
+from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
 from router.sharing import Elsewhere, LoadSharing
 from router.speculation import SpeculativeHoldings
 from router.tokens import Tokenizers
@@ -96,4 +96,5 @@ def _router(count: int, indexer: Indexer, session: aiohttp.ClientSession) -> Rou
         history,
         HitAudit(indexer, history, AuditSettings()),
         LoadSharing(loads, Elsewhere(5.0, 2.0), []),
+        DisaggregationSettings(),
     )

@@ -174,7 +174,7 @@ class Board:
             "model": model,
             "state": worker.state,
             "reason": worker.reason,
-            "role": worker.settings.role,
+            "role": worker.role,
             "requests": load.requests + others.requests,
             "pending": load.pending + others.pending,
             "context": load.context + others.context,

@@ -329,7 +329,7 @@ def test_a_label_tells_the_role() -> None:
         pod(role, f"127.0.0.{number}", metadata={"labels": {"kvrouter.io/role": role}})
         for number, role in enumerate(("prefill", "decode", "both", "no such role"))
     ]
-    assert [address.role for address in pod_addresses(pods)] == [Role.PREFILL, Role.DECODE, Role.BOTH, Role.BOTH]
+    assert [address.role for address in pod_addresses(pods)] == [Role.PREFILL, Role.DECODE, Role.BOTH, None]
 
 
 async def test_a_worker_whose_label_changes_has_another_role(api: ApiServer) -> None:

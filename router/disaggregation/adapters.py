@@ -1,0 +1,275 @@
+"""What each way of disaggregation wants in the request to the prefill worker and in the one to the decode worker.
+
+SGLang         both at once, with a room where the two meet
+vLLM, NIXL     prefill first, for one token; what it answers tells the decode worker where to pull from
+vLLM, Mooncake both at once, with a transfer that both know
+TensorRT-LLM   context first; its answer goes on as generation, unless it was all there is to say
+sidecar        the decode worker's sidecar is told where to prefill, in a header (llm-d)
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import msgspec
+
+from indexer.errors import RequestError
+from router.disaggregation.bodies import encoded, fields_of, prompts_in, with_fields
+from router.settings import Backend
+from router.upstream.origin import Headers
+
+_CHAT = "/v1/chat/completions"
+_MAX_ROOM = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A worker's part in a pair: `host` and `port` are where it listens, `dp_rank` is the rank that was chosen."""
+
+    host: str
+    port: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    bootstrap_port: int = 8998
+
+    @property
+    def address(self) -> str:
+        """The host as it stands in a URL."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one of the two workers is sent: a body, and headers beside those of the client."""
+
+    body: bytes
+    headers: Headers = field(default_factory=list)
+
+
+class AnsweredError(Exception):
+    """The prefill's answer is all there is to say: `body` is what the client gets."""
+
+    def __init__(self, body: bytes, content_type: bytes) -> None:
+        super().__init__("answered by the prefill")
+        self.body = body
+        self.content_type = content_type
+
+
+class Adapter:
+    """The two requests for one client's request. Raises RequestError for a body that cannot be changed.
+
+    `concurrent`: both go out at once; else the decode's when the prefill has answered. `decodes_alone`: a decode worker
+    can compute a prompt itself. `prefills`: the prefill worker is sent something at all.
+    """
+
+    concurrent: ClassVar[bool] = False
+    decodes_alone: ClassVar[bool] = True
+    prefills: ClassVar[bool] = True
+    paths: ClassVar[frozenset[str]] = frozenset({_CHAT, "/v1/completions"})
+
+    def __init__(self, path: str, body: bytes, prefill: End, decode: End) -> None:
+        self.path = path
+        self.body = body
+        self.prefill_end = prefill
+        self.decode_end = decode
+
+    @property
+    def question(self) -> str | None:
+        """A URL whose answer is needed first, for `learn`."""
+        return None
+
+    def learn(self, answer: bytes) -> None:
+        """Take in what was asked. Raises ValueError when it makes no sense."""
+
+    def prefill(self) -> Part:
+        """What the prefill worker is sent."""
+        raise NotImplementedError
+
+    def decode(self, prefilled: bytes) -> Part:
+        """What the decode worker is sent. `prefilled`: the prefill's answer; empty when both go out at once.
+
+        Raises AnsweredError, and ValueError for an answer that makes no sense.
+        """
+        raise NotImplementedError
+
+    @property
+    def abort(self) -> Part | None:
+        """What tells a worker at `/abort_request` that nobody waits any more, where closing the connection does not."""
+        return None
+
+
+class Sglang(Adapter):
+    """SGLang: the two meet in a room of the prefill's bootstrap service."""
+
+    concurrent = True
+    decodes_alone = False
+    paths = frozenset({_CHAT, "/v1/completions", "/generate"})
+
+    def __init__(self, path: str, body: bytes, prefill: End, decode: End) -> None:
+        super().__init__(path, body, prefill, decode)
+        fields = fields_of(body)
+        prompts = prompts_in(fields)
+        self._room = self._new_room() if prompts is None else [self._new_room() for _ in range(prompts)]
+        rid = msgspec.json.decode(fields["rid"]) if "rid" in fields else None
+        self._rid = rid if rid is not None else uuid4().hex
+
+    def prefill(self) -> Part:
+        fields = self._meeting()
+        if self.prefill_end.dp_size > 1:
+            fields["routed_dp_rank"] = self.prefill_end.dp_rank
+        return Part(with_fields(self.body, **fields))
+
+    def decode(self, prefilled: bytes) -> Part:  # noqa: ARG002
+        fields = self._meeting()
+        if self.prefill_end.dp_size > 1:
+            fields["disagg_prefill_dp_rank"] = self.prefill_end.dp_rank
+        if self.decode_end.dp_size > 1:
+            fields["routed_dp_rank"] = self.decode_end.dp_rank
+        return Part(with_fields(self.body, **fields))
+
+    @property
+    def abort(self) -> Part | None:
+        return Part(msgspec.json.encode({"rid": self._rid}), [(b"content-type", b"application/json")])
+
+    def _meeting(self) -> dict[str, Any]:
+        end = self.prefill_end
+        place = {"bootstrap_host": end.host, "bootstrap_port": end.bootstrap_port}
+        return place | {"bootstrap_room": self._room, "rid": self._rid}
+
+    def _new_room(self) -> int:
+        """A room that the prefill's chosen rank serves."""
+        size = self.prefill_end.dp_size
+        room = random.randrange(_MAX_ROOM - size)
+        return room - room % size + self.prefill_end.dp_rank
+
+
+class Nixl(Adapter):
+    """vLLM with NIXL: the decode worker pulls the blocks that the prefill's answer names."""
+
+    def prefill(self) -> Part:
+        remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
+        return Part(_one_token(self.path, self.body, kv_transfer_params=wanted))
+
+    def decode(self, prefilled: bytes) -> Part:
+        handed_over = _raw_field(prefilled, "kv_transfer_params")
+        if handed_over is None:  # nothing to pull: the decode worker computes the prompt
+            return Part(self.body)
+        return Part(with_fields(self.body, kv_transfer_params=handed_over))
+
+
+class Mooncake(Adapter):
+    """vLLM with Mooncake: both know the transfer, and the decode worker where the prefill's bootstrap service is."""
+
+    concurrent = True
+
+    def __init__(self, path: str, body: bytes, prefill: End, decode: End) -> None:
+        super().__init__(path, body, prefill, decode)
+        self._transfer = f"kvrouter-{uuid4().hex}"
+        self._engine_id = ""
+
+    @property
+    def question(self) -> str | None:
+        return f"http://{self.prefill_end.address}:{self.prefill_end.bootstrap_port}/query"
+
+    def learn(self, answer: bytes) -> None:
+        ranks = msgspec.json.decode(answer, type=dict[str, dict[str, Any]])
+        engine_id = ranks.get(str(self.prefill_end.dp_rank), {}).get("engine_id")
+        if not isinstance(engine_id, str):
+            raise ValueError(f"no engine_id for rank {self.prefill_end.dp_rank}")
+        self._engine_id = engine_id
+
+    def prefill(self) -> Part:
+        wanted = {"do_remote_decode": True, "transfer_id": self._transfer}
+        body = _one_token(self.path, self.body, kv_transfer_params=wanted)
+        return Part(body, [(b"x-data-parallel-rank", b"%d" % self.prefill_end.dp_rank)])
+
+    def decode(self, prefilled: bytes) -> Part:  # noqa: ARG002
+        address = f"http://{self.prefill_end.address}:{self.prefill_end.bootstrap_port}"
+        source = {"remote_bootstrap_addr": address, "remote_engine_id": self._engine_id}
+        wanted = {"do_remote_prefill": True, "transfer_id": self._transfer, **source}
+        return Part(with_fields(self.body, kv_transfer_params=wanted))
+
+
+class TensorRtLlm(Adapter):
+    """TensorRT-LLM, context first: what its answer tells goes on as generation."""
+
+    def __init__(self, path: str, body: bytes, prefill: End, decode: End) -> None:
+        super().__init__(path, body, prefill, decode)
+        self._request_id = random.randrange(_MAX_ROOM)
+
+    def prefill(self) -> Part:
+        wanted = {"request_type": "context_only", "disagg_request_id": self._request_id}
+        fields = fields_of(self.body)
+        fields.pop("stream_options", None)
+        return Part(encoded(fields, stream=False, disaggregated_params=wanted))
+
+    def decode(self, prefilled: bytes) -> Part:
+        answer = msgspec.json.decode(prefilled, type=dict[str, Any])
+        choice = answer["choices"][0] if answer.get("choices") else None
+        if not isinstance(choice, dict):
+            raise ValueError("it has no choices")
+        if choice.get("finish_reason") not in ("length", "not_finished"):
+            raise _as_asked(answer, choice, self.body)
+        params = choice.get("disaggregated_params")
+        if not isinstance(params, dict):
+            raise ValueError("choices[0] has no disaggregated_params")
+        fields: dict[str, Any] = {"disaggregated_params": params | {"request_type": "generation_only"}}
+        if (token_ids := answer.get("prompt_token_ids")) is not None:
+            fields["prompt_token_ids" if self.path == _CHAT else "prompt"] = token_ids
+        return Part(with_fields(self.body, **fields))
+
+
+class Sidecar(Adapter):
+    """llm-d: the decode worker's sidecar asks the prefill worker itself."""
+
+    concurrent = True
+    prefills = False
+
+    def decode(self, prefilled: bytes) -> Part:  # noqa: ARG002
+        to = f"{self.prefill_end.address}:{self.prefill_end.port}"
+        return Part(self.body, [(b"x-prefiller-host-port", to.encode())])
+
+
+ADAPTERS: dict[Backend, type[Adapter]] = {
+    Backend.SGLANG: Sglang,
+    Backend.NIXL: Nixl,
+    Backend.MOONCAKE: Mooncake,
+    Backend.TRTLLM: TensorRtLlm,
+    Backend.SIDECAR: Sidecar,
+}
+
+
+def _one_token(path: str, body: bytes, **values: Any) -> bytes:
+    """A request for the prompt's sake: one token, not streamed."""
+    fields = fields_of(body)
+    for name in ("stream_options", "min_tokens"):
+        fields.pop(name, None)
+    tokens = {"max_tokens": 1, **({"max_completion_tokens": 1} if path == _CHAT else {})}
+    return encoded(fields, stream=False, **tokens, **values)
+
+
+def _raw_field(answer: bytes, name: str) -> msgspec.Raw | None:
+    """A field of an answer, as it stands: it is opaque. Raises ValueError."""
+    try:
+        value = fields_of(answer).get(name)
+    except RequestError as error:
+        raise ValueError(error.message) from error
+    return None if value is None or bytes(value) == b"null" else value
+
+
+def _as_asked(answer: dict[str, Any], choice: dict[str, Any], body: bytes) -> AnsweredError:
+    """The prefill's whole answer, as a stream if that was asked for."""
+    answer.pop("prompt_token_ids", None)
+    choice.pop("disaggregated_params", None)
+    stream = fields_of(body).get("stream")
+    if stream is None or bytes(stream) != b"true":
+        return AnsweredError(msgspec.json.encode(answer), b"application/json")
+    if "message" in choice:
+        choice["delta"] = choice.pop("message")
+        answer["object"] = "chat.completion.chunk"
+    events = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(answer)
+    return AnsweredError(events, b"text/event-stream")

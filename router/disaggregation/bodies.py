@@ -1,0 +1,47 @@
+"""JSON bodies of which a few fields change; the values of all others stay the bytes they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from indexer.errors import RequestError
+from router.splice import SpliceError, with_field
+
+Fields = dict[str, msgspec.Raw]
+
+_decode = msgspec.json.Decoder(Fields).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def fields_of(body: bytes) -> Fields:
+    """The fields of an object, each as it stands. Raises RequestError (400)."""
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"The body is not a JSON object: {error}. Send one.") from error
+
+
+def with_fields(body: bytes, **values: Any) -> bytes:
+    """The object with these fields, in place of any of their names. Raises RequestError (400)."""
+    try:
+        for name, value in values.items():
+            body = with_field(body, name, _encode(value))
+    except SpliceError as error:
+        raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
+    return body
+
+
+def encoded(fields: Fields, **values: Any) -> bytes:
+    """An object of these fields, some of which are new or changed."""
+    return _encode(fields | {name: msgspec.Raw(_encode(value)) for name, value in values.items()})
+
+
+def prompts_in(fields: Fields) -> int | None:
+    """How many prompts a batch has; None for a request of one."""
+    for name in ("prompt", "text", "input_ids"):
+        value = msgspec.json.decode(fields[name]) if name in fields else None
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            return len(value)
+    return None

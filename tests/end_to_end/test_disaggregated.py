@@ -1,0 +1,331 @@
+"""Prefill and decode on different workers: what each is sent, and what becomes of both when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from router_under_test import RouterUnderTest, router, until
+from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+BODY = b'{"model": "m", "prompt": "x", "max_tokens": 4, "stream": true}'
+QUICK = {"probe_interval": 0.2, "retry_interval": 0.1, "metrics_interval": 0.1, "stall_seconds": 0.3}
+METRICS = b'vllm:num_requests_running{engine="0"} 0.0\n'
+HANDED_OVER = b'{"remote_block_ids": [1,2], "remote_engine_id": "e"}'
+
+
+class Fleet:
+    """Workers for prefill and for decode, and a router in front of them."""
+
+    def __init__(self, routed: RouterUnderTest, prefills: list[ScriptedWorker], decodes: list[ScriptedWorker]) -> None:
+        self.routed = routed
+        self.prefills = prefills
+        self.decodes = decodes
+
+    def sent(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The bodies that the prefill and the decode workers got."""
+        prefills, decodes = (
+            [
+                json.loads(exchange.body)
+                for worker in workers
+                for exchange in worker.exchanges
+                if exchange.target == PATH
+            ]
+            for workers in (self.prefills, self.decodes)
+        )
+        return prefills, decodes
+
+    async def nothing_is_left(self) -> None:
+        """Neither load nor connections."""
+        await self.routed.until_released()
+
+
+@asynccontextmanager
+async def fleet(backend: str, prefills: list[Script], decodes: list[Script], **sections: Any) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        made = [
+            [await stack.enter_async_context(scripted_worker(script)) for script in scripts]
+            for scripts in (prefills, decodes)
+        ]
+        for worker in (*made[0], *made[1]):
+            worker.metrics = METRICS
+        workers = [
+            {"url": worker.url, "role": role}
+            for role, each in zip(("prefill", "decode"), made, strict=True)
+            for worker in each
+        ]
+        settings = {"workers": workers, "disaggregation": {"backend": backend}, "fleet": QUICK, **sections}
+        routed = await stack.enter_async_context(router(**settings))
+        yield Fleet(routed, *made)
+
+
+async def prefill(exchange: Exchange) -> None:
+    await exchange.answer(b'{"choices": [], "kv_transfer_params": %b}' % HANDED_OVER)
+
+
+async def stream(exchange: Exchange) -> None:
+    await exchange.begin_chunks()
+    await exchange.chunk(b"data: 1\n\n")
+    await exchange.chunk(b"")
+
+
+async def broken(exchange: Exchange) -> None:
+    await exchange.answer(b"a bug", "500 Internal Server Error")
+
+
+async def refused(exchange: Exchange) -> None:
+    await exchange.answer(b'{"error": {"message": "too long"}}', "400 Bad Request")
+
+
+async def silent(exchange: Exchange) -> None:
+    await exchange.left()
+
+
+async def head_alone(exchange: Exchange) -> None:
+    await exchange.begin_chunks()
+    await exchange.left()
+
+
+async def one_event(exchange: Exchange) -> None:
+    await exchange.begin_chunks()
+    await exchange.chunk(b"data: 1\n\n")
+    await exchange.left()
+
+
+async def test_sglang_gets_both_at_once() -> None:
+    waits = asyncio.Event()
+
+    async def prefill_waits(exchange: Exchange) -> None:
+        await waits.wait()  # for the decode worker, as engines do
+        await exchange.answer(b"{}")
+
+    async def decode(exchange: Exchange) -> None:
+        waits.set()
+        await stream(exchange)
+
+    async with fleet("sglang", [prefill_waits], [decode]) as both:
+        reply = await both.routed.call(PATH, BODY)
+        assert (reply.status, reply.body, reply.worker) == (200, b"data: 1\n\n", both.decodes[0].url)
+        assert reply.headers["x-kvrouter-prefill-worker"] == both.prefills[0].url
+        (to_prefill,), (to_decode,) = both.sent()
+        assert to_prefill == to_decode
+        assert to_prefill["bootstrap_host"] == "127.0.0.1"
+        assert to_prefill.items() >= json.loads(BODY).items()
+        await both.nothing_is_left()
+
+
+async def test_nixl_hands_over_what_the_prefill_answered() -> None:
+    async with fleet("nixl", [prefill], [stream]) as both:
+        reply = await both.routed.call(PATH, BODY)
+        assert (reply.status, reply.body) == (200, b"data: 1\n\n")
+        (to_prefill,), (to_decode,) = both.sent()
+        assert (to_prefill["max_tokens"], to_prefill["stream"]) == (1, False)
+        assert to_decode == json.loads(BODY) | {"kv_transfer_params": json.loads(HANDED_OVER)}
+        assert HANDED_OVER in both.decodes[0].last.body
+        await both.nothing_is_left()
+
+
+async def test_mooncake_asks_for_the_engine_first() -> None:
+    async def bootstrap(exchange: Exchange) -> None:
+        await exchange.answer(b'{"0": {"engine_id": "e-1"}}')
+
+    async with scripted_worker(bootstrap) as service, fleet("mooncake", [prefill], [stream]) as both:
+        worker = both.prefills[0].url
+        port = int(service.url.rpartition(":")[2])
+        settings = [
+            {"url": worker, "role": "prefill", "bootstrap_port": port},
+            {"url": both.decodes[0].url, "role": "decode"},
+        ]
+        async with router(workers=settings, disaggregation={"backend": "mooncake"}) as routed:
+            assert (await routed.call(PATH, BODY)).status == 200
+            await routed.until_released()
+        (to_prefill,), (to_decode,) = both.sent()
+        assert service.last.target == "/query"
+        told = to_decode["kv_transfer_params"]
+        assert told["remote_engine_id"] == "e-1"
+        assert told["transfer_id"] == to_prefill["kv_transfer_params"]["transfer_id"]
+        assert both.prefills[0].last.header("x-data-parallel-rank") == [b"0"]
+
+
+async def test_tensorrt_goes_on_from_the_context_or_stops_there() -> None:
+    answers = [
+        {"choices": [{"finish_reason": "length", "disaggregated_params": {"opaque": 1}}], "prompt_token_ids": [5]},
+        {"choices": [{"finish_reason": "stop", "text": "!"}]},
+    ]
+
+    async def context(exchange: Exchange) -> None:
+        await exchange.answer(json.dumps(answers.pop(0)).encode())
+
+    async with fleet("trtllm", [context], [stream]) as both:
+        assert (await both.routed.call(PATH, BODY)).body == b"data: 1\n\n"
+        stopped = await both.routed.call(PATH, BODY)
+        assert b'"text":"!"' in stopped.body
+        assert stopped.body.endswith(b"data: [DONE]\n\n")
+        _, (to_decode,) = both.sent()
+        assert to_decode["disaggregated_params"] == {"opaque": 1, "request_type": "generation_only"}
+        await both.nothing_is_left()
+
+
+async def test_a_sidecar_is_told_where_to_prefill() -> None:
+    async with fleet("sidecar", [silent], [stream]) as both:
+        assert (await both.routed.call(PATH, BODY)).status == 200
+        (told,) = both.decodes[0].last.header("x-prefiller-host-port")
+        assert f"http://{told.decode()}" == both.prefills[0].url
+        assert both.prefills[0].exchanges == []
+        await both.nothing_is_left()
+
+
+@pytest.mark.parametrize("backend", ["sglang", "nixl"])
+async def test_a_prefill_that_fails_closes_the_decode_and_another_pair_takes_over(backend: str) -> None:
+    async with fleet(backend, [broken, prefill], [stream]) as both:
+        if backend == "sglang":
+            both.decodes[0].script = decode_when_prefilled(both)
+        replies = [await both.routed.call(PATH, BODY) for _ in range(4)]
+        assert {(reply.status, reply.body) for reply in replies} == {(200, b"data: 1\n\n")}
+        assert {reply.headers["x-kvrouter-prefill-worker"] for reply in replies} == {both.prefills[1].url}
+        await both.nothing_is_left()
+
+
+@pytest.mark.parametrize("backend", ["sglang", "nixl"])
+async def test_what_the_prefill_refuses_is_the_clients_to_know(backend: str) -> None:
+    async with fleet(backend, [refused], [head_alone]) as both:
+        reply = await both.routed.call(PATH, BODY)
+        assert (reply.status, reply.error["message"]) == (400, "too long")
+        await both.nothing_is_left()
+
+
+@pytest.mark.parametrize("backend", ["sglang", "nixl"])
+async def test_a_prefill_that_hangs_is_left_alone(backend: str) -> None:
+    async with fleet(backend, [silent, prefill], [stream]) as both:
+        both.prefills[0].answers_questions = False
+        if backend == "sglang":
+            both.decodes[0].script = decode_when_prefilled(both)
+        replies = [await both.routed.call(PATH, BODY) for _ in range(3)]
+        assert {reply.status for reply in replies} == {200}
+        assert {reply.headers["x-kvrouter-prefill-worker"] for reply in replies} == {both.prefills[1].url}
+        await both.nothing_is_left()
+
+
+def decode_when_prefilled(both: Fleet) -> Script:
+    """Answers when the pair's prefill is the one that works, the second."""
+    good = both.prefills[1]
+
+    async def decode(exchange: Exchange) -> None:
+        if exchange.target != PATH:
+            await exchange.answer()
+            return
+        room = json.loads(exchange.body)["bootstrap_room"]
+        await exchange.begin_chunks()
+        left = asyncio.create_task(exchange.left())
+        while not any(
+            each.target == PATH and room == json.loads(each.body)["bootstrap_room"] for each in good.exchanges
+        ):
+            await asyncio.sleep(0.01)
+            if left.done():
+                return
+        left.cancel()
+        await exchange.chunk(b"data: 1\n\n")
+        await exchange.chunk(b"")
+
+    return decode
+
+
+@pytest.mark.parametrize("backend", ["sglang", "nixl"])
+async def test_a_decode_that_fails_closes_the_prefill_and_another_takes_over(backend: str) -> None:
+    async def hang_up(exchange: Exchange) -> None:
+        await exchange.hang_up()
+
+    async with fleet(backend, [prefill], [hang_up, hang_up]) as both:
+        both.decodes[1].script = stream
+        replies = [await both.routed.call(PATH, BODY) for _ in range(4)]
+        assert {(reply.status, reply.worker) for reply in replies} == {(200, both.decodes[1].url)}
+        await both.nothing_is_left()
+
+
+@pytest.mark.parametrize("backend", ["sglang", "nixl"])
+async def test_a_client_that_leaves_closes_both(backend: str) -> None:
+    left: list[str] = []
+
+    def noted(name: str, script: Script) -> Script:
+        async def run(exchange: Exchange) -> None:
+            if exchange.target == PATH:
+                await script(exchange)
+                left.append(name)
+            else:
+                await exchange.answer()
+
+        return run
+
+    for decode in (head_alone, one_event):
+        left.clear()
+        expected = {"prefill"} if backend == "nixl" and decode is head_alone else {"prefill", "decode"}
+        first = noted("prefill", silent if backend == "sglang" or decode is head_alone else prefill)
+        async with fleet(backend, [first], [noted("decode", decode)]) as both:
+            asked = asyncio.create_task(read_some(both.routed, decode is one_event))
+
+            async def reached(workers: int = len(expected)) -> bool:
+                return sum(bool(worker.exchanges) for worker in (*both.prefills, *both.decodes)) == workers
+
+            await until(reached)
+            if decode is one_event:
+                await asked  # it has read one event, and leaves
+            else:
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+
+            async def both_left(expected: set[str] = expected) -> bool:
+                return set(left) >= expected
+
+            await until(both_left)
+            await both.nothing_is_left()
+            if backend == "sglang":
+                aborted = [e.target for worker in (*both.prefills, *both.decodes) for e in worker.exchanges]
+                assert aborted.count("/abort_request") == 2
+
+
+async def read_some(routed: RouterUnderTest, only_one: bool) -> None:
+    async with routed.request(PATH, BODY) as response:
+        if only_one:
+            assert await response.content.readline() == b"data: 1\n"
+        else:
+            await response.read()
+
+
+async def test_the_explanation_has_the_inputs() -> None:
+    async with fleet("nixl", [prefill], [stream]) as both:
+        told = (await both.routed.call("/explain", {"path": PATH, "request": json.loads(BODY)})).json()
+        assert told["choice"]["worker"] == both.decodes[0].url
+        assert told["disaggregation"]["remote_prefill"] is True
+        assert told["disaggregation"]["prefill"]["worker"] == both.prefills[0].url
+        assert {"tokens", "uncached", "decode_load_known"} <= told["disaggregation"].keys()
+
+
+async def test_without_prefill_workers_some_can_and_others_cannot_go_on() -> None:
+    async with fleet("nixl", [prefill], [stream]) as both:
+        await both.prefills[0].stop()
+
+        async def down() -> bool:
+            return any(each["state"] == "down" for each in await both.routed.workers())
+
+        await until(down)
+        assert (await both.routed.call(PATH, BODY)).status == 200
+        assert both.decodes[0].last.body == BODY
+    async with fleet("sglang", [prefill], [stream]) as both:
+        await both.prefills[0].stop()
+        await until(down)
+        reply = await both.routed.call(PATH, BODY)
+        assert (reply.status, reply.error["code"]) == (503, "no_worker_available")
+        await both.nothing_is_left()
+
+
+async def test_paths_that_are_no_part_of_it_go_to_decode_workers_whole() -> None:
+    async with fleet("nixl", [prefill], [stream]) as both:
+        assert (await both.routed.call("/v1/embeddings", b'{"model": "m", "input": "x"}')).status == 200
+        assert both.prefills[0].exchanges == []
