@@ -44,7 +44,7 @@ class TokenizerSource:
         model = served.model
         if model in self._asked:
             asked = self._asked[model]
-            if asked is None or asked.up:
+            if asked is None or (asked.up and asked.trusted):
                 return
         elif local := await self._local(served):
             self._asked[model] = None
