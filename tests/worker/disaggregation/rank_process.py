@@ -34,7 +34,7 @@ from worker.disaggregation import (
     Rank,
     Topology,
 )
-from worker.disaggregation.ranks import head_range
+from worker.disaggregation.ranks import head_range, page_share
 from worker.disaggregation.transfer import GrantKey, Quiescence, Ranges, TransferEngine, open_engine
 
 SENTINEL = 0xA5
@@ -80,6 +80,11 @@ class _Rank:
     aux: list[Bytes]
     grants: set[GrantKey]
     rooms: dict[int, KVSender | KVReceiver] = field(default_factory=dict)
+
+    def share(self, pages: int) -> slice:
+        """The positions of a prompt that this rank holds: with CP only those that it has to send."""
+        share = page_share(pages, self.manager.local.topology.cp, self.manager.local.rank.cp)
+        return slice(share.start, share.stop)
 
     def wanted(self, prompt: int, layer: int, part: int, pages: int) -> Bytes:
         """This rank's share of a prompt, a row for each page."""
@@ -172,7 +177,8 @@ class Ranks:
         rank = self._ranks[name]
         if fill:
             for (layer, part), buffer in rank.kv.items():
-                buffer[pages] = rank.wanted(room, layer, part, len(pages))
+                share = rank.share(len(pages))
+                buffer[pages[share]] = rank.wanted(room, layer, part, len(pages))[share]
             if aux is not None:
                 self.fill_aux(name, room, aux)
         sender = KVSender(rank.manager, bootstrap_addr, room, timeout_s=timeout_s)

@@ -14,11 +14,22 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from rank_process import Model, RankProcess, processes
+from rank_process import AUX_ITEMS, Model, RankProcess, processes
 from site_of_ranks import Site
 
 from worker.disaggregation.bootstrap import KVBootstrapServer
-from worker.disaggregation.frames import MAX_FRAME, Done, FrameCodec
+from worker.disaggregation.frames import (
+    MAX_FRAME,
+    AnyMessage,
+    Done,
+    Failure,
+    FrameCodec,
+    Hello,
+    Refusal,
+    RoomRequest,
+    Welcome,
+)
+from worker.disaggregation.layout import Buffer, Layout
 
 ENGINES = ("tcp", "shm")
 LARGE_ENGINES = ("tcp", pytest.param("shm", marks=pytest.mark.transfer))
@@ -525,6 +536,61 @@ def test_frames_that_are_malformed_oversized_or_unsigned_are_counted_and_dropped
     site.prefill.call("send", 0, site.address, room, [3, 4])
     assert site.decode.call("wait", 0, room) == ("Success", "", True)
     site.close()
+
+
+def test_a_peer_that_asks_for_what_is_not_there_is_turned_away(site: Site) -> None:
+    """A decode rank made of raw frames: pages and items out of bounds, indices that are no i64, no hello before."""
+    item = site.model.page_size * site.model.heads * site.model.head_bytes
+    kv = [Buffer(0, item * 64, item)] * 2 * site.model.layers
+    aux = [Buffer(0, size * 8, size) for size in AUX_ITEMS]
+    layout = Layout(
+        page_size=site.model.page_size,
+        kv_cache_dtype=site.model.dtype,
+        kv_layout="NHD",
+        total_heads=site.model.heads,
+        tp_size=1,
+        tp_rank=0,
+        start_layer=0,
+        kv=kv,
+        aux=aux,
+    )
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
+        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        pull.setsockopt(zmq.RCVTIMEO, 5000)
+        push.connect(site.prefill.call("endpoint", 0))
+        names = {"sender": "raw", "to": site.prefill.call("instance", 0), "reply_to": f"tcp://127.0.0.1:{port}"}
+
+        def ask(message: AnyMessage) -> AnyMessage:
+            push.send(FrameCodec().encode(message))
+            return FrameCodec().decode(pull.recv())
+
+        def room(pages: bytes, aux_index: int | None) -> str:
+            request = RoomRequest(
+                **names,
+                room=next(ROOMS),
+                generation=1,
+                pages=pages,
+                prefix_pages=0,
+                aux_index=aux_index,
+                dummy=False,
+                destinations=1,
+                time_left=5.0,
+            )
+            answer = ask(request)
+            assert isinstance(answer, Failure)
+            return answer.reason
+
+        assert "it must say hello first" in room(b"", None)
+        hello = Hello(**names, engine="tcp", engine_address=b"", layout=layout)
+        inconsistent = msgspec.structs.replace(layout, kv=[Buffer(0, item * 64, item)])
+        refused = ask(msgspec.structs.replace(hello, layout=inconsistent))
+        assert isinstance(refused, Refusal)
+        assert "needs K and V for each layer" in refused.reason
+        assert isinstance(ask(hello), Welcome)
+        assert "page 64 does not exist: there are 64" in room(np.array([63, 64], "<i8").tobytes(), None)
+        assert "page -1 does not exist" in room(np.array([-1], "<i8").tobytes(), None)
+        assert "multiple of element size" in room(b"123", None)
+        assert "aux_index 8 does not exist" in room(b"", 8)
 
 
 def test_ranks_with_other_secrets_do_not_meet(pair: list[RankProcess]) -> None:
