@@ -322,7 +322,8 @@ class FastLaneProtocol(BoundedHttpProtocol):
             self._answered()
 
     def break_off(self) -> None:
-        self._done().end()
+        if self._visit is not None:
+            self._done().end()
         # A body that ends with the connection must not seem to be whole; and who does not read would never see its end.
         if self._until_close or self.flow.write_paused:
             self.transport.abort()

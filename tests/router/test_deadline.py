@@ -1,0 +1,64 @@
+"""Deadlines that are moved without timers of their own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from router import deadline
+from router.deadline import Deadline
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "TICK", 0.02)
+
+
+def run(*steps: float | str) -> int:
+    """Set a deadline (numbers above 0), clear or close it (words), wait (numbers below 0); how often it was late."""
+    late = 0
+
+    async def main() -> None:
+        def ring() -> None:
+            nonlocal late
+            late += 1
+
+        watched = Deadline(asyncio.get_running_loop(), ring)
+        for step in steps:
+            if step == "clear":
+                watched.clear()
+            elif step == "close":
+                watched.close()
+            elif float(step) > 0:
+                watched.set(float(step))
+            else:
+                await asyncio.sleep(-float(step))
+
+    asyncio.run(main())
+    return late
+
+
+def test_it_is_late_once() -> None:
+    assert run(0.05, -0.2) == 1
+    assert run(0.005, -0.1) == 1
+
+
+def test_it_is_never_early() -> None:
+    assert run(10.0, -0.1) == 0
+    assert run(0.05, -0.03, 0.05, -0.03, 0.05, -0.03, 0.05, -0.03) == 0
+
+
+def test_a_shorter_one_takes_the_place_of_a_longer() -> None:
+    assert run(10.0, 0.01, -0.1) == 1
+    assert run(10.0, 0.05, -0.2) == 1
+
+
+@pytest.mark.parametrize("end", ["clear", "close"])
+def test_what_is_cleared_or_closed_is_not_late(end: str) -> None:
+    assert run(0.05, end, -0.15) == 0
+
+
+def test_it_can_be_set_again() -> None:
+    assert run(0.03, -0.1, 0.03, -0.1) == 2
+    assert run(0.03, "clear", -0.1, 0.03, -0.1) == 1

@@ -1,0 +1,201 @@
+"""The connections to a worker: which are kept, for how long, and the head of a request over them."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.upstream import AnswerHead, Origin, UnreachableError, UpstreamError, Upstreams, UpstreamTimeoutError
+from router.upstream import pool as pool_module
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+class Receiver:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.head: AnswerHead | None = None
+        self.body = b""
+        self.error: UpstreamError | None = None
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
+        self.head = head
+        self.more(data, ended)
+
+    def more(self, data: bytes, ended: bool) -> None:
+        self.body += data
+        if ended:
+            self.over.set_result(None)
+
+    def failed(self, error: UpstreamError) -> None:
+        self.error = error
+        self.over.set_result(None)
+
+
+Serve = Callable[[StreamReader, StreamWriter], Awaitable[None]]
+
+
+async def always_ok(reader: StreamReader, writer: StreamWriter) -> None:
+    while await reader.readuntil(b"\r\n\r\n"):
+        writer.write(OK)
+
+
+@asynccontextmanager
+async def served(serve: Serve = always_ok, patience: float = 5.0) -> AsyncIterator[tuple[Upstreams, str]]:
+    async def quietly(reader: StreamReader, writer: StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(quietly, "127.0.0.1", 0)
+    upstreams = Upstreams(ssl.create_default_context(), patience, patience)
+    async with server:
+        yield upstreams, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await upstreams.close()
+        assert upstreams.open_connections == 0 or await _gone(upstreams)
+
+
+async def _gone(upstreams: Upstreams) -> bool:
+    async with asyncio.timeout(5):
+        while upstreams.open_connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return True
+
+
+async def ask(upstreams: Upstreams, url: str) -> Receiver:
+    receiver = Receiver()
+    upstreams.of(url).send(receiver, "GET", b"/x", [], b"")
+    async with asyncio.timeout(10):
+        await receiver.over
+    return receiver
+
+
+def test_connections_are_used_again_the_latest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with served() as (upstreams, url):
+            await asyncio.gather(*(ask(upstreams, url) for _ in range(5)))
+            upstream = upstreams.of(url)
+            assert (upstream.open_connections, upstream.idle_connections) == (5, 5)
+            assert (await ask(upstreams, url)).body == b"{}"
+            assert (upstream.open_connections, upstream.idle_connections) == (5, 5)
+            monkeypatch.setattr(pool_module, "MAX_IDLE", 5)
+            await asyncio.gather(*(ask(upstreams, url) for _ in range(9)))
+            assert upstream.idle_connections == 5
+
+    asyncio.run(main())
+
+
+def test_idle_connections_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "KEEPALIVE_SECONDS", 0.1)
+
+    async def main() -> None:
+        async with served() as (upstreams, url):
+            await asyncio.gather(*(ask(upstreams, url) for _ in range(3)))
+            assert await _gone(upstreams)
+            assert (await ask(upstreams, url)).body == b"{}"
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_removed_finishes_what_it_has() -> None:
+    async def slowly(reader: StreamReader, writer: StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.1)
+        writer.write(OK)
+        await reader.read()
+
+    async def main() -> None:
+        async with served(slowly) as (upstreams, url):
+            asking = asyncio.create_task(ask(upstreams, url))
+            await asyncio.sleep(0.05)
+            upstreams.forget(url)
+            assert (await asking).body == b"{}"
+            assert await _gone(upstreams)
+
+    asyncio.run(main())
+
+
+def test_what_is_on_its_way_fails_when_all_is_closed() -> None:
+    async def never(reader: StreamReader, _: StreamWriter) -> None:
+        await reader.read()
+
+    async def main() -> None:
+        async with served(never) as (upstreams, url):
+            asking = asyncio.create_task(ask(upstreams, url))
+            await asyncio.sleep(0.05)
+            await upstreams.close()
+            assert (await asking).error is not None
+
+    asyncio.run(main())
+
+
+def test_failures_have_their_kinds() -> None:
+    async def never(reader: StreamReader, _: StreamWriter) -> None:
+        await reader.read()
+
+    async def main() -> None:
+        async with served(never, patience=0.1) as (upstreams, url):
+            assert isinstance((await ask(upstreams, url)).error, UpstreamTimeoutError)
+            assert isinstance((await ask(upstreams, "http://127.0.0.1:1")).error, UnreachableError)
+            assert isinstance((await ask(upstreams, "http://no.such.host.invalid")).error, UnreachableError)
+
+    asyncio.run(main())
+
+
+def test_who_calls_off_a_request_hears_nothing_more() -> None:
+    async def main() -> None:
+        async with served() as (upstreams, url):
+            for sent in (False, True):
+                if sent:
+                    await ask(upstreams, url)  # an idle connection: the request is written at once
+                receiver = Receiver()
+                upstreams.of(url).send(receiver, "GET", b"/x", [], b"").abort()
+                await asyncio.sleep(0.05)
+                assert not receiver.over.done()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "target"),
+    [
+        ("http://worker", b"worker", b"/v1/x?a=b"),
+        ("http://worker:80", b"worker", b"/v1/x?a=b"),
+        ("http://worker:8000/base", b"worker:8000", b"/base/v1/x?a=b"),
+        ("https://worker", b"worker", b"/v1/x?a=b"),
+        ("https://[::1]:8443", b"[::1]:8443", b"/v1/x?a=b"),
+    ],
+)
+def test_the_head_of_a_request(url: str, host: bytes, target: bytes) -> None:
+    headers = [
+        (b"host", b"public"),
+        (b"connection", b"X-Hop, keep-alive"),
+        (b"x-hop", b"1"),
+        (b"x-end", b"2"),
+        (b"content-length", b"7"),
+        (b"expect", b"100-continue"),
+        (b"transfer-encoding", b"chunked"),
+    ]
+    assert Origin.of(url).request_head("POST", b"/v1/x?a=b", headers, 5) == (
+        b"POST %b HTTP/1.1\r\nhost: %b\r\nx-end: 2\r\ncontent-length: 5\r\n\r\n" % (target, host)
+    )
+    assert b"content-length" not in Origin.of(url).request_head("GET", b"/", [], 0)
+    assert b"content-length: 0\r\n" in Origin.of(url).request_head("POST", b"/", [], 0)
+
+
+def test_who_a_url_names_is_told_unless_the_client_says_otherwise() -> None:
+    origin = Origin.of("http://user:pass@worker")
+    assert b"authorization: Basic dXNlcjpwYXNz\r\n" in origin.request_head("GET", b"/", [], 0)
+    head = origin.request_head("GET", b"/", [(b"authorization", b"Bearer x")], 0)
+    assert head.count(b"authorization") == 1
+    assert b"user" not in head
