@@ -104,7 +104,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
         self._visit: Visit | None = None
         self._exchange: Exchange | None = None
         self._keeps_alive = True
-        self._begun = self._chunked = self._until_close = self._lingering = False
+        self._chunked = self._until_close = self._lingering = False
 
     # The parser
 
@@ -197,7 +197,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
             self._hand_over(request)
             return
         self._current = request
-        self._begun = self._chunked = self._until_close = False
+        self._chunked = self._until_close = False
         self._keeps_alive = request.keeps_alive
         self._visit = visit = self._entrance.visits.begin(
             "POST", request.url.partition(b"?")[0].decode(), request.headers
@@ -273,7 +273,6 @@ class FastLaneProtocol(BoundedHttpProtocol):
         request, visit = self._current, self._visit
         assert request is not None
         assert visit is not None
-        self._begun = True
         if not request.complete:
             self._keeps_alive = False
         _common.read(self.server_state)
