@@ -316,8 +316,9 @@ class Ranks:
         """Whether a request came for a room that has no sender."""
         return _until(lambda: self._ranks[name].manager.stats().waiting_requests > 0, 5)
 
-    def peers(self, name: int) -> int:
-        return self._ranks[name].manager.stats().peers
+    def wait_peers(self, name: int, count: int) -> bool:
+        """Whether this rank came to know so many."""
+        return _until(lambda: self._ranks[name].manager.stats().peers == count, 5)
 
     def threads(self) -> list[str]:
         _until(lambda: threading.active_count() == 1, 3)

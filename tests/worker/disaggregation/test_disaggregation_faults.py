@@ -140,7 +140,7 @@ def test_decode_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine:
     assert reason
     site.decode_ranks = []
     assert site.left() == []
-    assert site.prefill.call("peers", 0) == 0
+    assert site.prefill.call("wait_peers", 0, 0)
     site.decode.start()
     site.close()
 
@@ -238,9 +238,10 @@ def test_a_prefill_that_restarts_is_found_again(pair: list[RankProcess], same_po
     if same_port:
         settings["port"] = int(site.prefill.call("endpoint", 0).rpartition(":")[2])
     site.prefill.kill()
+    assert site.decode.call("wait_peers", 0, 0)
     room = next(ROOMS)
     site.decode.call("wipe", 0)
-    site.decode.call("receive", 0, site.address, room, [7, 8])  # all that is known points to the one that is gone
+    site.decode.call("receive", 0, site.address, room, [7, 8])  # the registration still names the one that is gone
     site.prefill.start()
     site.prefill.call("open", 0, "prefill", "tcp", site.model, None, None, settings)
     site.prefill.call("send", 0, site.address, room, [1, 2])
@@ -260,7 +261,7 @@ def test_a_decode_that_restarts_on_the_same_port_is_served(pair: list[RankProces
     site.decode.start()
     site.decode.call("open", 0, "decode", "tcp", site.model, None, None, settings)
     site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
-    assert site.prefill.call("peers", 0) == 1
+    assert site.prefill.call("wait_peers", 0, 1)
     site.prefill.call("open_sender", 0, site.address, room)  # for the request of the one that is gone
     assert "the decode rank was lost" in site.prefill.call("wait", 0, room, 5.0)[1]
     site.close()
