@@ -75,6 +75,43 @@ def serve(
 
 
 @app.command()
+def picker(
+    config: ConfigFile = None,
+    worker: Annotated[list[str] | None, typer.Option("--worker", "-w", help="URL of a worker; repeatable.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of HTTP: health, metrics, workers.  [default: 8080]")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port for Envoy.  [default: 9002]")] = None,
+    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.  [default: kv_aware]")] = None,
+    peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
+    log_level: LogLevel = Level.INFO,
+) -> None:
+    """Run the router as an endpoint picker: Envoy asks it where to send requests, and carries them itself."""
+    from importlib.util import find_spec
+
+    from kvrouter.serving import serve_picker
+    from router.config_reload import SettingsFile
+
+    if not (find_spec("grpc") and find_spec("grpc_health")):
+        _fail("the picker wants more packages: pip install 'kvrouter[envoy]'")
+    overrides: dict[str, Any] = _given(
+        server=_given(host=host, port=port),
+        picker=_given(port=grpc_port),
+        policy=_given(name=policy),
+        index=_given(peer=peer),
+    )
+    if worker:
+        overrides["workers"] = [{"url": url} for url in worker]
+    settings = _settings(config, overrides)
+    if not settings.workers and config is None and not settings.kubernetes.used:
+        _fail("no workers: name them under workers: in the settings file, or with --worker URL")
+    if settings.server.processes != 1:
+        _fail(
+            "server.processes: a picker is one process. Run several pickers, which share their load over replicas.redis"
+        )
+    _run(serve_picker(settings, SettingsFile(config, overrides) if config else None), log_level)
+
+
+@app.command()
 def indexer(
     config: ConfigFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

@@ -44,6 +44,16 @@ async def serve_router(settings: Settings, file: SettingsFile | None = None) -> 
         await _run_app(app, listening, settings.server, "kvrouter")
 
 
+async def serve_picker(settings: Settings, file: SettingsFile | None = None) -> None:
+    """Run the router with an endpoint picker for Envoy beside it. Raises OSError when an address cannot be bound."""
+    from router.picker import running_picker  # an extra
+
+    listening = listen(settings.server.host, settings.server.port)
+    async with running_router(settings, file) as app, running_picker(app, settings) as port:
+        print(f"kvrouter picker serves Envoy at {settings.server.host}:{port}", file=sys.stderr, flush=True)
+        await _run_app(app, listening, settings.server, "kvrouter picker")
+
+
 async def serve_sibling(
     settings: Settings,
     file: SettingsFile | None,

@@ -20,7 +20,8 @@ from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing
 from router.splice import SpliceError, field, with_field
 
-_OPEN = frozenset({"/health", "/ready", "/metrics", "/ui"})
+# What a router tells of itself to anyone.
+OPEN = frozenset({"/health", "/ready", "/metrics", "/ui"})
 _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _MESSAGES = frozenset(
     {"/v1/messages", "/v1/messages/count_tokens"}
@@ -175,7 +176,7 @@ class AccessControl:
     def check(self, path: str, headers: Headers) -> Tenant | None:
         """Who asks; None for the admin and for what is open. Raises RequestError: 401 without a key that is known, 403
         with the wrong one."""
-        if path in _OPEN:
+        if path in OPEN:
             return None
         key = _credential(headers)
         if compare_digest(key.encode(), self._token):

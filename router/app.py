@@ -160,6 +160,7 @@ async def running_router(
         app.router.routes.append(Route("/{path:path}", Proxy(entrance), methods=_METHODS))  # all else
         app.state.on_shutdown = board.end
         app.state.readiness = readiness
+        app.state.fleet = fleet
         app.state.entrance = entrance
         app.add_middleware(VisitedApp, visits)
         if siblings:

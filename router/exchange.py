@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import replace
 from http import HTTPStatus
 from typing import NoReturn, Protocol
@@ -24,6 +24,7 @@ import structlog
 from indexer.errors import RequestError
 from router.admission import Admission
 from router.asked_usage import HiddenUsage, asking_for_usage
+from router.carrier import Carried, Carrier
 from router.disaggregation.adapters import End
 from router.disaggregation.pair import Pair, PrefillFailedError
 from router.endpoints import RESPONSES, Call, error_event, read_call
@@ -40,7 +41,6 @@ from router.ticket import Ticket, deadline_error, read_ticket
 from router.tracing import Span
 from router.upstream import (
     AnswerHead,
-    Leg,
     UpstreamError,
     Upstreams,
     UpstreamTimeoutError,
@@ -110,7 +110,7 @@ class Exchange:
     _hung = False
     _others = False
     _placement: Placement | None = None
-    _leg: Leg | Pair | None = None
+    _leg: Carried | None = None
     _span = Span()  # of the attempt
     _head: AnswerHead | None = None
     _begun = False
@@ -121,9 +121,19 @@ class Exchange:
     _beginning: bytes | None = None
     _tail: UsageTail | None = None
 
-    def __init__(self, forwarding: Forwarding, visit: Visit, target: bytes, client: Client) -> None:
-        """`target` is the path with its query, as the worker gets it."""
+    def __init__(
+        self,
+        forwarding: Forwarding,
+        visit: Visit,
+        target: bytes,
+        client: Client,
+        carrier: Carrier | None = None,
+        without: Collection[Worker] = (),
+    ) -> None:
+        """`target` is the path with its query, as the worker gets it. `without`: workers it may not go to."""
         self._forwarding = forwarding
+        self._carrier = carrier
+        self._without = without
         self._visit = visit
         self._target = target
         self._client = client
@@ -146,6 +156,27 @@ class Exchange:
         headers, body = self._visit.refusal(error)
         self._finish(error.type)
         self._client.begin(error.status, headers, body, True)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where it is; None before it is placed, and between two attempts."""
+        return self._placement
+
+    @property
+    def over(self) -> bool:
+        """Whether it holds nothing any more."""
+        return self._over
+
+    def moved(self, worker: Worker) -> None:
+        """Its carrier has sent it to another worker, because the first did not take it. Raises RequestError."""
+        placement = self._placement
+        assert placement is not None
+        placement.attempt.end(Outcome.FAILED, "not taken")
+        placement.release()
+        self._forwarding.metrics.retried.labels(placement.worker.url).inc()
+        self._tried.append(worker)
+        others = [each for each in self._forwarding.fleet.workers if each is not worker]
+        self._placement = self._forwarding.router.place(self._prompt, others)
 
     def client_left(self) -> None:
         """Nobody waits for the answer any more."""
@@ -182,7 +213,8 @@ class Exchange:
         visit, forwarding = self._visit, self._forwarding
         if visit.tenant is not None:
             body = visit.tenant.isolated(visit.path, body)
-        if forwarding.settings.ask_usage and (asking := asking_for_usage(visit.path, body)):
+        asks = forwarding.settings.ask_usage and self._carrier is None  # else the answer's bytes are not ours to change
+        if asks and (asking := asking_for_usage(visit.path, body)):
             body, self._hidden = asking, HiddenUsage()
         self._body = body
         span = visit.trace.span("tokenize")
@@ -246,11 +278,11 @@ class Exchange:
 
     def _try_next(self) -> None:
         """Send the request to another worker. Raises RequestError when there is none."""
-        if len(self._tried) >= self._forwarding.settings.attempts:
+        if len(self._tried) >= self._attempts:
             self._give_in()
         span = self._visit.trace.span("decide")
         try:
-            placement = self._forwarding.admission.place(self._prompt, self._tried, self._ticket)
+            placement = self._forwarding.admission.place(self._prompt, self._excluded, self._ticket)
         except RequestError as error:
             span.end(type(error).__name__)
             raise
@@ -259,9 +291,18 @@ class Exchange:
         else:
             self._send(placement, span)
 
+    @property
+    def _attempts(self) -> int:
+        return self._forwarding.settings.attempts if self._carrier is None else 1
+
+    @property
+    def _excluded(self) -> Collection[Worker]:
+        """Where it does not go any more, or may not."""
+        return [*self._tried, *self._without] if self._without else self._tried
+
     async def _place_later(self, span: Span) -> None:
         try:
-            placement = await self._forwarding.admission.wait(self._prompt, self._tried, self._ticket)
+            placement = await self._forwarding.admission.wait(self._prompt, self._excluded, self._ticket)
         except RequestError as error:
             span.end(type(error).__name__)
             raise
@@ -275,7 +316,7 @@ class Exchange:
         forwarding.metrics.placed(prompt.name or "", time.monotonic() - self._arrived, placement.decision)
         tried.append(worker)
         visit = self._visit
-        self._others = len(tried) < forwarding.settings.attempts and forwarding.router.others(prompt, tried)
+        self._others = len(tried) < self._attempts and forwarding.router.others(prompt, tried)
         if placement.prefill is None:
             self._may_be_given_up(placement)
         self._span = visit.trace.span("upstream", worker=worker.url)
@@ -286,6 +327,9 @@ class Exchange:
         headers = self._span.inject(headers)
         if placement.prefill is not None:
             self._send_pair(placement, placement.prefill, headers)
+            return
+        if self._carrier is not None:
+            self._leg = self._carrier.send(worker, self, headers, self._body)
             return
         upstream = forwarding.upstreams.of(worker.url)
         self._leg = upstream.send(self, visit.method, self._target, headers, self._body)
@@ -309,7 +353,7 @@ class Exchange:
             placement.attempt.waits_from_now()
             self._may_be_given_up(placement)
 
-        pair = Pair(self, forwarding.upstreams, placement, requests, self._target, headers, prefilled)
+        pair = Pair(self, forwarding.upstreams, placement, requests, self._target, headers, prefilled, self._carrier)
         self._leg = pair
         pair.start()
 
@@ -374,7 +418,7 @@ class Exchange:
         request can still go elsewhere."""
         try:
             self._head = head
-            if data or ended or not _is_stream(head):
+            if data or ended or self._carrier is not None or not _is_stream(head):
                 self._begin(head, data, ended)
         except Exception:
             self._crash()

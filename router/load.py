@@ -69,6 +69,11 @@ class Reservation:
         load.prefills[self] = prefill_seconds
         load.on_change()
 
+    @property
+    def backlog(self) -> float:
+        """Seconds until its target's prefills, of which its own is one, are expected to be done."""
+        return self._load.backlog
+
     def first_byte(self) -> None:
         """The prefill is done."""
         if self not in self._load.prefills:

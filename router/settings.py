@@ -251,6 +251,16 @@ class ProxySettings(_Section):
     ask_usage: bool = False
 
 
+class PickerSettings(_Section):
+    """How Envoy is told where requests go: `kvrouter picker`."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 9002
+    certificate: Path | None = None
+    key: Path | None = None
+    fallbacks: Annotated[int, Field(ge=0)] = 0
+    read_usage: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
 class AdmissionSettings(_Section):
     """When requests wait in the router, and how many may. Times in seconds."""
 
@@ -369,6 +379,7 @@ class Settings(BaseSettings):
     fleet: FleetSettings = FleetSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
     proxy: ProxySettings = ProxySettings()
+    picker: PickerSettings = PickerSettings()
     admission: AdmissionSettings = AdmissionSettings()
     replicas: ReplicasSettings = ReplicasSettings()
     upstream: UpstreamSettings = UpstreamSettings()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from router.carrier import Carried, Carrier
 from router.disaggregation.adapters import Adapter, AnsweredError, Part
 from router.health import Outcome
 from router.routing import Placement
@@ -37,8 +38,12 @@ class Pair:
         target: bytes,
         headers: Headers,
         prefilled: Callable[[], None],
+        carrier: Carrier | None = None,
     ) -> None:
-        """`prefilled` is told when the prefill is done, and the decode is what is waited for."""
+        """`prefilled` is told when the prefill is done, and the decode is what is waited for.
+
+        `carrier`: who sends the decode, if not the router itself.
+        """
         assert placement.prefill is not None
         self._receiver: Receiver | None = receiver
         self._upstreams = upstreams
@@ -46,10 +51,11 @@ class Pair:
         self._target = target
         self._headers = headers
         self._done = prefilled
-        self._decode_url = placement.worker.url
+        self._carrier = carrier
+        self._decode_worker = placement.worker
         self._prefill_placement = placement.prefill
         self._prefill: Leg | None = None
-        self._decode: Leg | None = None
+        self._decode: Carried | None = None
         self._begun = False  # something of the decode's answer came
         self._paused = False
         self._asking: Leg | None = None
@@ -78,7 +84,10 @@ class Pair:
         self._receiver = None
         ended = [
             url
-            for url, leg in ((self._prefill_placement.worker.url, self._prefill), (self._decode_url, self._decode))
+            for url, leg in (
+                (self._prefill_placement.worker.url, self._prefill),
+                (self._decode_worker.url, self._decode),
+            )
             if leg is not None
         ]
         self._close()
@@ -120,13 +129,19 @@ class Pair:
             self._send_decode(b"")
 
     def _send_decode(self, prefilled: bytes) -> None:
-        self._decode = self._send(self._decode_url, self._adapter.decode(prefilled), self)
+        part = self._adapter.decode(prefilled)
+        if self._carrier is None:
+            self._decode = self._send(self._decode_worker.url, part, self)
+        else:
+            self._decode = self._carrier.send(self._decode_worker, self, self._headers_of(part), part.body)
         if self._paused:
             self._decode.pause()
 
     def _send(self, url: str, part: Part, receiver: Receiver) -> Leg:
-        headers = [each for each in self._headers if each[0] not in {name for name, _ in part.headers}]
-        return self._upstreams.of(url).send(receiver, "POST", self._target, headers + part.headers, part.body)
+        return self._upstreams.of(url).send(receiver, "POST", self._target, self._headers_of(part), part.body)
+
+    def _headers_of(self, part: Part) -> Headers:
+        return [each for each in self._headers if each[0] not in {name for name, _ in part.headers}] + part.headers
 
     # What the prefill answers
 

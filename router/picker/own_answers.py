@@ -1,0 +1,33 @@
+"""Requests that the picker answers itself, because no single worker could: the list of models."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from router.fleet import Fleet
+from router.model_cards import model_card, model_cards
+from router.visit import Visit
+
+_MODELS = "/v1/models"
+
+
+class OwnAnswers:
+    """What all workers together serve."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._started = int(time.time())
+
+    def to(self, visit: Visit) -> bytes | None:
+        """The answer's body; None when the request is for a worker. Raises RequestError (404)."""
+        if visit.method != "GET" or not visit.path.startswith(_MODELS):
+            return None
+        if visit.path == _MODELS:
+            cards = model_cards(self._fleet, self._started, visit.tenant)
+            return msgspec.json.encode({"object": "list", "data": list(cards.values())})
+        if visit.path.startswith(_MODELS + "/"):
+            name = visit.path.removeprefix(_MODELS + "/")
+            return msgspec.json.encode(model_card(self._fleet, self._started, name, visit.tenant))
+        return None

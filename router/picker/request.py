@@ -1,0 +1,433 @@
+"""One request that passes through Envoy, as its stream to the picker tells of it.
+
+The exchange is the router's own. Envoy is both ends of it: the client, whose body comes in messages and whose answer
+goes back as an `ImmediateResponse` where the router gives it; and the carrier, which is told where to send the request
+and tells of the answer's head and, where it is configured to, of its body.
+
+    head ──▶ body ──▶ exchange ──▶ endpoint ──▶ answer's head ──▶ its body ──▶ the stream's end
+                         └──▶ error
+
+Where Envoy does not show the answer's body, the answer is over when the stream is. Then the end of the prefill is not
+seen either. `observer` may tell of both; without it the prefill is taken to end when it was expected to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+import structlog
+
+from indexer.errors import RequestError
+from router.access import OPEN
+from router.exchange import Exchange
+from router.fleet import Fleet, Worker
+from router.picker import ext_proc_pb2 as pb
+from router.picker import messages
+from router.picker.addresses import Addresses
+from router.picker.own_answers import OwnAnswers
+from router.proxy import Entrance, too_large, too_slow
+from router.settings import PickerSettings
+from router.upstream import AnswerHead, Origin, Receiver, UnreachableError, UpstreamTimeoutError
+from router.upstream.origin import Headers
+from router.visit import Visit
+
+log = structlog.get_logger()
+
+_Mode = pb.ProcessingMode
+# How long the end of an answer that was to be observed is waited for, once Envoy is done with the request.
+_OBSERVED_SECONDS = 0.5
+# Show no more of an answer; its end is seen by its stream's.
+_NO_BODY = _Mode(response_body_mode=_Mode.NONE, response_trailer_mode=_Mode.SEND)
+_LATE = ("timeout", "response_timeout", "per_try_timeout")
+
+
+@dataclass(slots=True)
+class Desk:
+    """What requests need, and those that are here: by the numbers their answers are observed under."""
+
+    entrance: Entrance
+    fleet: Fleet
+    settings: PickerSettings
+    own_answers: OwnAnswers
+    addresses: Addresses = field(default_factory=Addresses)
+    requests: dict[str, PickedRequest] = field(default_factory=dict)
+    observed: bool = False  # answers are shown beside
+    numbers: count[int] = field(default_factory=lambda: count(1))
+    random: Random = field(default_factory=Random)
+
+    def address_of(self, worker: Worker) -> str | None:
+        """Where a worker is, if that is known."""
+        return self.addresses.of(worker.url)
+
+
+class PickedRequest:
+    """A request between Envoy and its worker. It is the client and the carrier of its exchange.
+
+    `send` takes messages for Envoy. After `refused` Envoy wants no more of them.
+    """
+
+    def __init__(self, desk: Desk, send: Callable[[bytes], None]) -> None:
+        self.refused = False
+        self._desk = desk
+        self._send = send
+        self._number = str(next(desk.numbers))
+        self._visit: Visit | None = None
+        self._exchange: Exchange | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._resolving: asyncio.Task[None] | None = None
+        # The request.
+        self._mode = _Mode.FULL_DUPLEX_STREAMED
+        self._came: Headers = []
+        self._path = ""
+        self._subset: set[str] | None = None
+        self._body: list[bytes] = []
+        self._size = 0
+        self._whole = self._has_body = self._has_trailers = False
+        # The answer.
+        self._answer_mode = _Mode.NONE
+        self._address = ""
+        self._answer: Receiver | None = None  # who hears of it: the exchange, or its prefill and decode
+        self._head: AnswerHead | None = None
+        self._passing = False  # what the exchange says now is the worker's
+        self._begun = False
+        self._seen: list[tuple[bytes, bool]] = []  # observed before the head came
+        self._observing = self._was_observed = False
+        self._observed_whole = asyncio.Event()  # or as far as is wanted
+        self._unseen: asyncio.TimerHandle | None = None
+
+    def received(self, message: pb.ProcessingRequest) -> None:
+        """Envoy tells something."""
+        if self.refused:
+            return
+        match message.WhichOneof("request"):
+            case "request_headers":
+                self._request_head(message)
+            case "request_body":
+                self._request_body(message.request_body)
+            case "request_trailers":
+                self._request_trailers()
+            case "response_headers":
+                self._answer_head(message)
+            case "response_body":
+                self._answer_body(message.response_body)
+            case "response_trailers":
+                self._answer_trailers()
+
+    async def closed(self) -> None:
+        """The stream is over: so is the request, however it went."""
+        exchange, visit = self._exchange, self._visit
+        for timer in (self._late, self._unseen):
+            if timer is not None:
+                timer.cancel()
+        if self._resolving is not None:
+            self._resolving.cancel()
+        if exchange is not None and not exchange.over:
+            if self._begun and self._answer_mode == _Mode.NONE:
+                await self._end_unseen(exchange)
+            else:
+                exchange.client_left()
+        self._desk.requests.pop(self._number, None)
+        if visit is not None:
+            visit.end()
+
+    async def _end_unseen(self, exchange: Exchange) -> None:
+        """Envoy does not say whether the answer came to its end. Whoever observes it whole does, maybe a bit later."""
+        if self._observing or (self._desk.observed and not self._was_observed):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_OBSERVED_SECONDS):
+                    await self._observed_whole.wait()
+        if exchange.over:
+            return
+        if self._observing:
+            exchange.client_left()
+        else:
+            self._pass(b"", True)
+
+    # The request
+
+    def _request_head(self, message: pb.ProcessingRequest) -> None:
+        desk, head = self._desk, message.request_headers
+        pseudo, headers = messages.read_headers(head.headers)
+        if message.HasField("protocol_config"):
+            self._mode = message.protocol_config.request_body_mode
+            self._answer_mode = message.protocol_config.response_body_mode
+        method, target = pseudo.get(":method", "GET"), pseudo.get(":path", "/")
+        path = target.partition("?")[0]
+        self._came = headers
+        self._visit = visit = desk.entrance.visits.begin(method, path, headers)
+        try:
+            visit.admit()
+            if path in OPEN:
+                raise _of_the_picker(path)
+            if (own := desk.own_answers.to(visit)) is not None:
+                self.begin(200, [(b"content-type", b"application/json")], own, True)
+                return
+            if not head.end_of_stream:
+                self._expect_body()
+            self._subset = messages.read_subset(message, headers)
+        except RequestError as error:
+            self.begin(error.status, *visit.refusal(error), True)
+            return
+        self._path = target
+        carried = target.encode("latin-1")
+        self._exchange = Exchange(desk.entrance.forwarding, visit, carried, self, self, self._outside())
+        if head.end_of_stream:
+            self._start()
+            return
+        self._has_body = True
+        self._late = asyncio.get_running_loop().call_later(desk.entrance.settings.body_timeout, self._too_slow)
+        if self._mode == _Mode.BUFFERED:
+            self._send(messages.KEEP_REQUEST_HEAD)
+
+    def _expect_body(self) -> None:
+        """Raise RequestError when no body will come that could be used."""
+        settings = self._desk.entrance.settings
+        length = next((value for name, value in self._came if name == b"content-length"), b"")
+        if length.isdigit() and int(length) > settings.max_body_bytes:
+            raise too_large(settings)
+        if self._mode not in (_Mode.FULL_DUPLEX_STREAMED, _Mode.BUFFERED):
+            raise RequestError(
+                f"Envoy's request_body_mode is {_Mode.BodySendMode.Name(self._mode)}. "
+                "Set it to FULL_DUPLEX_STREAMED or BUFFERED.",
+                status=500,
+                type="internal_error",
+            )
+
+    def _outside(self) -> list[Worker]:
+        """The workers that the request may not go to."""
+        if self._subset is None:
+            return []
+        return [each for each in self._desk.fleet.workers if self._desk.address_of(each) not in self._subset]
+
+    def _request_body(self, part: pb.HttpBody) -> None:
+        if self._whole or self._exchange is None:
+            return
+        self._size += len(part.body)
+        if self._size > self._desk.entrance.settings.max_body_bytes:
+            self._exchange.refuse(too_large(self._desk.entrance.settings))
+            return
+        self._body.append(part.body)
+        if part.end_of_stream:
+            self._start()
+
+    def _request_trailers(self) -> None:
+        if not self._whole and self._exchange is not None:
+            self._has_trailers = True
+            self._start()
+        else:
+            self._send(messages.KEEP_REQUEST_TRAILERS)
+
+    def _too_slow(self) -> None:
+        if self._exchange is not None and not self._whole:
+            self._exchange.refuse(too_slow(self._desk.entrance.settings))
+
+    def _start(self) -> None:
+        assert self._exchange is not None
+        self._whole = True
+        if self._late is not None:
+            self._late.cancel()
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = [body]
+        self._exchange.start(body)
+
+    # The carrier
+
+    def send(self, worker: Worker, answer: Receiver, headers: Headers, body: bytes) -> PickedRequest:
+        """The exchange has found a worker."""
+        address = self._desk.address_of(worker)
+        if address is not None:
+            self._route(worker, answer, address, headers, body)
+        else:
+            self._resolving = asyncio.create_task(self._route_by_name(worker, answer, headers, body))
+        return self
+
+    async def _route_by_name(self, worker: Worker, answer: Receiver, headers: Headers, body: bytes) -> None:
+        try:
+            address = await self._desk.addresses.found(worker.url)
+        except OSError as error:
+            answer.failed(UnreachableError(f"{worker.url}: {error.strerror}"))
+        else:
+            self._route(worker, answer, address, headers, body)
+
+    def _route(self, worker: Worker, answer: Receiver, address: str, headers: Headers, body: bytes) -> None:
+        """Tell Envoy where to send the request."""
+        assert self._exchange is not None
+        if self._subset is not None and address not in self._subset:
+            self._exchange.refuse(_none_allowed())  # it was added while the request waited
+            return
+        self._address, self._answer = address, answer
+        self._desk.requests[self._number] = self
+        endpoints = ",".join([address, *self._fallbacks(worker)])
+        prefix = Origin.of(worker.url).path.decode("latin-1")
+        if self._has_body:
+            headers = [header for header in headers if header[0] != b"content-length"]
+            headers.append((b"content-length", b"%d" % len(body)))
+        response = messages.routed(
+            endpoints, self._number, self._came, headers, prefix + self._path if prefix else None
+        )
+        if self._has_body and self._mode == _Mode.BUFFERED:
+            changed = None if body is self._body[0] else body
+            self._send(messages.as_answer_to_body(response, changed).SerializeToString())
+        else:
+            self._send(response.SerializeToString())
+            if self._has_body:
+                for chunk in messages.request_chunks(body, ends=not self._has_trailers):
+                    self._send(chunk)
+        self._body = []
+        if self._has_trailers:
+            self._send(messages.KEEP_REQUEST_TRAILERS)
+
+    def _fallbacks(self, first: Worker) -> list[str]:
+        """Where else it may go when its worker does not take it, the best first."""
+        most = self._desk.settings.fallbacks
+        placement = self._exchange.placement if self._exchange else None
+        if not most or placement is None or placement.prefill is not None:
+            return []  # a decode belongs to its prefill
+        by_url = {worker.url: worker for worker in self._desk.fleet.workers}
+        found: dict[str, None] = {}
+        for cost in sorted(placement.decision.costs, key=lambda cost: cost.total):
+            worker = by_url.get(cost.candidate.target.worker)
+            if worker is not None and worker is not first and (address := self._desk.address_of(worker)):
+                found.setdefault(address)
+        return list(found)[:most]
+
+    def abort(self) -> None:
+        """Nobody wants the answer: Envoy is told by the end of the stream."""
+
+    def pause(self) -> None:
+        """Envoy sees to it."""
+
+    def resume(self) -> None:
+        """Envoy sees to it."""
+
+    # The answer
+
+    def _answer_head(self, message: pb.ProcessingRequest) -> None:
+        exchange, answer = self._exchange, self._answer
+        if exchange is None or answer is None or exchange.over or exchange.placement is None:
+            self._send(messages.KEEP_HEAD)  # Envoy's own, before there was a worker
+            return
+        pseudo, headers = messages.read_headers(message.response_headers.headers)
+        head = AnswerHead(int(pseudo.get(":status", "0")), headers)
+        served, problem = messages.read_served(message), messages.read_problem(message)
+        if served and served != self._address:
+            self._served_by(exchange, served)
+        if problem is not None:
+            late = any(word in problem for word in _LATE)
+            answer.failed(UpstreamTimeoutError(problem) if late else UnreachableError(problem))
+            return
+        self._head, self._passing = head, True
+        answer.answered(head, b"", message.response_headers.end_of_stream)
+        self._passing = False
+        self._begun = True
+        seen, self._seen = self._seen, []
+        for data, ended in seen:
+            self._pass(data, ended)
+        if self._answer_mode == _Mode.NONE and not exchange.over and exchange.placement is not None:
+            reservation = exchange.placement.reservation
+            self._unseen = asyncio.get_running_loop().call_later(reservation.backlog, reservation.first_byte)
+
+    def _served_by(self, exchange: Exchange, address: str) -> None:
+        """Envoy went on to a fallback."""
+        worker = next((each for each in self._desk.fleet.workers if self._desk.address_of(each) == address), None)
+        if worker is None:
+            return
+        self._address = address
+        try:
+            exchange.moved(worker)
+        except RequestError as error:
+            log.warning("served by a worker that is not used", worker=worker.url, reason=str(error))
+
+    def _pass(self, data: bytes, ended: bool) -> None:
+        """The exchange learns of bytes that the worker sent."""
+        if self._answer is not None and self._exchange is not None and not self._exchange.over and self._begun:
+            self._passing = True
+            self._answer.more(data, ended)
+            self._passing = False
+
+    def _answer_body(self, part: pb.HttpBody) -> None:
+        self._pass(part.body, part.end_of_stream)
+        if self._answer_mode == _Mode.FULL_DUPLEX_STREAMED:
+            for chunk in messages.answer_chunks(part.body, part.end_of_stream):
+                self._send(chunk)
+        else:
+            self._send(messages.KEEP_BODY)
+
+    def _answer_trailers(self) -> None:
+        self._pass(b"", True)
+        self._send(messages.KEEP_TRAILERS)
+
+    def observed(self, data: bytes, ended: bool) -> bool:
+        """Bytes of the answer are shown beside. Whether more of them are wanted."""
+        exchange = self._exchange
+        if exchange is None or exchange.over or self._answer_mode != _Mode.NONE:
+            return False
+        first, self._was_observed = not self._was_observed, True
+        self._observing = True
+        if self._begun:
+            self._pass(data, ended)
+        else:
+            self._seen.append((data, ended))
+        if ended:
+            self._observed_whole.set()
+        elif first and not self._wants_usage():
+            self._observing = False
+            self._observed_whole.set()
+        return self._observing and not ended
+
+    def _wants_usage(self) -> bool:
+        """Whether an answer is looked at to its end."""
+        streamed = self._head is not None and self._head.first(b"content-type").startswith(b"text/event-stream")
+        limited = self._visit is not None and self._visit.tenant is not None
+        return not streamed or limited or self._desk.random.random() < self._desk.settings.read_usage
+
+    # The client
+
+    def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:  # noqa: ARG002
+        """The exchange passes on a worker's head, or answers itself."""
+        assert self._visit is not None
+        headers = self._visit.answered(status, headers)
+        if self._passing:
+            assert self._head is not None
+            mode = None
+            if self._answer_mode == _Mode.STREAMED and self._mode != _Mode.FULL_DUPLEX_STREAMED:
+                mode = None if self._wants_usage() else _NO_BODY
+            self._send(messages.answer_head(self._head.headers, headers, mode))
+        else:
+            self._refuse(status, headers, data)
+
+    def more(self, data: bytes, ended: bool) -> None:  # noqa: ARG002
+        """Envoy has these bytes already, unless they are the router's: then the answer ends here."""
+        if self._passing:
+            assert self._visit is not None
+            self._visit.passed(len(data))
+        elif self._begun and data:
+            self.break_off()
+
+    def break_off(self) -> None:
+        """The answer will not be finished: Envoy resets the client's stream."""
+        self._refuse(500, [], b"")
+
+    def _refuse(self, status: int, headers: Headers, body: bytes) -> None:
+        self.refused = True
+        self._send(messages.immediate(status, headers, body, "kvrouter"))
+
+
+def _of_the_picker(path: str) -> RequestError:
+    return RequestError(
+        f"{path} is not served here. Ask the picker's HTTP port, or Envoy's.", status=404, type="not_found_error"
+    )
+
+
+def _none_allowed() -> RequestError:
+    return RequestError(
+        "No worker of those that the gateway allows can be reached. Try again later.",
+        status=503,
+        type="service_unavailable",
+        code="no_worker_available",
+    )
