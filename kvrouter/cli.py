@@ -202,13 +202,18 @@ def simulate(
     prefill_ms: Annotated[float, typer.Option(help="Milliseconds to compute one uncached prompt token.")] = 0.15,
     step_ms: Annotated[float, typer.Option(help="Milliseconds a step takes at least: the time of a token.")] = 5.0,
     kv_events: Annotated[str | None, typer.Option(help="Publisher configuration in JSON, as SGLang takes it.")] = None,
+    disaggregation: Annotated[str | None, typer.Option(help="sglang or nixl: how it hands KV pages over.")] = None,
+    role: Annotated[str | None, typer.Option(help="prefill or decode; wants --disaggregation.")] = None,
+    bootstrap_port: Annotated[int, typer.Option(help="Of a prefill worker's bootstrap service; 0: a free one.")] = 0,
 ) -> None:
     """Run a simulated worker: real cache, scheduler, events and API, made-up words."""
     from worker.publisher import PublisherConfig
     from worker.simulated import SimulatedWorkerSettings, run
 
     try:
-        given = _given(kv_events=kv_events and PublisherConfig.from_json(kv_events))
+        given = _given(
+            kv_events=kv_events and PublisherConfig.from_json(kv_events), disaggregation=disaggregation, role=role
+        )
         settings = SimulatedWorkerSettings(
             host=host,
             port=port,
@@ -221,6 +226,7 @@ def simulate(
             max_model_len=max_model_len,
             prefill_s_per_token=prefill_ms / 1000,
             base_step_s=step_ms / 1000,
+            bootstrap_port=bootstrap_port,
             **given,
         )
         run(settings)

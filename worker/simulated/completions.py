@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from worker.simulated.answers import AnswerWriter
-from worker.simulated.engine import Generation, Output, QueueFullError, SimulatedEngine
+from worker.simulated.disaggregation.part import Job, Part, Role, Running
+from worker.simulated.engine import Output, QueueFullError, SimulatedEngine
 from worker.simulated.generate_api import GenerateReply, GenerateRequest
 from worker.simulated.messages_api import MessageReply, MessagesRequest
 from worker.simulated.metrics import WorkerMetrics
@@ -38,7 +39,10 @@ class Completions:
         tokenizer: ChatTokenizer,
         engines: Sequence[SimulatedEngine],
         metrics: WorkerMetrics,
+        role: Role | None = None,
     ) -> None:
+        self._role = role
+        self._by_rid: dict[str, _Outputs] = {}
         self._settings = settings
         self._tokenizer = tokenizer
         self._writer = AnswerWriter(tokenizer)
@@ -130,24 +134,49 @@ class Completions:
         self._check_options(body, max_tokens, max_tokens_field)
         budgets = [self._answer_budget(prompt, max_tokens) for prompt in prompts]
         rank = self._requested_rank(http)
+        parts = self._role.parts(body, len(prompts)) if self._role else [None] * len(prompts)
         adapter = body.model if body.model in self._settings.adapters else None
         outputs = _Outputs(self._metrics)
         try:
-            for prompt, budget in zip(prompts, budgets, strict=True):
+            for prompt, budget, part in zip(prompts, budgets, parts, strict=True):
                 for choice in range(body.n):
                     answer = self._writer.answer(prompt, budget, body.min_tokens, body.ignore_eos, adapter, choice)
-                    on = self._least_loaded() if rank is None else rank
+                    on = rank if part is None or part.rank is None else part.rank
+                    on = self._least_loaded() if on is None else on
                     deliver = partial(outputs.put, len(outputs.generations), on)
-                    outputs.generations.append(
-                        self._engines[on].submit(prompt, answer, deliver, adapter, body.cache_salt)
-                    )
+                    job = Job(prompt, answer, deliver, adapter, body.cache_salt)
+                    outputs.generations.append(self._start(part, on, job))
         except QueueFullError as error:
             outputs.cancel()
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, BUSY) from error
+        except ApiError:
+            outputs.cancel()
+            raise
         reply = reply_with([len(prompt) for prompt in prompts], [Choice() for _ in outputs.generations])
+        rids = [body.rid] if isinstance(body.rid, str) else body.rid or []
+        self._by_rid.update(dict.fromkeys(rids, outputs))
+        outputs.on_end.append(partial(self._forget, rids))
         if not body.stream:
             return await self._whole(http, reply, outputs)
+        # A transfer that fails is an error with its status, not one in a stream that has begun.
+        if any(parts) and not await self._begins(http, outputs):
+            return Response(status_code=499)  # nobody reads it
         return _GenerationStream(self._chunks(reply, outputs), outputs)
+
+    def _start(self, part: Part | None, rank: int, job: Job) -> Running:
+        if part is not None:
+            return part.start(rank, job)
+        return self._engines[rank].submit(job.prompt, job.answer, job.deliver, job.adapter, job.cache_salt)
+
+    def abort(self, rid: str) -> None:
+        """Give up the request of that id, if it has not finished."""
+        outputs = self._by_rid.get(rid)
+        if outputs is not None:
+            outputs.cancel()
+
+    def _forget(self, rids: Sequence[str]) -> None:
+        for rid in rids:
+            self._by_rid.pop(rid, None)
 
     def _openai(
         self, prefix: str, kind: Literal["chat", "text"], body: CompletionRequest | ChatRequest
@@ -160,18 +189,25 @@ class Completions:
         return body.model or self._settings.model
 
     async def _whole(self, http: Request, reply: Reply, outputs: _Outputs) -> Response:
-        collecting = asyncio.create_task(self._collect(reply, outputs))
-        leaving = asyncio.create_task(_client_left(http))
         try:
-            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
+            if not await _unless_client_leaves(http, self._collect(reply, outputs)):
                 return Response(status_code=499)  # nobody reads it
-            collecting.result()
         finally:
-            collecting.cancel()
-            leaving.cancel()
-            outputs.cancel()
+            outputs.end()
         return JSONResponse(reply.body())
+
+    async def _begins(self, http: Request, outputs: _Outputs) -> bool:
+        """Wait for the first output; False when the client left. Raises ApiError when there is nothing in it."""
+        try:
+            if await _unless_client_leaves(http, outputs.begun.wait()):
+                assert outputs.first is not None
+                _check(outputs.first)
+                return True
+        except BaseException:
+            outputs.end()
+            raise
+        outputs.end()
+        return False
 
     async def _collect(self, reply: Reply, outputs: _Outputs) -> None:
         async for index, output in outputs:
@@ -191,13 +227,13 @@ class Completions:
 
     def _take(self, choice: Choice, output: Output) -> str:
         """Add an output to its choice; the text it adds."""
-        if output.token is None:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "The engine is shutting down.")
-        text = self._writer.text(output.token)
+        token = _check(output)
+        text = self._writer.text(token)
         choice.text += text
-        choice.output_ids.append(output.token)
+        choice.output_ids.append(token)
         choice.cached_tokens = output.cached_tokens
         choice.finish_reason = output.finish_reason
+        choice.kv_transfer_params = output.kv_transfer_params
         return text
 
     def _check_model(self, model: str | None) -> None:
@@ -250,7 +286,10 @@ class _Outputs:
     """The outputs of one HTTP request's generations, in the order they come."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
-        self.generations: list[Generation] = []
+        self.generations: list[Running] = []
+        self.begun = asyncio.Event()
+        self.first: Output | None = None
+        self.on_end: list[Callable[[], None]] = []
         self._metrics = metrics
         self._arrived = time.monotonic()
         self._begun: set[int] = set()
@@ -262,6 +301,8 @@ class _Outputs:
             self._begun.add(index)
             self._metrics.observe_first_token(rank, time.monotonic() - self._arrived)
         self._queue.put_nowait((index, output))
+        self.first = self.first or output
+        self.begun.set()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
         """Pairs of a generation's index and its next output, until all have finished."""
@@ -276,6 +317,12 @@ class _Outputs:
         for generation in self.generations:
             generation.cancel()
 
+    def end(self) -> None:
+        """Abort what has not finished: nobody waits any more."""
+        self.cancel()
+        for told in self.on_end:
+            told()
+
 
 class _GenerationStream(StreamingResponse):
     """Server-sent events; however the response ends, its generations end with it."""
@@ -288,7 +335,32 @@ class _GenerationStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._outputs.cancel()
+            self._outputs.end()
+
+
+def _check(output: Output) -> int:
+    """The token of an output. Raises ApiError when it has none."""
+    if output.failure is not None:
+        raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, output.failure)
+    if output.token is None:
+        message = "The request was aborted, or the engine is shutting down."
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message)
+    return output.token
+
+
+async def _unless_client_leaves(http: Request, work: Coroutine[Any, Any, object]) -> bool:
+    """Do something; False, and it is cancelled, when the client leaves meanwhile."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_client_left(http))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        working.result()
+        return True
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 async def _client_left(http: Request) -> None:

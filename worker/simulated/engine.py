@@ -4,6 +4,9 @@
                   ▲           │                      token budget or the places run out; when blocks run out, the
                   └─ preempted ┘                     latest running sequence goes back to waiting
 
+    submit with a handover ──▶ … ──▶ finished ──▶ held ──▶ released        its KV goes to another worker
+    hold ──▶ adopt ──▶ running                                              its KV came from another worker
+
 Everything runs on one event loop, and gives way to others only while a step takes its time.
 """
 
@@ -13,7 +16,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from worker.reporter import Reporter
 from worker.simulated.cache import CachedSequence, PagedPrefixCache
@@ -38,12 +41,29 @@ class Answer:
 class Output:
     """One generated token; the last one has a finish reason. `cached_tokens`: of the prompt, found in the cache.
 
-    A request that is aborted gets one more output, without a token.
+    A request that is aborted gets one more output, without a token; `failure` says why if something went wrong.
+    `kv_transfer_params`: where its KV is kept for another worker, in vLLM's words.
     """
 
     token: int | None
     cached_tokens: int
     finish_reason: FinishReason | None = None
+    failure: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Handover(Protocol):
+    """What takes a request's KV to another worker. Once the engine is done its blocks are held until `release`."""
+
+    def computed(self, generation: Generation) -> None:
+        """A step has computed more of the prompt: `num_computed` says how far."""
+
+    def finished(self, generation: Generation) -> None:
+        """The engine is done with the request, whose `finish_reason` says how."""
+
+
+ComputeKv: TypeAlias = Callable[[CachedSequence, int, int], None]
+"""Makes the KV of a sequence's tokens from one position up to another, in its blocks."""
 
 
 @dataclass(slots=True)
@@ -69,8 +89,11 @@ class Generation:
         sequence: CachedSequence,
         answer: Answer,
         deliver: Callable[[Output], None],
+        handover: Handover | None = None,
     ) -> None:
         self.sequence = sequence
+        self.prompt_length = len(sequence.tokens)
+        self.handover = handover
         self.num_computed = 0  # leading tokens of the sequence whose KV is there
         self.num_generated = 0
         self.cached_tokens: int | None = None  # of the prompt; None until it is scheduled for the first time
@@ -106,9 +129,15 @@ class SimulatedEngine:
     `run` is the engine's loop; whoever starts it ends it by cancelling it. The reporter is not shut down with it.
     """
 
-    def __init__(self, settings: SimulatedWorkerSettings, reporter: Reporter) -> None:
+    def __init__(
+        self, settings: SimulatedWorkerSettings, reporter: Reporter, compute_kv: ComputeKv | None = None
+    ) -> None:
         self.cache = PagedPrefixCache(settings.num_blocks, settings.block_size)
         self.stats = EngineStats()
+        self.arriving = 0  # requests whose KV other workers compute: they wait too
+        self.freed = asyncio.Event()  # set when blocks are freed; a new one then takes its place
+        self._compute_kv = compute_kv
+        self._held: list[CachedSequence] = []
         self._settings = settings
         self._reporter = reporter
         self._waiting: deque[Generation] = deque()
@@ -121,7 +150,13 @@ class SimulatedEngine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self.arriving
+
+    def check_room(self) -> None:
+        """Raise QueueFullError when no more requests are taken."""
+        settings = self._settings
+        if self.num_running + self.num_waiting >= settings.max_num_seqs + settings.max_waiting:
+            raise QueueFullError(f"{self.num_running} requests are running and {self.num_waiting} waiting")
 
     def submit(
         self,
@@ -130,6 +165,7 @@ class SimulatedEngine:
         deliver: Callable[[Output], None],
         adapter: str | None = None,
         cache_salt: str | None = None,
+        handover: Handover | None = None,
     ) -> Generation:
         """Take a request in. `deliver` is called with each output, on the event loop.
 
@@ -141,19 +177,56 @@ class SimulatedEngine:
                 f"a prompt of {len(prompt)} and an answer of {len(answer.tokens)} tokens: "
                 f"both are needed and max_model_len is {settings.max_model_len}"
             )
-        if self.num_running + self.num_waiting >= settings.max_num_seqs + settings.max_waiting:
-            raise QueueFullError(f"{self.num_running} requests are running and {self.num_waiting} waiting")
-        generation = Generation(self, CachedSequence(list(prompt), adapter, cache_salt), answer, deliver)
+        self.check_room()
+        generation = Generation(self, CachedSequence(list(prompt), adapter, cache_salt), answer, deliver, handover)
         self._waiting.append(generation)
         self._work.set()
         return generation
 
+    def hold(self, sequence: CachedSequence) -> bool:
+        """Give a sequence the blocks for all its tokens, to be filled by another worker; False while there is no room.
+
+        They are its own until `adopt` or `release`; those of its cached prefix come first.
+        """
+        if len(self._running) + len(self._held) >= self._settings.max_num_seqs:
+            return False
+        if not self.cache.allocate(sequence, len(sequence.tokens)):
+            return False
+        self._held.append(sequence)
+        self._publish()
+        return True
+
+    def adopt(
+        self, sequence: CachedSequence, answer: Answer, deliver: Callable[[Output], None], cached_tokens: int
+    ) -> Generation:
+        """Go on from a held sequence whose KV is all there; the first token of the answer is delivered at once."""
+        self._held.remove(sequence)
+        generation = Generation(self, sequence, answer, deliver)
+        generation.num_computed = generation.prompt_length
+        generation.cached_tokens = cached_tokens
+        self._running.append(generation)
+        if self._settings.prefix_caching:
+            self.cache.store(sequence, generation.prompt_length)
+        self._generate(generation)
+        self._publish()
+        self._work.set()
+        return generation
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Take a held sequence's blocks back: nothing reads them or writes to them any more."""
+        self._held.remove(sequence)
+        self._free(sequence)
+
     def finish(self, generation: Generation, reason: FinishReason) -> None:
         """Let a request go; what it computed stays cached."""
         (self._running if generation in self._running else self._waiting).remove(generation)
-        self.cache.free(generation.sequence)
         generation.finish_reason = reason
         self.stats.finished[reason] += 1
+        if generation.handover is None:
+            self._free(generation.sequence)
+        else:
+            self._held.append(generation.sequence)
+            generation.handover.finished(generation)
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached and publish that at once; False while requests are running."""
@@ -163,7 +236,7 @@ class SimulatedEngine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the cache and the running requests agree."""
-        self.cache.check_integrity([generation.sequence for generation in self._running])
+        self.cache.check_integrity([*(generation.sequence for generation in self._running), *self._held])
         assert not any(generation.sequence.blocks for generation in self._waiting)
 
     async def run(self) -> None:
@@ -194,14 +267,18 @@ class SimulatedEngine:
             if generation.finish_reason is not None:
                 continue  # cancelled during the step
             generation.num_computed += count
-            if generation.num_computed < len(generation.sequence.tokens):
-                continue  # more of the prompt is to come
-            if generation.num_generated == 0:
-                self.stats.prompt_tokens += len(generation.sequence.tokens)
-            self.stats.generation_tokens += 1
-            reason = generation.next_token()
-            if reason is not None:
-                self.finish(generation, reason)
+            if generation.handover is not None:
+                generation.handover.computed(generation)
+            if generation.num_computed == len(generation.sequence.tokens):  # otherwise more of the prompt is to come
+                self._generate(generation)
+
+    def _generate(self, generation: Generation) -> None:
+        if generation.num_generated == 0:
+            self.stats.prompt_tokens += generation.prompt_length
+        self.stats.generation_tokens += 1
+        reason = generation.next_token()
+        if reason is not None:
+            self.finish(generation, reason)
 
     def _schedule(self) -> list[tuple[Generation, int]]:
         """Choose what the next step computes: requests and how many tokens of each."""
@@ -241,18 +318,28 @@ class SimulatedEngine:
         The blocks they fill can be shared from now on, also by requests scheduled into the same step.
         """
         end = generation.num_computed + count
-        if not self.cache.allocate(generation.sequence, end):
+        # What a handover reads stays where it is: all blocks at once, so that it is never preempted.
+        needed = end if generation.handover is None else max(end, generation.prompt_length)
+        if not self.cache.allocate(generation.sequence, needed):
             return False
+        if self._compute_kv is not None:
+            self._compute_kv(generation.sequence, generation.num_computed, end)
         if self._settings.prefix_caching:
             self.cache.store(generation.sequence, end)
         return True
 
     def _preempt_latest(self) -> None:
-        generation = self._running.pop()
-        self.cache.free(generation.sequence)
+        latest = max(place for place, each in enumerate(self._running) if each.handover is None)
+        generation = self._running.pop(latest)
+        self._free(generation.sequence)
         generation.num_computed = 0
         self._waiting.appendleft(generation)
         self.stats.preemptions += 1
+
+    def _free(self, sequence: CachedSequence) -> None:
+        self.cache.free(sequence)
+        self.freed.set()
+        self.freed = asyncio.Event()
 
     def _publish(self) -> None:
         self._reporter.report(self.cache.take_events())

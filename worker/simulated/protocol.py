@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Room = Annotated[int, Field(ge=0, le=2**63 - 1)]
 MAX_CHOICES = 128
 
 
@@ -57,6 +59,15 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     cache_salt: str | None = None
+
+    # What prefill and decode workers are told: SGLang's fields, a list where there are several prompts; and vLLM's.
+    rid: str | list[str] | None = None
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: Port | list[Port] | None = None
+    bootstrap_room: Room | list[Room] | None = None
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = Field(None, ge=0)
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class CompletionRequest(GenerationRequest):

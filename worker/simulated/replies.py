@@ -22,6 +22,7 @@ class Choice:
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class CompletionReply(Reply):
             "service_tier": None,
             "system_fingerprint": FINGERPRINT,
             "usage": self._usage(),
-            "kv_transfer_params": None,
+            "kv_transfer_params": self.choices[0].kv_transfer_params,
         }
 
     def begin(self, index: int) -> str:

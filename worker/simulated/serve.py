@@ -31,6 +31,8 @@ async def running(settings: SimulatedWorkerSettings) -> AsyncIterator[str]:
     worker = SimulatedWorker(settings)
     async with worker.running():
         with _listen(settings) as listener:
+            if worker.disaggregated is not None:
+                worker.disaggregated.listens_on(listener.getsockname()[1])
             server = _Server(worker)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from worker.publisher import ZmqEventPublisher
-from worker.simulated import messages_api
+from worker.simulated import messages_api, sglang_api
 from worker.simulated.generate_api import GenerateRequest
 from worker.simulated.messages_api import CountTokensRequest, MessagesRequest
 from worker.simulated.pooling_api import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -39,6 +39,11 @@ def create_app(worker: SimulatedWorker) -> FastAPI:
     app = FastAPI(title="Simulated worker")
     app.state.worker = worker
     app.include_router(_routes)
+    app.include_router(sglang_api.routes if worker.settings.disaggregation == "sglang" else _vllm_routes)
+    if worker.settings.disaggregation == "nixl" and worker.settings.role == "prefill":
+        from worker.simulated.disaggregation import nixl_api
+
+        app.include_router(nixl_api.routes)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(RequestValidationError, _unreadable)
     return app
@@ -75,6 +80,7 @@ def _is_union_branch(part: str) -> bool:
 
 
 _routes = APIRouter()
+_vllm_routes = APIRouter()
 
 
 def _worker(request: Request) -> SimulatedWorker:
@@ -192,7 +198,7 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(_worker(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@_routes.get("/kv_event_sources")
+@_vllm_routes.get("/kv_event_sources")
 async def kv_event_sources(request: Request) -> dict[str, Any]:
     worker = _worker(request)
     config = worker.settings.kv_events

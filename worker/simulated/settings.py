@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+from msgspec.structs import replace
+
+from kvevents import WireForm
 from worker.publisher import PublisherConfig
 
 BUNDLED_MODEL = Path(__file__).parent / "model"
@@ -42,6 +46,12 @@ class SimulatedWorkerSettings:
     prefill_s_per_token: float = 0.00015
     decode_s_per_sequence: float = 0.0002
 
+    # Prefill and decode on different workers. SGLang's way also changes what the worker says it is.
+    disaggregation: Literal["sglang", "nixl"] | None = None
+    role: Literal["prefill", "decode"] | None = None
+    bootstrap_port: int = 0  # of a prefill worker's bootstrap service; 0: any free port
+    transfer_timeout_s: float = 30.0  # until a prompt's KV must have come
+
     # Endpoints of rank 0; the worker always binds them. None: no events.
     kv_events: PublisherConfig | None = field(default_factory=_loopback_events)
 
@@ -52,8 +62,25 @@ class SimulatedWorkerSettings:
         for name in ("max_waiting", "base_step_s", "prefill_s_per_token", "decode_s_per_sequence"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
+        for name in ("port", "bootstrap_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name} must be between 0 and 65535, not {getattr(self, name)}")
+        if self.disaggregation not in (None, "sglang", "nixl"):
+            raise ValueError(f"disaggregation must be sglang or nixl, not {self.disaggregation!r}")
+        if self.role not in (None, "prefill", "decode"):
+            raise ValueError(f"role must be prefill or decode, not {self.role!r}")
+        if self.role is not None and self.disaggregation is None:
+            raise ValueError(f"role {self.role!r} needs disaggregation: sglang or nixl")
+        if self.transfer_timeout_s <= 0:
+            raise ValueError(f"transfer_timeout_s must be above 0, not {self.transfer_timeout_s}")
+        if self.disaggregation == "sglang" and self.kv_events == _loopback_events():
+            object.__setattr__(self, "kv_events", replace(self.kv_events, wire_form=WireForm.SGLANG_MAPS))
+        if self.disaggregation == "sglang" and self.dp_size > 1 and self.kv_events is not None:
+            for endpoint in (self.kv_events.endpoint, self.kv_events.replay_endpoint or ""):
+                if endpoint.endswith(":0"):
+                    raise ValueError(
+                        f"kv_events: {endpoint} must name a port: as SGLang, the worker tells only rank 0's"
+                    )
         if self.num_blocks * self.block_size < self.max_model_len:
             raise ValueError(
                 f"a cache of num_blocks * block_size = {self.num_blocks * self.block_size} tokens cannot hold one "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,11 +18,15 @@ from worker.simulated.pooling_api import Pooling
 from worker.simulated.settings import SimulatedWorkerSettings
 from worker.simulated.tokens import ChatTokenizer
 
+if TYPE_CHECKING:
+    from worker.simulated.disaggregation.roles import OpenRole  # numpy and a web client, for those who need them
+
 
 class SimulatedWorker:
     """Opens the event streams; `running` is what starts the engines and, in the end, closes everything.
 
-    Raises OSError when an event endpoint is in use or the tokenizer cannot be found.
+    Raises OSError when an endpoint is in use or the tokenizer cannot be found, ValueError for a host that peers of a
+    prefill or decode worker cannot reach.
     """
 
     def __init__(self, settings: SimulatedWorkerSettings) -> None:
@@ -31,12 +36,21 @@ class SimulatedWorker:
         try:
             for rank in range(settings.dp_size):
                 self.reporters.append(Reporter(_publisher(settings, rank)))
+            opened = _open_role(settings)
         except BaseException:
             self._close_reporters()
             raise
-        self.engines = [SimulatedEngine(settings, reporter) for reporter in self.reporters]
+        self.disaggregated = opened
+        self.engines = [
+            SimulatedEngine(settings, reporter, opened.compute_kv(rank) if opened else None)
+            for rank, reporter in enumerate(self.reporters)
+        ]
         self.metrics = WorkerMetrics(settings, self.engines)
-        self.completions = Completions(settings, self.tokenizer, self.engines, self.metrics)
+        if opened is not None:
+            opened.attach(self.engines, self.metrics.registry)
+        self.completions = Completions(
+            settings, self.tokenizer, self.engines, self.metrics, opened.role if opened else None
+        )
         self.pooling = Pooling(self.tokenizer, settings.model)
         self._loops: list[asyncio.Task[None]] = []
 
@@ -55,11 +69,21 @@ class SimulatedWorker:
             for loop in self._loops:
                 loop.cancel()
             await asyncio.gather(*self._loops, return_exceptions=True)
+            if self.disaggregated is not None:
+                await self.disaggregated.close()
             await asyncio.to_thread(self._close_reporters)
 
     def _close_reporters(self) -> None:
         for reporter in self.reporters:
             reporter.shutdown()
+
+
+def _open_role(settings: SimulatedWorkerSettings) -> OpenRole | None:
+    if settings.role is None:
+        return None
+    from worker.simulated.disaggregation.roles import OpenRole
+
+    return OpenRole(settings)
 
 
 def _publisher(settings: SimulatedWorkerSettings, rank: int) -> EventPublisher:
