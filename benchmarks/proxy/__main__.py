@@ -79,6 +79,8 @@ def main(
         after=os.getloadavg()[0],
         minutes=(time.monotonic() - started) / 60,
     )
+    if run.failures:
+        how += f"\n\nFailed, so that figures are missing: {', '.join(run.failures)}."
     text = "\n\n".join([how, *(table.render() for table in run.tables)])
     print(text)
     if markdown is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.proxy.load import loaded
-from benchmarks.proxy.processes import cpu_of, memory_of
+from benchmarks.proxy.load import LoadError, loaded
+from benchmarks.proxy.processes import StartError, cpu_of, memory_of
 from benchmarks.proxy.report import Table
 from benchmarks.proxy.sides import Nothing, RunningRouter, Side
 from benchmarks.proxy.streams import streamed
@@ -39,6 +39,7 @@ class Run:
         self._sides = sides
         self._scale = scale
         self._folder = folder
+        self.failures: list[str] = []
         self._base: dict[str, tuple[float, float]] = {}
         self._tables: dict[tuple[str, str], Table] = {}
 
@@ -55,13 +56,20 @@ class Run:
             with whole_workers(self._folder) as workers:
                 for side in (nothing, *sides):
                     self._say(number, side, "whole answers")
-                    with side.running(workers, self._folder) as running:
-                        self._whole(side, running)
+                    self._measure(self._whole, side, workers)
             with stream_workers(self._folder) as workers:
                 for side in (nothing, *sides):
                     self._say(number, side, "streams")
-                    with side.running(workers, self._folder) as running:
-                        self._streams(side, running)
+                    self._measure(self._streams, side, workers)
+
+    def _measure(self, measurement: Callable[[Side, RunningRouter], None], side: Side, workers: Sequence[str]) -> None:
+        """Run a side and measure it. One that fails loses its figures, not those of the others."""
+        try:
+            with side.running(workers, self._folder) as running:
+                measurement(side, running)
+        except (StartError, LoadError) as error:
+            self.failures.append(f"{side.name} {side.mode}")
+            print(f"FAILED {side.name} {side.mode}: {error}", file=sys.stderr, flush=True)
 
     def _whole(self, side: Side, running: RunningRouter) -> None:
         loaded(running.url, SIZES["1 KB"], 16, min(self._scale.seconds, 2.0), self._folder)  # connections, caches
