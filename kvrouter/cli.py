@@ -236,7 +236,9 @@ def simulate(
 
 @app.command()
 def record(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The recording to write, such as fleet.kvrec.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The recording to write, such as fleet.kvrec.")
+    ] = None,
     stream: Annotated[
         list[str] | None,
         typer.Option(metavar="ENDPOINT[,REPLAY[,TOPIC]]", help="An event stream; repeatable."),
@@ -245,8 +247,27 @@ def record(
         list[str] | None, typer.Option("--worker", "-w", help="URL of a worker, which is asked for its streams.")
     ] = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="End after so long; otherwise with Ctrl-C.")] = None,
+    requests: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Record a router's requests instead: the trace to write.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="The router to record, with --requests.")] = "http://127.0.0.1:8080",
+    token: Annotated[str, typer.Option(envvar="KVROUTER_SERVER__TOKEN", help="The router's server.token.")] = "",
+    block_tokens: Annotated[
+        int, typer.Option(min=16, max=65_536, help="Tokens of a block of the trace; other tools want 512.")
+    ] = 512,
 ) -> None:
-    """Write live event streams to a file, until Ctrl-C."""
+    """Write live event streams to a file, or with --requests the requests that pass a router, until Ctrl-C.
+
+    A trace of requests is in Mooncake's format. It holds lengths and numbers of equal prefixes, no text and no token.
+    """
+    if requests is not None:
+        if output or stream or worker:
+            _fail("--requests FILE is all that is recorded then: leave out --output, --stream and --worker")
+        _record_requests(url, token, requests, seconds, block_tokens)
+        return
+    if output is None:
+        _fail("give --output FILE for event streams, or --requests FILE for a router's requests")
+    assert output is not None
     from kvrouter.record import parse_stream, record_streams, summary_lines, worker_sources
     from router.discovery import DiscoveryError
 
@@ -261,6 +282,30 @@ def record(
         _fail(str(error))
     for line in summary_lines(streams, output):
         typer.echo(line)
+
+
+def _record_requests(url: str, token: str, output: Path, seconds: float | None, block_tokens: int) -> None:
+    from kvrouter.stopping import stop_signal
+    from kvrouter.traces.recording import RecordedRequests, RecordingError, record_requests
+
+    async def record_until_stopped() -> RecordedRequests:
+        with stop_signal() as stopped:
+
+            def begun() -> None:
+                typer.echo(f"recording the requests of {url} to {output}", err=True)
+                if seconds is not None:
+                    asyncio.get_running_loop().call_later(seconds, stopped.set)
+
+            return await record_requests(url, token, output, block_tokens, stopped, begun)
+
+    try:
+        recorded = asyncio.run(record_until_stopped())
+    except (RecordingError, OSError) as error:
+        _fail(str(error))
+    for line in recorded.summary(output):
+        typer.echo(line)
+    if recorded.broken_off:
+        raise typer.Exit(1)
 
 
 @app.command()

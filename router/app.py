@@ -34,7 +34,7 @@ from router.fleet import Fleet, Worker, end_tasks
 from router.history import RoutingHistory
 from router.kubernetes import ClusterAccess, follow_kubernetes
 from router.learned import Learned
-from router.live import Board, live_routes
+from router.live import Board, RequestStream, live_routes
 from router.live.series import Series
 from router.load import LoadTable
 from router.match_requests import match_reader
@@ -135,7 +135,8 @@ async def running_router(
         )
         stack.push_async_callback(upstreams.close)
         fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
-        forwarding = Forwarding(router, admission, fleet, upstreams, settings.proxy, requests)
+        passing = RequestStream(router.look_at_prompts)
+        forwarding = Forwarding(router, admission, fleet, upstreams, settings.proxy, requests, passing)
         readiness = Readiness(fleet, indexer, settings.events.catch_up_timeout)
         access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
         if access:
@@ -156,9 +157,14 @@ async def running_router(
             settings,
             readiness,
         )
-        app.include_router(live_routes(board, settings.server.token))
+        app.include_router(live_routes(board, passing, settings.server.token))
         app.router.routes.append(Route("/{path:path}", Proxy(entrance), methods=_METHODS))  # all else
-        app.state.on_shutdown = board.end
+
+        async def let_go() -> None:
+            passing.end()
+            await board.end()
+
+        app.state.on_shutdown = let_go
         app.state.readiness = readiness
         app.state.fleet = fleet
         app.state.entrance = entrance

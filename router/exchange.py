@@ -31,6 +31,7 @@ from router.endpoints import RESPONSES, Call, error_event, read_call
 from router.explain import compact
 from router.fleet import Fleet, Worker
 from router.health import Outcome
+from router.live.request_stream import PassingRequest, RequestStream
 from router.metrics import RequestMetrics
 from router.requests import RoutedRequest
 from router.response_owners import SEARCHED_BYTES
@@ -47,7 +48,7 @@ from router.upstream import (
     end_to_end,
 )
 from router.upstream.origin import HOP_BY_HOP, Headers
-from router.usage import UsageTail
+from router.usage import Usage, UsageTail
 from router.visit import Visit
 
 log = structlog.get_logger()
@@ -85,6 +86,7 @@ class Forwarding:
         upstreams: Upstreams,
         settings: ProxySettings,
         metrics: RequestMetrics,
+        passing: RequestStream,
     ) -> None:
         self.router = router
         self.admission = admission
@@ -92,6 +94,7 @@ class Forwarding:
         self.upstreams = upstreams
         self.settings = settings
         self.metrics = metrics
+        self.passing = passing
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.loop = asyncio.get_running_loop()
 
@@ -120,6 +123,8 @@ class Exchange:
     _first_byte_at = 0.0
     _beginning: bytes | None = None
     _tail: UsageTail | None = None
+    _usage: Usage | None = None
+    _passing: PassingRequest | None = None  # while somebody records
 
     def __init__(
         self,
@@ -213,7 +218,9 @@ class Exchange:
         visit, forwarding = self._visit, self._forwarding
         if visit.tenant is not None:
             body = visit.tenant.isolated(visit.path, body)
-        asks = forwarding.settings.ask_usage and self._carrier is None  # else the answer's bytes are not ours to change
+        asks = forwarding.settings.ask_usage or forwarding.passing.listening
+        if self._carrier is not None:
+            asks = False  # the answer's bytes are not ours to change
         if asks and (asking := asking_for_usage(visit.path, body)):
             body, self._hidden = asking, HiddenUsage()
         self._body = body
@@ -260,6 +267,8 @@ class Exchange:
             prompt = replace(prompt, path=self._visit.path)
         self._prompt = prompt
         forwarding, tenant = self._forwarding, self._visit.tenant
+        if forwarding.passing.listening:
+            self._passing = forwarding.passing.began(prompt, self._arrived)
         self._ticket = ticket = read_ticket(
             self._visit.headers,
             prompt.priority,
@@ -467,7 +476,7 @@ class Exchange:
         self._begun = True
         self._first_byte_at = self._arrived
         self._streams = _is_stream(head)
-        if self._streams or placement.wants_usage or self._visit.tenant is not None:
+        if self._streams or placement.wants_usage or self._visit.tenant is not None or self._passing:
             self._tail = UsageTail()
         prompt = self._prompt
         forwarding.metrics.begun(prompt.name or "", placement.worker.url, head.status, prompt.tokens, placement.overlap)
@@ -504,7 +513,7 @@ class Exchange:
         self._leg = None
         placement.attempt.end(_outcome(head.status), f"status {head.status}")
         if head.status == HTTPStatus.OK:
-            usage = self._tail.usage() if self._tail is not None else None
+            self._usage = usage = self._tail.usage() if self._tail is not None else None
             self._forwarding.router.answered(placement, usage)
             if self._visit.tenant is not None and usage is not None:
                 self._visit.tenant.spend(usage.completion)
@@ -555,6 +564,8 @@ class Exchange:
     def _finish(self, problem: str | None = None) -> None:
         """Let go of all that is held."""
         self._over = True
+        if self._passing is not None:
+            self._tell_passing(problem)
         for timer in (self._deadline, self._stall):
             if timer is not None:
                 timer.cancel()
@@ -567,6 +578,15 @@ class Exchange:
             self._placement.attempt.give_up = None
             self._placement.release()
         self._span.end(problem)
+
+    def _tell_passing(self, problem: str | None) -> None:
+        passing, self._passing = self._passing, None
+        assert passing is not None
+        worker = self._tried[-1].url if self._begun else None
+        began = self._first_byte_at if self._first_byte_at > self._arrived else None
+        status = self._head.status if self._head is not None else None
+        failed = problem is not None or status != HTTPStatus.OK
+        passing.ended(worker, began, self._usage, failed)
 
     def _crash(self) -> None:
         """Something went wrong that nobody foresaw: the request ends, and nothing of it stays."""

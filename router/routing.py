@@ -219,7 +219,7 @@ class Router:
         needs_prompts: bool = True,
     ) -> None:
         """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched."""
-        self.needs_prompts = needs_prompts
+        self.needs_prompts = self._policy_needs_prompts = needs_prompts
         self._fleet = fleet
         self._indexer = indexer
         self._tokenizers = tokenizers
@@ -236,6 +236,10 @@ class Router:
         self._disaggregation = disaggregation
         self._decode_policy = decode_policy(self._random)
         self._prefill_policy = prefill_policy(self._random)
+
+    def look_at_prompts(self, wanted: bool) -> None:
+        """Somebody wants to know the prompts, although the policy may look at none; or does not any more."""
+        self.needs_prompts = wanted or self._policy_needs_prompts
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
         """The model and adapter behind a name. Raises RequestError (404) when nobody serves it."""

@@ -11,10 +11,10 @@ import typer
 
 from benchmarks.policy.decisions import TARGETS, decision_seconds
 from benchmarks.policy.grid import full_grid, play, quick_grid, trace_grid
-from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, Measures
 from benchmarks.policy.placing import placing_seconds
 from benchmarks.policy.report import CellResult, markdown, verdict
-from benchmarks.policy.sides import OURS, SIDES
+from kvrouter.simulation.measures import TPOT_GOAL, TTFT_GOAL, Measures
+from kvrouter.simulation.sides import OURS, SIDES
 
 _HOW = f"""\
 Each policy replays the same requests on the same simulated fleet: paged caches whose leaves are evicted first, chunked

@@ -6,8 +6,8 @@ import gc
 from random import Random
 from time import process_time
 
-from benchmarks.policy.sides import OURS, PEERS
 from indexer import Target
+from kvrouter.simulation.sides import OURS, PEERS
 from router.policies import Candidate, Request
 
 TARGETS = (64, 4096)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from benchmarks.policy.fleet import Fleet
-from benchmarks.policy.measures import Measures, measured
-from benchmarks.policy.profiles import LLAMA_8B, LLAMA_70B, Profile
-from benchmarks.policy.sides import Side
-from benchmarks.policy.trace import TracedRequest, read_trace, requests_of
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
+from kvrouter.simulation.fleet import Fleet
+from kvrouter.simulation.measures import Measures, measured
+from kvrouter.simulation.profiles import LLAMA_8B, LLAMA_70B, Profile
+from kvrouter.simulation.sides import Side
+from kvrouter.simulation.trace import TracedRequest, read_trace, requests_of
 
 # Requests that decode together in a busy engine, and the context of each in tokens.
 _BATCH, _CONTEXT = 24, 6000
@@ -44,7 +44,7 @@ class Cell:
     def requests(self, seed: int) -> list[TracedRequest]:
         """The requests to replay."""
         if isinstance(self.workload, Path):
-            lines = read_trace(self.workload, _TRACE_REQUESTS_A_WORKER * self.workers)
+            lines = read_trace(self.workload, _TRACE_REQUESTS_A_WORKER * self.workers).lines
             seconds = (lines[-1].timestamp - lines[0].timestamp) / 1000
             return requests_of(lines, self.load * self.workers / (len(lines) / seconds))
         sample = sessions(self.workload, 1.0, _SAMPLE_SECONDS, Random(0))

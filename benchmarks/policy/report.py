@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.policy.measures import Measures
-from benchmarks.policy.sides import OURS, OURS_AT_ONCE
+from kvrouter.simulation.measures import Measures
+from kvrouter.simulation.sides import OURS, OURS_AT_ONCE
 
 _COLUMNS = ("hit rate", "TTFT p50", "p90", "(spread)", "p99", "TPOT p50", "p90", "goodput")
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.policy.measures import percentile
 from benchmarks.policy.report import markdown
 from benchmarks.replicas.load import imbalance, ttft
 from benchmarks.replicas.redis_server import NoRedisError
 from benchmarks.replicas.run import Plan, Side, run_sides
+from kvrouter.simulation.measures import percentile
 
 
 def main(

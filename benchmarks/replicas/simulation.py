@@ -1,6 +1,6 @@
 """Several routers before one simulated fleet: `python -m benchmarks.replicas.simulation`.
 
-The fleet is that of `benchmarks.policy`; each request comes to a router at random. Every router sees its own requests
+The fleet is that of `kvrouter.simulation`; each request comes to a router at random. Every router sees its own requests
 at once, those of the others when they are told, and once a second the engines' own counts of requests. All see the
 same events.
 """
@@ -17,14 +17,14 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.policy.fleet import LINGER, Fleet, Outcome, _InFlight, _View
 from benchmarks.policy.grid import Cell
-from benchmarks.policy.measures import Measures, measured
-from benchmarks.policy.profiles import LLAMA_70B
 from benchmarks.policy.report import markdown
-from benchmarks.policy.sides import OURS
-from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest
 from benchmarks.policy.workloads import AGENT, CONVERSATION
+from kvrouter.simulation.fleet import LINGER, Fleet, Outcome, _InFlight, _View
+from kvrouter.simulation.measures import Measures, measured
+from kvrouter.simulation.profiles import LLAMA_70B
+from kvrouter.simulation.sides import OURS
+from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
 from router.load import Reservation, TargetLoad
 from router.policies import Candidate, Policy, Request
 from router.sharing import Elsewhere

@@ -1,18 +1,20 @@
-"""`GET /live`: the board as server-sent events. `GET /ui`: the page that shows it."""
+"""`GET /live`: the board as server-sent events. `GET /ui`: the page that shows it. `GET /requests`: what passes."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from indexer.api import token_check
 from indexer.errors import RequestError
 from indexer.openapi import errors
 from router.live.board import MAX_VIEWERS, Board
+from router.live.request_stream import DEFAULT_BLOCK_TOKENS, MAX_LISTENERS, RequestStream
 
 _PAGE = Path(__file__).with_name("page.html")
 # The page loads nothing from anywhere else, and nothing may frame it.
@@ -25,7 +27,7 @@ _PAGE_HEADERS = {
 }
 
 
-def live_routes(board: Board, token: str) -> APIRouter:
+def live_routes(board: Board, passing: RequestStream, token: str) -> APIRouter:
     """The page is anybody's; what it shows wants the admin token where there is one."""
     routes = APIRouter()
     page = _PAGE.read_text()
@@ -47,6 +49,22 @@ def live_routes(board: Board, token: str) -> APIRouter:
             raise RequestError(f"{MAX_VIEWERS} look on already. Close one.", status=503, type="service_unavailable")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(board), media_type="text/event-stream", headers=headers)
+
+    @routes.get(
+        "/requests",
+        dependencies=[Depends(token_check(token))],
+        response_class=StreamingResponse,
+        responses={200: {"content": {"application/x-ndjson": {}}}, **errors(401, 503)},
+    )
+    async def requests(
+        block_tokens: Annotated[int, Query(ge=16, le=65_536)] = DEFAULT_BLOCK_TOKENS,
+    ) -> StreamingResponse:
+        """The requests that pass from now on, as a trace in Mooncake's format: lengths and hashes, never text."""
+        if passing.full:
+            message = f"{MAX_LISTENERS} record already. End one of them."
+            raise RequestError(message, status=503, type="service_unavailable")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(passing.lines(block_tokens), media_type="application/x-ndjson", headers=headers)
 
     return routes
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.policy.decisions import candidates
-from benchmarks.policy.engine import BlockCache, Engine
-from benchmarks.policy.fleet import Fleet, Outcome
 from benchmarks.policy.grid import Cell, full_grid, play, quick_grid
-from benchmarks.policy.measures import Measures, measured, percentile
-from benchmarks.policy.profiles import LLAMA_70B
 from benchmarks.policy.report import CellResult, markdown, verdict
-from benchmarks.policy.sides import OURS, OURS_AT_ONCE, SIDES
-from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest
 from benchmarks.policy.workloads import CONVERSATION
+from kvrouter.simulation.engine import BlockCache, Engine
+from kvrouter.simulation.fleet import Fleet, Outcome
+from kvrouter.simulation.measures import Measures, measured, percentile
+from kvrouter.simulation.profiles import LLAMA_70B
+from kvrouter.simulation.sides import OURS, OURS_AT_ONCE, SIDES
+from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
 from router.rates import prefill_seconds
 
 RATES = LLAMA_70B.rates

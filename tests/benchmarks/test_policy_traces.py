@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from benchmarks.policy.trace import BLOCK_TOKENS, TraceLine, read_trace, requests_of
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
+from kvrouter.simulation.trace import BLOCK_TOKENS, TraceLine, read_trace, requests_of
 
 LINES = b"""\
 {"timestamp": 0, "input_length": 1200, "output_length": 400, "hash_ids": [0, 1, 2]}
@@ -22,11 +22,11 @@ LINES = b"""\
 def test_a_trace_in_the_public_format(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(LINES) if path.suffix == ".gz" else LINES)
-    first, second = requests_of(read_trace(path), speed=2.0)
+    first, second = requests_of(read_trace(path).lines, speed=2.0)
     assert (first.arrival, second.arrival) == (0, 1.5)
     assert (first.input_tokens, first.output_tokens, first.blocks) == (1200, 400, (0, 1))
     assert first.session == second.session == "1"
-    assert len(read_trace(path, limit=1)) == 1
+    assert len(read_trace(path, limit=1).lines) == 1
 
 
 def test_the_next_turn_names_the_blocks_of_an_answer() -> None:

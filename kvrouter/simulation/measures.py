@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.policy.fleet import Outcome
+from kvrouter.simulation.fleet import Outcome
 
 WARM_UP = 0.5  # of the trace: caches fill, and sessions become as many as they will be
 TTFT_GOAL = 2.0

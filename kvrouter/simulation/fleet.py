@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
 from random import Random
 
-from benchmarks.policy.engine import Engine, Progress
-from benchmarks.policy.profiles import Profile
-from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest
 from indexer import Target
+from kvrouter.simulation.engine import Engine, Progress
+from kvrouter.simulation.profiles import Profile
+from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
 from router.eviction_pressure import EvictionPressure
 from router.late_binding import held_order, must_wait
 from router.load import Reservation, TargetLoad
@@ -36,12 +36,13 @@ _TRIES = 16
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request: times in seconds, tokens served from the cache."""
+    """What became of a request: times in seconds, tokens served from the cache, the worker's number."""
 
     request: TracedRequest
     begun: float = inf
     ended: float = inf
     cached: int = 0
+    worker: int = -1
 
 
 @dataclass(slots=True)
@@ -115,19 +116,27 @@ class Fleet:
     """One run of a trace."""
 
     def __init__(
-        self, profile: Profile, workers: int, kv_tokens: int, policy: Policy, late_binding: bool, random: Random
+        self,
+        profile: Profile,
+        workers: int,
+        kv_tokens: int,
+        policy: Policy,
+        late_binding: bool,
+        random: Random,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
         self._now = 0.0
         self._profile = profile
         self._policy = policy
+        self._block_tokens = block_tokens
         self._late_binding = late_binding
         self._random = random
-        self._engines = [Engine(profile, kv_tokens) for _ in range(workers)]
+        self._engines = [Engine(profile, kv_tokens, block_tokens) for _ in range(workers)]
         self._targets = [Target(f"w{number}", 0, "m") for number in range(workers)]
         self._loads = [TargetLoad(clock=self._clock) for _ in range(workers)]
         self._view = _View(workers)
         self._known_at = [0.0] * workers  # until when each worker's events are on their way, in order
-        self._pressure = EvictionPressure(BLOCK_TOKENS, stride=1, clock=self._clock)
+        self._pressure = EvictionPressure(block_tokens, stride=1, clock=self._clock)
         self._removed = [0] * workers
         self._next_look = 0.0
         self._in_flight: dict[int, _InFlight] = {}  # by the identity of the request
@@ -135,8 +144,8 @@ class Fleet:
         self._numbers = count()
         self._timed: list[tuple[float, int, int, object]] = []  # (time, number, worker, what becomes known)
 
-    def run(self, requests: Sequence[TracedRequest]) -> list[Outcome]:
-        """Replay a trace to its end."""
+    def run(self, requests: Sequence[TracedRequest], on_arrival: Callable[[], None] = lambda: None) -> list[Outcome]:
+        """Replay a trace to its end. `on_arrival` is called for each request."""
         outcomes = [Outcome(request) for request in requests]
         wake: list[tuple[float, int]] = []
         coming = iter(outcomes)
@@ -158,6 +167,7 @@ class Fleet:
                 touched = {worker} | self._progress(worker, self._engines[worker].advance())
             elif arriving is not None:
                 touched = self._place(arriving)
+                on_arrival()
                 arriving = next(coming, None)
             for worker in touched:
                 if self._engines[worker].next_event < inf:
@@ -175,7 +185,7 @@ class Fleet:
         if isinstance(what, Progress):
             self._view.stored(worker, what.stored)
             self._view.removed(worker, what.removed)
-            self._removed[worker] += len(what.removed) * BLOCK_TOKENS
+            self._removed[worker] += len(what.removed) * self._block_tokens
         elif isinstance(what, tuple):
             self._view.settle(worker, what)
 
@@ -224,13 +234,13 @@ class Fleet:
             self._next_look = self._now + _LOOK_SECONDS
             self._pressure.removed(dict(zip(self._targets, self._removed, strict=True)))
         price = self._pressure.price()
-        overlaps = self._view.overlaps(request.blocks[: (request.input_tokens - 1) // BLOCK_TOKENS])
+        overlaps = self._view.overlaps(request.blocks[: (request.input_tokens - 1) // self._block_tokens])
         candidates = []
         for worker, (target, load) in enumerate(zip(self._targets, self._loads, strict=True)):
             engine = self._engines[worker]
             candidate = Candidate(
                 target,
-                overlaps.get(worker, 0) * BLOCK_TOKENS,
+                overlaps.get(worker, 0) * self._block_tokens,
                 load.requests,
                 load.pending,
                 load.context,
@@ -245,12 +255,12 @@ class Fleet:
 
     def _bind(self, outcome: Outcome, choice: Candidate) -> int:
         request = outcome.request
-        worker = self._targets.index(choice.target)
+        worker = outcome.worker = self._targets.index(choice.target)
         uncached = max(request.input_tokens - choice.overlap, 1)
         reservation = Reservation(self._loads[worker], uncached, request.input_tokens)
         self._in_flight[id(request)] = _InFlight(outcome, worker, reservation)
         best = max(self._view.overlaps(request.blocks).values(), default=0)
-        self._pressure.routed(request.blocks, best * BLOCK_TOKENS)
+        self._pressure.routed(request.blocks, best * self._block_tokens)
         self._view.promise(worker, request.blocks)
         self._engines[worker].submit(request, self._now)
         return worker

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
-from benchmarks.policy.profiles import Profile
-from benchmarks.policy.trace import BLOCK_TOKENS, TracedRequest
+from kvrouter.simulation.profiles import Profile
+from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
 from router.rates import CHUNK
 
 
@@ -103,10 +103,11 @@ class Progress:
 class Engine:
     """Takes requests (`submit`) and computes (`advance` at `next_event`)."""
 
-    def __init__(self, profile: Profile, kv_tokens: int) -> None:
+    def __init__(self, profile: Profile, kv_tokens: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self._rates = profile.rates
         self._max_requests = profile.max_requests
-        self.cache = BlockCache(kv_tokens // BLOCK_TOKENS)
+        self._block_tokens = block_tokens
+        self.cache = BlockCache(kv_tokens // block_tokens)
         self.next_event = inf
         self._waiting: deque[Sequence] = deque()
         self._prefilling: deque[Sequence] = deque()
@@ -157,7 +158,7 @@ class Engine:
             self._end(heappop(self._decoding)[2], progress)
         for sequence, tokens in self._chunks:
             sequence.done += tokens
-            self._store(sequence, sequence.request.blocks, sequence.done // BLOCK_TOKENS, progress)
+            self._store(sequence, sequence.request.blocks, sequence.done // self._block_tokens, progress)
             if sequence.done < sequence.request.input_tokens:
                 continue
             self._prefilling.popleft()
@@ -190,12 +191,12 @@ class Engine:
         while self._waiting and len(self._prefilling) + len(self._decoding) < self._max_requests:
             sequence = self._waiting[0]
             request = sequence.request
-            matched = self.cache.matched(request.blocks[: (request.input_tokens - 1) // BLOCK_TOKENS])
-            total = min(ceil((request.input_tokens + request.output_tokens) / BLOCK_TOKENS), self.cache.capacity)
+            matched = self.cache.matched(request.blocks[: (request.input_tokens - 1) // self._block_tokens])
+            total = min(ceil((request.input_tokens + request.output_tokens) / self._block_tokens), self.cache.capacity)
             if not self.cache.acquire(request.blocks[:matched], total - matched):
                 return
             self._waiting.popleft()
-            sequence.done = sequence.cached = matched * BLOCK_TOKENS
+            sequence.done = sequence.cached = matched * self._block_tokens
             sequence.held = list(request.blocks[:matched])
             sequence.named, sequence.unnamed = matched, total - matched
             self._prefilling.append(sequence)

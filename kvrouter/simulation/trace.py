@@ -1,0 +1,140 @@
+"""Requests as Mooncake's public traces have them, one JSON object a line:
+
+    timestamp      milliseconds
+    input_length, output_length   tokens
+    hash_ids       one for each 512-token block of the prompt, the last of which may be partial; equal ids mean equal
+                   prefixes
+    session_id     optional; without one, the second block stands for it (the first is often the same for all)
+    model, worker, cached_tokens, ttft_ms, failed   optional: what came of it, as `kvrouter record --requests` saw it
+
+Blocks of another size are told by a first line of its own, such as {"block_tokens": 64}.
+
+https://github.com/kvcache-ai/Mooncake
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Annotated
+
+import msgspec
+
+BLOCK_TOKENS = 512
+
+
+class TraceLine(msgspec.Struct, omit_defaults=True):
+    """One line of a trace."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    session_id: str | None = None
+    model: str | None = None
+    worker: str | None = None
+    cached_tokens: int | None = None
+    ttft_ms: float | None = None
+    failed: bool = False
+
+
+class TraceHead(msgspec.Struct, forbid_unknown_fields=True):
+    """The first line of a trace whose blocks are not of 512 tokens."""
+
+    block_tokens: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class TraceError(ValueError):
+    """A file is no trace; the message says where and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The lines of a trace in the order of their times, and the tokens of a block."""
+
+    lines: list[TraceLine]
+    block_tokens: int = BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request of a trace.
+
+    `arrival` in seconds. `blocks`: ids of the prompt's full blocks. `finished`: those of prompt and answer together,
+    as the next turn of the conversation names them.
+    """
+
+    arrival: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    finished: tuple[int, ...]
+    session: str
+
+
+def read_trace(path: Path, limit: int | None = None) -> Trace:
+    """The first lines of a trace file, which may be compressed (.gz). Raises TraceError, and OSError."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    decoder = msgspec.json.Decoder(TraceLine)
+    lines: list[TraceLine] = []
+    block_tokens = BLOCK_TOKENS
+    file: IO[bytes]
+    with opener(path, "rb") as file:  # type: ignore[assignment]
+        for number, line in enumerate(file, 1):
+            if limit is not None and len(lines) >= limit:
+                break
+            if not line.strip():
+                continue
+            try:
+                if number == 1 and b"block_tokens" in line:
+                    block_tokens = msgspec.json.decode(line, type=TraceHead).block_tokens
+                else:
+                    lines.append(_checked(decoder.decode(line), block_tokens))
+            except ValueError as error:
+                raise TraceError(f"{path}, line {number}: {error}") from error
+    return Trace(sorted(lines, key=lambda line: line.timestamp), block_tokens)
+
+
+def _checked(line: TraceLine, block_tokens: int) -> TraceLine:
+    if line.input_length < 0 or line.output_length < 0:
+        raise ValueError("input_length and output_length must not be negative")
+    if len(line.hash_ids) < line.input_length // block_tokens:
+        raise ValueError(
+            f"{len(line.hash_ids)} hash_ids are too few for {line.input_length} tokens in blocks of {block_tokens}"
+        )
+    return line
+
+
+def requests_of(
+    lines: Iterable[TraceLine], speed: float = 1.0, block_tokens: int = BLOCK_TOKENS
+) -> list[TracedRequest]:
+    """The requests of a trace that is replayed so many times as fast, by their arrival."""
+    requests = [_request(line, speed, block_tokens) for line in sorted(lines, key=lambda line: line.timestamp)]
+    later: dict[int, TracedRequest] = {}  # by each block's id: the next request with that block
+    finished: list[TracedRequest] = []
+    for number, request in zip(range(len(requests) - 1, -1, -1), reversed(requests), strict=True):
+        finished.append(replace(request, finished=_finished(request, number, later, block_tokens)))
+        later.update(dict.fromkeys(request.blocks, request))
+    return finished[::-1]
+
+
+def _request(line: TraceLine, speed: float, block_tokens: int) -> TracedRequest:
+    ids = line.hash_ids
+    session = line.session_id or str(ids[min(1, len(ids) - 1)] if ids else 0)
+    blocks = tuple(ids[: line.input_length // block_tokens])
+    output = max(line.output_length, 1)
+    return TracedRequest(line.timestamp / 1000 / speed, max(line.input_length, 1), output, blocks, blocks, session)
+
+
+def _finished(
+    request: TracedRequest, number: int, later: dict[int, TracedRequest], block_tokens: int
+) -> tuple[int, ...]:
+    """A block of the answer has the id that the next turn gives it; without one, an id that nobody asks for."""
+    total = (request.input_tokens + request.output_tokens) // block_tokens
+    known = request.blocks
+    turn = later.get(known[-1]) if known else None
+    if turn is not None and turn.input_tokens >= request.input_tokens + request.output_tokens:
+        known = turn.blocks[:total]
+    return known + tuple(-(number * 4096 + place) - 1 for place in range(len(known), total))

@@ -1,0 +1,189 @@
+"""The requests that pass, told as a trace in Mooncake's format to those who record: lengths and hashes, never text.
+
+A line is made of each prompt when its request ends:
+
+    timestamp        milliseconds since the recording began
+    input_length, output_length   tokens; output_length is 0 when the answer did not say
+    hash_ids         one for each block of the prompt, the last of which may be partial; equal ids mean equal prefixes
+    session_id       the same for the requests of one session
+    model, worker, cached_tokens, ttft_ms, failed   what came of it
+
+Every recording has a random key of its own, which nobody is told: ids of two recordings have nothing in common, and
+whoever knows a prompt cannot find out whether it was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from secrets import token_bytes
+from typing import Any
+
+import msgspec
+
+from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from router.routing import RoutedPrompt
+from router.usage import Usage
+
+MAX_LISTENERS = 4
+MAX_WAITING = 10_000  # lines of a listener that does not read; more are dropped
+DEFAULT_BLOCK_TOKENS = 512
+HEARTBEAT_SECONDS = 1.0
+
+_ID_BYTES = 8
+_ID_BITS = 53  # what every reader of JSON reads exactly
+
+Line = dict[str, Any]
+
+
+class PassingRequest:
+    """A request that was read while somebody records. `ended` tells of it."""
+
+    def __init__(self, stream: RequestStream, prompt: RoutedPrompt, arrived: float) -> None:
+        self._stream = stream
+        self._prompt = prompt
+        self._arrived = arrived
+
+    def ended(self, worker: str | None, first_byte_at: float | None, usage: Usage | None, failed: bool) -> None:
+        """It is over; times are of `time.monotonic`."""
+        ttft = None if first_byte_at is None else round((first_byte_at - self._arrived) * 1000, 1)
+        outcome: Line = {"worker": worker, "ttft_ms": ttft, "cached_tokens": usage.cached if usage else None}
+        told = {name: value for name, value in outcome.items() if value is not None}
+        if failed:
+            told["failed"] = True
+        self._stream.tell(self._prompt, self._arrived, usage.completion if usage else 0, told)
+
+
+class RequestStream:
+    """Tells listeners of the requests that pass.
+
+    `listening`: whether there are any, which is all that a request asks while nobody records. `on_listening` is called
+    with it when it changes.
+    """
+
+    def __init__(self, on_listening: Callable[[bool], None] = lambda _: None) -> None:
+        self._listeners: list[_Listener] = []
+        self._on_listening = on_listening
+        self._ended = False
+        self.listening = False
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many listeners as there may be."""
+        return len(self._listeners) >= MAX_LISTENERS
+
+    def began(self, prompt: RoutedPrompt, arrived: float) -> PassingRequest:
+        """A request was read, which arrived at that time of `time.monotonic`."""
+        return PassingRequest(self, prompt, arrived)
+
+    def tell(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
+        """A request ended."""
+        for listener in self._listeners:
+            listener.take(prompt, arrived, output, outcome)
+
+    async def lines(self, block_tokens: int) -> AsyncIterator[bytes]:
+        """What passes from now on, as lines of JSON, with lines in between that tell what is missing.
+
+        A line without a timestamp is such a one: `dropped` are lines that a slow reader missed, `unknown` requests
+        whose tokens nobody here knows.
+        """
+        with self._listening(_Listener(block_tokens)) as listener:
+            yield _line({"block_tokens": block_tokens, **listener.missing()})
+            while not self._ended:
+                yield await listener.next()
+
+    def end(self) -> None:
+        """Let all listeners go."""
+        self._ended = True
+        for listener in self._listeners:
+            listener.wake()
+
+    @contextmanager
+    def _listening(self, listener: _Listener) -> Iterator[_Listener]:
+        self._listeners.append(listener)
+        self._tell_whether_listening()
+        try:
+            yield listener
+        finally:
+            self._listeners.remove(listener)
+            self._tell_whether_listening()
+
+    def _tell_whether_listening(self) -> None:
+        self.listening = bool(self._listeners)
+        self._on_listening(self.listening)
+
+
+class _Listener:
+    """One recording: its key, its beginning, and the lines that wait for its reader."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._key = token_bytes(32)
+        self._block_tokens = block_tokens
+        self._began = time.monotonic()
+        self._waiting: list[bytes] = []
+        self._news = asyncio.Event()
+        self._dropped = self._unknown = 0
+
+    def take(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
+        prompts = prompt.identities
+        if not prompts:
+            self._unknown += 1
+        for packed in prompts if arrived >= self._began else ():
+            if len(self._waiting) >= MAX_WAITING:
+                self._dropped += 1
+                continue
+            line: Line = {
+                "timestamp": round((arrived - self._began) * 1000),
+                "input_length": len(packed),
+                "output_length": output // len(prompts),
+                "hash_ids": self._ids(prompt, packed),
+            }
+            if prompt.session is not None:
+                line["session_id"] = f"{self._hash(prompt.session.encode(), b'session'):x}"
+            if prompt.name:
+                line["model"] = prompt.name
+            self._waiting.append(_line(line | outcome))
+            self._news.set()
+
+    def missing(self) -> Line:
+        return {"dropped": self._dropped, "unknown": self._unknown}
+
+    def wake(self) -> None:
+        self._news.set()
+
+    async def next(self) -> bytes:
+        """The lines that wait, or what is missing when there were none for a while."""
+        try:
+            async with asyncio.timeout(HEARTBEAT_SECONDS):
+                await self._news.wait()
+        except TimeoutError:
+            return _line(self.missing())
+        self._news.clear()
+        lines, self._waiting = self._waiting, []
+        return b"".join([*lines, _line(self.missing())])
+
+    def _ids(self, prompt: RoutedPrompt, packed: PackedPrompt) -> list[int]:
+        """Each block's id stands for all tokens up to its end, and for what keeps prompts apart beside them."""
+        known = self._digest(msgspec.msgpack.encode((prompt.name, prompt.cache_salt)), b"root")
+        step, tokens, ids = self._block_tokens * TOKEN_BYTES, packed.tokens, []
+        for start in range(0, len(tokens), step):
+            known = self._digest(tokens[start : start + step], known)
+            ids.append(_number(known))
+        return ids
+
+    def _hash(self, data: bytes, before: bytes) -> int:
+        return _number(self._digest(data, before))
+
+    def _digest(self, data: bytes, before: bytes) -> bytes:
+        return blake2b(before + data, digest_size=_ID_BYTES, key=self._key).digest()
+
+
+def _number(digest: bytes) -> int:
+    return int.from_bytes(digest) >> (8 * _ID_BYTES - _ID_BITS)
+
+
+def _line(line: Line) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
