@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -116,6 +116,7 @@ class StreamReader:
         self._settings = settings
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 1023, four of which a stream has
         self._streams: dict[Target, Stream] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
         self._poller = zmq.Poller()
@@ -149,34 +150,39 @@ class StreamReader:
 
     def open(self, target: Target, source: EventSource) -> Stream:
         """Connect to a target's stream, for `follow`. Raises ValueError, naming the field, for an endpoint or a key
-        that is none."""
+        that is none, and when no more sockets can be had."""
         if source.curve_server_key is not None:
             checked_key(source.curve_server_key, "curve_server_key")
-        live = self._context.socket(zmq.SUB)
-        live.set_hwm(_RECEIVE_QUEUE)
-        live.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        live.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        live.subscribe(source.topic)
-        monitor = monitor_of(live)
-        replay = None
-        if source.replay_endpoint is not None:
-            replay = self._context.socket(zmq.DEALER)
-            replay.set_hwm(_RECEIVE_QUEUE)
-            replay.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        sequence = StreamSequence(replay is not None, self._settings)
-        stream = Stream(target, source, sequence, live, monitor, replay)
-        if source.curve_server_key is not None:
-            self._keys = self._keys or temporary_key_pair()
-            for socket in filter(None, (live, replay)):
-                be_client(socket, source.curve_server_key, self._keys)
-        try:
+        with ExitStack() as unless_opened:
+            try:
+                live = self._context.socket(zmq.SUB)
+                unless_opened.callback(live.close, 0)
+                live.set_hwm(_RECEIVE_QUEUE)
+                live.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+                live.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+                live.subscribe(source.topic)
+                monitor = monitor_of(live)
+                unless_opened.callback(monitor.close, 0)
+                unless_opened.callback(live.disable_monitor)
+                replay = None
+                if source.replay_endpoint is not None:
+                    replay = self._context.socket(zmq.DEALER)
+                    unless_opened.callback(replay.close, 0)
+                    replay.set_hwm(_RECEIVE_QUEUE)
+                    replay.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+            except zmq.ZMQError as error:
+                raise ValueError(
+                    f"no socket for the stream at {source.endpoint}: {error}; raise the limit of open files (ulimit -n)"
+                ) from error
+            if source.curve_server_key is not None:
+                self._keys = self._keys or temporary_key_pair()
+                for socket in filter(None, (live, replay)):
+                    be_client(socket, source.curve_server_key, self._keys)
             _connect(live, source.endpoint, "endpoint")
             if replay is not None and source.replay_endpoint is not None:
                 _connect(replay, source.replay_endpoint, "replay_endpoint")
-        except ValueError:
-            self._close(stream)
-            raise
-        return stream
+            unless_opened.pop_all()
+        return Stream(target, source, StreamSequence(replay is not None, self._settings), live, monitor, replay)
 
     def follow(self, stream: Stream) -> None:
         """Read an opened stream, in place of the one its target had."""

@@ -436,9 +436,11 @@ def _run(service: Any, log_level: str) -> None:
     import uvloop
 
     from kvrouter.logs import log_to_stderr
+    from kvrouter.serving import raise_file_limit
     from router.errors import KubernetesError, TokenizerUnavailableError
 
     log_to_stderr(log_level)
+    raise_file_limit()
     try:
         uvloop.run(service)
     except (OSError, TokenizerUnavailableError, KubernetesError) as error:

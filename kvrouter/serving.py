@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 import signal
 import socket
 import sys
@@ -101,6 +102,12 @@ async def serve_indexer(settings: Settings) -> None:
 
         app = indexer_app(indexer, match_reader(tokenizers, resolve), settings.server.token)
         await _run_app(app, listening, settings.server, "kvrouter indexer")
+
+
+def raise_file_limit() -> None:
+    """Have as many open files as may be: each event stream takes several, and each connection one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:

@@ -373,3 +373,17 @@ def test_an_indexer_can_be_stopped_before_it_reads_what_was_registered(publisher
     stopping.start()
     stopping.join(10)
     assert not stopping.is_alive()
+
+
+def test_many_streams_can_be_followed(
+    publisher: Publisher, running: Indexer, register: Callable[..., None], caught_up: CaughtUp
+) -> None:
+    """More than ZeroMQ has sockets for by default."""
+    publisher.publish(block(0))
+    targets = [Target("w", rank, "m") for rank in range(400)]
+    for target in targets:
+        register(publisher, target=target)
+    for target in targets:
+        caught_up(target, 0, StreamState.LIVE)
+    assert len(running.match(MatchQuery("m", [7] * 10))) == len(targets)
+    running.unregister(targets)

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Page, async_playwright, expect
 from router_under_test import RouterUnderTest, router, until
 
 from kvrouter.processes import KvrouterProcess
+
+playwright = pytest.importorskip("playwright.async_api", reason="make test-browser installs it")
+axe = pytest.importorskip("axe_playwright_python.async_playwright", reason="make test-browser installs it")
+expect = playwright.expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.anyio]
 
@@ -31,11 +33,11 @@ SECONDS = 20_000  # milliseconds, as Playwright counts
 
 
 @asynccontextmanager
-async def opened(url: str, **options: Any) -> AsyncIterator[Page]:
+async def opened(url: str, **options: Any) -> AsyncIterator[Any]:
     """A page in a browser, which must not complain."""
     errors: list[str] = []
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+    async with playwright.async_playwright() as drives:
+        browser = await drives.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
         try:
             page = await browser.new_page(viewport={"width": 1400, "height": 1200}, **options)
             page.on("pageerror", lambda error: errors.append(str(error)))
@@ -79,14 +81,14 @@ async def traffic(routed: RouterUnderTest) -> AsyncIterator[None]:
         await asyncio.gather(*talking, return_exceptions=True)
 
 
-async def accessible(page: Page) -> None:
+async def accessible(page: Any) -> None:
     """Nothing serious is found by axe-core."""
-    found = (await Axe().run(page)).response["violations"]
+    found = (await axe.Axe().run(page)).response["violations"]
     serious = [each for each in found if each["impact"] in ("serious", "critical")]
     assert serious == [], json.dumps([(each["id"], [n["html"][:200] for n in each["nodes"][:3]]) for each in serious])
 
 
-async def shoot(page: Page, name: str) -> None:
+async def shoot(page: Any, name: str) -> None:
     if folder := os.environ.get("SCREENSHOTS"):
         await page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
