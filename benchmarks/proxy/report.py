@@ -30,7 +30,8 @@ class Table:
             medians = {router: median(values) for router, values in row.items()}
             peers = [value for router, value in medians.items() if router not in (OURS, NONE)]
             best = (max(peers) if self._more else min(peers)) if peers else 0.0
-            ratio = f"{medians[OURS] / best:.2f}" if best and OURS in medians else ""
+            ours = medians.get(OURS, 0.0)
+            ratio = f"{ours / best:.2f}" if min(ours, best) > 0 else ""  # noise may add less than nothing
             lines.append([name, *(_number(medians[r]) if r in medians else "" for r in routers), ratio])
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
