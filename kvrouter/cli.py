@@ -405,12 +405,25 @@ def demo(
     workers: Annotated[int, typer.Option(min=1, help="Simulated workers.")] = 4,
     conversations: Annotated[int, typer.Option(min=1, help="Conversations to play, each of several requests.")] = 48,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the router up at the end.")] = False,
+    disaggregated: Annotated[
+        bool, typer.Option("--disaggregated", help="Instead: prefill and decode workers, one of which is killed.")
+    ] = False,
 ) -> None:
-    """Compare kv-aware routing with round robin on simulated workers."""
+    """Compare kv-aware routing with round robin on simulated workers.
+
+    --disaggregated plays the conversations on 2 prefill and 2 decode workers, SGLang's way and vLLM's with NIXL, and
+    kills a prefill worker. The exit status is 0 when no request is lost.
+    """
     from kvrouter.demo import run_demo
     from kvrouter.demo.run import DemoError
 
     try:
+        if disaggregated:
+            from kvrouter.demo.disaggregated import run_disaggregated_demo
+
+            if not run_disaggregated_demo(conversations):
+                raise typer.Exit(1)
+            return
         run_demo(workers, conversations, keep)
     except DemoError as error:
         _fail(str(error))
