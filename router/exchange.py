@@ -463,6 +463,18 @@ class Exchange:
         except Exception:
             self._crash()
 
+    def _leave_pair(self, placement: Placement) -> bool:
+        """Whether another pair can take over from a decode worker that failed, perhaps because of its prefill."""
+        if placement.prefill is None or self._others:
+            return placement.prefill is not None
+        prefill = placement.prefill.worker
+        if len(self._tried) >= self._attempts:
+            return False
+        if not self._forwarding.router.others(self._prompt, [*self._tried, prefill], prefill=True):
+            return False
+        self._tried[-1] = prefill
+        return True
+
     def _begin(self, head: AnswerHead, data: bytes, ended: bool) -> None:
         """Pass on the beginning of an answer, unless the worker says that it did not take the request."""
         placement, forwarding = self._placement, self._forwarding
@@ -471,6 +483,10 @@ class Exchange:
         attempt.give_up = None
         if head.status in _NOT_TAKEN and self._others and forwarding.budget.take():
             attempt.end(Outcome.FAILED, f"status {head.status}")
+            self._elsewhere(f"status {head.status}")
+            return
+        if head.status >= 500 and self._leave_pair(placement) and forwarding.budget.take():
+            attempt.end(Outcome.NEITHER, f"status {head.status}")
             self._elsewhere(f"status {head.status}")
             return
         self._begun = True

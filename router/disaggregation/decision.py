@@ -58,7 +58,7 @@ def decode_policy(random: Random) -> Policy:
             return {
                 "requests": float(candidate.requests),
                 "context": _TIE * candidate.context / most,
-                "overlap": -_TIE * candidate.overlap / (request.tokens + 1),
+                "uncached": _TIE * (1 - candidate.overlap / (request.tokens + 1)),
             }
 
         return cheapest(candidates, terms, random)

@@ -30,6 +30,10 @@ def test_decode_goes_where_the_load_is_least_and_overlap_breaks_ties() -> None:
     assert choose([busy, idle, warm], Request(10_000)).choice is warm
     assert choose([busy, idle], Request(10_000)).choice is idle
     assert choose([worker("full", requests=1, context=9000), idle], Request(10)).choice is idle
+    costs = choose([busy, idle, warm], Request(10_000)).costs
+    assert all(
+        amount >= 0 for cost in costs for amount in cost.terms.values()
+    )  # they are counted, and counters only rise
 
 
 def test_prefill_goes_where_it_is_done_first() -> None:
