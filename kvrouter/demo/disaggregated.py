@@ -63,9 +63,9 @@ def run_disaggregated_demo(conversations: int) -> bool:
         raise DemoError(str(error) or type(error).__name__) from error
     console.print(_table(list(played.values())))
     for name, run in zip(_STYLES.values(), played.values(), strict=True):
-        errors = [request.error for request in run.requests if request.error is not None]
-        for error in errors[:_SHOWN_ERRORS]:
-            console.print(f"{name}: {error}", style="red")
+        problems = [request.error for request in run.requests if request.error is not None]
+        for problem in problems[:_SHOWN_ERRORS]:
+            console.print(f"{name}: {problem}", style="red")
     return all(run.passed for run in played.values())
 
 
