@@ -7,8 +7,8 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-engine test-browser test-helm test-replicas test-transfer chart-docs lint
-.PHONY: bench-index bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
+.PHONY: demo test test-engine test-browser test-envoy test-helm test-replicas test-transfer chart-docs lint
+.PHONY: bench-envoy bench-index bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -73,6 +73,13 @@ bench-transfer: .venv/installed .venv/transfer
 test-helm: .venv/installed .venv/helm-test
 	$(BIN)/pytest tests/deploy -m "helm or not helm" $(ARGS)
 
+# Real Envoy, in front of workers, with the picker behind it.
+test-envoy: .venv/installed .venv/envoy-test
+	$(BIN)/pytest tests/end_to_end/envoy -m envoy $(ARGS)
+
+bench-envoy: .venv/installed .venv/envoy-test
+	$(BIN)/python -m benchmarks.envoy $(ARGS)
+
 # After a change of the chart's values.yaml, of config.yaml or of the dashboards.
 chart-docs: .venv/installed
 	$(BIN)/python deploy/helm/chart_docs.py
@@ -88,6 +95,10 @@ lint: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+.venv/envoy-test: pyproject.toml .venv/installed
+	$(BIN)/pip install --quiet --editable '.[envoy-test]'
 	@touch $@
 
 .venv/helm-test: pyproject.toml .venv/installed

@@ -179,6 +179,7 @@ class Exchange:
         placement.attempt.end(Outcome.FAILED, "not taken")
         placement.release()
         self._forwarding.metrics.retried.labels(placement.worker.url).inc()
+        self._forwarding.fleet.look_soon(placement.worker)
         self._tried.append(worker)
         others = [each for each in self._forwarding.fleet.workers if each is not worker]
         self._placement = self._forwarding.router.place(self._prompt, others)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -97,7 +96,8 @@ class PickedRequest:
         self._begun = False
         self._seen: list[tuple[bytes, bool]] = []  # observed before the head came
         self._observing = self._was_observed = False
-        self._observed_whole = asyncio.Event()  # or as far as is wanted
+        self._closed = False
+        self._ending: asyncio.TimerHandle | None = None
         self._unseen: asyncio.TimerHandle | None = None
 
     def received(self, message: pb.ProcessingRequest) -> None:
@@ -118,35 +118,37 @@ class PickedRequest:
             case "response_trailers":
                 self._answer_trailers()
 
-    async def closed(self) -> None:
+    def closed(self) -> None:
         """The stream is over: so is the request, however it went."""
-        exchange, visit = self._exchange, self._visit
         for timer in (self._late, self._unseen):
             if timer is not None:
                 timer.cancel()
         if self._resolving is not None:
             self._resolving.cancel()
-        if exchange is not None and not exchange.over:
-            if self._begun and self._answer_mode == _Mode.NONE:
-                await self._end_unseen(exchange)
-            else:
-                exchange.client_left()
-        self._desk.requests.pop(self._number, None)
-        if visit is not None:
-            visit.end()
-
-    async def _end_unseen(self, exchange: Exchange) -> None:
-        """Envoy does not say whether the answer came to its end. Whoever observes it whole does, maybe a bit later."""
-        if self._observing or (self._desk.observed and not self._was_observed):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_OBSERVED_SECONDS):
-                    await self._observed_whole.wait()
-        if exchange.over:
-            return
-        if self._observing:
-            exchange.client_left()
+        self._closed = True
+        expected = self._observing or (self._desk.observed and not self._was_observed)
+        if self._ends_unseen and expected:  # what is shown beside may come a bit later
+            self._ending = asyncio.get_running_loop().call_later(_OBSERVED_SECONDS, self._end)
         else:
+            self._end()
+
+    @property
+    def _ends_unseen(self) -> bool:
+        """Whether the answer is under way, and Envoy would not say that it came to its end."""
+        return (
+            self._exchange is not None and not self._exchange.over and self._begun and self._answer_mode == _Mode.NONE
+        )
+
+    def _end(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        if self._ends_unseen and not self._observing:
             self._pass(b"", True)
+        if self._exchange is not None:
+            self._exchange.client_left()  # if there is anything left of it
+        self._desk.requests.pop(self._number, None)
+        if self._visit is not None:
+            self._visit.end()
 
     # The request
 
@@ -373,12 +375,12 @@ class PickedRequest:
             self._pass(data, ended)
         else:
             self._seen.append((data, ended))
-        if ended:
-            self._observed_whole.set()
-        elif first and not self._wants_usage():
+        if first and not ended and not self._wants_usage():
             self._observing = False
-            self._observed_whole.set()
-        return self._observing and not ended
+        wanted = self._observing and not ended
+        if self._closed and not wanted:
+            self._end()
+        return wanted
 
     def _wants_usage(self) -> bool:
         """Whether an answer is looked at to its end."""

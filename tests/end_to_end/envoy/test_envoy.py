@@ -1,0 +1,489 @@
+"""Real Envoy in front of workers, with the picker behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from envoy_under_test import envoy, filters, processing
+from picker_under_test import picker
+from router_under_test import RouterUnderTest, router, until
+from scripted_worker import Exchange, scripted_worker
+
+from router.access import hashed_key
+from worker.simulated import SimulatedWorkerSettings, running
+
+pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.envoy]
+
+MODEL, SCRIPTED = "simulated", "m"
+PATH = "/v1/completions"
+FAST = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
+
+
+@dataclass
+class Picked:
+    """`through`: the Envoy; `picker`: the HTTP side of what it asks."""
+
+    through: RouterUnderTest
+    picker: RouterUnderTest
+    port: int
+
+
+@asynccontextmanager
+async def picked(folder: Path, *workers: str, change: Any = lambda _: None, **sections: Any) -> AsyncIterator[Picked]:
+    async with picker(*workers, **sections) as (side, port), envoy(port, folder, change) as through:
+        yield Picked(through, side, port)
+
+
+def text(number: int, words: int = 200) -> str:
+    return f"{number} begins. " + " ".join(f"word {number} {place}" for place in range(words))
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": SCRIPTED, "prompt": "some words", **fields}
+
+
+@pytest.fixture(scope="module")
+async def workers() -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        each = SimulatedWorkerSettings(**FAST)
+        yield [await stack.enter_async_context(running(each)) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+async def served(workers: list[str], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Picked]:
+    folder = tmp_path_factory.mktemp("envoy")
+    async with picked(folder, *workers, picker={"read_usage": 1.0}) as found:
+        yield found
+
+
+# What clients get
+
+
+async def test_a_chat_with_the_openai_client(served: Picked, workers: list[str]) -> None:
+    answer = await served.through.openai.chat.completions.with_raw_response.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=5
+    )
+    assert answer.parse().usage.completion_tokens == 5  # type: ignore[union-attr]
+    assert answer.headers["x-kvrouter-worker"] in workers
+    await served.picker.until_released()
+
+
+async def test_a_streamed_chat_with_the_openai_client(served: Picked) -> None:
+    stream = await served.through.openai.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=20,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 20
+    assert len(chunks) > 10
+    await served.picker.until_released()
+
+
+async def test_a_stream_comes_as_it_is_made(tmp_path: Path) -> None:
+    let_go = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await let_go.wait()
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.chunk(b"")
+
+    async with scripted_worker(script) as worker, picked(tmp_path, worker.url) as found:
+        async with found.through.request(PATH, body(stream=True)) as response:
+            assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 10) == b"data: 1\n\n"
+            assert await found.picker.requests_in_flight() == 1
+            let_go.set()
+            assert await response.read() == b"data: [DONE]\n\n"
+        await found.picker.until_released()
+
+
+async def test_the_models_are_those_of_all_workers(served: Picked) -> None:
+    assert [model.id async for model in served.through.openai.models.list()] == [MODEL]
+    with pytest.raises(openai.NotFoundError):
+        await served.through.openai.models.retrieve("other")
+
+
+async def test_a_request_id_is_kept_and_returned(served: Picked) -> None:
+    reply = await served.through.call(PATH, body(model=MODEL), headers={"x-request-id": "mine-1"})
+    assert reply.headers.getall("x-request-id") == ["mine-1"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_same_prefixes_go_to_the_same_workers_as_with_serve(
+    workers: list[str], served: Picked, stream: bool
+) -> None:
+    async with router(*workers) as serve:
+        await until(lambda: _followed(serve))
+        for number in range(8):
+            words = text(1000 * stream + number)
+            first = await serve.call(PATH, {"model": MODEL, "prompt": words, "max_tokens": 2})
+            await until(lambda worker=first.worker, words=words: _held(served.picker, words, worker))  # type: ignore[misc]
+            again = {"model": MODEL, "prompt": words + " more", "max_tokens": 2, "stream": stream}
+            through = await served.through.call(PATH, again)
+            direct = await serve.call(PATH, again)
+            assert through.worker == first.worker == direct.worker
+            assert through.overlap == direct.overlap > 100
+
+
+async def _followed(router: RouterUnderTest) -> bool:
+    return all(rank["state"] == "live" for worker in await router.workers() for rank in worker["ranks"])
+
+
+async def _held(router: RouterUnderTest, words: str, worker: str) -> bool:
+    answer = (await router.call("/match", {"model": MODEL, "prompt": words})).json()
+    return any(match["worker"] == worker and match["matched_tokens"] > 100 for match in answer["matches"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_is_audited(served: Picked, stream: bool) -> None:
+    async def audited() -> bool:
+        return await served.picker.metric("kvrouter_audit_answers_total") > before
+
+    before = await served.picker.metric("kvrouter_audit_answers_total")
+    asked = {"model": MODEL, "prompt": text(7 + stream), "max_tokens": 4, "stream": stream}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    assert (await served.through.call(PATH, asked)).status == 200
+    await until(audited)
+
+
+async def test_first_bytes_are_measured(served: Picked) -> None:
+    async def measured() -> bool:
+        return await served.picker.metric("kvrouter_time_to_first_byte_seconds_count") > before
+
+    before = await served.picker.metric("kvrouter_time_to_first_byte_seconds_count")
+    await served.through.call(PATH, {"model": MODEL, "prompt": "x", "max_tokens": 4, "stream": True})
+    await until(measured)
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "BUFFERED"])
+async def test_a_huge_body_arrives_as_it_was_sent(tmp_path: Path, mode: str) -> None:
+    def change(found: Any) -> None:
+        processing(found)["processing_mode"]["request_body_mode"] = mode
+        if mode == "BUFFERED":
+            found["static_resources"]["listeners"][0]["per_connection_buffer_limit_bytes"] = 2**25
+
+    async with scripted_worker() as worker, picked(tmp_path, worker.url, change=change) as found:
+        sent = json.dumps(body(prompt="word " * (9 * 2**20 // 5))).encode()
+        headers = {"content-type": "application/json"}
+        async with found.through.session.post(
+            found.through.url + PATH, data=BytesIO(sent), headers=headers
+        ) as response:
+            assert response.status == 200
+        assert worker.last.body == sent
+        await found.picker.until_released()
+
+
+async def test_a_body_above_the_limit_is_refused(tmp_path: Path) -> None:
+    async with scripted_worker() as worker, picked(tmp_path, worker.url, server={"max_body_bytes": 10**6}) as found:
+        large = json.dumps(body(prompt="word " * 400_000)).encode()
+        headers = {"content-type": "application/json"}
+
+        async def in_parts() -> AsyncIterator[bytes]:
+            for start in range(0, len(large), 10**5):
+                yield large[start : start + 10**5]
+
+        for sent in (BytesIO(large), in_parts()):
+            async with found.through.session.post(found.through.url + PATH, data=sent, headers=headers) as response:
+                assert response.status == 413
+                assert "max_body_bytes" in (await response.json())["error"]["message"]
+        assert worker.exchanges == []
+        assert await found.picker.requests_in_flight() == 0
+
+
+# Refusals
+
+
+async def test_a_body_that_is_none_gets_openais_error(served: Picked) -> None:
+    reply = await served.through.call(PATH, b"{nothing")
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    assert reply.headers["content-type"] == "application/json"
+
+
+async def test_an_unknown_model(served: Picked) -> None:
+    reply = await served.through.call(PATH, body(model="other"))
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+
+
+async def test_an_empty_pool_is_503(tmp_path: Path) -> None:
+    async with picked(tmp_path) as found:
+        reply = await found.through.call(PATH, body())
+        assert (reply.status, reply.error["code"]) == (503, "no_worker_available")
+
+
+async def test_a_full_queue_is_429_and_who_waits_is_served_in_turn(tmp_path: Path) -> None:
+    let_go = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await let_go.wait()
+        await exchange.answer()
+
+    def quick(found: Any) -> None:
+        processing(found)["message_timeout"] = "1s"  # less than the wait
+
+    limits = {"requests": 1, "queue": 1, "late_binding": False}
+    async with (
+        scripted_worker(script) as worker,
+        picked(tmp_path, worker.url, change=quick, admission=limits) as found,
+    ):
+        first = asyncio.create_task(found.through.call(PATH, body()))
+        await until(lambda: _arrived(worker, 1))
+        second = asyncio.create_task(found.through.call(PATH, body()))
+        await until(lambda: _waiting(found.picker, 1))
+        third = await found.through.call(PATH, body())
+        assert (third.status, third.error["code"]) == (429, "queue_full")
+        assert int(third.headers["retry-after"]) >= 1
+        await asyncio.sleep(1.5)
+        let_go.set()
+        assert [(await first).status, (await second).status] == [200, 200]
+        await found.picker.until_released()
+
+
+async def _arrived(worker: Any, number: int) -> bool:
+    return len(worker.exchanges) == number
+
+
+async def _waiting(router: RouterUnderTest, number: int) -> bool:
+    queue = (await router.call("/health")).json()["queue"]
+    return sum(queue.values()) == number
+
+
+async def test_a_deadline_ends_a_request_and_an_answer(tmp_path: Path) -> None:
+    async def script(exchange: Exchange) -> None:
+        if json.loads(exchange.body).get("stream"):
+            await exchange.begin_chunks()
+            await exchange.chunk(b"data: 1\n\n")
+        await asyncio.sleep(20)
+
+    async with scripted_worker(script) as worker, picked(tmp_path, worker.url) as found:
+        reply = await found.through.call(PATH, body(), headers={"x-request-timeout": "0.5"})
+        assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await found.through.call(PATH, body(stream=True), headers={"x-request-timeout": "0.5"})
+        await found.picker.until_released()
+
+
+async def test_tenants(tmp_path: Path) -> None:
+    tenants = {"named": {"a": {"keys": [hashed_key("secret")], "requests_per_second": 0.01}}}
+    async with (
+        scripted_worker() as worker,
+        picked(tmp_path, worker.url, server={"token": "admin"}, tenants=tenants) as found,
+    ):
+        assert (await found.through.call(PATH, body())).status == 401
+        assert (await found.through.call("/metrics")).status == 404
+        key = {"authorization": "Bearer secret"}
+        assert (await found.through.call(PATH, body(), headers=key)).status == 200
+        assert "authorization" not in dict(worker.last.headers)
+        assert (await found.through.call(PATH, body(), headers=key)).status == 429
+
+
+# What goes wrong
+
+
+async def test_a_client_that_leaves_mid_stream_releases_its_load(tmp_path: Path) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        while True:
+            await exchange.chunk(b"data: 1\n\n")
+            await asyncio.sleep(0.01)
+
+    async with scripted_worker(script) as worker, picked(tmp_path, worker.url, picker={"read_usage": 1.0}) as found:
+        async with found.through.request(PATH, body(stream=True)) as response:
+            await response.content.readuntil(b"\n\n")
+            assert await found.picker.requests_in_flight() == 1
+        await found.picker.until_released()
+        assert await found.picker.metric("kvrouter_requests_abandoned_total") == 1
+
+
+async def test_a_client_that_leaves_before_the_answer_releases_its_load(tmp_path: Path) -> None:
+    async def script(_: Exchange) -> None:
+        await asyncio.sleep(20)
+
+    async with scripted_worker(script) as worker, picked(tmp_path, worker.url) as found:
+        asked = asyncio.create_task(found.through.call(PATH, body()))
+        await until(lambda: _arrived(worker, 1))
+        asked.cancel()
+        await found.picker.until_released()
+
+
+async def test_a_dead_worker_gets_no_more_requests(tmp_path: Path) -> None:
+    fleet = {"probe_interval": 60.0, "metrics_interval": 60.0}
+    async with (
+        scripted_worker() as dead,
+        scripted_worker() as alive,
+        picked(tmp_path, dead.url, alive.url, fleet=fleet, policy={"name": "round_robin"}) as found,
+    ):
+        await dead.stop()
+        replies = [await found.through.call(PATH, body()) for _ in range(4)]
+        refused = [reply for reply in replies if reply.status == 503]
+        assert refused
+        assert refused[0].error["code"] == "no_worker_available"
+        await until(lambda: _down(found.picker, dead.url))
+        for _ in range(10):
+            assert (await found.through.call(PATH, body())).worker == alive.url
+        await found.picker.until_released()
+
+
+async def _down(router: RouterUnderTest, worker: str) -> bool:
+    return await router.metric("kvrouter_worker_up", worker=worker) == 0
+
+
+async def test_an_envoy_that_dies_releases_what_it_had(tmp_path: Path) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await asyncio.sleep(20)
+
+    async with scripted_worker(script) as worker, picker(worker.url) as (side, port):
+        async with envoy(port, tmp_path) as through:
+            response = await through.request(PATH, body(stream=True))
+            await response.content.readuntil(b"\n\n")
+            assert await side.requests_in_flight() == 1
+        await side.until_released()
+
+
+async def test_without_a_picker_the_answer_is_503(tmp_path: Path) -> None:
+    async with scripted_worker() as worker:
+        async with picker(worker.url) as (_, port):
+            pass
+        async with envoy(port, tmp_path) as through:
+            assert (await through.call(PATH, body())).status == 503
+            assert worker.exchanges == []
+
+
+async def test_a_client_names_no_worker_and_no_subset(tmp_path: Path) -> None:
+    async with scripted_worker() as worker, picked(tmp_path, worker.url) as found:
+        for header in ("x-gateway-destination-endpoint", "x-gateway-destination-endpoint-subset"):
+            assert (await found.through.call(PATH, body(), headers={header: "127.0.0.1:1"})).status == 200
+
+
+async def test_a_gateways_subset_is_kept_to(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        each = [await stack.enter_async_context(scripted_worker()) for _ in range(3)]
+        allowed = each[1]
+        subset = {"x-gateway-destination-endpoint-subset": [allowed.url.removeprefix("http://")]}
+
+        def with_subset(found: Any) -> None:
+            filters(found)  # the manager's list is put before
+            manager = found["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+            manager["http_filters"].insert(
+                0,
+                {
+                    "name": "envoy.filters.http.set_metadata",
+                    "typed_config": {
+                        "@type": "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config",
+                        "metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": subset}],
+                    },
+                },
+            )
+            asks = manager["http_filters"][2]["typed_config"]
+            asks["metadata_options"]["forwarding_namespaces"] = {"untyped": ["envoy.lb.subset_hint"]}
+
+        async with picked(tmp_path, *(worker.url for worker in each), change=with_subset) as found:
+            for _ in range(6):
+                assert (await found.through.call(PATH, body())).worker == allowed.url
+
+
+async def test_fallbacks_are_tried_by_a_cluster_that_can_and_load_moves_there(tmp_path: Path) -> None:
+    let_go = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await let_go.wait()
+        await exchange.chunk(b"")
+
+    fleet = {"probe_interval": 60.0, "metrics_interval": 60.0}
+    async with scripted_worker(script) as dead, scripted_worker(script) as alive:
+        ports = [worker.url.rpartition(":")[2] for worker in (dead, alive)]
+        change = _override_host(ports)
+        async with picked(
+            tmp_path,
+            dead.url,
+            alive.url,
+            change=change,
+            fleet=fleet,
+            picker={"fallbacks": 1},
+            policy={"name": "round_robin"},
+        ) as found:
+            await dead.stop()
+            for _ in range(2):  # one of the two is meant for the dead one
+                let_go.clear()
+                async with found.through.request(PATH, body(stream=True)) as response:
+                    assert response.status == 200
+                    await response.content.readuntil(b"\n\n")
+                    assert await found.picker.metric("kvrouter_requests_in_flight", worker=dead.url) == 0
+                    assert await found.picker.metric("kvrouter_requests_in_flight", worker=alive.url) == 1
+                    let_go.set()
+                    await response.read()
+            await found.picker.until_released()
+            assert await found.picker.metric("kvrouter_requests_retried_total", worker=dead.url) >= 1
+
+
+def _override_host(ports: list[str]) -> Any:
+    """What gateways do that know their workers: a list of hosts, tried in their order."""
+
+    def change(found: Any) -> None:
+        name = "x-gateway-destination-endpoint"
+        cluster = found["static_resources"]["clusters"][0]
+        cluster.pop("lb_policy")
+        cluster.pop("original_dst_lb_config")
+        cluster["type"] = "STATIC"
+        cluster["load_assignment"] = {
+            "cluster_name": "workers",
+            "endpoints": [
+                {
+                    "lb_endpoints": [
+                        {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": int(port)}}}}
+                        for port in ports
+                    ]
+                }
+            ],
+        }
+        lb = "type.googleapis.com/envoy.extensions.load_balancing_policies"
+        cluster["load_balancing_policy"] = {
+            "policies": [
+                {
+                    "typed_extension_config": {
+                        "name": "envoy.load_balancing_policies.override_host",
+                        "typed_config": {
+                            "@type": f"{lb}.override_host.v3.OverrideHost",
+                            "override_host_sources": [{"header": name}],
+                            "fallback_policy": {
+                                "policies": [
+                                    {
+                                        "typed_extension_config": {
+                                            "name": "envoy.load_balancing_policies.round_robin",
+                                            "typed_config": {"@type": f"{lb}.round_robin.v3.RoundRobin"},
+                                        }
+                                    }
+                                ]
+                            },
+                        },
+                    }
+                }
+            ]
+        }
+
+    return change
