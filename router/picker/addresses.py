@@ -64,6 +64,7 @@ class Addresses:
     async def _resolve(self, url: str) -> str:
         origin = Origin.of(url)
         found = await asyncio.get_running_loop().getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+        found.sort(key=lambda each: each[0] != socket.AF_INET)  # engines listen there, if at only one of both
         address = _joined(str(found[0][4][0]), origin.port)
         self._known[url] = _Known(address, time.monotonic() + _FRESH_SECONDS)
         return address

@@ -1,0 +1,383 @@
+"""The endpoint picker over real gRPC, asked as Envoy asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from envoy_client import DESTINATION, SUBSET, EnvoyStream, Mode, set_headers, streamed
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from picker_under_test import picker
+from router_under_test import RouterUnderTest, until
+from scripted_worker import MODEL, ScriptedWorker, scripted_worker
+
+from router.access import hashed_key
+from router.picker import ext_proc_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+JSON = ("content-type", "application/json")
+STREAM = ("content-type", "text/event-stream")
+BODY = json.dumps({"model": MODEL, "prompt": "some words", "stream": True}).encode()
+USAGE = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'
+
+
+@dataclass
+class Asked:
+    """A picker, a channel to it, and the addresses of its workers."""
+
+    side: RouterUnderTest
+    channel: Any
+    addresses: list[str]
+
+    def stream(self, *modes: int, **options: Any) -> EnvoyStream:
+        return EnvoyStream(self.channel, *modes, **options)
+
+    async def routed(self, *modes: int, body: bytes = BODY, **options: Any) -> tuple[EnvoyStream, str]:
+        """A stream whose request has been sent somewhere, and where."""
+        stream = self.stream(*modes, **options)
+        await stream.head(PATH, JSON)
+        await stream.body(body)
+        head = await stream.hears()
+        await stream.hears()
+        return stream, set_headers(head.request_headers.response.header_mutation)[DESTINATION]
+
+
+@pytest.fixture(scope="module")
+async def workers() -> AsyncIterator[list[ScriptedWorker]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(scripted_worker()) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+async def asked(workers: list[ScriptedWorker]) -> AsyncIterator[Asked]:
+    settings = {"server": {"max_body_bytes": 300_000, "body_timeout": 0.5}, "picker": {"fallbacks": 1, "read_usage": 1}}
+    async with (
+        picker(*(worker.url for worker in workers), **settings) as (side, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        yield Asked(side, channel, [worker.url.removeprefix("http://") for worker in workers])
+
+
+async def test_a_request_is_sent_to_a_worker_by_header_and_by_metadata(asked: Asked) -> None:
+    stream = asked.stream()
+    await stream.head(PATH, JSON, ("content-length", "7"), ("x-request-id", "mine"))
+    await stream.body(BODY[:10], BODY[10:])
+    head = await stream.hears()
+    headers = set_headers(head.request_headers.response.header_mutation)
+    first, fallback = headers[DESTINATION].split(",")
+    assert {first, fallback} < set(asked.addresses)
+    assert head.dynamic_metadata["envoy.lb"][DESTINATION] == headers[DESTINATION]
+    assert headers["content-length"] == str(len(BODY))
+    assert "x-request-id" not in headers  # it has that already
+    assert streamed((await stream.hears()).request_body) == (BODY, True)
+    assert await asked.side.requests_in_flight() == 1
+    await stream.answer_head(200, STREAM)
+    head = await stream.hears()
+    added = set_headers(head.response_headers.response.header_mutation)
+    assert added["x-kvrouter-worker"] == f"http://{first}"
+    assert added["x-request-id"] == "mine"
+    await stream.ends()
+    await asked.side.until_released()
+
+
+async def test_a_large_body_goes_back_in_small_parts(asked: Asked) -> None:
+    large = json.dumps({"model": MODEL, "prompt": "word " * 40_000}).encode()
+    stream = asked.stream()
+    await stream.head(PATH, JSON)
+    await stream.body(*(large[start : start + 70_000] for start in range(0, len(large), 70_000)))
+    await stream.hears()
+    parts = []
+    while not parts or not parts[-1][1]:
+        parts.append(streamed((await stream.hears()).request_body))
+    assert b"".join(part for part, _ in parts) == large
+    assert max(len(part) for part, _ in parts) <= 64 * 1024
+    await stream.ends()
+
+
+async def test_trailers_end_a_body(asked: Asked) -> None:
+    stream = asked.stream()
+    await stream.head(PATH, JSON)
+    await stream.body(BODY, ends=False)
+    await stream.tell(request_trailers=pb.HttpTrailers())
+    assert (await stream.hears()).HasField("request_headers")
+    assert streamed((await stream.hears()).request_body) == (BODY, False)
+    assert (await stream.hears()).HasField("request_trailers")
+    await stream.ends()
+
+
+async def test_a_buffered_body_is_not_sent_back(asked: Asked) -> None:
+    stream = asked.stream(Mode.BUFFERED, Mode.BUFFERED)
+    await stream.head(PATH, JSON)
+    assert not (await stream.hears()).request_headers.response.header_mutation.set_headers
+    await stream.body(BODY)
+    told = await stream.hears()
+    assert set_headers(told.request_body.response.header_mutation)[DESTINATION]
+    assert told.dynamic_metadata["envoy.lb"][DESTINATION]
+    assert not told.request_body.response.HasField("body_mutation")
+    await stream.answer_head(200, JSON)
+    await stream.hears()
+    await stream.answer_body(b"{}", True)
+    assert (await stream.hears()).HasField("response_body")
+    await asked.side.until_released()
+    await stream.ends()
+
+
+async def test_a_request_without_a_body_is_sent_at_once(asked: Asked) -> None:
+    stream = asked.stream()
+    await stream.head("/version", method="GET", ends=True)
+    assert set_headers((await stream.hears()).request_headers.response.header_mutation)[DESTINATION]
+    await stream.ends()
+    await asked.side.until_released()
+
+
+async def test_bodies_that_are_not_sent_are_a_mistake_of_the_configuration(asked: Asked) -> None:
+    stream = asked.stream(Mode.NONE)
+    await stream.head(PATH, JSON)
+    answer = (await stream.hears()).immediate_response
+    assert answer.status.code == 500
+    assert b"request_body_mode is NONE" in answer.body
+
+
+# The subset
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+async def test_a_subset_in_metadata_is_kept_to(asked: Asked, as_text: bool) -> None:
+    allowed = asked.addresses[2]
+    for _ in range(4):
+        stream, endpoint = await asked.routed(subset=f"{allowed}, 10.0.0.1:80" if as_text else [allowed])
+        assert endpoint.split(",")[0] == allowed
+        await stream.ends()
+
+
+async def test_a_subset_in_a_header_is_kept_to(asked: Asked) -> None:
+    stream = asked.stream()
+    await stream.head(PATH, JSON, (SUBSET, asked.addresses[1]))
+    await stream.body(BODY)
+    head = await stream.hears()
+    assert set_headers(head.request_headers.response.header_mutation)[DESTINATION] == asked.addresses[1]
+    await stream.hears()
+    await stream.ends()
+
+
+@pytest.mark.parametrize("subset", [[], ["10.0.0.1:80"]])
+async def test_a_subset_without_a_worker_is_503(asked: Asked, subset: list[str]) -> None:
+    stream = asked.stream(subset=subset)
+    await stream.head(PATH, JSON)
+    await stream.body(BODY)
+    answer = (await stream.hears()).immediate_response
+    assert answer.status.code == 503
+    assert json.loads(answer.body)["error"]["code"] == "no_worker_available"
+
+
+# Refusals
+
+
+async def test_a_body_that_is_too_large_is_refused(asked: Asked) -> None:
+    stream = asked.stream()
+    await stream.head(PATH, JSON)
+    await stream.body(b"x" * 200_000, b"x" * 200_000, ends=False)
+    answer = (await stream.hears()).immediate_response
+    assert answer.status.code == 413
+    assert set_headers(answer.headers)["content-type"] == "application/json"
+
+
+async def test_a_body_that_does_not_come_is_refused(asked: Asked) -> None:
+    stream = asked.stream()
+    await stream.head(PATH, JSON)
+    assert (await stream.hears()).immediate_response.status.code == 408
+
+
+async def test_the_models_are_answered_by_the_picker(asked: Asked) -> None:
+    stream = asked.stream()
+    await stream.head("/v1/models", method="GET", ends=True)
+    answer = (await stream.hears()).immediate_response
+    assert answer.status.code == 200
+    assert [card["id"] for card in json.loads(answer.body)["data"]] == [MODEL]
+
+
+async def test_tenants_are_known_by_their_keys(workers: list[ScriptedWorker]) -> None:
+    tenants = {"named": {"a": {"keys": [hashed_key("secret")], "requests_per_second": 0.01}}}
+    async with (
+        picker(workers[0].url, server={"token": "admin"}, tenants=tenants) as (_, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        seen = []
+        for headers in ((), (("authorization", "Bearer secret"),), (("authorization", "Bearer secret"),)):
+            stream = EnvoyStream(channel)
+            await stream.head(PATH, JSON, *headers)
+            await stream.body(BODY)
+            seen.append(await stream.hears())
+            await stream.call.done_writing()
+        assert seen[0].immediate_response.status.code == 401
+        assert list(seen[1].request_headers.response.header_mutation.remove_headers) == ["authorization"]
+        assert seen[2].immediate_response.status.code == 429
+        assert set_headers(seen[2].immediate_response.headers)["retry-after"]
+
+
+# Answers
+
+
+async def test_streamed_bytes_pass_unchanged_and_usage_is_read(asked: Asked) -> None:
+    before = await asked.side.metric("kvrouter_time_per_output_token_seconds_count")
+    stream, _ = await asked.routed(Mode.FULL_DUPLEX_STREAMED, Mode.FULL_DUPLEX_STREAMED)
+    await stream.answer_head(200, STREAM)
+    await stream.hears()
+    for part, last in ((b"data: 1\n\n", False), (b"data: " + USAGE + b"\n\n", True)):
+        await stream.answer_body(part, last)
+        assert streamed((await stream.hears()).response_body) == (part, last)
+    await asked.side.until_released()
+    assert await asked.side.metric("kvrouter_time_per_output_token_seconds_count") == before + 1
+    await stream.ends()
+
+
+async def test_an_answer_shown_beside_is_learned_from(asked: Asked) -> None:
+    before = await asked.side.metric("kvrouter_time_per_output_token_seconds_count")
+    stream = asked.stream()
+    await stream.head(PATH, JSON)
+    await stream.body(BODY)
+    number = (await stream.hears()).dynamic_metadata["kvrouter"]["request"]
+    await stream.hears()
+    await stream.answer_head(200, STREAM)
+    await stream.hears()
+    observer = asked.stream()
+    for part, last in ((b"data: 1\n\n", False), (b"data: " + USAGE + b"\n\n", True)):
+        message = pb.ProcessingRequest(
+            observability_mode=True, response_body=pb.HttpBody(body=part, end_of_stream=last)
+        )
+        message.metadata_context.filter_metadata["kvrouter"].update({"request": number})
+        await observer.call.write(message)
+    assert await asyncio.wait_for(observer.call.read(), 10) is grpc.aio.EOF  # nothing more is wanted
+    await asked.side.until_released()
+    assert await asked.side.metric("kvrouter_time_per_output_token_seconds_count") == before + 1
+    await stream.ends()
+
+
+async def test_bytes_that_nobody_wants_are_not_asked_for(workers: list[ScriptedWorker]) -> None:
+    async with (
+        picker(workers[0].url, picker={"read_usage": 0}) as (side, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stream = EnvoyStream(channel, Mode.BUFFERED, Mode.STREAMED)
+        await stream.head(PATH, JSON)
+        await stream.hears()
+        await stream.body(BODY)
+        await stream.hears()
+        await stream.answer_head(200, STREAM)
+        told = await stream.hears()
+        assert told.mode_override.response_body_mode == Mode.NONE
+        await stream.ends()
+        await side.until_released()
+
+
+async def test_load_moves_to_the_fallback_that_answers(asked: Asked) -> None:
+    stream, endpoints = await asked.routed()
+    first, second = endpoints.split(",")
+    message = pb.ProcessingRequest()
+    message.metadata_context.filter_metadata["envoy.lb"].update({f"{DESTINATION}-served": second})
+    await stream.answer_head(200, STREAM, metadata_context=message.metadata_context)
+    told = await stream.hears()
+    added = set_headers(told.response_headers.response.header_mutation)
+    assert added["x-kvrouter-worker"] == f"http://{second}"
+    assert await asked.side.metric("kvrouter_requests_in_flight", worker=f"http://{first}") == 0
+    assert await asked.side.metric("kvrouter_requests_in_flight", worker=f"http://{second}") == 1
+    await stream.ends()
+    await asked.side.until_released()
+
+
+async def test_what_envoy_says_in_a_workers_stead_is_told_in_openais_words(asked: Asked) -> None:
+    stream, _ = await asked.routed()
+    message = pb.ProcessingRequest()
+    message.attributes["envoy.filters.http.ext_proc"].update({"response.code_details": "no_healthy_upstream"})
+    await stream.answer_head(503, ("content-type", "text/plain"), attributes=message.attributes)
+    answer = (await stream.hears()).immediate_response
+    assert answer.status.code == 503
+    assert json.loads(answer.body)["error"]["code"] == "no_worker_available"
+    await asked.side.until_released()
+
+
+# Ends
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_stream_that_is_reset_releases_its_load(asked: Asked, answered: bool) -> None:
+    stream, _ = await asked.routed()
+    if answered:
+        await stream.answer_head(200, STREAM)
+        await stream.hears()
+    assert await asked.side.requests_in_flight() == 1
+    stream.call.cancel()
+    await asked.side.until_released()
+
+
+async def test_a_stream_that_ends_within_the_body_leaves_nothing(asked: Asked) -> None:
+    stream = asked.stream()
+    await stream.head(PATH, JSON)
+    await stream.body(BODY[:5], ends=False)
+    await stream.ends()
+    assert await asked.side.requests_in_flight() == 0
+
+
+async def test_a_request_that_waits_is_sent_in_its_turn_or_given_up(workers: list[ScriptedWorker]) -> None:
+    async with (
+        picker(workers[0].url, admission={"requests": 1, "late_binding": False}) as (side, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        asked = Asked(side, channel, [])
+        first, _ = await asked.routed()
+        leaving, second = asked.stream(), asked.stream()
+        for stream in (leaving, second):
+            await stream.head(PATH, JSON)
+            await stream.body(BODY)
+        await until(lambda: _waiting(side, 2))
+        leaving.call.cancel()
+        await until(lambda: _waiting(side, 1))
+        await first.ends()
+        assert (await second.hears()).HasField("request_headers")
+        await second.hears()
+        await second.ends()
+        await side.until_released()
+
+
+async def _waiting(side: RouterUnderTest, number: int) -> bool:
+    return sum((await side.call("/health")).json()["queue"].values()) == number
+
+
+async def test_workers_may_be_named(workers: list[ScriptedWorker]) -> None:
+    named = workers[0].url.replace("127.0.0.1", "localhost")
+    async with picker(named) as (side, port), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for _ in range(2):  # asked for, and known
+            stream, endpoint = await Asked(side, channel, []).routed()
+            assert f"http://{endpoint}" == workers[0].url
+            await stream.ends()
+
+
+# Health
+
+
+async def test_health(asked: Asked) -> None:
+    health = health_pb2_grpc.HealthStub(asked.channel)
+    serving = health_pb2.HealthCheckResponse.SERVING
+    for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+        assert (await health.Check(health_pb2.HealthCheckRequest(service=service))).status == serving
+    async for told in health.Watch(health_pb2.HealthCheckRequest(service="readiness")):
+        assert told.status == serving
+        break
+    with pytest.raises(grpc.aio.AioRpcError):
+        await health.Check(health_pb2.HealthCheckRequest(service="other"))
+
+
+async def test_without_workers_it_lives_and_is_not_ready() -> None:
+    async with picker() as (_, port), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        status = health_pb2.HealthCheckResponse
+        assert (await health.Check(health_pb2.HealthCheckRequest(service="liveness"))).status == status.SERVING
+        assert (await health.Check(health_pb2.HealthCheckRequest(service="readiness"))).status == status.NOT_SERVING
