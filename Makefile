@@ -7,7 +7,7 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-engine test-browser test-envoy test-helm test-replicas test-transfer chart-docs lint
+.PHONY: demo test test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-index bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
 
 demo: .venv/installed
@@ -19,6 +19,9 @@ test: .venv/installed
 test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
+
+test-docs: .venv/installed
+	$(BIN)/pytest tests/docs -m "docs or not docs" $(ARGS)
 
 test-browser: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[browser]'
@@ -79,6 +82,10 @@ test-envoy: .venv/installed .venv/envoy-test
 
 bench-envoy: .venv/installed .venv/envoy-test
 	$(BIN)/python -m benchmarks.envoy $(ARGS)
+
+# After a change of a setting, a command, an endpoint or an alert.
+docs-reference: .venv/installed
+	$(BIN)/python docs/make_reference.py
 
 # After a change of the chart's values.yaml, of config.yaml or of the dashboards.
 chart-docs: .venv/installed

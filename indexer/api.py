@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
@@ -103,6 +104,7 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRout
 
     @routes.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
     async def match(request: Request) -> Response:
+        """How many tokens of a prompt each target would serve from its cache, the best first."""
         query = await read_match(await request.body())
         matches = _ask(indexer.match, query, "token_ids", 2**32 - 1)
         return _json({"model": query.model, "tokens": len(query.token_ids), "matches": [_match(m) for m in matches]})
@@ -115,6 +117,7 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRout
         responses=errors(400, 401),
     )
     async def register(request: Request) -> Response:
+        """Follow the event stream of one DP rank. The same registration twice does nothing; another starts it anew."""
         body = _decode(await request.body(), RegisterBody)
         registration = _registration(body)
         try:
@@ -130,6 +133,7 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRout
         responses=errors(400, 401, 404),
     )
     async def unregister(request: Request) -> Response:
+        """Follow the streams of an instance, or of the part that is named, no longer, and forget what they told."""
         body = _decode(await request.body(), UnregisterBody)
         targets = [known.target for known in indexer.registered() if _named(known.target, body)]
         if not targets:
@@ -144,18 +148,21 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRout
 
     @routes.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
     async def query(request: Request) -> Response:
+        """How much of a token sequence each instance holds, its last block too."""
         body = _decode(await request.body(), QueryBody)
         asked = MatchQuery(body.model, body.token_ids, body.lora_name, body.cache_salt, body.tenant_id)
         return _json({body.tenant_id: _by_instance(_ask(indexer.longest, asked, "token_ids", 2**32 - 1))})
 
     @routes.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
     async def query_by_hash(request: Request) -> Response:
+        """The same for prefix hashes."""
         body = _decode(await request.body(), HashQueryBody)
         asked = HashQuery(body.model, body.block_hashes, body.block_size, body.tenant_id)
         return _json({body.tenant_id: _by_instance(_ask(indexer.longest_by_hash, asked, "block_hashes", 2**64 - 1))})
 
     @routes.get("/dump", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}})
     async def dump() -> StreamingResponse:
+        """All that another indexer needs to begin warm, as lines of JSON."""
         return StreamingResponse(indexer.dump(), media_type="application/x-ndjson")
 
     return routes
@@ -199,6 +206,13 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def refuse(_: Request, error: RequestError) -> Response:
         return Response(error_body(error), error.status, media_type="application/json")
+
+    @app.exception_handler(RequestValidationError)
+    async def unusable(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        refusal = RequestError(f"{name}: {first['msg']}. Send it in the {first['loc'][0]}.", param=name)
+        return await refuse(request, refusal)
 
     @app.exception_handler(HTTPException)
     async def nothing_here(request: Request, error: HTTPException) -> Response:

@@ -27,10 +27,12 @@ def indexer_app(indexer: Indexer, read_match: ReadMatch, token: str = "") -> Fas
 
     @app.get("/health")
     async def health() -> dict[str, str]:
+        """200 while the process serves."""
         return {"status": "ok"}
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return app

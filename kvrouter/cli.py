@@ -41,10 +41,10 @@ def main() -> None:
 def serve(
     config: ConfigFile = None,
     worker: Annotated[list[str] | None, typer.Option("--worker", "-w", help="URL of a worker; repeatable.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.  [default: 8080]")] = None,
-    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.  [default: kv_aware]")] = None,
-    processes: Annotated[int | None, typer.Option(help="Processes that share the port.  [default: 1]")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="8080")] = None,
+    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.", show_default="kv_aware")] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes that share the port.", show_default="1")] = None,
     peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
     log_level: LogLevel = Level.INFO,
 ) -> None:
@@ -78,10 +78,12 @@ def serve(
 def picker(
     config: ConfigFile = None,
     worker: Annotated[list[str] | None, typer.Option("--worker", "-w", help="URL of a worker; repeatable.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of HTTP: health, metrics, workers.  [default: 8080]")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="Port for Envoy.  [default: 9002]")] = None,
-    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.  [default: kv_aware]")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of HTTP: health, metrics, workers.", show_default="8080")
+    ] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port for Envoy.", show_default="9002")] = None,
+    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.", show_default="kv_aware")] = None,
     peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
     log_level: LogLevel = Level.INFO,
 ) -> None:
@@ -317,12 +319,16 @@ def replay(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the first source; 0 takes free ones.")] = 0,
     indexer: Annotated[str | None, typer.Option(help="URL of an indexer to register the streams with.")] = None,
     token: Annotated[str, typer.Option(envvar="KVROUTER_SERVER__TOKEN", help="The indexer's server.token.")] = "",
-    model: Annotated[str | None, typer.Option(help="Name to register them under.  [default: the requests']")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name to register them under.", show_default="the requests'")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare an indexer with what the engine said.")] = False,
     requests: Annotated[
-        Path | None, typer.Option(help="What the engine said.  [default: FILE's .requests.jsonl(.gz)]")
+        Path | None, typer.Option(help="What the engine said.", show_default="FILE's .requests.jsonl(.gz)")
     ] = None,
-    expect: Annotated[int | None, typer.Option(min=0, help="Right answers that are enough.  [default: all]")] = None,
+    expect: Annotated[
+        int | None, typer.Option(min=0, help="Right answers that are enough.", show_default="all")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what differs.")] = False,
 ) -> None:
     """Publish a recording as live event streams, or check an indexer with it.

@@ -52,7 +52,7 @@ def worker_routes(fleet: Fleet, allowed_networks: list[str], token: str) -> APIR
         await fleet.assign("api", [*added, settings])
         return {"worker": str(settings.url).rstrip("/")} | worker_status(_find(fleet, str(settings.url)))
 
-    @routes.delete("/workers")
+    @routes.delete("/workers", responses=errors(400, 401, 404, 409))
     async def remove(url: str) -> dict[str, Any]:
         """Remove a worker that was added. The requests it has go on."""
         worker = _find(fleet, url)

@@ -20,7 +20,7 @@ from structlog.testing import LogCapture
 
 pytestmark = pytest.mark.anyio
 
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
 PATH = "/v1/completions"
 SECRET = "the quick brown fox"
 BODY = {"model": MODEL, "prompt": list(range(100))}
@@ -80,8 +80,12 @@ async def test_every_metric_is_there_and_says_what_it_is(routed: RouterUnderTest
     text = (await routed.call("/metrics")).body.decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert all(family.documentation for family in families.values())
-    named = set(re.findall(r"`(kvrouter_[a-z_]+)`", OPERATIONS.read_text()))
-    assert {name.removesuffix("_total") for name in named} <= set(families)
+    named = set(re.findall(r"`(kvrouter_[a-z_]+)[`{]", METRICS.read_text()))
+    named |= {f"kvrouter_stream{rest}" for rest in re.findall(r"`(_[a-z_]+)`", METRICS.read_text())}
+    only_with_processes = {"kvrouter_process_up"}
+    assert {name.removesuffix("_total") for name in named} - only_with_processes == {
+        name for name in families if not name.endswith("_created")
+    }
     assert {
         "kvrouter_requests": "counter",
         "kvrouter_requests_refused": "counter",

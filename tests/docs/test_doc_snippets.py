@@ -1,0 +1,392 @@
+"""Every command and every snippet in README and docs is run, or checked as far as it can be without what it needs.
+
+Commands that talk to a router talk to a real one with simulated workers. What a block is follows from its fence, or
+from its first words. A block of commands may name only programs of RUN and CHECKED. `make test-docs` also starts what
+serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import jsonschema
+import pytest
+import typer
+import yaml
+from doc_pages import ROOT, Block, blocks
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from kvrouter.cli import app
+from kvrouter.processes import KvrouterProcess
+from router.settings import Settings
+from worker.publisher import PublisherConfig
+from worker.simulated import SimulatedWorkerSettings, running
+
+SERVERS = {"serve", "indexer", "simulate", "picker", "replay"}
+# What does not end well on purpose: part of the command, and its exit status.
+EXIT_STATUS = {"d_reset_prefix_cache": 1}
+
+_PROGRAMS = ("kvrouter", "curl", "make", "pip", "vllm", "python", "docker", "helm", "kubectl", "git", "export")
+_SHELLS = ("sh", "bash", "console")
+_LANGUAGES = (*_SHELLS, "python", "yaml", "json", "text", "")
+_ELLIPSIS = re.compile(r",?\s*…")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A router with two workers, and a folder to be in."""
+
+    router: str
+    workers: tuple[str, str]
+    folder: Path
+
+    def substituted(self, text: str) -> str:
+        """With the addresses and names of this fleet in place of the example's."""
+        text = re.sub(r"https?://(gpu-2|10\.0\.0\.2|127\.0\.0\.1:8002)(:\d+)?(?=\W|$)", self.workers[1], text)
+        text = re.sub(
+            r"https?://(gpu-1|10\.0\.0\.[13-9]|127\.0\.0\.1(?=:8000|:8001))(:\d+)?(?=\W|$)", self.workers[0], text
+        )
+        address = r"(https?://)?(127\.0\.0\.1|localhost|router(-\d)?|kvrouter[\w.-]*):(8080|8090)"
+        text = re.sub(address, self.router, text)
+        return re.sub(r"\bMODEL\b|\bmy-model\b", "simulated", text)
+
+
+@contextlib.contextmanager
+def simulated_workers(count: int) -> Iterator[list[str]]:
+    """Workers in a thread of their own, which costs less than processes; their URLs."""
+    loop = asyncio.new_event_loop()
+    stack = contextlib.AsyncExitStack()
+
+    async def start() -> list[str]:
+        return [await stack.enter_async_context(running(SimulatedWorkerSettings())) for _ in range(count)]
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(30)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with contextlib.ExitStack() as stack:
+        first, second = stack.enter_context(simulated_workers(2))
+        serve = KvrouterProcess(["serve", "--port", "0", "--worker", first, "--worker", second])
+        router = stack.enter_context(serve).wait_until_listening()
+        folder = tmp_path_factory.mktemp("snippets")
+        for name in ("deploy", "tests"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "config.yaml").write_text(yaml.safe_dump({"workers": [{"url": first}, {"url": second}]}))
+        (folder / "keys").mkdir()
+        for name in ("worker-1", "router"):
+            assert CliRunner().invoke(app, ["keygen", str(folder / "keys"), "--name", name]).exit_code == 0
+        yield Fleet(router, (first, second), folder)
+
+
+# Which blocks are what
+
+
+def commands_of(block: Block) -> list[str]:
+    """The commands in a block, each with all of its lines."""
+    lines = block.text.splitlines()
+    told = any(line.startswith("$ ") for line in lines)
+    found: list[str] = []
+    complete = True
+    for line in lines:
+        if not complete:
+            found[-1] += "\n" + line
+        elif told and line.startswith("$ "):
+            found.append(line[2:])
+        elif not told and line.strip() and (block.language in _SHELLS or line.split()[0] in _PROGRAMS):
+            found.append(line)
+        else:
+            continue
+        complete = _complete(found[-1])
+    return [command for command in found if words_of(command)]
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", " "), comments=True)
+
+
+def _complete(command: str) -> bool:
+    try:
+        words_of(command)
+    except ValueError:
+        return False
+    return not command.endswith("\\")
+
+
+def is_shell(block: Block) -> bool:
+    first = block.text.split()[0]
+    return block.language in _SHELLS or (not block.language and (first == "$" or first in _PROGRAMS))
+
+
+def is_json(block: Block) -> bool:
+    return block.language == "json" or (not block.language and block.text.startswith('{"'))
+
+
+ALL = list(blocks())
+COMMANDS = [
+    pytest.param(command, id=f"{block.place}-{command.split()[0]}")
+    for block in ALL
+    if is_shell(block)
+    for command in commands_of(block)
+]
+
+
+def named(chosen: Callable[[Block], bool]) -> list[Any]:
+    return [pytest.param(block, id=block.place) for block in ALL if chosen(block)]
+
+
+@pytest.mark.parametrize("block", named(lambda _: True))
+def test_every_block_says_what_it_is(block: Block) -> None:
+    assert block.language in _LANGUAGES, f"say one of {_LANGUAGES}"
+    if is_shell(block):
+        assert commands_of(block), "a shell block without a command"
+
+
+# Commands
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_runs(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(fleet.folder)
+    words = words_of(fleet.substituted(command))
+    program, arguments = words[0], words[1:]
+    assert program in RUN or program in CHECKED, f"{program}: run it, or say in CHECKED why not and how it is checked"
+    (RUN[program] if program in RUN else CHECKED[program][0])(arguments, fleet)
+
+
+def run_kvrouter(arguments: list[str], fleet: Fleet) -> None:
+    """A subcommand: run, if it ends by itself or can be told to; else its options are parsed."""
+    name, rest = arguments[0], arguments[1:]
+    command: Any = typer.main.get_command(app)
+    assert name in command.commands, name
+    files = [each for word in rest for each in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+    if name in SERVERS | {"demo"} and "--check" not in rest:  # they go on until they are ended, or for long
+        with contextlib.suppress(FileNotFoundError):
+            command.commands[name].make_context(name, files)
+        return
+    if name in ("match", "explain", "top") and "--url" not in files:
+        files += ["--url", fleet.router]
+    if name == "keygen":
+        files[0] = "new-keys"
+    if name == "top":
+        files.append("--once")
+    if name == "record":
+        files += ["--seconds", "0.2"]
+    if name == "replay" and len(files) > 6:
+        files = [each for each in files if not each.endswith(".kvrec")] + [f"{ROOT}/tests/data/e_dp2.kvrec"]
+        files[files.index("--expect") + 1] = "53"
+    result = CliRunner().invoke(app, [name, *files], input="Hello!")
+    expected = next((status for part, status in EXIT_STATUS.items() if part in " ".join(files)), 0)
+    assert result.exit_code == expected, result.output
+
+
+def run_curl(arguments: list[str], fleet: Fleet) -> None:
+    """Sent to the router, which must say yes; drained workers are put back."""
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    try:
+        done = subprocess.run(
+            ["curl", "-sS", "--max-time", "10", "-o", "answer", "-w", "%{http_code}", *arguments],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"TOKEN": "none"},
+            check=False,
+        )
+        answer = Path("answer").read_text() if Path("answer").exists() else ""
+        assert done.stdout.startswith("2"), (done.stdout, done.stderr, answer)
+    finally:
+        for worker in fleet.workers:
+            body = json.dumps({"url": worker}).encode()
+            urlopen(Request(f"{fleet.router}/workers/undrain", body), timeout=10).read()
+
+
+def check_make(arguments: list[str], fleet: Fleet) -> None:
+    """The target is in the Makefile, and what follows ARGS is known."""
+    targets = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    target, *variables = arguments
+    assert target in targets
+    for name, _, value in (variable.partition("=") for variable in variables):
+        assert f"$({name})" in (ROOT / "Makefile").read_text(), name
+        if name == "ARGS" and target == "demo":
+            run_kvrouter(["demo", *shlex.split(value)], fleet)
+
+
+def check_pip(arguments: list[str], _: Fleet) -> None:
+    """What of this project is installed has its extras."""
+    extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for wanted in re.findall(r"(?:kvrouter|\.)\[([\w,-]+)\]", " ".join(arguments)):
+        assert set(wanted.split(",")) <= set(extras)
+
+
+VLLM_EVENTS = {"enable_kv_cache_events", *PublisherConfig.__struct_fields__} - {"wire_form"}
+
+
+def check_events(arguments: list[str]) -> None:
+    """The events' configuration is one that the publisher here understands too."""
+    for name, value in pairwise(arguments):
+        if name == "--kv-events-config":
+            config = json.loads(value)
+            assert set(config) <= VLLM_EVENTS, value
+            config.pop("enable_kv_cache_events", None)
+            PublisherConfig.from_json(json.dumps(config))
+        elif name in ("--kv-transfer-config", "--hf-overrides"):
+            json.loads(value)
+
+
+def check_vllm(arguments: list[str], _: Fleet) -> None:
+    assert arguments[0] == "serve"
+    check_events(arguments)
+
+
+def check_python(arguments: list[str], fleet: Fleet) -> None:
+    """`python -m` of ours is there; of SGLang, the configuration of events is read."""
+    assert arguments[0] == "-m" or Path(arguments[0]).exists(), arguments
+    if arguments[0] != "-m":
+        return
+    if arguments[1].split(".")[0] in ("sglang", "dynamo"):
+        check_events(arguments)
+    elif arguments[1] == "kvrouter":
+        run_kvrouter(arguments[2:], fleet)
+    else:
+        assert find_spec(arguments[1]) is not None
+
+
+def check_helm(arguments: list[str], _: Fleet) -> None:
+    """Files exist, and `--set` names values of the chart."""
+    schema = json.loads((ROOT / "deploy/helm/kvrouter/values.schema.json").read_text())
+    for name, value in pairwise(arguments):
+        if name == "--set":
+            place: Any = schema
+            for key in value.partition("=")[0].split("."):
+                place = place.get("properties", {}).get(key) or place["additionalProperties"]
+    check_files(arguments, _)
+
+
+def check_files(arguments: list[str], _: Fleet) -> None:
+    """What is named of this project's files is there."""
+    for word in arguments:
+        if word.startswith("deploy/"):
+            assert (ROOT / word).exists(), word
+
+
+def check_export(arguments: list[str], _: Fleet) -> None:
+    """Of our variables, each names a setting."""
+    for name, _, value in (word.partition("=") for word in arguments):
+        if name.startswith("KVROUTER_"):
+            section, _, key = name.removeprefix("KVROUTER_").lower().partition("__")
+            Settings(**{section: {key: value}})
+
+
+RUN: dict[str, Callable[[list[str], Fleet], None]] = {"kvrouter": run_kvrouter, "curl": run_curl}
+# What cannot run here: how it is checked, and why it is not run.
+CHECKED: dict[str, tuple[Callable[[list[str], Fleet], None], str]] = {
+    "make": (check_make, "takes up to many minutes"),
+    "pip": (check_pip, "would change this environment"),
+    "vllm": (check_vllm, "needs a GPU"),
+    "python": (check_python, "SGLang and Dynamo need a GPU; a service of ours would not end"),
+    "helm": (check_helm, "needs a cluster; make test-helm renders and checks the chart"),
+    "kubectl": (check_files, "needs a cluster"),
+    "docker": (check_files, "needs a container engine"),
+    "git": (check_files, "needs the network"),
+    "export": (check_export, "would change this process"),
+}
+
+
+# make test-docs
+
+
+SERVING = [each for each in COMMANDS if re.match(r"kvrouter (serve|indexer|simulate|picker)\b", str(each.values[0]))]
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("command", SERVING)
+def test_the_command_serves(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(fleet.folder)
+    arguments = words_of(fleet.substituted(command))[1:]
+    if "--port" in arguments:
+        arguments[arguments.index("--port") + 1] = "0"
+    else:
+        arguments += ["--port", "0"]
+    if arguments[0] == "picker":
+        arguments += ["--grpc-port", "0"]
+    with KvrouterProcess(arguments) as process:
+        url = process.wait_until_listening()
+        assert urlopen(f"{url}/health", timeout=10).status == 200
+
+
+@pytest.mark.docs
+def test_all_recordings_are_answered_as_the_docs_say(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(fleet.folder)
+    (expected,) = {found for block in ALL for found in re.findall(r"--expect (\d+)", block.text)}
+    files = map(str, sorted((ROOT / "tests" / "data").glob("*.kvrec")))
+    result = CliRunner().invoke(app, ["replay", "--check", *files, "--expect", expected])
+    assert result.exit_code == 0, result.output
+
+
+# Python
+
+
+@pytest.mark.parametrize("block", named(lambda block: block.language == "python"))
+def test_the_python_runs(block: Block, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(fleet.folder)
+    code = "\n" * (block.line - 1) + fleet.substituted(block.text)
+    exec(compile(code, str(block.page), "exec"), {"__name__": "example"})
+
+
+# Settings and documents
+
+
+@pytest.mark.parametrize("block", named(is_json))
+def test_the_json_can_be_read(block: Block) -> None:
+    decoder = json.JSONDecoder()
+    text = _ELLIPSIS.sub("", block.text)
+    # Several documents may follow each other, each with words behind it or before the next.
+    read = 0
+    while (start := text.find('{"')) >= 0:
+        _, end = decoder.raw_decode(text, start)
+        text = text[end:]
+        read += 1
+    assert read
+
+
+@pytest.mark.parametrize("block", named(lambda block: block.language == "yaml" or "apiVersion:" in block.text))
+def test_the_yaml_fits(block: Block, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings, the chart's values, or an object of Kubernetes."""
+    monkeypatch.chdir(fleet.folder)
+    text = re.sub(r"\b[0-9a-f]+…", "a" * 64, block.text).replace("…", "x")
+    for document in yaml.safe_load_all(text):
+        if "apiVersion" in document:
+            assert {"kind", "metadata"} <= document.keys()
+            continue
+        try:
+            Settings(**document)
+        except ValidationError as refused:
+            schema = json.loads((ROOT / "deploy/helm/kvrouter/values.schema.json").read_text())
+            try:
+                jsonschema.validate(document, schema)
+            except jsonschema.ValidationError as error:
+                raise AssertionError(f"neither settings ({refused}) nor values ({error.message})") from None
