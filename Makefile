@@ -76,9 +76,9 @@ bench-transfer: .venv/installed .venv/transfer
 test-helm: .venv/installed .venv/helm-test
 	$(BIN)/pytest tests/deploy -m "helm or not helm" $(ARGS)
 
-# Real Envoy, in front of workers, with the picker behind it.
+# Real Envoy in front of workers, with the picker behind it: the configuration of deploy/envoy, and the chart's.
 test-envoy: .venv/installed .venv/envoy-test
-	$(BIN)/pytest tests/end_to_end/envoy -m envoy $(ARGS)
+	$(BIN)/pytest tests/end_to_end/envoy tests/deploy/test_chart_envoy.py -m "envoy or helm" $(ARGS)
 
 bench-envoy: .venv/installed .venv/envoy-test
 	$(BIN)/python -m benchmarks.envoy $(ARGS)

@@ -15,7 +15,7 @@ import yaml
 from router_under_test import RouterUnderTest, until
 
 CONFIG = Path(__file__).parents[3] / "deploy/envoy/envoy.yaml"
-_CLIENTS, _ADMIN, _PICKER = 8081, 19000, 9002
+_CLIENTS, _ADMIN, _STATUS, _PICKER = 8081, 19000, 19001, 9002  # those of the chart too
 
 
 def binary() -> str:
@@ -30,12 +30,12 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def config(picker: int, change: Callable[[Any], None] = lambda _: None) -> tuple[Any, int]:
-    """The configuration with free ports, and the port for clients. `change` changes something else."""
+def config(picker: int, change: Callable[[Any], Any] = lambda _: None) -> tuple[Any, int]:
+    """The configuration with free ports, and the port for clients. `change` changes it, or makes another."""
     found = yaml.safe_load(CONFIG.read_text())
-    change(found)
+    found = change(found) or found
     clients = free_port()
-    ports = {_CLIENTS: clients, _ADMIN: free_port(), _PICKER: picker}
+    ports = {_CLIENTS: clients, _ADMIN: free_port(), _STATUS: free_port(), _PICKER: picker}
     return _moved(found, ports), clients
 
 
@@ -60,7 +60,7 @@ def _moved(found: Any, ports: dict[int, int]) -> Any:
 
 @asynccontextmanager
 async def envoy(
-    picker: int, folder: Path, change: Callable[[Any], None] = lambda _: None
+    picker: int, folder: Path, change: Callable[[Any], Any] = lambda _: None
 ) -> AsyncIterator[RouterUnderTest]:
     """An Envoy that asks the picker at this port."""
     found, port = config(picker, change)

@@ -65,6 +65,13 @@ async def workers() -> AsyncIterator[list[str]]:
 async def served(workers: list[str], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Picked]:
     folder = tmp_path_factory.mktemp("envoy")
     async with picked(folder, *workers, picker={"read_usage": 1.0}) as found:
+
+        async def observed() -> bool:
+            """Only from then on the picker waits for what is shown of an answer."""
+            await found.through.call(PATH, body(model=MODEL, max_tokens=2, stream=True))
+            return await found.picker.metric("kvrouter_time_to_first_byte_seconds_count") > 0
+
+        await until(observed)
         yield found
 
 

@@ -18,6 +18,9 @@ static_resources:
                 stat_prefix: clients
                 codec_type: AUTO
                 stream_idle_timeout: {{ $envoy.idleTimeout }}
+                # A client's own id is kept, and the picker makes one where there is none.
+                generate_request_id: false
+                preserve_external_request_id: true
                 common_http_protocol_options: {idle_timeout: 3600s}
                 drain_timeout: 5s
                 # Only the picker names workers.
@@ -29,6 +32,23 @@ static_resources:
                         - remove: x-gateway-destination-endpoint
                         - remove: x-gateway-destination-endpoint-subset
                 http_filters:
+                  # Shows the picker the answer's first bytes, and some answers to their end. Nothing waits for it.
+                  - name: kvrouter.observer
+                    typed_config:
+                      "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
+                      grpc_service:
+                        envoy_grpc: {cluster_name: picker}
+                      observability_mode: true
+                      deferred_close_timeout: 0.5s
+                      failure_mode_allow: true
+                      allow_content_length_header: true
+                      metadata_options:
+                        forwarding_namespaces: {untyped: [kvrouter]}
+                      processing_mode:
+                        request_header_mode: SKIP
+                        response_header_mode: SKIP
+                        response_body_mode: STREAMED
+                  # Asks the picker where a request goes.
                   - name: envoy.filters.http.ext_proc
                     typed_config:
                       "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
@@ -37,13 +57,18 @@ static_resources:
                       failure_mode_allow: false
                       status_on_error: {code: ServiceUnavailable}
                       message_timeout: {{ $envoy.pickerTimeout }}
-                      allow_mode_override: true
+                      allow_content_length_header: true
+                      metadata_options:
+                        receiving_namespaces: {untyped: [envoy.lb, kvrouter]}
+                      response_attributes: [response.code_details, upstream.address]
                       processing_mode:
                         request_header_mode: SEND
                         request_body_mode: FULL_DUPLEX_STREAMED
                         request_trailer_mode: SEND
                         response_header_mode: SEND
-                        response_body_mode: FULL_DUPLEX_STREAMED
+                        # Bytes of answers do not pass the picker. Because trailers might come, Envoy keeps the stream
+                        # open until the answer is over.
+                        response_body_mode: NONE
                         response_trailer_mode: SEND
                   - name: envoy.filters.http.router
                     typed_config:
@@ -55,7 +80,12 @@ static_resources:
                       domains: ["*"]
                       routes:
                         - match: {prefix: /}
-                          route: {cluster: workers, timeout: 0s, idle_timeout: {{ $envoy.idleTimeout }}}
+                          route:
+                            cluster: workers
+                            timeout: 0s
+                            idle_timeout: {{ $envoy.idleTimeout }}
+                            # A worker may have closed an idle connection: nothing of the request had an effect yet.
+                            retry_policy: {retry_on: "connect-failure,reset-before-request", num_retries: 1}
           {{- if .Values.secrets.tls }}
           transport_socket:
             name: envoy.transport_sockets.tls
@@ -98,6 +128,12 @@ static_resources:
       lb_policy: CLUSTER_PROVIDED
       connect_timeout: {{ $envoy.connectTimeout }}
       original_dst_lb_config: {use_http_header: true, http_header_name: x-gateway-destination-endpoint}
+      typed_extension_protocol_options:
+        envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
+          "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
+          # Engines' servers close what is idle for 5 s: it is closed here before.
+          common_http_protocol_options: {idle_timeout: 4s}
+          explicit_http_config: {http_protocol_options: {}}
       circuit_breakers:
         thresholds:
           - {max_connections: {{ int $envoy.maxConnections }}, max_pending_requests: {{ int $envoy.maxConnections }}, max_requests: {{ int $envoy.maxConnections }}}

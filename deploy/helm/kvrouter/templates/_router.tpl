@@ -199,6 +199,8 @@ volumeMounts:
     - picker
     - --config
     - /etc/kvrouter/config/config.yaml
+    - --grpc-port
+    - {{ $picker.port | quote }}
     - --log-level
     - {{ $root.Values.logLevel }}
     {{- range $picker.extraArgs }}
