@@ -14,7 +14,8 @@ import pytest
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from worker import EventPublisher, Reporter
 from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.engine import Answer, Output, QueueFullError, SimulatedEngine
+from worker.simulated.cache import CachedSequence
+from worker.simulated.engine import Answer, Generation, Output, QueueFullError, SimulatedEngine
 
 DEADLINE_S = 10.0
 FAST = SimulatedWorkerSettings(
@@ -307,5 +308,100 @@ def test_a_cached_prompt_costs_less_time():
                 took.append(clock() - begin)
             assert took[0] >= 0.4
             assert took[1] < took[0] / 3
+
+    run(scenario())
+
+
+class Kept:
+    """A handover that keeps the blocks until the test releases them."""
+
+    def __init__(self) -> None:
+        self.progress: list[int] = []
+        self.generation: Generation | None = None
+
+    def computed(self, generation: Generation) -> None:
+        self.progress.append(generation.num_computed)
+
+    def finished(self, generation: Generation) -> None:
+        self.generation = generation
+
+
+def test_a_handover_hears_of_each_step_and_its_blocks_stay_until_they_are_released():
+    async def scenario() -> None:
+        async with started(replace(FAST, max_num_batched_tokens=32)) as engine:
+            kept = Kept()
+            client = Client(engine, list(range(70)), [7], handover=kept)
+            await client.done.wait()
+            assert kept.progress == [32, 64, 70]
+            assert (engine.num_running, engine.num_waiting) == (0, 0)
+            assert kept.generation is not None
+            assert len(kept.generation.sequence.blocks) == 18
+            engine.check_integrity()
+            assert not engine.reset_prefix_cache()
+            engine.release(kept.generation.sequence)
+            assert engine.cache.usage == 0
+
+    run(scenario())
+
+
+def test_what_a_handover_reads_is_never_preempted():
+    async def scenario() -> None:
+        small = replace(FAST, num_blocks=16, max_model_len=64, max_num_batched_tokens=4, prefix_caching=False)
+        async with started(small) as engine:
+            growing = Client(engine, [1], [1] * 60)
+            await growing.first.wait()
+            kept = Kept()
+            moved = Client(engine, list(range(40)), [7], handover=kept)  # 10 of 16 blocks, from its first step on
+            await moved.done.wait()
+            assert kept.progress == sorted(set(kept.progress))  # nothing was computed twice
+            assert kept.generation is not None
+            engine.release(kept.generation.sequence)
+            await growing.done.wait()
+
+    run(scenario())
+
+
+def test_a_sequence_whose_kv_has_come_goes_on_at_once():
+    async def scenario() -> None:
+        recorder = Recorder()
+        async with started(publisher=recorder) as engine:
+            sequence = CachedSequence(list(range(9)))
+            assert engine.hold(sequence)
+            engine.check_integrity()
+            outputs: list[Output] = []
+            done = asyncio.Event()
+
+            def take(output: Output) -> None:
+                outputs.append(output)
+                if output.finish_reason:
+                    done.set()
+
+            engine.adopt(sequence, Answer([50, 51, 52], "length"), take, cached_tokens=4)
+            assert [output.token for output in outputs] == [50]
+            await done.wait()
+            assert [(output.token, output.cached_tokens) for output in outputs] == [(50, 4), (51, 4), (52, 4)]
+            assert engine.stats.prefilled_tokens == 0
+            following = Client(engine, list(range(12)), [7])
+            await following.done.wait()
+            assert following.cached == 8
+        stored = [event for batch in recorder.batches for event in batch.events if isinstance(event, BlockStored)]
+        assert stored[0].token_ids == list(range(8))
+
+    run(scenario())
+
+
+def test_a_sequence_is_held_only_where_there_is_room_for_all_of_it():
+    async def scenario() -> None:
+        async with started(replace(FAST, num_blocks=16, max_model_len=64, max_num_seqs=2)) as engine:
+            first, second, third = (CachedSequence([start] * 40) for start in (1, 2, 3))
+            assert engine.hold(first)
+            assert not engine.hold(second)
+            freed = engine.freed
+            engine.release(first)
+            assert freed.is_set()
+            assert engine.hold(CachedSequence([4]))
+            assert engine.hold(second)
+            assert not engine.hold(CachedSequence([5]))  # max_num_seqs
+            assert third.blocks == []
 
     run(scenario())

@@ -1,0 +1,91 @@
+"""Simulated prefill and decode workers, and what their /metrics tell after a request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from router_under_test import RouterUnderTest, router, until
+
+from worker.simulated import SimulatedWorkerSettings, running
+
+MODEL = "simulated"
+FAST = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
+STYLES = ["sglang", "nixl"]
+
+
+@dataclass
+class Pairs:
+    """Workers of one style by their URLs, and whoever asks them."""
+
+    style: str
+    prefills: list[str]
+    decodes: list[str]
+    session: aiohttp.ClientSession
+
+    @property
+    def known(self) -> list[dict[str, str]]:
+        """The workers as the router's settings name them: SGLang's say their role themselves."""
+        roles = {url: role for role, urls in (("prefill", self.prefills), ("decode", self.decodes)) for url in urls}
+        return [{"url": url} if self.style == "sglang" else {"url": url, "role": role} for url, role in roles.items()]
+
+    async def ask(self, url: str, **body: Any) -> tuple[int, Any]:
+        """A completion of one worker; the status and the answer."""
+        async with self.session.post(f"{url}/v1/completions", json={"model": MODEL, **body}) as response:
+            return response.status, await response.json()
+
+    async def room(self, number: int | list[int]) -> dict[str, Any]:
+        """What an SGLang router adds to a request for the first prefill worker."""
+        async with self.session.get(f"{self.prefills[0]}/server_info") as response:
+            port = (await response.json())["disaggregation_bootstrap_port"]
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": number}
+
+    async def metric(self, name: str, *urls: str) -> float:
+        """The sum of a metric over these workers; over all, when none is named."""
+        total = 0.0
+        for url in urls or (*self.prefills, *self.decodes):
+            async with self.session.get(f"{url}/metrics") as response:
+                text = await response.text()
+            families = text_string_to_metric_families(text)
+            total += sum(sample.value for family in families for sample in family.samples if sample.name == name)
+        return total
+
+    async def until_nothing_is_left(self, seconds: float = 10) -> None:
+        """Wait until no request, room, block in use or quarantined page is left."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        names += ("simulated:kv_rooms", "simulated:kv_pages_quarantined")
+
+        async def nothing() -> bool:
+            return not any([await self.metric(name) for name in names])
+
+        await until(nothing, seconds)
+
+
+@asynccontextmanager
+async def simulated_pairs(
+    style: str, prefills: int = 1, decodes: int = 1, prefill: Any = None, decode: Any = None, **settings: Any
+) -> AsyncIterator[Pairs]:
+    """Workers on this event loop. `prefill`, `decode`: settings of one kind of them."""
+    async with AsyncExitStack() as stack:
+        urls: dict[str, list[str]] = {}
+        for role, count, more in (("prefill", prefills, prefill), ("decode", decodes, decode)):
+            each = SimulatedWorkerSettings(**FAST | settings | (more or {}), disaggregation=style, role=role)
+            urls[role] = [await stack.enter_async_context(running(each)) for _ in range(count)]
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)))
+        yield Pairs(style, urls["prefill"], urls["decode"], session)
+
+
+@asynccontextmanager
+async def routed(pairs: Pairs, **sections: Any) -> AsyncIterator[RouterUnderTest]:
+    """A router in front of them that follows their events."""
+    async with router(workers=pairs.known, **sections) as front:
+
+        async def live() -> bool:
+            return all(rank["state"] == "live" for worker in await front.workers() for rank in worker["ranks"])
+
+        await until(live)
+        yield front

@@ -1,0 +1,314 @@
+"""Simulated prefill and decode workers, alone and behind a router: real KV bytes go from one to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import random
+import socket
+from collections.abc import AsyncIterator
+from itertools import count
+from typing import Any
+
+import pytest
+from router_under_test import RouterUnderTest, until
+from simulated_pairs import FAST, MODEL, STYLES, Pairs, routed, simulated_pairs
+
+from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated.cache import CachedSequence
+from worker.simulated.disaggregation import nixl
+from worker.simulated.disaggregation.memory import KvMemory
+
+pytestmark = pytest.mark.anyio
+
+BLOCK = 16
+HANDED_OVER = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_block_ids": [1],
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+}
+numbers = count(1)
+
+
+@pytest.fixture(scope="module", params=STYLES)
+async def pairs(request: pytest.FixtureRequest) -> AsyncIterator[Pairs]:
+    async with simulated_pairs(request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+async def front(pairs: Pairs) -> AsyncIterator[RouterUnderTest]:
+    async with routed(pairs) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+async def plain() -> AsyncIterator[str]:
+    """A worker that computes prompts and answers alike."""
+    async with running(SimulatedWorkerSettings(**FAST)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+async def sglang() -> AsyncIterator[Pairs]:
+    async with simulated_pairs("sglang", dp_size=2, kv_events=None, transfer_timeout_s=2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+async def vllm() -> AsyncIterator[Pairs]:
+    async with simulated_pairs("nixl", decodes=2) as made:
+        yield made
+
+
+def fresh(tokens: int) -> list[int]:
+    """A prompt that no other begins with."""
+    number = next(numbers)
+    return [300 + number, *(300 + (number * place) % 1000 for place in range(1, tokens))]
+
+
+def a_room() -> int:
+    return random.randrange(2**62) * 2
+
+
+async def prefilled(vllm: Pairs, prompt: list[int]) -> dict[str, Any]:
+    """What a vLLM prefill worker tells of a prompt it has computed."""
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+    status, answer = await vllm.ask(vllm.prefills[0], prompt=prompt, max_tokens=1, kv_transfer_params=asked)
+    assert status == 200
+    params: dict[str, Any] = answer["kv_transfer_params"]
+    return params
+
+
+# Behind a router
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_is_that_of_a_worker_alone(
+    pairs: Pairs, front: RouterUnderTest, plain: str, stream: bool
+) -> None:
+    prompt, length = fresh(333), 12
+    status, alone = await pairs.ask(plain, prompt=prompt, max_tokens=length)
+    assert status == 200
+    moved = await pairs.metric("simulated:kv_bytes_received_total")
+
+    answered = await front.openai.completions.with_raw_response.create(
+        model=MODEL, prompt=prompt, max_tokens=length, stream=stream
+    )
+    assert answered.headers["x-kvrouter-prefill-worker"] == pairs.prefills[0]
+    assert answered.headers["x-kvrouter-worker"] == pairs.decodes[0]
+    got: Any = answered.parse()
+    text = "".join([chunk.choices[0].text async for chunk in got]) if stream else got.choices[0].text
+    assert text == alone["choices"][0]["text"]
+    assert await pairs.metric("simulated:kv_bytes_received_total") - moved == -(-333 // BLOCK) * BLOCK * 64
+    assert await pairs.metric("simulated:kv_pages_wrong_total") == 0
+    await pairs.until_nothing_is_left()
+
+
+async def test_what_decode_holds_is_not_sent_again_and_both_tell_what_they_hold(
+    pairs: Pairs, front: RouterUnderTest
+) -> None:
+    prompt = fresh(100 * BLOCK)
+
+    async def ask(tokens: list[int]) -> Any:
+        reply = await front.call("/v1/completions", {"model": MODEL, "prompt": tokens, "max_tokens": 4})
+        assert reply.status == 200, reply.body
+        return reply
+
+    async def held() -> bool:
+        answer = (await front.call("/match", {"model": MODEL, "prompt": prompt})).json()
+        return {match["matched_tokens"] for match in answer["matches"]} == {99 * BLOCK}
+
+    assert (await ask(prompt)).cached == 0
+    await until(held)
+    assert {
+        match["worker"] for match in (await front.call("/match", {"model": MODEL, "prompt": prompt})).json()["matches"]
+    } == {*pairs.prefills, *pairs.decodes}
+    moved = await pairs.metric("simulated:kv_bytes_received_total")
+    longer = await ask([*prompt, *fresh(2400)])
+    assert longer.headers["x-kvrouter-prefill-worker"] == pairs.prefills[0]
+    assert longer.cached == 100 * BLOCK
+    assert await pairs.metric("simulated:kv_bytes_received_total") - moved == 150 * BLOCK * 64
+
+
+async def test_a_batch_of_prompts(pairs: Pairs, front: RouterUnderTest, plain: str) -> None:
+    body = {"model": MODEL, "prompt": [fresh(50), fresh(5), fresh(70)], "max_tokens": 6}
+    _, alone = await pairs.ask(plain, **body)
+    reply = await front.call("/v1/completions", body)
+    assert reply.status == 200, reply.body
+    assert [choice["text"] for choice in reply.json()["choices"]] == [choice["text"] for choice in alone["choices"]]
+    await pairs.until_nothing_is_left()
+
+
+async def test_a_client_that_leaves_before_the_answer_holds_nothing(pairs: Pairs) -> None:
+    async with simulated_pairs(pairs.style, prefill={"prefill_s_per_token": 0.01}) as slow, routed(slow) as front:
+        asking = asyncio.create_task(
+            front.call("/v1/completions", {"model": MODEL, "prompt": fresh(3000), "max_tokens": 4})
+        )
+
+        async def computing() -> bool:
+            return await slow.metric("vllm:num_requests_running", *slow.prefills) == 1
+
+        await until(computing)
+        asking.cancel()
+        await slow.until_nothing_is_left()
+        await front.until_released()
+
+
+async def test_a_client_that_leaves_a_stream_holds_nothing(pairs: Pairs, front: RouterUnderTest) -> None:
+    body = {"model": MODEL, "prompt": fresh(40), "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+    async with front.request("/v1/completions", body) as response:
+        assert response.status == 200
+        await response.content.readline()
+    await pairs.until_nothing_is_left()
+    await front.until_released()
+
+
+# SGLang's way, without a router
+
+
+async def test_a_worker_says_what_it_is(sglang: Pairs) -> None:
+    for url, role in ((sglang.prefills[0], "prefill"), (sglang.decodes[0], "decode")):
+        async with sglang.session.get(f"{url}/server_info") as response:
+            told = await response.json()
+        assert (told["disaggregation_mode"], told["dp_size"], told["page_size"]) == (role, 2, BLOCK)
+        async with sglang.session.get(f"{url}/kv_event_sources") as response:
+            assert response.status == 404  # it is no vLLM
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"bootstrap_room": None}, "bootstrap_room"),
+        ({"bootstrap_host": None}, "bootstrap_host"),
+        ({"bootstrap_room": [2, 4]}, "bootstrap_room"),
+        ({"bootstrap_room": 2**63}, "bootstrap_room"),
+        ({"routed_dp_rank": 7}, "routed_dp_rank"),
+        ({"n": 2}, "n"),
+    ],
+)
+async def test_decode_wants_to_know_where_the_kv_is(sglang: Pairs, changed: dict[str, Any], field: str) -> None:
+    status, answer = await sglang.ask(sglang.decodes[0], prompt=[1, 2, 3], **await sglang.room(a_room()) | changed)
+    assert (status, answer["error"]["param"].partition(".")[0]) == (400, field)
+    await sglang.until_nothing_is_left()
+
+
+async def test_a_room_belongs_to_a_rank_of_the_prefill(sglang: Pairs) -> None:
+    status, answer = await sglang.ask(sglang.prefills[0], prompt=[1, 2, 3], **await sglang.room(4), routed_dp_rank=1)
+    assert (status, answer["error"]["param"]) == (400, "routed_dp_rank")
+
+    body = {"prompt": fresh(40), "max_tokens": 3, **await sglang.room(a_room() + 1)}
+    prefill, decode = await asyncio.gather(
+        sglang.ask(sglang.prefills[0], **body, routed_dp_rank=1),
+        sglang.ask(sglang.decodes[0], **body, routed_dp_rank=0, disagg_prefill_dp_rank=1),
+    )
+    assert (prefill[0], decode[0]) == (200, 200)
+    assert prefill[1]["usage"]["completion_tokens"] == 1  # the rest is the decode worker's
+
+
+async def test_kv_that_never_comes_is_a_failure_in_time(sglang: Pairs) -> None:
+    status, answer = await sglang.ask(sglang.decodes[0], prompt=fresh(40), stream=True, **await sglang.room(a_room()))
+    assert status == 500
+    assert "timed out" in answer["error"]["message"]
+    await sglang.until_nothing_is_left()
+
+
+async def test_an_aborted_request_frees_both_workers(sglang: Pairs) -> None:
+    for url in (sglang.decodes[0], sglang.prefills[0]):
+        body = {"prompt": fresh(40), **await sglang.room(a_room()), "rid": "mine"}
+        asking = asyncio.create_task(sglang.ask(url, **body))
+
+        async def waiting() -> bool:
+            return await sglang.metric("simulated:kv_rooms") == 1
+
+        await until(waiting)
+        async with sglang.session.post(f"{url}/abort_request", json={"rid": "mine"}) as response:
+            assert response.status == 200
+        assert (await asking)[0] >= 500
+        await sglang.until_nothing_is_left()
+
+
+async def test_wrong_bytes_are_no_answer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    compute = KvMemory.compute
+
+    def with_a_bad_byte(memory: KvMemory, sequence: CachedSequence, start: int, end: int) -> None:
+        compute(memory, sequence, start, end)
+        flip(memory, sequence.blocks[2])
+
+    monkeypatch.setattr(KvMemory, "compute", with_a_bad_byte)
+    async with simulated_pairs("sglang") as pairs:
+        body = {"prompt": fresh(4 * BLOCK), "max_tokens": 3, "stream": True, **await pairs.room(a_room())}
+        with caplog.at_level(logging.WARNING):
+            (prefill, _), (decode, answer) = await asyncio.gather(
+                pairs.ask(pairs.prefills[0], **body | {"stream": False}), pairs.ask(pairs.decodes[0], **body)
+            )
+        assert (prefill, decode) == (200, 500)
+        assert "1 of 4 KV pages" in answer["error"]["message"]
+        assert "1 of 4 KV pages" in caplog.text
+        assert await pairs.metric("simulated:kv_pages_wrong_total") == 1
+        await pairs.until_nothing_is_left()
+
+
+def flip(memory: KvMemory, page: int) -> None:
+    """Change one byte of a page, in memory itself."""
+    args = memory.args()
+    address = args.kv_data_ptrs[3] + page * args.kv_item_lens[3] + 5
+    byte = ctypes.c_uint8.from_address(address)
+    byte.value ^= 1
+
+
+# vLLM's way, without a router
+
+
+async def test_leased_blocks_wait_for_whoever_pulls_them(vllm: Pairs) -> None:
+    prompt = fresh(100)
+    params = await prefilled(vllm, prompt)
+    assert len(params["remote_block_ids"]) == 7
+    assert await vllm.metric("vllm:kv_cache_usage_perc", *vllm.prefills) > 0
+    body = {"prompt": prompt, "max_tokens": 3}
+
+    status, answer = await vllm.ask(vllm.decodes[0], **body, kv_transfer_params=params | {"remote_block_ids": [1]})
+    assert (status, "block_ids" in answer["error"]["message"]) == (500, True)
+    status, answer = await vllm.ask(vllm.decodes[1], **body, kv_transfer_params=params)  # another decode worker may
+    assert status == 200
+    await vllm.until_nothing_is_left()
+    status, _ = await vllm.ask(vllm.decodes[0], **body, kv_transfer_params=params)
+    assert status == 500  # they are gone
+
+
+async def test_a_lease_that_nobody_takes_ends(vllm: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "LEASE_S", 0.2)
+    await prefilled(vllm, fresh(100))
+    await vllm.until_nothing_is_left()
+
+
+async def test_any_worker_can_compute_a_prompt_alone(vllm: Pairs, plain: str) -> None:
+    body = {"prompt": fresh(60), "max_tokens": 5}
+    answers = [await vllm.ask(url, **body) for url in (plain, vllm.prefills[0], vllm.decodes[0])]
+    assert {status for status, _ in answers} == {200}
+    assert len({answer["choices"][0]["text"] for _, answer in answers}) == 1
+    assert answers[1][1]["kv_transfer_params"] is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"remote_port": "x"}, "kv_transfer_params.remote_port"),
+        ({"remote_engine_id": None}, "kv_transfer_params.remote_engine_id"),
+        ({"do_remote_decode": True}, "kv_transfer_params.do_remote_decode"),
+    ],
+)
+async def test_params_that_make_no_sense(vllm: Pairs, changed: dict[str, Any], field: str) -> None:
+    status, answer = await vllm.ask(vllm.decodes[0], prompt=[1, 2], kv_transfer_params=HANDED_OVER | changed)
+    assert (status, answer["error"]["param"]) == (400, field)
+
+
+async def test_a_prefill_that_is_gone_is_a_failure(vllm: Pairs) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        gone = {"remote_port": listening.getsockname()[1]}
+    status, answer = await vllm.ask(vllm.decodes[0], prompt=fresh(20), kv_transfer_params=HANDED_OVER | gone)
+    assert (status, "kv_pull" in answer["error"]["message"]) == (500, True)
