@@ -367,6 +367,60 @@ def replay(
         raise typer.Exit(1)
 
 
+@app.command("replay-trace")
+def replay_trace(
+    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format, .gz or not.")],
+    simulate: Annotated[bool, typer.Option("--simulate", help="In a simulated fleet; so without --url.")] = False,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[LABEL=]URL", help="A router to send it to; repeatable, one after the other."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Simulation: a policy; repeatable.  [default: kv_aware and its peers]")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Simulation: engines.")] = 8,
+    engine: Annotated[str, typer.Option(help="Simulation: 70b (on 8 H100) or 8b (on one).")] = "70b",
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Simulation: tokens of each engine's cache.  [default: the engine's]")
+    ] = None,
+    speed: Annotated[float, typer.Option(min=1e-3, help="So many times faster than recorded.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
+    model: Annotated[str | None, typer.Option(help="Live: the model.  [default: the only one there is]")] = None,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Live: the routers' API key.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Live: answers are at most so long.")] = 2048,
+    seed: Annotated[
+        str | None, typer.Option(help="Live: the same prompts as another replay.  [default: new ones]")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The report to write.")] = Path("report.html"),
+    as_json: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+) -> None:
+    """Replay a trace of requests under several policies in simulation, or against routers, and write a report."""
+    from kvrouter.simulation.trace import TraceError
+    from kvrouter.traces.live import ReplayError
+    from kvrouter.traces.run import live_targets, open_trace, replay_simulated, replay_to, write_report
+    from kvrouter.traces.simulated import DEFAULT_POLICIES, ENGINES, SimulatedFleet, side_named
+
+    if simulate and url:
+        _fail("give either --simulate or --url")
+    if url and policy:
+        _fail("--policy is for the simulation: a router's policy is its own")
+    if engine not in ENGINES:
+        _fail(f"--engine {engine}: there are {', '.join(ENGINES)}")
+    try:
+        sides = [side_named(name) for name in dict.fromkeys(policy or DEFAULT_POLICIES)]
+        targets = live_targets(url or (), model, api_key, speed, max_tokens, seed)
+        opened = open_trace(trace, limit)
+        if targets:
+            report = replay_to(trace, opened, targets, speed)
+        else:
+            profile = ENGINES[engine]
+            fleet = SimulatedFleet(profile, workers, kv_tokens or profile.kv_tokens)
+            report = replay_simulated(trace, opened, sides, fleet, speed)
+        write_report(report, output, as_json)
+    except (TraceError, ReplayError, ValueError, OSError) as error:
+        _fail(str(error))
+
+
 @app.command()
 def doctor(
     config: ConfigFile = None,

@@ -36,13 +36,17 @@ _TRIES = 16
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request: times in seconds, tokens served from the cache, the worker's number."""
+    """What became of a request: times in seconds, tokens served from the cache, the worker's number.
+
+    `sent`: when the worker got it.
+    """
 
     request: TracedRequest
     begun: float = inf
     ended: float = inf
     cached: int = 0
     worker: int = -1
+    sent: float = inf
 
 
 @dataclass(slots=True)
@@ -256,6 +260,7 @@ class Fleet:
     def _bind(self, outcome: Outcome, choice: Candidate) -> int:
         request = outcome.request
         worker = outcome.worker = self._targets.index(choice.target)
+        outcome.sent = self._now
         uncached = max(request.input_tokens - choice.overlap, 1)
         reservation = Reservation(self._loads[worker], uncached, request.input_tokens)
         self._in_flight[id(request)] = _InFlight(outcome, worker, reservation)
