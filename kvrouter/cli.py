@@ -395,7 +395,6 @@ def replay_trace(
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
 ) -> None:
     """Replay a trace of requests under several policies in simulation, or against routers, and write a report."""
-    from kvrouter.simulation.trace import TraceError
     from kvrouter.traces.live import ReplayError
     from kvrouter.traces.run import live_targets, open_trace, replay_simulated, replay_to, write_report
     from kvrouter.traces.simulated import DEFAULT_POLICIES, ENGINES, SimulatedFleet, side_named
@@ -410,6 +409,9 @@ def replay_trace(
         sides = [side_named(name) for name in dict.fromkeys(policy or DEFAULT_POLICIES)]
         targets = live_targets(url or (), model, api_key, speed, max_tokens, seed)
         opened = open_trace(trace, limit)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    try:
         if targets:
             report = replay_to(trace, opened, targets, speed)
         else:
@@ -417,7 +419,7 @@ def replay_trace(
             fleet = SimulatedFleet(profile, workers, kv_tokens or profile.kv_tokens)
             report = replay_simulated(trace, opened, sides, fleet, speed)
         write_report(report, output, as_json)
-    except (TraceError, ReplayError, ValueError, OSError) as error:
+    except (ReplayError, OSError) as error:
         _fail(str(error))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import count
-from math import ceil, floor, log10
+from math import ceil, floor, log10, sqrt
 
 from kvrouter.simulation.measures import percentile
 
@@ -20,11 +20,16 @@ _ids = count(1)
 
 def seconds(value: float) -> str:
     """A time as people write it."""
-    if value >= 120:
-        return f"{value / 60:.0f} min"
     if value >= 1:
-        return f"{value:.3g} s"
-    return f"{value * 1000:.3g} ms"
+        return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
+    return f"{1000 * value:.0f} ms" if value >= 0.01 or not value else f"{1000 * value:.1f} ms"
+
+
+def duration(value: float) -> str:
+    """A longer time: minutes and hours where it has some."""
+    if value >= 7200:
+        return f"{value / 3600:.1f} h"
+    return f"{value / 60:.0f} min" if value >= 120 else f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
 def amount(value: float) -> str:
@@ -68,7 +73,7 @@ def percentiles(times: Mapping[str, Sequence[float]]) -> str:
     low, high = _decades([value for values in marks.values() for value in values])
     x = _log(low, high, left + 6, width - 20)
     bottom = line * len(times)
-    parts = _log_axis(low, high, x, 0, bottom, seconds)
+    parts = _log_axis(low, high, x, 0, bottom, _tick)
     for row, label in enumerate(times):
         parts.append(_text(0, 20 + line * row, label, "label"))
         if label not in marks:
@@ -92,7 +97,7 @@ def distribution(times: Mapping[str, Sequence[float]]) -> str:
     shown = [percentile(each, p) for each in times.values() if each for p in (0.01, 0.999)]
     low, high = _decades(shown)
     x = _log(low, high, left, width - 20)
-    parts = _log_axis(low, high, x, 10, bottom, seconds)
+    parts = _log_axis(low, high, x, 10, bottom, _tick)
     for tenth in (0, 0.25, 0.5, 0.75, 0.9, 1):
         y = bottom - (bottom - 10) * tenth
         parts.append(f'<line class="grid" x1="{left}" x2="{width - 20}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -111,7 +116,7 @@ def distribution(times: Mapping[str, Sequence[float]]) -> str:
 
 
 def heat(label: str, load: Mapping[str, Sequence[float]], most: float, end: float) -> str:
-    """A row for each worker, a column for each time: the darker, the more requests are in flight."""
+    """A row for each worker, a column for each time: the stronger, the more is in flight, by the square root."""
     rows = list(load.items())
     width, left = 520, 4
     cell = max(4.0, min(18.0, 220 / max(len(rows), 1)))
@@ -122,14 +127,14 @@ def heat(label: str, load: Mapping[str, Sequence[float]], most: float, end: floa
     ]
     for row, (worker, values) in enumerate(rows):
         # Equal neighbours are one rectangle.
-        levels = [round(20 * value / most) if most else 0 for value in values]
+        levels = [round(20 * sqrt(value / most)) if most else 0 for value in values]
         place = 0
         while place < bins:
             after = place + 1
             while after < bins and levels[after] == levels[place]:
                 after += 1
             if levels[place]:
-                told = f"{worker}, {seconds(end * place / bins)}: {max(values[place:after]):.1f} requests in flight"
+                told = f"{worker}, {duration(end * place / bins)}: {max(values[place:after]):.1f} requests in flight"
                 parts.append(
                     f'<rect class="heat" fill-opacity="{levels[place] / 20:g}" x="{left + step * place:.1f}" '
                     f'y="{cell * row:.1f}" width="{step * (after - place):.1f}" height="{cell - 0.6:.1f}">'
@@ -138,7 +143,7 @@ def heat(label: str, load: Mapping[str, Sequence[float]], most: float, end: floa
             place = after
     bottom = cell * len(rows) + 16
     parts.append(_text(left, bottom, "0", "tick"))
-    parts.append(_text(width, bottom, seconds(end), "tick", "end"))
+    parts.append(_text(width, bottom, duration(end), "tick", "end"))
     title = f"{label}: requests in flight on each of {len(rows)} workers over time"
     return _figure(title, width, round(bottom + 4), parts)
 
@@ -210,6 +215,10 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> st
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
+def _tick(value: float) -> str:
+    return f"{value:g} s" if value >= 0.999 else f"{1000 * value:g} ms"
+
+
 def _decades(values: Sequence[float]) -> tuple[float, float]:
     """Round bounds of a logarithmic axis: 1, 2 or 5 times a power of ten."""
     positive = [value for value in values if value > 0] or [0.001, 1.0]
@@ -226,14 +235,19 @@ def _log(low: float, high: float, left: float, right: float) -> Callable[[float]
 
 
 def _log_axis(low: float, high: float, x: Callable[[float], float], top: float, bottom: float, show: Show) -> list[str]:
-    many = log10(high / low) > 3
     parts = []
-    for exponent in range(floor(log10(low)), ceil(log10(high)) + 1):
-        for multiple in (1,) if many else (1, 2, 5):
-            value = multiple * 10.0**exponent
-            if low * 0.999 <= value <= high * 1.001:
-                parts.append(
-                    f'<line class="grid" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{top:.0f}" y2="{bottom:.0f}"/>'
-                )
-                parts.append(_text(x(value), bottom + 16, show(value), "tick", "middle"))
+    for value in log_ticks(low, high, 9 if x(high) - x(low) > 600 else 6):
+        parts.append(f'<line class="grid" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{top:.0f}" y2="{bottom:.0f}"/>')
+        parts.append(_text(x(value), bottom + 16, show(value), "tick", "middle"))
     return parts
+
+
+def log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Round values between two, at most so many: 1, 2 and 5 times powers of ten, or powers alone."""
+    exponents = range(floor(log10(low)), ceil(log10(high)) + 1)
+    for multiples in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [multiple * 10.0**exponent for exponent in exponents for multiple in multiples]
+        ticks = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
+        if len(ticks) <= most:
+            break
+    return ticks

@@ -43,14 +43,22 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": plots.seconds, "amount": plots.amount, "share": plots.share}
+    environment.filters |= {
+        "seconds": plots.seconds,
+        "duration": plots.duration,
+        "amount": plots.amount,
+        "share": plots.share,
+    }
+    loads = _loads(report.runs)
     return environment.get_template("report.html").render(
+        failures=any(run.figures.failed for run in report.runs),
         report=report,
         workload=report.workload,
         headline=headline(report.runs, report.workload.best_hit_rate),
         table=_table(report.runs),
         pictures={name: Markup(svg) for name, svg in _pictures(report).items()},
-        loads=[(run.label, Markup(svg), rows) for run, svg, rows in _loads(report.runs)],
+        loads=[(run.label, Markup(svg), rows) for run, svg, rows in loads],
+        most=max((row[3] for _, _, rows in loads for row in rows), default=0.0),
     )
 
 
@@ -62,11 +70,14 @@ def headline(runs: Sequence[Run], best_hit_rate: float) -> list[str]:
     quickest = min(answered, key=lambda run: run.figures.ttft_p90)
     slowest = max(answered, key=lambda run: run.figures.ttft_p90)
     first = runs[0]
-    said = f"{quickest.label}: nine in ten first tokens come within {plots.seconds(quickest.figures.ttft_p90)}"
+    said = f"With {quickest.label} nine in ten first tokens come within {plots.seconds(quickest.figures.ttft_p90)}"
     sentences = []
     if slowest.figures.ttft_p90 > 1.05 * quickest.figures.ttft_p90:
         times = slowest.figures.ttft_p90 / quickest.figures.ttft_p90
-        said += f", with {slowest.label} within {plots.seconds(slowest.figures.ttft_p90)}, {times:.3g} times as long"
+        said += f", with {slowest.label} within {plots.seconds(slowest.figures.ttft_p90)}: {times:.3g} times as long"
+        if len(answered) > 2:
+            second = min((run for run in answered if run is not quickest), key=lambda run: run.figures.ttft_p90)
+            said += f". Next is {second.label} with {plots.seconds(second.figures.ttft_p90)}"
     elif len(answered) > 1:
         said += ", and no other is more than 5 % slower"
     sentences.append(f"{said}.")
@@ -74,8 +85,8 @@ def headline(runs: Sequence[Run], best_hit_rate: float) -> list[str]:
         sentences.append(f"With {first.label} it is {plots.seconds(first.figures.ttft_p90)}.")
     if (rate := quickest.figures.hit_rate) is not None:
         sentences.append(
-            f"{plots.share(rate)} of the prompt tokens are found in a cache; "
-            f"{plots.share(best_hit_rate)} is the most that any cache could find."
+            f"{quickest.label} finds {plots.share(rate)} of the prompt tokens in a cache; "
+            f"{plots.share(best_hit_rate)} is the most that any could find."
         )
     if failed := sum(run.figures.failed for run in runs):
         sentences.append(f"{failed} requests failed: see below.")
@@ -120,12 +131,12 @@ def _pictures(report: Report) -> dict[str, str]:
         "arrivals": plots.columns(
             "Requests a second over time",
             rate,
-            [(0.0, "0"), (0.5, plots.seconds(duration / 2)), (1.0, plots.seconds(duration))],
+            [(0.0, "0"), (0.5, plots.duration(duration / 2)), (1.0, plots.duration(duration))],
             lambda value: f"{value:.2g}/s",
         ),
         "prompts": _lengths("Lengths of prompts", prompts),
         "outputs": _lengths("Lengths of answers", outputs),
-        "cache_sizes": plots.cache_sizes(workload.by_cache, marks),
+        "cache_sizes": plots.cache_sizes(workload.by_cache, marks) if workload.by_cache else "",
     }
 
 
@@ -134,7 +145,7 @@ def _lengths(title: str, lengths: Sequence[int]) -> str:
     low, high = log2(max(min(lengths), 1)), log2(max(max(lengths), 2) + 1)
     high = max(high, low + 1)
     edges = [2 ** (low + (high - low) * number / _COLUMNS) for number in range(_COLUMNS + 1)]
-    ticks = [(part, plots.amount(2 ** (low + (high - low) * part))) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    ticks = [((log2(tick) - low) / (high - low), plots.amount(tick)) for tick in plots.log_ticks(2**low, 2**high, 8)]
     return plots.columns(title, histogram(lengths, edges), ticks, lambda value: f"{value:.0f}")
 
 

@@ -15,8 +15,8 @@ from kvrouter.simulation.measures import percentile
 class Answer:
     """What became of a request. Times in seconds; `arrival` since the replay began, the others since the arrival.
 
-    None: there was no first token, or it is not known how much was cached. `held`: of the time, how long the router held
-    the request before a worker got it, as far as that is known. `error` is empty when all went well.
+    None: there was no first token, or it is not known how much was cached. `held`: how much of `seconds` the router had
+    the request, if that is known. `error` is empty when all went well.
     """
 
     arrival: float

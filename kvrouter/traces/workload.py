@@ -18,8 +18,8 @@ class Workload:
     """A trace in figures. Lengths in tokens, times in seconds.
 
     `best_hit_rate`: what one cache finds that forgets nothing. `by_cache`: what caches of so many tokens find that
-    forget what was used least recently. `working_set`: the tokens of all different blocks. `recorded_hit_rate`: what
-    was cached when the trace was recorded, if it tells.
+    forget what was used least recently; empty where no prompt fills a block. `working_set`: the tokens of all different
+    blocks. `recorded_hit_rate`: what was cached when the trace was recorded, if it tells.
     """
 
     requests: int
@@ -46,7 +46,7 @@ def shape(lines: Sequence[TraceLine], requests: Sequence[TracedRequest], block_t
     blocks = len({block for request in requests for block in request.finished})
     told = [line for line in lines if line.cached_tokens is not None]
     ttfts = [line.ttft_ms / 1000 for line in lines if line.ttft_ms is not None]
-    sizes = sorted({max(blocks >> halvings, 1) for halvings in range(1, _SIZES + 1)})
+    sizes = sorted({blocks >> halvings for halvings in range(1, _SIZES + 1)} - {0, blocks})
     best = _hit_rate(requests, block_tokens, blocks)
     return Workload(
         len(requests),
@@ -61,7 +61,7 @@ def shape(lines: Sequence[TraceLine], requests: Sequence[TracedRequest], block_t
         blocks * block_tokens,
         best,
         [(size * block_tokens, _hit_rate(requests, block_tokens, size)) for size in sizes]
-        + [(blocks * block_tokens, best)],
+        + ([(blocks * block_tokens, best)] if blocks else []),
         sum(line.cached_tokens or 0 for line in told) / (sum(line.input_length for line in told) or 1)
         if told
         else None,
