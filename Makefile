@@ -14,7 +14,7 @@ demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
 
 test: .venv/installed
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses 4 $(ARGS)
 
 test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)

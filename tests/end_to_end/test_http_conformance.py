@@ -336,17 +336,19 @@ async def test_http_1_0_gets_bodies_that_end_with_the_connection(worker: Scripte
 
 
 async def test_a_client_that_stops_sending_has_left(worker: ScriptedWorker, url: str) -> None:
-    left = asyncio.Event()
+    reached, left = asyncio.Event(), asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
+        reached.set()
         await exchange.left()
         left.set()
 
     worker.script = script
     async with wire(url) as client:
         await client.send(WHOLE)
-        client.writer.write_eof()
         async with asyncio.timeout(10):
+            await reached.wait()
+            client.writer.write_eof()
             await left.wait()
         assert await client.rest() == b""
 
