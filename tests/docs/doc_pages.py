@@ -49,6 +49,13 @@ def blocks() -> Iterator[Block]:
                 yield Block(page, line, token.info.strip(), token.content)
 
 
+def inline_code() -> Iterator[str]:
+    """What stands in backticks in the text of all pages."""
+    for page in pages():
+        for token in _tokens(page):
+            yield from (child.content for child in token.children or [] if child.type == "code_inline")
+
+
 def links(page: Path) -> Iterator[str]:
     """The targets of links and images."""
     for token in _tokens(page):

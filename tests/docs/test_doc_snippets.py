@@ -28,7 +28,7 @@ import jsonschema
 import pytest
 import typer
 import yaml
-from doc_pages import ROOT, Block, blocks
+from doc_pages import ROOT, Block, blocks, inline_code
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
@@ -147,12 +147,15 @@ def is_json(block: Block) -> bool:
 
 
 ALL = list(blocks())
+_INLINE = ("make ", "kvrouter replay --check", "kvrouter serve -", "kvrouter doctor -")
 COMMANDS = [
     pytest.param(command, id=f"{block.place}-{command.split()[0]}")
     for block in ALL
     if is_shell(block)
     for command in commands_of(block)
 ]
+# In running text: what is worth a try as it stands.
+INLINE = sorted({code for code in inline_code() if code.startswith(_INLINE) and "…" not in code})
 
 
 def named(chosen: Callable[[Block], bool]) -> list[Any]:
@@ -171,11 +174,20 @@ def test_every_block_says_what_it_is(block: Block) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_runs(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_command(command, fleet, monkeypatch)
+
+
+def run_command(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(fleet.folder)
     words = words_of(fleet.substituted(command))
     program, arguments = words[0], words[1:]
     assert program in RUN or program in CHECKED, f"{program}: run it, or say in CHECKED why not and how it is checked"
     (RUN[program] if program in RUN else CHECKED[program][0])(arguments, fleet)
+
+
+@pytest.mark.parametrize("command", INLINE)
+def test_the_command_in_the_text_runs(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_command(command, fleet, monkeypatch)
 
 
 def run_kvrouter(arguments: list[str], fleet: Fleet) -> None:
@@ -233,6 +245,8 @@ def check_make(arguments: list[str], fleet: Fleet) -> None:
         assert f"$({name})" in (ROOT / "Makefile").read_text(), name
         if name == "ARGS" and target == "demo":
             run_kvrouter(["demo", *shlex.split(value)], fleet)
+        if name == "ARGS" and target == "test":
+            assert all((ROOT / path).exists() for path in shlex.split(value) if path.startswith("tests/")), value
 
 
 def check_pip(arguments: list[str], _: Fleet) -> None:
