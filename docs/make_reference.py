@@ -159,7 +159,7 @@ def _parameters(callback: Callable[..., Any]) -> Iterator[tuple[str, bool, str, 
 def _shown_default(value: Any, info: OptionInfo | ArgumentInfo) -> str:
     if isinstance(info.show_default, str):
         return info.show_default
-    return "" if value in (None, "", False) else f"`{json.dumps(value)}`"
+    return "" if value in (None, "", False) else f"`{json.dumps(value, default=str)}`"
 
 
 def _plain(kind: Any) -> Any:
