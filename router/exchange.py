@@ -402,8 +402,8 @@ class Exchange:
                 self._tried[-1] = placement.prefill.worker  # the decode worker is not to blame
             self._elsewhere("worker hangs")
 
-    def _elsewhere(self, problem: str, unreachable: Worker | None = None) -> None:
-        """The attempt failed before anything was passed on."""
+    def _elsewhere(self, problem: str, unreachable: Worker | None = None, retried: bool = False) -> None:
+        """The attempt failed before anything was passed on. `retried`: that it goes on is still to be allowed."""
         placement, leg = self._placement, self._leg
         assert placement is not None
         self._placement = self._leg = self._head = None
@@ -415,8 +415,8 @@ class Exchange:
         try:
             if unreachable is not None:
                 self._forwarding.fleet.report_failure(unreachable, problem)
-                if not self._forwarding.budget.take():
-                    self._give_in()
+            if (unreachable is not None or retried) and not self._forwarding.budget.take():
+                self._give_in()
             self._try_next()
         except RequestError as error:
             self.refuse(error)
@@ -449,8 +449,7 @@ class Exchange:
             placement = self._placement
             assert placement is not None
             if isinstance(error, PrefillFailedError) and placement.prefill is not None:
-                self._tried[-1] = placement.prefill.worker  # the decode worker is not to blame
-                self._elsewhere(str(error), unreachable=placement.prefill.worker)
+                self._leave_prefill(placement.prefill.worker, error)
             elif self._begun:
                 self._break_off(placement, str(error))
             elif isinstance(error, UpstreamTimeoutError):
@@ -463,6 +462,13 @@ class Exchange:
                 self._elsewhere(str(error), unreachable=placement.worker)
         except Exception:
             self._crash()
+
+    def _leave_prefill(self, prefill: Worker, error: PrefillFailedError) -> None:
+        """A prefill failed: to another pair, of another prefill worker if there is one."""
+        both = [*self._tried, prefill]
+        if not (error.answered and error.together) or self._forwarding.router.others(self._prompt, both, prefill=True):
+            self._tried[-1] = prefill  # the decode worker is not to blame, as far as is known
+        self._elsewhere(str(error), unreachable=None if error.answered else prefill, retried=True)
 
     def _leave_pair(self, placement: Placement) -> bool:
         """Whether another pair can take over from a decode worker that failed, perhaps because of its prefill."""

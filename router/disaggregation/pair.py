@@ -23,7 +23,16 @@ _MAX_ANSWER = 16 * 2**20  # of a prefill, where it is read
 
 
 class PrefillFailedError(UpstreamError):
-    """The prefill worker failed; the decode worker did not."""
+    """The prefill worker failed; the decode worker did not.
+
+    `answered`: it can be reached, and said that it failed. `together`: both ran at once, so that the decode worker may
+    be why.
+    """
+
+    def __init__(self, problem: str, answered: bool, together: bool) -> None:
+        super().__init__(problem)
+        self.answered = answered
+        self.together = together
 
 
 class Pair:
@@ -150,7 +159,9 @@ class Pair:
         placement = self._prefill_placement
         placement.attempt.heard()
         if head.status >= 500:
-            self._prefill_failed(f"status {head.status}")
+            if self._adapter.concurrent:  # perhaps because the decode worker failed it
+                placement.attempt.end(Outcome.NEITHER, f"status {head.status}")
+            self._prefill_failed(f"status {head.status}", answered=True)
             return
         placement.attempt.end(Outcome.SUCCEEDED if head.status < 400 else Outcome.NEITHER, f"status {head.status}")
         placement.first_byte()
@@ -169,7 +180,7 @@ class Pair:
             except ValueError as error:
                 self._prefill_failed(f"an answer that makes no sense: {error}")
 
-    def _prefill_failed(self, reason: str) -> None:
+    def _prefill_failed(self, reason: str, answered: bool = False) -> None:
         self._prefill = None
         self._prefill_placement.attempt.end(Outcome.FAILED, reason)
         if self._begun:
@@ -177,7 +188,8 @@ class Pair:
         receiver, self._receiver = self._receiver, None
         self._close()
         if receiver is not None:
-            receiver.failed(PrefillFailedError(f"prefill on {self._prefill_placement.worker.url}: {reason}"))
+            problem = f"prefill on {self._prefill_placement.worker.url}: {reason}"
+            receiver.failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
 
     def _answer(self, head: AnswerHead, body: bytes) -> None:
         """The prefill's answer is the client's."""
