@@ -249,6 +249,45 @@ async def test_a_decode_that_fails_closes_the_prefill_and_another_takes_over(bac
         await both.nothing_is_left()
 
 
+def at_first(first: Script, then: Script) -> Script:
+    """Another script for the first request."""
+    scripts = [first]
+
+    async def script(exchange: Exchange) -> None:
+        if exchange.target != PATH:
+            await exchange.answer()
+        else:
+            await (scripts.pop() if scripts else then)(exchange)
+
+    return script
+
+
+@pytest.mark.parametrize("backend", ["sglang", "nixl"])
+async def test_a_decode_that_answers_an_error_makes_way_for_another(backend: str) -> None:
+    async with fleet(backend, [silent if backend == "sglang" else prefill], [broken, stream]) as both:
+        replies = [await both.routed.call(PATH, BODY) for _ in range(4)]
+        assert {(reply.status, reply.worker) for reply in replies} == {(200, both.decodes[1].url)}
+        await both.nothing_is_left()
+
+
+@pytest.mark.parametrize("backend", ["sglang", "nixl"])
+async def test_the_only_decode_that_answers_an_error_is_tried_with_another_prefill(backend: str) -> None:
+    script = silent if backend == "sglang" else prefill
+    async with fleet(backend, [script, script], [at_first(broken, stream)]) as both:
+        reply = await both.routed.call(PATH, BODY)
+        assert (reply.status, reply.headers["x-kvrouter-attempts"]) == (200, "2")
+        await both.nothing_is_left()
+
+
+async def test_the_only_prefill_that_answers_an_error_is_tried_with_another_decode() -> None:
+    waiting = at_first(silent, stream)
+    async with fleet("sglang", [at_first(broken, silent)], [waiting, waiting]) as both:
+        reply = await both.routed.call(PATH, BODY)
+        assert (reply.status, reply.headers["x-kvrouter-attempts"]) == (200, "2")
+        assert all(decode.exchanges for decode in both.decodes)
+        await both.nothing_is_left()
+
+
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
 async def test_a_client_that_leaves_closes_both(backend: str) -> None:
     left: list[str] = []
