@@ -46,7 +46,8 @@ def blocks() -> Iterator[Block]:
             if token.type in ("fence", "code_block"):
                 assert token.map is not None
                 line = token.map[0] + (2 if token.type == "fence" else 1)
-                yield Block(page, line, token.info.strip(), token.content)
+                language = token.info.strip() or "not said" if token.type == "fence" else ""
+                yield Block(page, line, language, token.content)
 
 
 def inline_code() -> Iterator[str]:

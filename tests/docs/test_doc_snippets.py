@@ -294,13 +294,14 @@ def check_python(arguments: list[str], fleet: Fleet) -> None:
 
 
 def check_helm(arguments: list[str], _: Fleet) -> None:
-    """Files exist, and `--set` names values of the chart."""
+    """Files exist, and `--set` names values of the chart that exist."""
     schema = json.loads((ROOT / "deploy/helm/kvrouter/values.schema.json").read_text())
     for name, value in pairwise(arguments):
         if name == "--set":
             place: Any = schema
             for key in value.partition("=")[0].split("."):
-                place = place.get("properties", {}).get(key) or place["additionalProperties"]
+                place = place.get("properties", {}).get(key) or place.get("additionalProperties")
+                assert place, value
     check_files(arguments, _)
 
 
