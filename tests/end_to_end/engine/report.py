@@ -34,6 +34,11 @@ class Run:
     answers: list[Answer]
 
     @property
+    def predicts(self) -> bool:
+        """Whether the policy looks at prompts; one that does not predicts nothing."""
+        return any(answer.predicted for answer in self.answers)
+
+    @property
     def misses(self) -> list[Answer]:
         """Answers whose predicted overlap is not what the engine reported."""
         return [answer for answer in self.answers if answer.predicted != answer.cached]
@@ -64,7 +69,7 @@ class Run:
             str(self.users),
             f"{self.think_seconds:g} s",
             str(len(self.answers)),
-            f"{self.exact_share:.1%}",
+            f"{self.exact_share:.1%}" if self.predicts else "–",
             f"{self.cached_share:.1%}",
             f"{deciles[4] * 1000:.0f} ms",
             f"{deciles[8] * 1000:.0f} ms",
@@ -84,7 +89,7 @@ def print_table(runs: list[Run]) -> None:
     console.print()
     console.print(table)
     for run in runs:
-        if run.misses:
+        if run.predicts and run.misses:
             console.print(run.explain_misses(), highlight=False)
 
 
