@@ -69,7 +69,7 @@ class Run:
             str(self.users),
             f"{self.think_seconds:g} s",
             str(len(self.answers)),
-            f"{self.exact_share:.1%}" if self.predicts else "–",
+            f"{self.exact_share:.1%}" if self.predicts else "-",
             f"{self.cached_share:.1%}",
             f"{deciles[4] * 1000:.0f} ms",
             f"{deciles[8] * 1000:.0f} ms",
