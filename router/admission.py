@@ -28,7 +28,9 @@ from router.fair_queue import FairQueue, Waiting
 from router.fleet import Worker
 from router.late_binding import held_order
 from router.limits import Limits
-from router.routing import Placement, RoutedPrompt, Router
+from router.placement import Placement
+from router.routed_prompt import RoutedPrompt
+from router.routing import Router
 from router.settings import AdmissionSettings
 from router.ticket import Ticket, deadline_error
 
@@ -163,7 +165,8 @@ class Admission:
         """A prefill ended, or a whole request."""
         if ended:
             self._rate.count()
-        self.wake()
+        if len(self.queue):
+            self.wake()
 
     def wake(self) -> None:
         """Something changed: let those that wait choose again, soon and once for all that changes meanwhile."""
@@ -288,15 +291,15 @@ class _DrainRate:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._seconds: deque[tuple[int, int]] = deque(maxlen=int(_RATE_SECONDS))
+        self._seconds: deque[list[int]] = deque(maxlen=int(_RATE_SECONDS))
 
     def count(self) -> None:
         """One came free."""
         now = int(self._clock())
         if self._seconds and self._seconds[-1][0] == now:
-            self._seconds[-1] = (now, self._seconds[-1][1] + 1)
+            self._seconds[-1][1] += 1
         else:
-            self._seconds.append((now, 1))
+            self._seconds.append([now, 1])
 
     def seconds_for(self, places: int, otherwise: float) -> int:
         """Whole seconds until so many come free at this rate, at least 1; `otherwise` where none ever did."""

@@ -40,7 +40,7 @@ from router.load import LoadTable
 from router.match_requests import match_reader
 from router.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.model_cards import model_card, model_cards
-from router.policies import WITHOUT_PROMPTS, policy_named
+from router.policies import BY_TURN, WITHOUT_PROMPTS, policy_named
 from router.proxy import Entrance, Proxy
 from router.rates import Rates
 from router.readiness import Readiness
@@ -109,6 +109,7 @@ async def running_router(
             sharing,
             settings.disaggregation,
             needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
+            by_turn=settings.policy.name in BY_TURN,
         )
         router.responses.on_learned.append(sharing.made)
         sharing.on_made.append(router.responses.remember)

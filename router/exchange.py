@@ -33,10 +33,12 @@ from router.fleet import Fleet, Worker
 from router.health import Outcome
 from router.live.request_stream import PassingRequest, RequestStream
 from router.metrics import RequestMetrics
+from router.placement import Placement
 from router.requests import RoutedRequest
 from router.response_owners import SEARCHED_BYTES
 from router.retry_budget import RetryBudget
-from router.routing import Placement, RoutedPrompt, Router
+from router.routed_prompt import RoutedPrompt
+from router.routing import Router
 from router.settings import ProxySettings
 from router.ticket import Ticket, deadline_error, read_ticket
 from router.tracing import Span

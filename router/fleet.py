@@ -45,6 +45,7 @@ class Fleet:
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
     ) -> None:
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
+        self.version = 0  # grows whenever there are other workers, or more may be known of one
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.elsewhere: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
@@ -132,6 +133,7 @@ class Fleet:
 
     def _give(self, source: str, workers: Iterable[WorkerSettings]) -> list[Worker]:
         """Take note of the workers of a source; those that are gone."""
+        self.version += 1
         self._given[source] = {Worker(settings).url: settings for settings in workers}
         wanted: dict[str, tuple[str, WorkerSettings]] = {}
         for name in SOURCES:
@@ -220,6 +222,7 @@ class Fleet:
         self._changed()
 
     def _changed(self) -> None:
+        self.version += 1
         self.disaggregated = any(worker.role is not Role.BOTH for worker in self._workers.values())
         for told in self.on_change:
             told()

@@ -76,6 +76,10 @@ class Health:
             return ranks
         return tuple(r for r in ranks if r not in self.ranks or self.ranks[r].circuit.allows) or ranks
 
+    def usable(self, dp_rank: int) -> bool:
+        """Whether requests may go to a rank, without a look at the others."""
+        return not self.ranks or dp_rank not in self.ranks or self.ranks[dp_rank].circuit.allows
+
     def in_flight(self) -> Counter[int]:
         """How many requests each rank has."""
         return Counter(attempt.dp_rank for attempt in self.attempts)
@@ -135,6 +139,8 @@ class Attempt:
 
     `give_up` is set by whoever waits for its first byte and can try elsewhere, for as long as that is so.
     """
+
+    __slots__ = ("_clock", "_ended", "_numbers", "begun", "dp_rank", "give_up", "streamed", "waits", "work")
 
     def __init__(
         self, numbers: dict[Health, int], clock: Callable[[], float], work: int, dp_rank: int, streamed: bool

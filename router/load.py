@@ -52,6 +52,8 @@ class Reservation:
     take, where rates are known.
     """
 
+    __slots__ = ("_context", "_held", "_load", "_pending", "_streamed")
+
     def __init__(
         self, load: TargetLoad, uncached: int, context: int, prefill_seconds: float = 0.0, *, streamed: bool = False
     ) -> None:
@@ -76,15 +78,16 @@ class Reservation:
 
     def first_byte(self) -> None:
         """The prefill is done."""
-        if self not in self._load.prefills:
+        load = self._load
+        if self not in load.prefills:
             return
-        self._load.pending -= self._pending
-        self._load.streamed -= self._streamed
-        if next(iter(self._load.prefills)) is self:
-            self._load.head_since = self._load.clock()
-        del self._load.prefills[self]
-        self._load.on_change()
-        self._load.on_freed(False)
+        load.pending -= self._pending
+        load.streamed -= self._streamed
+        if next(iter(load.prefills)) is self:
+            load.head_since = load.clock()
+        del load.prefills[self]
+        load.on_change()
+        load.on_freed(False)
 
     def release(self) -> None:
         """The request ended, however it did."""
@@ -92,10 +95,11 @@ class Reservation:
             return
         self._held = False
         self.first_byte()
-        self._load.requests -= 1
-        self._load.context -= self._context
-        self._load.on_change()
-        self._load.on_freed(True)
+        load = self._load
+        load.requests -= 1
+        load.context -= self._context
+        load.on_change()
+        load.on_freed(True)
 
 
 class LoadTable:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -13,39 +12,17 @@ from router.audit import Basis, HitAudit
 from router.fleet import Fleet, Worker, WorkerState
 from router.load import LoadTable
 from router.policies import Decision
+from router.tallies import Spread, Tally
 from router.usage import Usage
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-M = TypeVar("M", Counter, Histogram)
-
-
-class _Series(Generic[M]):
-    """The series of a metric by their labels, found faster than the metric finds them."""
-
-    def __init__(self, metric: M) -> None:
-        self._metric: M = metric
-        self._known: dict[tuple[str | int, ...], M] = {}
-
-    def of(self, *labels: str | int) -> M:
-        series = self._known.get(labels)
-        if series is None:
-            series = self._known[labels] = self._metric.labels(*map(str, labels))
-        return series
-
-    def clear(self) -> None:
-        self._known.clear()
-
-
 class RequestMetrics:
     """What became of requests. Models are names that workers serve, so label sets stay bounded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.answered = Counter(
-            "kvrouter_requests", "Requests answered by workers", ["model", "worker", "status"], registry=registry
-        )
         self.refused = Counter(
             "kvrouter_requests_refused", "Requests the router refused", ["status"], registry=registry
         )
@@ -59,78 +36,71 @@ class RequestMetrics:
         self.broken = Counter(
             "kvrouter_answers_broken", "Answers that a worker did not finish", ["worker"], registry=registry
         )
-        self.prompt_tokens = Counter("kvrouter_prompt_tokens", "Tokens of routed prompts", ["model"], registry=registry)
-        self.overlap_tokens = Counter(
-            "kvrouter_overlap_tokens", "Tokens expected to come from the worker's cache", ["model"], registry=registry
+        # Those that every request counts in.
+        self.answered = Tally(
+            "kvrouter_requests", "Requests answered by workers", ["model", "worker", "status"], registry
         )
-        self.best_overlap_tokens = Counter(
-            "kvrouter_best_overlap_tokens", "The most that any worker's cache had", ["model"], registry=registry
+        self.prompt_tokens = Tally("kvrouter_prompt_tokens", "Tokens of routed prompts", ["model"], registry)
+        self.overlap_tokens = Tally(
+            "kvrouter_overlap_tokens", "Tokens expected to come from the worker's cache", ["model"], registry
         )
-        self.decisions = Counter("kvrouter_decisions", "Choices of a worker", ["model"], registry=registry)
-        self.cost = Counter(
-            "kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term"], registry=registry
+        self.best_overlap_tokens = Tally(
+            "kvrouter_best_overlap_tokens", "The most that any worker's cache had", ["model"], registry
         )
-        self.queue = Histogram(
+        self.decisions = Tally("kvrouter_decisions", "Choices of a worker", ["model"], registry)
+        self.cost = Tally("kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term"], registry)
+        self.queue = Spread(
             "kvrouter_queue_seconds",
             "From the end of a request's body to its sending to a worker",
             ["model"],
-            registry=registry,
-            buckets=_SHORT_BUCKETS,
+            registry,
+            _SHORT_BUCKETS,
         )
-        self.first_byte = Histogram(
+        self.first_byte = Spread(
             "kvrouter_time_to_first_byte_seconds",
             "From the end of a request's body to the first byte of its answer's",
             ["model"],
-            registry=registry,
-            buckets=_FIRST_BYTE_BUCKETS,
+            registry,
+            _FIRST_BYTE_BUCKETS,
         )
-        self.token_time = Histogram(
+        self.token_time = Spread(
             "kvrouter_time_per_output_token_seconds",
             "From the first byte of a stream to its last, for each token after the first",
             ["model"],
-            registry=registry,
-            buckets=_SHORT_BUCKETS,
+            registry,
+            _SHORT_BUCKETS,
         )
-        # Those that every request counts in.
-        self._answered = _Series(self.answered)
-        self._prompt_tokens = _Series(self.prompt_tokens)
-        self._overlap_tokens = _Series(self.overlap_tokens)
-        self._best_overlap_tokens = _Series(self.best_overlap_tokens)
-        self._decisions = _Series(self.decisions)
-        self._cost = _Series(self.cost)
-        self._queue = _Series(self.queue)
-        self._first_byte = _Series(self.first_byte)
 
     def placed(self, model: str, waited: float, decision: Decision) -> None:
         """A worker was chosen, `waited` seconds after the request was complete."""
-        self._queue.of(model).observe(waited)
-        self._decisions.of(model).inc()
+        self.queue.observe(waited, model)
+        self.decisions.add(1, model)
         if best := max([candidate.overlap for candidate in decision.candidates]):
-            self._best_overlap_tokens.of(model).inc(best)
+            self.best_overlap_tokens.add(best, model)
         for term, amount in decision.terms(decision.choice).items():
             if amount:
-                self._cost.of(model, term).inc(amount)
+                self.cost.add(amount, model, term)
 
     def begun(self, model: str, worker: str, status: int, tokens: int, overlap: int) -> None:
         """A worker answers a prompt of so many tokens."""
-        self._answered.of(model, worker, status).inc()
-        self._prompt_tokens.of(model).inc(tokens)
+        self.answered.add(1, model, worker, status)
+        self.prompt_tokens.add(tokens, model)
         if overlap:
-            self._overlap_tokens.of(model).inc(overlap)
+            self.overlap_tokens.add(overlap, model)
 
     def first_byte_of(self, model: str, seconds: float) -> None:
         """The first byte of an answer's body came, so long after the end of the request's."""
-        self._first_byte.of(model).observe(seconds)
+        self.first_byte.observe(seconds, model)
 
     def streamed(self, model: str, seconds: float, usage: Usage | None) -> None:
         """A stream ended, so long after its first byte."""
         if usage is not None and usage.completion > 1:
-            self.token_time.labels(model).observe(seconds / (usage.completion - 1))
+            self.token_time.observe(seconds / (usage.completion - 1), model)
 
     def forget(self, worker: Worker) -> None:
         """A worker was removed: its series end."""
-        self._answered.clear()
-        for counter in (self.answered, self.retried, self.broken):
+        self.answered.forget(worker.url)
+        for counter in (self.retried, self.broken):
             counter.remove_by_labels({"worker": worker.url})
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 
@@ -15,24 +15,27 @@ from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
 from kvevents import Tier
 from router.audit import HitAudit, Prediction
+from router.choice import Choice, Option
 from router.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
-from router.disaggregation.decision import Disaggregation, decode_policy, disaggregate, prefill_policy
+from router.disaggregation.decision import decode_policy, disaggregate, prefill_policy
 from router.discovery import Engine
 from router.fleet import Fleet, Worker
-from router.health import Attempt, Outcome
 from router.history import RoutingHistory
 from router.late_binding import must_wait
-from router.learned import Learned, RequestTiming
+from router.learned import Learned
 from router.limits import NO_LIMITS, Limits
 from router.load import LoadTable, Reservation
-from router.policies import Candidate, Decision, Policy, Request
+from router.placement import Placement, Watcher
+from router.policies import Candidate, Policy, Request
 from router.rates import Rates, prefill_seconds
 from router.requests import RoutedRequest
 from router.response_owners import ResponseOwners
+from router.routed_prompt import RoutedPrompt, tokenized_prompt, unread_prompt
 from router.settings import Backend, DisaggregationSettings, Role
 from router.sharing import LoadSharing
 from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
-from router.tokens import Tokenized, Tokenizers, TokenizerUnavailableError
+from router.standing import Standing
+from router.tokens import Tokenizers, TokenizerUnavailableError
 from router.usage import Usage
 from router.worker import choosable
 
@@ -46,158 +49,8 @@ class _Served(NamedTuple):
     adapter: str | None
 
 
-class _Option(NamedTuple):
-    """A target that could take a request, and the prefix hashes of the prompts it would get.
-
-    `by_events`: the overlap by events and prompts in flight, whether or not it is the one used.
-    """
-
-    candidate: Candidate
-    worker: Worker
-    hashes: list[array[int]]
-    by_events: int
-
-
 # Prompts that begin with so many equal chunks are taken for one session when nobody names theirs.
 _SESSION_CHUNKS = 32
-# For prompts whose tokens are not known: English text has about this many bytes a token.
-_BYTES_PER_TOKEN = 4
-
-
-@dataclass(slots=True)  # a frozen one takes four times as long to make
-class RoutedPrompt:
-    """What routing knows of a request.
-
-    `name`: the model or adapter it asks for, None when any worker will do. `tokens`: the length of its prompts, which
-    is an estimate when not all is known. `token_ids` are those that the engine will compute for sure; `identities` tell
-    apart as well prompts whose tokens only the engine knows, such as those of images, and are otherwise the same.
-    `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
-    at most. `previous_response`: it goes on from this response, which the worker that made it knows. `priority`: as the
-    body has it, lower is sooner. `path`: where it was sent.
-    """
-
-    name: str | None
-    tokens: int
-    token_ids: list[PackedPrompt] = field(default_factory=list)
-    identities: list[PackedPrompt] = field(default_factory=list)
-    exact: bool = False
-    cache_salt: str | None = None
-    answers: int = 1
-    streamed: bool = False
-    session: str | None = None
-    max_tokens: int | None = None
-    previous_response: str | None = None
-    priority: int = 0
-    path: str = ""
-
-
-def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
-    """A prompt whose tokens are not known, routed by load alone."""
-    return RoutedPrompt(
-        request.model,
-        body_bytes // _BYTES_PER_TOKEN,
-        streamed=request.stream,
-        session=request.session,
-        previous_response=request.previous_response,
-        priority=request.priority,
-    )
-
-
-def _routed_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedPrompt:
-    token_ids = identities = [PackedPrompt.of(ids) for ids in tokenized.token_ids]
-    if tokenized.identities is not tokenized.token_ids:
-        identities = [PackedPrompt.of(ids) for ids in tokenized.identities]
-    return RoutedPrompt(
-        request.model,
-        sum(map(len, identities)),
-        token_ids,
-        identities,
-        identities is token_ids and request.previous_response is None,
-        request.cache_salt,
-        request.n,
-        request.stream,
-        request.session,
-        request.max_tokens,
-        request.previous_response,
-        request.priority,
-    )
-
-
-@dataclass(slots=True)
-class Choice:
-    """A decision that nothing has been reserved for yet.
-
-    `disaggregation`: whether another worker computes the prompt, where the choice is a decode worker; `prefill` is the
-    choice of that.
-    """
-
-    decision: Decision
-    options: list[_Option]
-    disaggregation: Disaggregation | None = None
-    prefill: Choice | None = None
-
-    @property
-    def chosen(self) -> _Option:
-        choice = self.decision.choice
-        for option in self.options:
-            if option.candidate is choice:
-                return option
-        raise ValueError("a policy must choose one of its candidates")
-
-    @property
-    def worker(self) -> Worker:
-        return self.chosen.worker
-
-
-class Watcher(Protocol):
-    """Is told what becomes of a request."""
-
-    def first_byte(self) -> None:
-        """Its answer began."""
-
-    def answered(self, usage: Usage | None) -> None:
-        """It was answered in full."""
-
-
-@dataclass(slots=True)
-class Placement:
-    """Where a request goes, and its share of that target's load until `release`."""
-
-    worker: Worker
-    target: Target
-    decision: Decision
-    reservation: Reservation
-    prediction: Prediction
-    attempt: Attempt
-    timing: RequestTiming | None = None
-    seen: Watcher | None = None
-    prefill: Placement | None = None  # where the prompt is computed, if that is another worker
-    on_release: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def overlap(self) -> int:
-        """Tokens of the prompt that the target is expected to serve from its cache."""
-        return self.decision.choice.overlap
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether anything is learned from what the answer says of its tokens."""
-        return self.timing is not None or self.seen is not None or bool(self.prediction.hashes)
-
-    def first_byte(self) -> None:
-        """The answer began."""
-        self.reservation.first_byte()
-        if self.timing:
-            self.timing.first_byte()
-        if self.seen:
-            self.seen.first_byte()
-
-    def release(self) -> None:
-        """The request ended, however it did. Only the first call counts."""
-        self.reservation.release()
-        self.attempt.end(Outcome.NEITHER)
-        while self.on_release:
-            self.on_release.pop()()
 
 
 class Router:
@@ -217,8 +70,12 @@ class Router:
         sharing: LoadSharing,
         disaggregation: DisaggregationSettings,
         needs_prompts: bool = True,
+        by_turn: bool = False,
     ) -> None:
-        """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched."""
+        """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched.
+
+        `by_turn`: it looks at nothing of the candidates either.
+        """
         self.needs_prompts = self._policy_needs_prompts = needs_prompts
         self._fleet = fleet
         self._indexer = indexer
@@ -236,6 +93,7 @@ class Router:
         self._disaggregation = disaggregation
         self._decode_policy = decode_policy(self._random)
         self._prefill_policy = prefill_policy(self._random)
+        self._standing = Standing(fleet, self._options_by_turn, policy, self._random) if by_turn else None
 
     def look_at_prompts(self, wanted: bool) -> None:
         """Somebody wants to know the prompts, although the policy may look at none; or does not any more."""
@@ -268,7 +126,7 @@ class Router:
             tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)
         except (TokenizerUnavailableError, RequestError) as error:
             return self._routed_by_load(request, body_bytes, error)
-        return None if tokenized is None else _routed_prompt(request, tokenized)
+        return None if tokenized is None else tokenized_prompt(request, tokenized)
 
     async def read_aside(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         """The same for what `read_now` leaves: in a thread, or by a worker. Raises the same errors."""
@@ -279,7 +137,7 @@ class Router:
             tokenized = await self._tokenizers.tokenize_aside(model, request.prompt)
         except (TokenizerUnavailableError, RequestError) as error:
             return self._routed_by_load(request, body_bytes, error)
-        return _routed_prompt(request, tokenized)
+        return tokenized_prompt(request, tokenized)
 
     def _asked(self, request: RoutedRequest) -> tuple[RoutedRequest, str | None]:
         """A request with the name of what it asks for, and the model behind it. Without a name any worker will do."""
@@ -308,7 +166,12 @@ class Router:
 
         Raises RequestError (503) when no worker is left.
         """
-        if self.needs_prompts or not limits.unlimited:
+        by_load = not self.needs_prompts and limits.unlimited
+        if by_load and self._standing is not None and not without and not self._fleet.disaggregated:
+            choice = self._standing.choose(prompt.name)
+            if choice is not None:
+                return choice
+        if not by_load:
             self._learned.look_at_evictions(self._indexer)
             options = list(self._options(prompt, without, limits))
         else:
@@ -317,19 +180,19 @@ class Router:
             if self._fleet.disaggregated:
                 return self._disaggregated(prompt, without, options)
             candidates = [option.candidate for option in options]
-            return Choice(self._policy(candidates, self._request(prompt, options)), options)
+            return Choice.of(self._policy(candidates, self._request(prompt, options)), options)
         if self._serving_now(prompt.name, without):
             return None
         if prompt.name is not None and not self._fleet.serving(prompt.name):
             raise self._unknown_model(prompt.name)
         raise _unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
 
-    def _disaggregated(self, prompt: RoutedPrompt, without: Collection[Worker], options: list[_Option]) -> Choice:
+    def _disaggregated(self, prompt: RoutedPrompt, without: Collection[Worker], options: list[Option]) -> Choice:
         """The choice in a fleet with workers for prefill or decode alone."""
         candidates, request = [option.candidate for option in options], self._request(prompt, options)
         if not any(option.worker.role is Role.DECODE for option in options):
-            return Choice(self._policy(candidates, request), options)
-        choice = Choice(self._decode_policy(candidates, request), options)
+            return Choice.of(self._policy(candidates, request), options)
+        choice = Choice.of(self._decode_policy(candidates, request), options)
         adapter = self.adapter_of(choice.worker)
         if choice.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
             return choice
@@ -339,7 +202,7 @@ class Router:
             choice.decision.choice, able, request, self._prefill_policy, self._disaggregation, adapter.decodes_alone
         )
         if found.prefill is not None:
-            return replace(choice, disaggregation=found, prefill=Choice(found.prefill, prefills))
+            return replace(choice, disaggregation=found, prefill=Choice.of(found.prefill, prefills))
         if not adapter.decodes_alone:
             raise _unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
         return replace(choice, disaggregation=found)
@@ -423,17 +286,19 @@ class Router:
             streamed=prompt.streamed and whole,
         )
         if len(hashes) == 1:
-            self._learned.pressure.routed(hashes[0], max(option.candidate.overlap for option in options))
+            self._learned.pressure.routed(hashes[0], max([option.candidate.overlap for option in options]))
         one_answer = len(prompt.token_ids) == prompt.answers == 1
-        prediction = Prediction(
-            choice.target,
-            hashes,
-            prompt.tokens,
-            choice.overlap,
-            by_events if hashes and self._audit.events_complete(choice.target) else None,
-            comparable=one_answer and prompt.exact and whole,
-            capacity=worker.capacity_tokens,
-        )
+        prediction = None
+        if hashes:
+            prediction = Prediction(
+                choice.target,
+                hashes,
+                prompt.tokens,
+                choice.overlap,
+                by_events if self._audit.events_complete(choice.target) else None,
+                comparable=one_answer and prompt.exact and whole,
+                capacity=worker.capacity_tokens,
+            )
         elsewhere = self._sharing.elsewhere.of(worker.url, choice.target.dp_rank)
         attempt = worker.health.begin(
             load.pending + elsewhere.pending,
@@ -463,7 +328,7 @@ class Router:
 
     def answered(self, placement: Placement, usage: Usage | None) -> None:
         """A worker answered a request in full; `usage` is what it says of the tokens."""
-        if placement.prediction.hashes:
+        if placement.prediction is not None:
             self._audit.answered(placement.prediction, usage)
         if placement.seen:
             placement.seen.answered(usage)
@@ -493,7 +358,7 @@ class Router:
 
     def _options(
         self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool = False
-    ) -> Iterator[_Option]:
+    ) -> Iterator[Option]:
         """Every target that could take a prompt now, with what it holds of it and has to do.
 
         `prefill`: those that only compute it, for others to go on.
@@ -519,17 +384,24 @@ class Router:
                         by_events += self._add_overlap(candidate, held.get(candidate.target), known, tokens)
                     if eviction and self._learned.pressure.evicting(candidate.target):
                         candidate.eviction = eviction
-                    yield _Option(candidate, worker, hashes, by_events)
+                    yield Option(candidate, worker, hashes, by_events)
 
-    def _options_by_load(self, name: str | None, without: Collection[Worker]) -> list[_Option]:
+    def _options_by_load(self, name: str | None, without: Collection[Worker]) -> list[Option]:
         """The same where nothing is asked of a prompt and nothing is limited."""
         options = []
         for worker in choosable(self._serving_now(name, without), self._random):
-            served = worker.served(name) if name is not None else None
-            model = served.model if served else ""
+            model = _model(worker, name)
             for dp_rank in worker.health.usable_ranks(worker.ranks()):
-                options.append(_Option(self._loaded(worker.target(dp_rank, model), worker, None), worker, [], 0))
+                options.append(Option(self._loaded(worker.target(dp_rank, model), worker, None), worker, [], 0))
         return options
+
+    def _options_by_turn(self, name: str | None) -> list[Option]:
+        """Every target that serves a name, whatever it has to do and however its last requests went."""
+        return [
+            Option(Candidate(worker.target(dp_rank, _model(worker, name))), worker, [], 0)
+            for worker in self._serving_now(name, ())
+            for dp_rank in worker.ranks()
+        ]
 
     def _loaded(self, target: Target, worker: Worker, rates: Rates | None) -> Candidate:
         """A target with its load, in proportion to what its worker can bear.
@@ -593,7 +465,7 @@ class Router:
             candidate.disk += match.tiers[Tier.DISK] + match.tiers[Tier.UNKNOWN]
         return told
 
-    def _request(self, prompt: RoutedPrompt, options: list[_Option]) -> Request:
+    def _request(self, prompt: RoutedPrompt, options: list[Option]) -> Request:
         """What the policy is told of a prompt. Without a session, those that begin alike are taken for one."""
         first = options[0]
         session = prompt.session
@@ -669,6 +541,12 @@ class Router:
 
 
 _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}
+
+
+def _model(worker: Worker, name: str | None) -> str:
+    """The model behind a name, as a worker has it."""
+    served = worker.served(name) if name is not None else None
+    return served.model if served else ""
 
 
 def _unavailable(message: str) -> RequestError:

@@ -13,6 +13,7 @@ from typing import Any
 
 _TAIL_BYTES = 16 * 1024
 # Quotes inside a string are escaped, so `"usage"` without a backslash before it is a string of its own: a key.
+_KEY = b'"usage"'
 _USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
 _NAMES = (("prompt", "completion"), ("input", "output"))  # the second are those of /v1/responses
 _decode = json.JSONDecoder().raw_decode
@@ -42,7 +43,11 @@ class UsageTail:
     def usage(self) -> Usage | None:
         """The last usage that the answer told."""
         tail = bytes(self._tail[-_TAIL_BYTES:])
-        for found in reversed(list(_USAGE.finditer(tail))):
+        place = len(tail)
+        while (place := tail.rfind(_KEY, 0, place)) >= 0:
+            found = _USAGE.match(tail, place)
+            if found is None:
+                continue
             try:
                 usage, _ = _decode(tail[found.end() :].decode(errors="replace"))
             except (ValueError, RecursionError):

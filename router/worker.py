@@ -130,6 +130,13 @@ class Worker:
             return False
         return name is None or (self.description is not None and name in self.description.models)
 
+    def takes_now(self, name: str | None, random: Random) -> bool:
+        """Whether one request may go to it now, without a look at the others: it is trusted, and has warmed up or its
+        turn has come."""
+        if not self.takes(name) or not self.trusted:
+            return False
+        return self.warming_since is None or random.random() < self.share
+
     def describe(self, description: WorkerDescription) -> None:
         """It told what it is. What it computes of a request is as the settings say, else as it says itself."""
         self.description = description

@@ -24,7 +24,8 @@ from router.learned import Learned
 from router.load import LoadTable
 from router.policies import policy_named
 from router.rates import Rates
-from router.routing import RoutedPrompt, Router
+from router.routed_prompt import RoutedPrompt
+from router.routing import Router
 from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
 from router.sharing import Elsewhere, LoadSharing
 from router.speculation import SpeculativeHoldings

@@ -22,7 +22,7 @@ from kvrouter.logs import log_to_stderr
 from kvrouter.serving import serve_router
 from router.exchange import Exchange
 from router.load import Reservation
-from router.routing import Placement
+from router.placement import Placement
 from router.settings import load_settings
 from router.upstream.connection import Connection
 from router.upstream.pool import Leg

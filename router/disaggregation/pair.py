@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from router.carrier import Carried, Carrier
 from router.disaggregation.adapters import Adapter, AnsweredError, Part
 from router.health import Outcome
-from router.routing import Placement
+from router.placement import Placement
 from router.upstream import AnswerHead, Leg, Receiver, UpstreamError, Upstreams
 from router.upstream.origin import Headers
 

@@ -22,7 +22,8 @@ from router.live.hot_prefixes import HotPrefixes
 from router.live.seen_requests import SeenRequest, SeenRequests
 from router.live.series import Series
 from router.load import LoadTable
-from router.routing import Placement, RoutedPrompt
+from router.placement import Placement
+from router.routed_prompt import RoutedPrompt
 from router.sharing.elsewhere import Elsewhere
 
 LOOK_SECONDS = 1.0
@@ -67,7 +68,7 @@ class Board:
         seen = self._requests.placed(prompt.name, prompt.tokens, placement.decision)
         if seen is not None:
             placement.on_release.append(seen.ended)
-            hashes = placement.prediction.hashes
+            hashes = placement.prediction.hashes if placement.prediction else []
             if hashes and hashes[0]:
                 self._prefixes.seen(hashes[0], list(placement.decision.candidates))
         return seen

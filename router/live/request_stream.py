@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
-from router.routing import RoutedPrompt
+from router.routed_prompt import RoutedPrompt
 from router.usage import Usage
 
 MAX_LISTENERS = 4

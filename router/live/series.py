@@ -6,8 +6,6 @@ import time
 from collections import deque
 from typing import Any
 
-from prometheus_client import Counter, Histogram
-
 from router.audit import HitAudit
 from router.metrics import RequestMetrics
 
@@ -23,7 +21,7 @@ class Series:
         self._metrics = metrics
         self._audit = audit
         self._before = self._totals()
-        self._buckets_before = _buckets(metrics.first_byte)
+        self._buckets_before = metrics.first_byte.at_most()
         self._at = time.monotonic()
 
     def sample(self) -> None:
@@ -31,9 +29,9 @@ class Series:
         now = time.monotonic()
         if now - self._at < SECONDS:
             return
-        totals, buckets = self._totals(), _buckets(self._metrics.first_byte)
+        totals, buckets = self._totals(), self._metrics.first_byte.at_most()
         passed = {name: totals[name] - self._before[name] for name in totals}
-        times = {bound: buckets[bound] - self._buckets_before.get(bound, 0.0) for bound in buckets}
+        times = {bound: float(buckets[bound] - self._buckets_before.get(bound, 0)) for bound in buckets}
         self.points.append(
             {
                 "time": round(time.time(), 1),
@@ -53,9 +51,9 @@ class Series:
     def _totals(self) -> dict[str, float]:
         audits = [audit for _, audit in self._audit.audits()]
         return {
-            "requests": _total(self._metrics.decisions),
-            "prompt": _total(self._metrics.prompt_tokens),
-            "overlap": _total(self._metrics.overlap_tokens),
+            "requests": self._metrics.decisions.total,
+            "prompt": self._metrics.prompt_tokens.total,
+            "overlap": self._metrics.overlap_tokens.total,
             "audited": float(sum(audit.prompt_tokens for audit in audits)),
             "cached": float(sum(audit.cached_tokens for audit in audits)),
         }
@@ -78,22 +76,6 @@ def percentile(buckets: dict[float, float], share: float) -> float | None:
             return round(below + (bound - below) * (wanted - before) / (buckets[bound] - before), 4)
         below, before = bound, buckets[bound]
     return below
-
-
-def _total(counter: Counter) -> float:
-    return sum(
-        sample.value for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total")
-    )
-
-
-def _buckets(histogram: Histogram) -> dict[float, float]:
-    found: dict[float, float] = {}
-    for metric in histogram.collect():
-        for sample in metric.samples:
-            if sample.name.endswith("_bucket"):
-                bound = float(sample.labels["le"])
-                found[bound] = found.get(bound, 0.0) + sample.value
-    return found
 
 
 def _ratio(part: float, whole: float) -> float | None:

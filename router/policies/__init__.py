@@ -25,6 +25,7 @@ from router.policies.records import Candidate, Cost, Decision, Policy, Request
 from router.settings import PolicyName, PolicySettings
 
 __all__ = [
+    "BY_TURN",
     "WITHOUT_PROMPTS",
     "Candidate",
     "Cost",
@@ -39,6 +40,8 @@ __all__ = [
 
 # Those that look at no prompt.
 WITHOUT_PROMPTS = frozenset((PolicyName.ROUND_ROBIN, PolicyName.RANDOM, PolicyName.LEAST_LOADED))
+# Those of them that look at nothing of the candidates either.
+BY_TURN = frozenset((PolicyName.ROUND_ROBIN, PolicyName.RANDOM))
 
 
 def policy_named(settings: PolicySettings, random: Random) -> Policy:
