@@ -23,6 +23,8 @@ from typing import IO, Annotated
 import msgspec
 
 BLOCK_TOKENS = 512
+# Prompts that begin with so many equal tokens are taken for one session when nobody names theirs.
+_SESSION_TOKENS = 2 * BLOCK_TOKENS
 
 
 class TraceLine(msgspec.Struct, omit_defaults=True):
@@ -122,7 +124,8 @@ def requests_of(
 
 def _request(line: TraceLine, speed: float, block_tokens: int) -> TracedRequest:
     ids = line.hash_ids
-    session = line.session_id or str(ids[min(1, len(ids) - 1)] if ids else 0)
+    place = max(_SESSION_TOKENS // block_tokens - 1, 0)
+    session = line.session_id or str(ids[min(place, len(ids) - 1)] if ids else 0)
     blocks = tuple(ids[: line.input_length // block_tokens])
     output = max(line.output_length, 1)
     return TracedRequest(line.timestamp / 1000 / speed, max(line.input_length, 1), output, blocks, blocks, session)

@@ -81,7 +81,7 @@ def headline(runs: Sequence[Run], best_hit_rate: float) -> list[str]:
     elif len(answered) > 1:
         said += ", and no other is more than 5 % slower"
     sentences.append(f"{said}.")
-    if quickest is not first and first.ttfts:
+    if first.label not in said and first.ttfts:
         sentences.append(f"With {first.label} it is {plots.seconds(first.figures.ttft_p90)}.")
     if (rate := quickest.figures.hit_rate) is not None:
         sentences.append(
@@ -146,6 +146,8 @@ def _lengths(title: str, lengths: Sequence[int]) -> str:
     high = max(high, low + 1)
     edges = [2 ** (low + (high - low) * number / _COLUMNS) for number in range(_COLUMNS + 1)]
     ticks = [((log2(tick) - low) / (high - low), plots.amount(tick)) for tick in plots.log_ticks(2**low, 2**high, 8)]
+    if len(ticks) < 2:
+        ticks = [(place, plots.amount(round(2 ** (low + (high - low) * place)))) for place in (0.0, 0.5, 1.0)]
     return plots.columns(title, histogram(lengths, edges), ticks, lambda value: f"{value:.0f}")
 
 
