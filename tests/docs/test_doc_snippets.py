@@ -42,6 +42,9 @@ SERVERS = {"serve", "indexer", "simulate", "picker", "replay"}
 # What does not end well on purpose: part of the command, and its exit status.
 EXIT_STATUS = {"d_reset_prefix_cache": 1}
 
+# What a recording may hold.
+TRACE = '{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [0, 1]}\n' * 2
+
 _PROGRAMS = ("kvrouter", "curl", "make", "pip", "vllm", "python", "docker", "helm", "kubectl", "git", "export")
 _SHELLS = ("sh", "bash", "console")
 _LANGUAGES = (*_SHELLS, "python", "yaml", "json", "text", "")
@@ -212,6 +215,8 @@ def run_kvrouter(arguments: list[str], fleet: Fleet) -> None:
         files.append("--once")
     if name == "record":
         files += ["--seconds", "0.2"]
+    if name == "replay-trace":
+        Path("traffic.jsonl").write_text(TRACE)
     if name == "replay" and len(files) > 6:
         files = [each for each in files if not each.endswith(".kvrec")] + [f"{ROOT}/tests/data/e_dp2.kvrec"]
         files[files.index("--expect") + 1] = "53"
