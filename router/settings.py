@@ -260,6 +260,12 @@ class PickerSettings(_Section):
     fallbacks: Annotated[int, Field(ge=0)] = 0
     read_usage: Annotated[float, Field(ge=0, le=1)] = 0.1
 
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> PickerSettings:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key: give both, or neither")
+        return self
+
 
 class AdmissionSettings(_Section):
     """When requests wait in the router, and how many may. Times in seconds."""

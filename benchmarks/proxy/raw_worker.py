@@ -22,7 +22,7 @@ ANSWER = (
 )
 MODELS = b'{"object":"list","data":[{"id":"%b","object":"model"}]}' % MODEL.encode()
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-_EVENT = (
+EVENT = (
     b'data: {"id":"chat-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":'
     b'{"content":" word"},"finish_reason":null}]}\n\n'
 )
@@ -57,7 +57,7 @@ class _Worker(asyncio.Protocol):
 
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"post") and (b'"stream": true' in body or b'"stream":true' in body):  # some write it anew
-            self._transport.write(_STREAM + _chunk(_EVENT))
+            self._transport.write(_STREAM + _chunk(EVENT))
             self._loop.call_later(PAUSE, self._next, CHUNKS - 1)
         elif head.startswith(b"post"):
             self._transport.write(_whole(ANSWER))
@@ -72,7 +72,7 @@ class _Worker(asyncio.Protocol):
         if self._transport.is_closing():
             return
         if left:
-            self._transport.write(_chunk(_EVENT))
+            self._transport.write(_chunk(EVENT))
             self._loop.call_later(PAUSE, self._next, left - 1)
         else:
             self._transport.write(_chunk(_DONE) + b"0\r\n\r\n")

@@ -214,7 +214,7 @@ class PickedRequest:
             self._exchange.refuse(too_large(self._desk.entrance.settings))
             return
         self._body.append(part.body)
-        if part.end_of_stream:
+        if part.end_of_stream or self._mode == _Mode.BUFFERED:  # then it is whole, whatever trailers follow
             self._start()
 
     def _request_trailers(self) -> None:
@@ -354,6 +354,8 @@ class PickedRequest:
 
     def _answer_body(self, part: pb.HttpBody) -> None:
         self._pass(part.body, part.end_of_stream)
+        if self._answer_mode == _Mode.NONE:  # an Envoy that did not say; the Inference Extension wants this one
+            self._answer_mode = _Mode.FULL_DUPLEX_STREAMED
         if self._answer_mode == _Mode.FULL_DUPLEX_STREAMED:
             for chunk in messages.answer_chunks(part.body, part.end_of_stream):
                 self._send(chunk)

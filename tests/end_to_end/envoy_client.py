@@ -29,13 +29,14 @@ class EnvoyStream:
             response_deserializer=pb.ProcessingResponse.FromString,
         )
         self.call = process()
+        self.tells_modes = True
         self._config: Any = pb.ProtocolConfiguration(request_body_mode=request, response_body_mode=answer)
         self._subset = subset
 
     async def tell(self, **message: Any) -> None:
         """Send a message."""
         told = pb.ProcessingRequest(**message)
-        if self._config is not None:
+        if self._config is not None and self.tells_modes:
             told.protocol_config.CopyFrom(self._config)
             self._config = None
         if self._subset is not None:

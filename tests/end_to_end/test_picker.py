@@ -7,10 +7,12 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import trustme
 from envoy_client import DESTINATION, SUBSET, EnvoyStream, Mode, set_headers, streamed
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from picker_under_test import picker
@@ -19,6 +21,7 @@ from scripted_worker import MODEL, ScriptedWorker, scripted_worker
 
 from router.access import hashed_key
 from router.picker import ext_proc_pb2 as pb
+from router.settings import PickerSettings
 
 pytestmark = pytest.mark.anyio
 
@@ -109,6 +112,17 @@ async def test_trailers_end_a_body(asked: Asked) -> None:
     await stream.tell(request_trailers=pb.HttpTrailers())
     assert (await stream.hears()).HasField("request_headers")
     assert streamed((await stream.hears()).request_body) == (BODY, False)
+    assert (await stream.hears()).HasField("request_trailers")
+    await stream.ends()
+
+
+async def test_a_buffered_body_is_whole_before_its_trailers(asked: Asked) -> None:
+    stream = asked.stream(Mode.BUFFERED)
+    await stream.head(PATH, JSON)
+    await stream.hears()
+    await stream.body(BODY, ends=False)
+    assert (await stream.hears()).HasField("request_body")
+    await stream.tell(request_trailers=pb.HttpTrailers())
     assert (await stream.hears()).HasField("request_trailers")
     await stream.ends()
 
@@ -259,6 +273,47 @@ async def test_an_answer_shown_beside_is_learned_from(asked: Asked) -> None:
     await asked.side.until_released()
     assert await asked.side.metric("kvrouter_time_per_output_token_seconds_count") == before + 1
     await stream.ends()
+
+
+async def test_an_envoy_that_tells_no_modes_is_taken_for_the_inference_extensions(asked: Asked) -> None:
+    stream = asked.stream()
+    stream.tells_modes = False
+    await stream.head(PATH, JSON)
+    await stream.body(BODY)
+    await stream.hears()
+    assert streamed((await stream.hears()).request_body) == (BODY, True)
+    await stream.answer_head(200, JSON)
+    await stream.hears()
+    await stream.answer_body(b"{}", True)
+    assert streamed((await stream.hears()).response_body) == (b"{}", True)
+    await asked.side.until_released()
+    await stream.ends()
+
+
+async def test_tls(workers: list[ScriptedWorker], tmp_path: Path) -> None:
+    authority = trustme.CA()
+    pair = authority.issue_cert("127.0.0.1")
+    pair.cert_chain_pems[0].write_to_path(str(tmp_path / "crt"))
+    pair.private_key_pem.write_to_path(str(tmp_path / "key"))
+    trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    async with (
+        picker(workers[0].url, picker={"certificate": tmp_path / "crt", "key": tmp_path / "key"}) as (side, port),
+        grpc.aio.secure_channel(f"127.0.0.1:{port}", trusted) as channel,
+    ):
+        stream, _ = await Asked(side, channel, []).routed()
+        await stream.ends()
+
+
+def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give both, or neither"):
+        PickerSettings(certificate=tmp_path / "crt")
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    async with picker() as (_, port):
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} cannot be bound"):
+            async with picker(picker={"port": port}):
+                pass
 
 
 async def test_bytes_that_nobody_wants_are_not_asked_for(workers: list[ScriptedWorker]) -> None:
