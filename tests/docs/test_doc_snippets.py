@@ -45,7 +45,7 @@ EXIT_STATUS = {"d_reset_prefix_cache": 1}
 # What a recording may hold.
 TRACE = '{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [0, 1]}\n' * 2
 
-_PROGRAMS = ("kvrouter", "curl", "make", "pip", "vllm", "python", "docker", "helm", "kubectl", "git", "export")
+_PROGRAMS = ("kvrouter", "curl", "make", "pip", "vllm", "python", "docker", "helm", "kubectl", "envoy", "git", "export")
 _SHELLS = ("sh", "bash", "console")
 _LANGUAGES = (*_SHELLS, "python", "yaml", "json", "text", "")
 _ELLIPSIS = re.compile(r",?\s*…")
@@ -334,6 +334,7 @@ CHECKED: dict[str, tuple[Callable[[list[str], Fleet], None], str]] = {
     "python": (check_python, "SGLang and Dynamo need a GPU; a service of ours would not end"),
     "helm": (check_helm, "needs a cluster; make test-helm renders and checks the chart"),
     "kubectl": (check_files, "needs a cluster"),
+    "envoy": (check_files, "needs Envoy; make test-envoy runs it with this file"),
     "docker": (check_files, "needs a container engine"),
     "git": (check_files, "needs the network"),
     "export": (check_export, "would change this process"),
@@ -397,14 +398,20 @@ def test_the_json_can_be_read(block: Block) -> None:
     assert read
 
 
+# Parts of Envoy's configuration: make test-envoy has Envoy read them.
+ENVOY_FIELDS = {"load_balancing_policy"}
+
+
 @pytest.mark.parametrize("block", named(lambda block: block.language == "yaml" or "apiVersion:" in block.text))
 def test_the_yaml_fits(block: Block, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings, the chart's values, or an object of Kubernetes."""
+    """Settings, the chart's values, an object of Kubernetes, or a part of Envoy's configuration."""
     monkeypatch.chdir(fleet.folder)
     text = re.sub(r"\b[0-9a-f]+…", "a" * 64, block.text).replace("…", "x")
     for document in yaml.safe_load_all(text):
         if "apiVersion" in document:
             assert {"kind", "metadata"} <= document.keys()
+            continue
+        if document.keys() <= ENVOY_FIELDS:
             continue
         try:
             Settings(**document)
