@@ -451,7 +451,7 @@ class Exchange:
             placement = self._placement
             assert placement is not None
             if isinstance(error, PrefillFailedError) and placement.prefill is not None:
-                self._leave_prefill(placement.prefill.worker, error)
+                self._leave_prefill(placement, placement.prefill.worker, error)
             elif self._begun:
                 self._break_off(placement, str(error))
             elif isinstance(error, UpstreamTimeoutError):
@@ -465,24 +465,29 @@ class Exchange:
         except Exception:
             self._crash()
 
-    def _leave_prefill(self, prefill: Worker, error: PrefillFailedError) -> None:
-        """A prefill failed: to another pair, of another prefill worker if there is one."""
-        both = [*self._tried, prefill]
-        if not (error.answered and error.together) or self._forwarding.router.others(self._prompt, both, prefill=True):
-            self._tried[-1] = prefill  # the decode worker is not to blame, as far as is known
+    def _leave_prefill(self, placement: Placement, prefill: Worker, error: PrefillFailedError) -> None:
+        """A prefill failed before its decode worker did: to another pair."""
+        if not (error.answered and error.together and self._leave_pair(placement)):
+            self._tried[-1] = prefill  # the decode worker is not to blame
         self._elsewhere(str(error), unreachable=None if error.answered else prefill, retried=True)
 
     def _leave_pair(self, placement: Placement) -> bool:
-        """Whether another pair can take over from a decode worker that failed, perhaps because of its prefill."""
-        if placement.prefill is None or self._others:
-            return placement.prefill is not None
+        """One worker of a pair failed and perhaps the other is why: leave both, as far as there are others.
+
+        False, and nothing changes, when there is no other pair, or it is no pair.
+        """
+        if placement.prefill is None:
+            return False
         prefill = placement.prefill.worker
-        if len(self._tried) >= self._attempts:
-            return False
-        if not self._forwarding.router.others(self._prompt, [*self._tried, prefill], prefill=True):
-            return False
-        self._tried[-1] = prefill
-        return True
+        known = [*self._excluded, prefill]
+        other_prefill = len(self._tried) < self._attempts and self._forwarding.router.others(
+            self._prompt, known, prefill=True
+        )
+        if other_prefill:
+            self._without = [*self._without, prefill]
+            if not self._others:
+                self._tried[-1] = prefill
+        return self._others or other_prefill
 
     def _begin(self, head: AnswerHead, data: bytes, ended: bool) -> None:
         """Pass on the beginning of an answer, unless the worker says that it did not take the request."""

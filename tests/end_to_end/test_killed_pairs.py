@@ -55,7 +55,8 @@ async def started(style: str) -> AsyncIterator[Processes]:
         async with AsyncExitStack() as more:
             session = await more.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)))
             pairs = Pairs(style, urls[:2], urls[2:], session)
-            front = await more.enter_async_context(routed(pairs))
+            # At the kill half of the few requests that there were are tried again.
+            front = await more.enter_async_context(routed(pairs, proxy={"retry_minimum": REQUESTS}))
             yield Processes(pairs, front, dict(zip(urls, processes, strict=True)))
 
 
