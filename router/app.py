@@ -158,7 +158,7 @@ async def running_router(
             settings,
             readiness,
         )
-        app.include_router(live_routes(board, passing, settings.server.token))
+        app.include_router(live_routes(board, passing, settings.server.token, siblings))
         app.router.routes.append(Route("/{path:path}", Proxy(entrance), methods=_METHODS))  # all else
 
         async def let_go() -> None:

@@ -58,7 +58,7 @@ class Siblings:
     @property
     def path(self) -> Path:
         """The Unix socket on which this process answers the others."""
-        return self._path(self.number)
+        return self.path_of(self.number)
 
     @property
     def others(self) -> list[int]:
@@ -97,7 +97,7 @@ class Siblings:
         if not self.again:
             return []
         for number in self.others:
-            connection = _UnixConnection(self._path(number))
+            connection = _UnixConnection(self.path_of(number))
             try:
                 connection.request("GET", "/dump", headers={"authorization": f"Bearer {token}"} if token else {})
                 answer = connection.getresponse()
@@ -123,7 +123,7 @@ class Siblings:
             for name, value in headers
             if name not in _HEADERS_OF_THE_CONNECTION
         ]
-        connector = aiohttp.UnixConnector(str(self._path(number)))
+        connector = aiohttp.UnixConnector(str(self.path_of(number)))
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with (
@@ -135,7 +135,8 @@ class Siblings:
             log.debug("a process does not answer", process=number, reason=str(error) or type(error).__name__)
             return None
 
-    def _path(self, number: int) -> Path:
+    def path_of(self, number: int) -> Path:
+        """The Unix socket on which a process answers the others."""
         return self.folder / f"{number}.http"
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from secrets import token_bytes
@@ -37,6 +37,19 @@ _ID_BYTES = 8
 _ID_BITS = 53  # what every reader of JSON reads exactly
 
 Line = dict[str, Any]
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """What the ids of a recording are made with, and when it began, of `time.monotonic`."""
+
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    key: bytes = msgspec.field(default_factory=lambda: token_bytes(32))
+    began: float = msgspec.field(default_factory=time.monotonic)
+
+
+class _Missing(msgspec.Struct):
+    dropped: int
+    unknown: int
 
 
 class PassingRequest:
@@ -65,7 +78,7 @@ class RequestStream:
     """
 
     def __init__(self, on_listening: Callable[[bool], None] = lambda _: None) -> None:
-        self._listeners: list[_Listener] = []
+        self._listeners: list[Listener] = []
         self._on_listening = on_listening
         self._ended = False
         self.listening = False
@@ -84,16 +97,24 @@ class RequestStream:
         for listener in self._listeners:
             listener.take(prompt, arrived, output, outcome)
 
-    async def lines(self, block_tokens: int) -> AsyncIterator[bytes]:
+    async def lines(
+        self, recording: Recording, others: Callable[[Listener], Coroutine[None, None, None]] | None = None
+    ) -> AsyncIterator[bytes]:
         """What passes from now on, as lines of JSON, with lines in between that tell what is missing.
 
         A line without a timestamp is such a one: `dropped` are lines that a slow reader missed, `unknown` requests
-        whose tokens nobody here knows.
+        whose tokens nobody here knows. `others` reads what other processes tell, until it is cancelled.
         """
-        with self._listening(_Listener(block_tokens)) as listener:
-            yield _line({"block_tokens": block_tokens, **listener.missing()})
-            while not self._ended:
-                yield await listener.next()
+        with self._listening(Listener(recording)) as listener:
+            reading = asyncio.create_task(others(listener)) if others else None
+            try:
+                yield _line({"block_tokens": recording.block_tokens, **listener.missing()})
+                while not self._ended:
+                    yield await listener.next()
+            finally:
+                if reading is not None:
+                    reading.cancel()
+                    await asyncio.wait((reading,))
 
     def end(self) -> None:
         """Let all listeners go."""
@@ -102,7 +123,7 @@ class RequestStream:
             listener.wake()
 
     @contextmanager
-    def _listening(self, listener: _Listener) -> Iterator[_Listener]:
+    def _listening(self, listener: Listener) -> Iterator[Listener]:
         self._listeners.append(listener)
         self._tell_whether_listening()
         try:
@@ -116,25 +137,24 @@ class RequestStream:
         self._on_listening(self.listening)
 
 
-class _Listener:
-    """One recording: its key, its beginning, and the lines that wait for its reader."""
+class Listener:
+    """Who reads a recording, and the lines that wait for it."""
 
-    def __init__(self, block_tokens: int) -> None:
-        self._key = token_bytes(32)
-        self._block_tokens = block_tokens
-        self._began = time.monotonic()
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self._key = recording.key
+        self._block_tokens = recording.block_tokens
+        self._began = recording.began
         self._waiting: list[bytes] = []
         self._news = asyncio.Event()
         self._dropped = self._unknown = 0
+        self._missing_elsewhere: dict[int, _Missing] = {}
 
     def take(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
         prompts = prompt.identities
         if not prompts:
             self._unknown += 1
         for packed in prompts if arrived >= self._began else ():
-            if len(self._waiting) >= MAX_WAITING:
-                self._dropped += 1
-                continue
             line: Line = {
                 "timestamp": round((arrived - self._began) * 1000),
                 "input_length": len(packed),
@@ -145,11 +165,29 @@ class _Listener:
                 line["session_id"] = f"{self._hash(prompt.session.encode(), b'session'):x}"
             if prompt.name:
                 line["model"] = prompt.name
-            self._waiting.append(_line(line | outcome))
-            self._news.set()
+            self._add(_line(line | outcome))
+
+    def take_from(self, process: int, line: bytes) -> None:
+        """A line that another process tells. Raises ValueError when it is none."""
+        if b'"timestamp"' in line:
+            self._add(line)
+        else:
+            self._missing_elsewhere[process] = msgspec.json.decode(line, type=_Missing)
 
     def missing(self) -> Line:
-        return {"dropped": self._dropped, "unknown": self._unknown}
+        """What this listener was not told of."""
+        elsewhere = self._missing_elsewhere.values()
+        return {
+            "dropped": self._dropped + sum(each.dropped for each in elsewhere),
+            "unknown": self._unknown + sum(each.unknown for each in elsewhere),
+        }
+
+    def _add(self, line: bytes) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            self._dropped += 1
+            return
+        self._waiting.append(line)
+        self._news.set()
 
     def wake(self) -> None:
         self._news.set()

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from indexer.api import token_check
 from indexer.errors import RequestError
 from indexer.openapi import errors
 from router.live.board import MAX_VIEWERS, Board
-from router.live.request_stream import DEFAULT_BLOCK_TOKENS, MAX_LISTENERS, RequestStream
+from router.live.other_processes import OtherProcesses, recording_of
+from router.live.request_stream import DEFAULT_BLOCK_TOKENS, MAX_LISTENERS, Recording, RequestStream
+from router.siblings import Siblings
 
 _PAGE = Path(__file__).with_name("page.html")
 # The page loads nothing from anywhere else, and nothing may frame it.
@@ -27,10 +29,11 @@ _PAGE_HEADERS = {
 }
 
 
-def live_routes(board: Board, passing: RequestStream, token: str) -> APIRouter:
+def live_routes(board: Board, passing: RequestStream, token: str, siblings: Siblings | None = None) -> APIRouter:
     """The page is anybody's; what it shows wants the admin token where there is one."""
     routes = APIRouter()
     page = _PAGE.read_text()
+    others = OtherProcesses(siblings, token) if siblings else None
 
     @routes.get("/ui", response_class=HTMLResponse)
     async def ui() -> HTMLResponse:
@@ -57,6 +60,7 @@ def live_routes(board: Board, passing: RequestStream, token: str) -> APIRouter:
         responses={200: {"content": {"application/x-ndjson": {}}}, **errors(401, 503)},
     )
     async def requests(
+        request: Request,
         block_tokens: Annotated[int, Query(ge=16, le=65_536)] = DEFAULT_BLOCK_TOKENS,
     ) -> StreamingResponse:
         """The requests that pass from now on, as a trace in Mooncake's format: lengths and hashes, never text."""
@@ -64,7 +68,11 @@ def live_routes(board: Board, passing: RequestStream, token: str) -> APIRouter:
             message = f"{MAX_LISTENERS} record already. End one of them."
             raise RequestError(message, status=503, type="service_unavailable")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(passing.lines(block_tokens), media_type="application/x-ndjson", headers=headers)
+        if (told := recording_of(request, siblings)) is not None:
+            lines = passing.lines(told)
+        else:
+            lines = passing.lines(Recording(block_tokens), others.read if others else None)
+        return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
 
     return routes
 

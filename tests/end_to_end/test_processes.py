@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -118,3 +120,40 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not become so"
         time.sleep(0.05)
+
+
+def test_a_recording_has_the_requests_of_all_processes(two: TwoProcesses) -> None:
+    lines: list[dict[str, Any]] = []
+
+    def listen() -> None:
+        with suppress(OSError), urlopen(f"{two.url}/requests?block_tokens=16", timeout=20) as answer:
+            for line in answer:
+                lines.append(json.loads(line))
+                if ended.is_set():
+                    return
+
+    def recorded() -> list[dict[str, Any]]:
+        return [line for line in lines if "timestamp" in line]
+
+    ended = threading.Event()
+    listening = threading.Thread(target=listen)
+    listening.start()
+    try:
+        until(lambda: bool(lines))
+
+        def all_of_both() -> bool:
+            """Of some requests every one is told, and both processes had some of them."""
+            told, before = len(recorded()), two.figures("kvrouter_requests_total")
+            for _ in range(8):
+                two.complete()
+            after = two.figures("kvrouter_requests_total")
+            with suppress(AssertionError):
+                until(lambda: len(recorded()) == told + 8, seconds=1)
+            both = len(after) == 2 and all(after[process] > before.get(process, 0) for process in after)
+            return both and len(recorded()) == told + 8
+
+        until(all_of_both)
+    finally:
+        ended.set()
+        listening.join(20)
+    assert len({tuple(line["hash_ids"]) for line in recorded()}) == 1

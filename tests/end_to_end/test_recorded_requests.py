@@ -28,6 +28,12 @@ async def worker() -> AsyncIterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+async def routed(worker: str) -> AsyncIterator[RouterUnderTest]:
+    async with router(worker) as started:
+        yield started
+
+
 def chat(*messages: str, **fields: Any) -> dict[str, Any]:
     roles = ["system", *["user", "assistant"] * len(messages)]
     told = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=False)]
@@ -54,16 +60,14 @@ async def told(routed: RouterUnderTest, query: str = "") -> AsyncIterator[dict[s
             yield json.loads(line)
 
 
-async def test_ids_share_prefixes_as_the_prompts_do(worker: str, tmp_path: Path) -> None:
-    output = tmp_path / "trace.jsonl"
-    async with router(worker) as routed:
-        bodies = [
-            chat(SYSTEM, "first question"),
-            chat(SYSTEM, "first question", "an answer", "and another one"),
-            chat("Nothing alike. " * 40, "first question", stream=True),
-            chat(SYSTEM, "first question", cache_salt="of its own"),
-        ]
-        told, lines = await recorded(routed, output, *bodies)
+async def test_ids_share_prefixes_as_the_prompts_do(worker: str, routed: RouterUnderTest, tmp_path: Path) -> None:
+    bodies = [
+        chat(SYSTEM, "first question"),
+        chat(SYSTEM, "first question", "an answer", "and another one"),
+        chat("Nothing alike. " * 40, "first question", stream=True),
+        chat(SYSTEM, "first question", cache_salt="of its own"),
+    ]
+    told, lines = await recorded(routed, tmp_path / "trace.jsonl", *bodies)
     first, second, other, salted = lines
     assert (told.requests, told.dropped, told.unknown) == (4, 0, 0)
     shared = first.input_length // 64 - 1
@@ -78,21 +82,20 @@ async def test_ids_share_prefixes_as_the_prompts_do(worker: str, tmp_path: Path)
     assert not any(line.failed for line in lines)
 
 
-async def test_nothing_of_a_prompt_is_in_a_trace(worker: str, tmp_path: Path) -> None:
+async def test_nothing_of_a_prompt_is_in_a_trace(routed: RouterUnderTest, tmp_path: Path) -> None:
     """Two recordings of the same requests have no hash in common either: each has a key of its own."""
     seen: list[set[int]] = []
-    async with router(worker) as routed:
-        for number in range(2):
-            async with aclosing(told(routed, "?block_tokens=64")) as lines:
-                assert (await anext(lines))["block_tokens"] == 64
-                await routed.call("/v1/chat/completions", chat(SYSTEM, f"question {number}"))
+    for number in range(2):
+        async with aclosing(told(routed, "?block_tokens=64")) as lines:
+            assert (await anext(lines))["block_tokens"] == 64
+            await routed.call("/v1/chat/completions", chat(SYSTEM, f"question {number}"))
+            line = await anext(lines)
+            while "timestamp" not in line:
                 line = await anext(lines)
-                while "timestamp" not in line:
-                    line = await anext(lines)
-                assert "secret" not in json.dumps(line)
-                seen.append(set(line["hash_ids"]))
-        output = tmp_path / "trace.jsonl"
-        _, lines_of_file = await recorded(routed, output, chat(SYSTEM, "question 1", user="somebody"))
+            assert "secret" not in json.dumps(line)
+            seen.append(set(line["hash_ids"]))
+    output = tmp_path / "trace.jsonl"
+    _, lines_of_file = await recorded(routed, output, chat(SYSTEM, "question 1", user="somebody"))
     assert not seen[0] & seen[1]
     assert max(seen[0]) < 2**53
     assert lines_of_file[0].hash_ids == list(range(len(lines_of_file[0].hash_ids)))
@@ -108,10 +111,9 @@ async def test_a_policy_that_looks_at_no_prompts_does_while_somebody_records(wor
         assert reply.overlap == 0
 
 
-async def test_what_fails_and_what_is_not_known_is_told(worker: str, tmp_path: Path) -> None:
-    async with router(worker) as routed:
-        asked = [chat(SYSTEM, "refused", max_tokens=-1), chat(SYSTEM, "fine")]
-        result, lines = await recorded(routed, tmp_path / "trace.jsonl", *asked, block_tokens=512)
+async def test_what_fails_is_told(routed: RouterUnderTest, tmp_path: Path) -> None:
+    asked = [chat(SYSTEM, "refused", max_tokens=-1), chat(SYSTEM, "fine")]
+    result, lines = await recorded(routed, tmp_path / "trace.jsonl", *asked, block_tokens=512)
     assert [line.failed for line in lines] == [True, False]
     assert (tmp_path / "trace.jsonl").read_text().count("block_tokens") == 0
     assert "recorded 2 requests" in result.summary(tmp_path)[0]
@@ -133,7 +135,7 @@ async def test_only_so_many_may_record_and_none_holds_up_the_end(worker: str, tm
         listeners = [told(routed) for _ in range(MAX_LISTENERS)]
         await asyncio.gather(*map(anext, listeners))
         assert (await routed.call("/requests")).status == 503
-        assert (await routed.call("/requests?block_tokens=0")).status == 422
+        assert (await routed.call("/requests?block_tokens=0")).status == 400
         for listener in listeners[1:]:
             await listener.aclose()
 

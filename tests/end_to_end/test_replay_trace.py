@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from router_under_test import router
+from typer.testing import CliRunner
 
+from kvrouter.cli import app
 from kvrouter.simulation.trace import Trace, TraceLine
 from kvrouter.traces.live import LiveTarget, ReplayError, replay_live
 from kvrouter.traces.results import Run
@@ -91,9 +92,9 @@ async def test_a_server_that_takes_text_only(workers: list[str]) -> None:
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "simulated"}]})
 
-    app = web.Application()
-    app.add_routes([web.post("/v1/completions", complete), web.get("/v1/models", models)])
-    runner = web.AppRunner(app)
+    server = web.Application()
+    server.add_routes([web.post("/v1/completions", complete), web.get("/v1/models", models)])
+    runner = web.AppRunner(server)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -129,14 +130,10 @@ async def test_the_command_compares_two_routers(workers: list[str], tmp_path: Pa
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     async with router(*workers) as one, router(*workers, policy={"name": "round_robin"}) as two:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter", "replay-trace", str(path), "--url", f"new={one.url}"),
-            *("--url", f"old={two.url}", "--speed", "2", "-o", str(page), "--json", str(results)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        output, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 0, output.decode()
+        arguments = ["replay-trace", path, "--url", f"new={one.url}", "--url", f"old={two.url}", "--speed", "2"]
+        arguments += ["-o", page, "--json", results]
+        result = await asyncio.to_thread(CliRunner().invoke, app, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
     told = json.loads(results.read_text())
     assert [run["label"] for run in told["runs"]] == ["new", "old"]
     assert [run["figures"]["failed"] for run in told["runs"]] == [0, 0]
