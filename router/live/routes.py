@@ -57,7 +57,7 @@ def live_routes(board: Board, passing: RequestStream, token: str, siblings: Sibl
         "/requests",
         dependencies=[Depends(token_check(token))],
         response_class=StreamingResponse,
-        responses={200: {"content": {"application/x-ndjson": {}}}, **errors(401, 503)},
+        responses={200: {"content": {"application/x-ndjson": {}}}, **errors(400, 401, 503)},
     )
     async def requests(
         request: Request,
