@@ -57,11 +57,13 @@ class Fleet:
 
     router: str
     workers: tuple[str, str]
+    another: str  # a worker that the router does not know
     folder: Path
     done: list[list[str]] = field(default_factory=list)  # many pages name the same command: once is enough
 
     def substituted(self, text: str) -> str:
         """With the addresses and names of this fleet in place of the example's."""
+        text = text.replace("http://10.0.0.7:8000", self.another)
         text = re.sub(r"https?://(gpu-2|10\.0\.0\.2|127\.0\.0\.1:8002)(:\d+)?(?=\W|$)", self.workers[1], text)
         text = re.sub(
             r"https?://(gpu-1|10\.0\.0\.[13-9]|127\.0\.0\.1(?=:8000|:8001))(:\d+)?(?=\W|$)", self.workers[0], text
@@ -94,7 +96,7 @@ def simulated_workers(count: int) -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
-        first, second = stack.enter_context(simulated_workers(2))
+        first, second, another = stack.enter_context(simulated_workers(3))
         serve = KvrouterProcess(["serve", "--port", "0", "--worker", first, "--worker", second])
         router = stack.enter_context(serve).wait_until_listening()
         folder = tmp_path_factory.mktemp("snippets")
@@ -104,7 +106,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         (folder / "keys").mkdir()
         for name in ("worker-1", "router"):
             assert CliRunner().invoke(app, ["keygen", str(folder / "keys"), "--name", name]).exit_code == 0
-        yield Fleet(router, (first, second), folder)
+        yield Fleet(router, (first, second), another, folder)
 
 
 # Which blocks are what
@@ -225,8 +227,8 @@ def run_kvrouter(arguments: list[str], fleet: Fleet) -> None:
     assert result.exit_code == expected, result.output
 
 
-def run_curl(arguments: list[str], fleet: Fleet) -> None:
-    """Sent to the router, which must say yes; drained workers are put back."""
+def run_curl(arguments: list[str], fleet: Fleet) -> str:
+    """Sent to the router, which must say yes; drained workers are put back. The body of the answer."""
     if shutil.which("curl") is None:
         pytest.skip("there is no curl")
     try:
@@ -239,6 +241,7 @@ def run_curl(arguments: list[str], fleet: Fleet) -> None:
         )
         answer = Path("answer").read_text() if Path("answer").exists() else ""
         assert done.stdout.startswith("2"), (done.stdout, done.stderr, answer)
+        return answer
     finally:
         for worker in fleet.workers:
             body = json.dumps({"url": worker}).encode()
@@ -325,7 +328,7 @@ def check_export(arguments: list[str], _: Fleet) -> None:
             Settings(**{section: {key: value}})
 
 
-RUN: dict[str, Callable[[list[str], Fleet], None]] = {"kvrouter": run_kvrouter, "curl": run_curl}
+RUN: dict[str, Callable[[list[str], Fleet], Any]] = {"kvrouter": run_kvrouter, "curl": run_curl}
 # What cannot run here: how it is checked, and why it is not run.
 CHECKED: dict[str, tuple[Callable[[list[str], Fleet], None], str]] = {
     "make": (check_make, "takes up to many minutes"),
@@ -339,6 +342,46 @@ CHECKED: dict[str, tuple[Callable[[list[str], Fleet], None], str]] = {
     "git": (check_files, "needs the network"),
     "export": (check_export, "would change this process"),
 }
+
+
+# Answers
+
+
+def answers() -> Iterator[Any]:
+    """Calls of curl, and the JSON that is shown behind them: in the same block, or in the next one."""
+    for block, after in pairwise(ALL):
+        commands = commands_of(block) if is_shell(block) else []
+        if not commands or not commands[-1].startswith("curl"):
+            continue
+        _, _, shown = block.text.partition(commands[-1])
+        near = after.page == block.page and 0 < after.line - block.line - block.text.count("\n") < 5
+        if shown.strip().startswith("{"):
+            yield pytest.param(commands[-1], shown, id=block.place)
+        elif near and is_json(after):
+            yield pytest.param(commands[-1], after.text, id=after.place)
+
+
+@pytest.mark.parametrize(("command", "shown"), list(answers()))
+def test_the_answer_looks_as_shown(command: str, shown: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(fleet.folder)
+    answer = json.loads(run_curl(words_of(fleet.substituted(command))[1:], fleet))
+    alike(json.loads(_ELLIPSIS.sub("", fleet.substituted(shown))), answer, "")
+
+
+def alike(shown: Any, answer: Any, place: str) -> None:
+    """What is shown is there, and of the same kind."""
+    if isinstance(shown, dict):
+        assert isinstance(answer, dict), place
+        for key, value in shown.items():
+            assert key in answer, f"{place}.{key} is not in {answer}"
+            alike(value, answer[key], f"{place}.{key}")
+    elif isinstance(shown, list):
+        assert isinstance(answer, list), place
+        if shown and answer:
+            alike(shown[0], answer[0], f"{place}[0]")
+    elif shown is not None and answer is not None:
+        number = isinstance(shown, int | float) and isinstance(answer, int | float)
+        assert number or type(shown) is type(answer), f"{place}: {answer!r}, not {shown!r}"
 
 
 # make test-docs
