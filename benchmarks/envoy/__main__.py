@@ -123,7 +123,9 @@ def _verdict(measures: dict[Side, Measures]) -> str:
     lines = []
     for side in SIDES[1:]:
         events = crossover(measures[side], measures[SERVE])
-        found = "at no length of stream" if events is None else f"from {events:,.0f} events a stream on"
+        found = "at no length of stream"
+        if events is not None:
+            found = f"from {events:,.0f} events a stream on ({events * len(EVENT) / 1000:,.0f} KB)"
         lines.append(f"{side.name}: less processor time than `kvrouter serve` {found}.")
     return "\n".join(lines)
 

@@ -323,6 +323,21 @@ async def test_a_client_that_leaves_mid_stream_releases_its_load(tmp_path: Path)
         assert await found.picker.metric("kvrouter_requests_abandoned_total") == 1
 
 
+async def test_a_burst_half_of_whose_clients_leave_is_released_whole(served: Picked) -> None:
+    async def ask(number: int) -> None:
+        asked = {"model": MODEL, "prompt": text(5000 + number), "max_tokens": 200, "stream": number % 4 > 0}
+        async with found.request(PATH, asked) as response:
+            assert response.status == 200
+            if number % 2:
+                await response.content.readany()
+            else:
+                assert (await response.read()).endswith((b"[DONE]\n\n", b"}"))
+
+    found = served.through
+    await asyncio.gather(*(ask(number) for number in range(80)))
+    await served.picker.until_released()
+
+
 async def test_a_client_that_leaves_before_the_answer_releases_its_load(tmp_path: Path) -> None:
     async def script(_: Exchange) -> None:
         await asyncio.sleep(20)
