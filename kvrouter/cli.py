@@ -409,6 +409,9 @@ def replay_trace(
         sides = [side_named(name) for name in dict.fromkeys(policy or DEFAULT_POLICIES)]
         targets = live_targets(url or (), model, api_key, speed, max_tokens, seed)
         opened = open_trace(trace, limit)
+        for file in (output, as_json):
+            if file is not None:
+                file.open("ab").close()  # found out now, not after the replay
     except (ValueError, OSError) as error:
         _fail(str(error))
     try:

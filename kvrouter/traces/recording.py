@@ -53,53 +53,69 @@ async def record_requests(
     url: str, token: str, output: Path, block_tokens: int, stopped: asyncio.Event, on_begun: Callable[[], None]
 ) -> RecordedRequests:
     """Record until `stopped`. `on_begun` is called once the router tells. Raises RecordingError before, and OSError."""
-    recorded, lines = RecordedRequests(), list[TraceLine]()
-    with output.open("wb") as file:  # now, so that a file that cannot be written is found out before the recording
-        reading = asyncio.create_task(_read(url, token, block_tokens, recorded, lines, on_begun))
-        stopping = asyncio.create_task(stopped.wait())
-        try:
-            await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():  # what ended until now is still on its way
-                await asyncio.wait((reading,), timeout=LAST_SECONDS)
-        finally:
-            for task in (reading, stopping):
-                task.cancel()
-            await asyncio.gather(reading, stopping, return_exceptions=True)
-        if not reading.cancelled():
-            reading.result()
-        _write(file, lines, block_tokens)
-    recorded.requests = len(lines)
-    recorded.tokens = sum(line.input_length for line in lines)
+    recorded = RecordedRequests()
+    reading = asyncio.create_task(_read(url, token, output, block_tokens, recorded, on_begun))
+    stopping = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():  # what ended until now is still on its way
+            await asyncio.wait((reading,), timeout=LAST_SECONDS)
+    finally:
+        for task in (reading, stopping):
+            task.cancel()
+        await asyncio.gather(reading, stopping, return_exceptions=True)
+    if not reading.cancelled():
+        reading.result()
+    if recorded.requests:
+        _sort(output)
     return recorded
 
 
 async def _read(
-    url: str,
-    token: str,
-    block_tokens: int,
-    recorded: RecordedRequests,
-    lines: list[TraceLine],
-    on_begun: Callable[[], None],
+    url: str, token: str, output: Path, block_tokens: int, recorded: RecordedRequests, on_begun: Callable[[], None]
 ) -> None:
-    begun = False
+    """Write what a router tells as it comes, so that little is lost should this end suddenly."""
+    encode = msgspec.json.Encoder().encode
     numbers: dict[int, int] = {}
+    begun = False
     try:
         async with aclosing(_told(url, token, block_tokens)) as told:
-            async for line in told:
-                if not begun:
-                    begun = True
-                    on_begun()
-                if "timestamp" not in line:
-                    recorded.dropped, recorded.unknown = line["dropped"], line["unknown"]
-                    continue
-                traced = msgspec.convert(line, TraceLine)
-                traced.hash_ids = [numbers.setdefault(known, len(numbers)) for known in traced.hash_ids]
-                lines.append(traced)
+            await anext(told)
+            begun = True
+            with output.open("wb") as file:
+                if block_tokens != BLOCK_TOKENS:
+                    file.write(encode(TraceHead(block_tokens)) + b"\n")
+                on_begun()
+                async for line in told:
+                    if "timestamp" not in line:
+                        recorded.dropped, recorded.unknown = line["dropped"], line["unknown"]
+                        file.flush()
+                        continue
+                    traced = msgspec.convert(line, TraceLine)
+                    traced.hash_ids = [numbers.setdefault(known, len(numbers)) for known in traced.hash_ids]
+                    file.write(encode(traced) + b"\n")
+                    recorded.requests += 1
+                    recorded.tokens += traced.input_length
         recorded.broken_off = "the router ended"
+    except StopAsyncIteration:
+        raise RecordingError(f"{url} says nothing: is this a router's URL?") from None
     except RecordingError as error:
         if not begun:
             raise
         recorded.broken_off = str(error)
+
+
+def _sort(output: Path) -> None:
+    """Put the lines of a file in the order of their times."""
+    lines = output.read_bytes().splitlines(keepends=True)
+    head = [line for line in lines[:1] if line.startswith(b'{"block_tokens"')]
+    beside = output.with_name(f"{output.name}.sorted")
+    beside.write_bytes(b"".join(head + sorted(lines[len(head) :], key=_timestamp)))
+    beside.replace(output)
+
+
+def _timestamp(line: bytes) -> float:
+    return msgspec.json.decode(line, type=TraceLine).timestamp
 
 
 async def _told(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict[str, Any], None]:
@@ -126,11 +142,3 @@ async def _said(response: aiohttp.ClientResponse) -> str:
     with suppress(Exception):
         return str((await response.json())["error"]["message"])
     return "is this a router's URL?"
-
-
-def _write(file: Any, lines: list[TraceLine], block_tokens: int) -> None:
-    encode = msgspec.json.Encoder().encode
-    if block_tokens != BLOCK_TOKENS:
-        file.write(encode(TraceHead(block_tokens)) + b"\n")
-    for line in sorted(lines, key=lambda line: line.timestamp):
-        file.write(encode(line) + b"\n")

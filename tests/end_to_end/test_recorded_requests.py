@@ -126,8 +126,10 @@ async def test_who_may_record(worker: str, tmp_path: Path) -> None:
             await record_requests(routed.url, "", tmp_path / "a", 512, stopped, stopped.set)
         recording = await record_requests(routed.url, "admin", tmp_path / "a", 512, stopped, stopped.set)
         assert recording.requests == 0
+    (tmp_path / "a").write_text("of another day")
     with pytest.raises(RecordingError):
         await record_requests(routed.url, "", tmp_path / "a", 512, asyncio.Event(), stopped.set)
+    assert (tmp_path / "a").read_text() == "of another day"
 
 
 async def test_only_so_many_may_record_and_none_holds_up_the_end(worker: str, tmp_path: Path) -> None:

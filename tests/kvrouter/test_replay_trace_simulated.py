@@ -147,6 +147,7 @@ def test_a_file_that_is_no_trace_is_refused(content: str, said: str, tmp_path: P
         (("--simulate", "--url", "http://a"), "either"),
         (("--policy", "random", "--url", "http://a"), "--policy is for the simulation"),
         (("--url", "a"), "LABEL=URL"),
+        (("--output", "no/such/folder.html"), "no/such/folder.html"),
         (("--url", "a=http://b", "--url", "a=http://c"), "different labels"),
     ],
 )
