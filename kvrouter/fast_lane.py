@@ -27,6 +27,7 @@ from indexer.errors import RequestError
 from kvrouter.http_protocol import HEAD_BYTES, BoundedHttpProtocol
 from router.endpoints import BY_LOAD, PROMPTED
 from router.exchange import Exchange
+from router.known_head import KnownHead, Message
 from router.proxy import Entrance, too_large, too_slow
 from router.upstream.origin import Headers
 from router.visit import Visit
@@ -51,6 +52,7 @@ class _Request:
         "headers",
         "keeps_alive",
         "method",
+        "path",
         "size",
         "upgrades",
         "url",
@@ -60,6 +62,7 @@ class _Request:
     def __init__(self) -> None:
         self.method = b""
         self.url = b""
+        self.path = b""
         self.version = ""
         self.headers: Headers = []
         self.body: list[bytes] = []
@@ -68,8 +71,17 @@ class _Request:
 
     @property
     def is_ours(self) -> bool:
-        path, _, query = self.url.partition(b"?")
-        return self.method == b"POST" and path in _PATHS and not self.upgrades and b"#" not in query
+        return self.method == b"POST" and self.path in _PATHS and not self.upgrades and b"#" not in self.url
+
+    def again(self, message: Message) -> _Request:
+        """The request whose head differs from this one's in the length alone."""
+        request = _Request()
+        request.method, request.url, request.path, request.version = self.method, self.url, self.path, self.version
+        request.headers = [header for header in self.headers if header[0] != b"content-length"]
+        request.headers.append((b"content-length", message.length))
+        request.body, request.size = [message.body], len(message.body)
+        request.keeps_alive = request.complete = True
+        return request
 
     def get_method(self) -> bytes:
         return self.method
@@ -105,10 +117,23 @@ class FastLaneProtocol(BoundedHttpProtocol):
         self._exchange: Exchange | None = None
         self._keeps_alive = True
         self._chunked = self._until_close = self._lingering = False
+        self._known: KnownHead[_Request] | None = None  # of the last request that came at once
+        self._between = True  # the parser is before a request
+
+    def data_received(self, data: bytes) -> None:
+        known, begins, last = self._known, self._between, self._reading
+        if known is not None and begins and self._expects_a_request and (message := known.read(data)) is not None:
+            self._take(known.said.again(message))
+            return
+        super().data_received(data)
+        request = self._reading
+        if begins and request is not last and request.complete and request.keeps_alive and request.is_ours:
+            self._known = KnownHead.of(data, request) or known
 
     # The parser
 
     def on_message_begin(self) -> None:
+        self._between = False
         self._reading = _Request()
         self._begin_head()
 
@@ -127,6 +152,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
         request = self._reading
         self._end_head(request.url)
         request.method = self.parser.get_method()
+        request.path = request.url.partition(b"?")[0]
         request.version = self.parser.get_http_version()
         request.keeps_alive = self.parser.should_keep_alive() and request.version == "1.1"
         request.expects = any(name == b"expect" and value.lower() == b"100-continue" for name, value in request.headers)
@@ -153,7 +179,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
 
     def on_message_complete(self) -> None:
         request = self._reading
-        request.complete = True
+        request.complete = self._between = True
         if request.handed_over:
             super().on_message_complete()
         elif request is self._current:
@@ -182,6 +208,11 @@ class FastLaneProtocol(BoundedHttpProtocol):
         return self._current is not None or (self.cycle is not None and not self.cycle.response_complete)
 
     @property
+    def _expects_a_request(self) -> bool:
+        """Whether nothing is served, and uvicorn has nothing to do with this connection."""
+        return not (self._busy or self._queue or self._lingering or self.cycle) and self._unreadable is None
+
+    @property
     def _takes_more(self) -> bool:
         """Whether another request may follow the last one that came."""
         if self._lingering or self.transport.is_closing():
@@ -199,9 +230,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
         self._current = request
         self._chunked = self._until_close = False
         self._keeps_alive = request.keeps_alive
-        self._visit = visit = self._entrance.visits.begin(
-            "POST", request.url.partition(b"?")[0].decode(), request.headers
-        )
+        self._visit = visit = self._entrance.visits.begin("POST", request.path.decode(), request.headers)
         settings = self._entrance.settings
         try:
             visit.admit()

@@ -47,9 +47,8 @@ from router.upstream import (
     UpstreamError,
     Upstreams,
     UpstreamTimeoutError,
-    end_to_end,
 )
-from router.upstream.origin import HOP_BY_HOP, Headers
+from router.upstream.origin import Headers
 from router.usage import Usage, UsageTail
 from router.visit import Visit
 
@@ -57,8 +56,7 @@ log = structlog.get_logger()
 
 _EXPLAIN = b"x-kvrouter-explain"
 _RANK_HEADER = b"x-data-parallel-rank"  # vLLM and SGLang read it
-_NOT_RETURNED = HOP_BY_HOP | {b"date", b"server"}
-_EVENT_STREAM = b"text/event-stream"
+_OUR_OWN = (b"date", b"server")
 
 # A worker that answers so did not take the request.
 _NOT_TAKEN = frozenset((HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT))
@@ -430,7 +428,7 @@ class Exchange:
         request can still go elsewhere."""
         try:
             self._head = head
-            if data or ended or self._carrier is not None or not _is_stream(head):
+            if data or ended or self._carrier is not None or not head.is_stream:
                 self._begin(head, data, ended)
         except Exception:
             self._crash()
@@ -505,7 +503,7 @@ class Exchange:
             return
         self._begun = True
         self._first_byte_at = self._arrived
-        self._streams = _is_stream(head)
+        self._streams = head.is_stream
         if self._streams or placement.wants_usage or self._visit.tenant is not None or self._passing:
             self._tail = UsageTail()
         prompt = self._prompt
@@ -565,14 +563,14 @@ class Exchange:
     def _end_unfinished(self, failure: RequestError) -> None:
         """Tell the client that its answer will not be finished: in the stream, or by closing the connection."""
         head = self._head
-        if head is not None and _is_stream(head) and not head.first(b"content-length"):
+        if head is not None and head.is_stream and not head.first(b"content-length"):
             # What came last may have been half an event.
             self._client.more(self._shown(b"\n\n" + error_event(self._visit.path, failure), True), True)
         else:
             self._client.break_off()
 
     def _client_headers(self, head: AnswerHead, placement: Placement) -> Headers:
-        returned = end_to_end(head.headers, _NOT_RETURNED)
+        returned = [header for header in head.end_to_end if header[0] not in _OUR_OWN]
         returned.append((b"x-kvrouter-worker", placement.target.worker.encode()))
         returned.append((b"x-kvrouter-overlap-tokens", b"%d" % placement.overlap))
         if len(self._tried) > 1:
@@ -634,10 +632,6 @@ def _end(worker: Worker, dp_rank: int) -> End:
     place = urlsplit(worker.url)
     port = place.port or (443 if place.scheme == "https" else 80)
     return End(place.hostname or "", port, dp_rank, len(worker.ranks()), worker.bootstrap_port)
-
-
-def _is_stream(head: AnswerHead) -> bool:
-    return head.first(b"content-type").startswith(_EVENT_STREAM)
 
 
 def _outcome(status: int) -> Outcome:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
 from router.deadline import Deadline
-from router.upstream.origin import Headers
+from router.known_head import KnownHead
+from router.upstream.origin import HOP_BY_HOP, Headers, end_to_end
 
 if TYPE_CHECKING:
     from router.upstream.pool import Leg, Upstream
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 64 * 1024
 # A body that is larger is written beside its head, not copied behind it.
 _ONE_BUFFER = 64 * 1024
+_LENGTH = b"content-length"
+_WITHOUT_BODY = (204, 304)
+_EVENT_STREAM = b"text/event-stream"
 
 
 class UpstreamError(Exception):
@@ -40,15 +44,33 @@ class _RefusedAnswerError(Exception):
     """An answer that is not read any further."""
 
 
-class AnswerHead(NamedTuple):
-    """The head of an answer; names are in lower case."""
+class AnswerHead:
+    """The head of an answer; names are in lower case. `is_stream`: of events. `end_to_end`: the headers that are about
+    the message, not about the connection."""
 
-    status: int
-    headers: Headers
+    __slots__ = ("end_to_end", "headers", "is_stream", "status")
+
+    def __init__(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self.headers = headers
+        self.is_stream = self.first(b"content-type").startswith(_EVENT_STREAM)
+        self.end_to_end = end_to_end(headers, HOP_BY_HOP)
 
     def first(self, name: bytes) -> bytes:
         """The first value of a header; empty when there is none."""
         return next((value for known, value in self.headers if known == name), b"")
+
+    def without_length(self) -> AnswerHead:
+        """The same of any body."""
+        return AnswerHead(self.status, [header for header in self.headers if header[0] != _LENGTH])
+
+    def with_length(self, length: bytes) -> AnswerHead:
+        """The same of a body of so many bytes, where this one tells of none."""
+        head = AnswerHead.__new__(AnswerHead)
+        head.status, head.is_stream = self.status, self.is_stream
+        head.headers = [*self.headers, (_LENGTH, length)]
+        head.end_to_end = [*self.end_to_end, (_LENGTH, length)]
+        return head
 
 
 class Receiver(Protocol):
@@ -132,10 +154,17 @@ class Connection(asyncio.Protocol):
         self._home.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        if self.leg is None:
+        leg = self.leg
+        if leg is None:
             self._transport.abort()  # nothing was asked
             return
+        known, first = self._home.known_head, not self._heard
         self._heard = True
+        if first and known is not None and leg.method != "HEAD" and (message := known.read(data)) is not None:
+            self._reusable = True
+            self._release()
+            leg.answered(known.said.with_length(message.length), message.body, True)
+            return
         if not self._status:
             self._early_bytes += len(data)
         problem = None
@@ -154,10 +183,18 @@ class Connection(asyncio.Protocol):
         pieces, self._pieces = self._pieces, []
         passed = b"".join(pieces) if len(pieces) != 1 else pieces[0]
         if problem is None or self._complete:
+            if first and self._complete and self._reusable and not self._followed:
+                self._remember(data)
             self._tell(passed, self._complete)
         else:
             self._tell(passed, False)
             self._fail(UpstreamError(problem))
+
+    def _remember(self, data: bytes) -> None:
+        """All of an answer came at once. The next one may begin in the same way."""
+        if self._status not in _WITHOUT_BODY and data.startswith(b"HTTP/1.1 %d" % self._status):  # and none of 1xx
+            head = AnswerHead(self._status, self._headers).without_length()
+            self._home.known_head = KnownHead.of(data, head) or self._home.known_head
 
     def _tell(self, data: bytes, ended: bool) -> None:
         """Pass on what came. When it was the end, the connection is free before that is told."""
@@ -239,7 +276,7 @@ class Connection(asyncio.Protocol):
         if self._early_bytes > MAX_HEAD_BYTES and sum(map(_size, self._headers)) > MAX_HEAD_BYTES:
             raise _RefusedAnswerError("the head is too large")
         self._status = status
-        without_body = status in (204, 304)
+        without_body = status in _WITHOUT_BODY
         self._framed = self._framed or without_body
         self._reusable = self._framed and self._parser.should_keep_alive()
         if self.leg is not None and self.leg.method == "HEAD":  # the parser waits for a body that will not come

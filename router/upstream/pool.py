@@ -11,6 +11,7 @@ import ssl
 from contextvars import Context
 
 from router.deadline import Deadline
+from router.known_head import KnownHead
 from router.upstream.connection import (
     AnswerHead,
     Connection,
@@ -118,6 +119,7 @@ class Upstream:
         self.origin = Origin.of(url)
         self.idle_timeout = idle_timeout
         self.closing = False
+        self.known_head: KnownHead[AnswerHead] | None = None  # of its last answer that came at once
         self._tls = tls if self.origin.tls else None
         self._connect_timeout = connect_timeout
         self._loop = asyncio.get_running_loop()

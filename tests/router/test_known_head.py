@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import httptools
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from router.known_head import KnownHead
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %b\r\nX-Id: 1\r\n\r\n"
+KNOWN = KnownHead.of(HEAD % b"5" + b"12345", "said")
+
+
+class _Parsed:
+    """What the parser reads of some bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self.begun = 0
+        self.complete = False
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.body = b""
+        try:
+            httptools.HttpRequestParser(self).feed_data(data)
+        except httptools.HttpParserError:
+            self.complete = False
+
+    def on_message_begin(self) -> None:
+        self.begun += 1
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value))
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+_PIECES = st.sampled_from(
+    [
+        b"0",
+        b"5",
+        b"12",
+        b"+5",
+        b"5 ",
+        b" 5",
+        b"5, 5",
+        b"1_0",
+        b"5\r\nContent-Length: 6",
+        b"5\r\n x",
+        b"\xb2",
+        b"",
+        b"\r",
+        b"\n",
+    ]
+)
+
+
+@given(_PIECES | st.binary(max_size=6), st.binary(max_size=20), st.binary(max_size=4))
+@example(b"5", b"12345", b"")
+@example(b"005", b"12345", b"")
+def test_what_is_known_is_what_the_parser_reads(length: bytes, body: bytes, rest: bytes) -> None:
+    data = HEAD % length + body + rest
+    assert KNOWN is not None
+    message = KNOWN.read(data)
+    if message is not None:
+        parsed = _Parsed(data)
+        assert (parsed.begun, parsed.complete) == (1, True)
+        assert parsed.headers == [(b"Host", b"a"), (b"Content-Length", message.length), (b"X-Id", b"1")]
+        assert parsed.body == message.body
+
+
+def test_the_same_head_with_another_length_is_known() -> None:
+    assert KNOWN is not None
+    assert KNOWN.said == "said"
+    assert KNOWN.read(HEAD % b"12" + b"123456789012") == (b"12", b"123456789012")
+    assert KNOWN.read(HEAD % b"0") == (b"0", b"")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD % b"5" + b"1234",
+        HEAD % b"5" + b"123456",
+        (HEAD % b"5" + b"12345").replace(b"X-Id: 1", b"X-Id: 2"),
+        (HEAD % b"5" + b"12345").replace(b"Host", b"host"),
+        HEAD % (b"0" * 16 + b"5") + b"12345",
+        HEAD[:40],
+        b"",
+    ],
+)
+def test_anything_else_is_not(data: bytes) -> None:
+    assert KNOWN is not None
+    assert KNOWN.read(data) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD % b"5" + b"1234",
+        b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD % b"5" + b"12345",
+        HEAD.replace(b"Content-Length: %b", b"Transfer-Encoding: chunked") + b"0\r\n\r\n",
+        HEAD.replace(b"X-Id: 1", b"content-length: 5") % b"5" + b"12345",
+    ],
+)
+def test_only_whole_messages_of_one_length_are_remembered(data: bytes) -> None:
+    assert KnownHead.of(data, None) is None
