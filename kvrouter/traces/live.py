@@ -98,8 +98,14 @@ class _Sender:
         lates: list[float] = []
         begun, first = time.monotonic(), lines[0].timestamp
 
+        in_flight = most = 0
+
         async def ask(line: TraceLine, number: int, answer: Answer) -> None:
+            nonlocal in_flight, most
+            in_flight += 1
+            most = max(most, in_flight)
             await self._ask(line, number, answer, begun + answer.arrival)
+            in_flight -= 1
             on_answer()
 
         async with asyncio.TaskGroup() as tasks:
@@ -113,6 +119,8 @@ class _Sender:
         run = Run(self._target.label, answers, sorted({answer.worker for answer in answers if answer.worker}))
         if (late := percentile(lates, 0.99)) > _LATE_SECONDS:
             run.notes.append(f"One request in a hundred was sent {late:.1f} s late or more: this machine is too slow.")
+        if most > AT_ONCE:
+            run.notes.append(f"{most} requests were in flight at once; those beyond {AT_ONCE} waited to be sent.")
         if not self._as_tokens:
             run.notes.append("The server takes no token ids: prompts were sent as text, of about the trace's lengths.")
         return run

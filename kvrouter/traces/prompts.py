@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import lru_cache
 from random import Random
 
@@ -25,7 +26,7 @@ class Prompts:
     def __init__(self, seed: str, block_tokens: int) -> None:
         self._seed = seed
         self._block_tokens = block_tokens
-        self._block = lru_cache(maxsize=65_536)(self._made)
+        self._block = lru_cache(maxsize=2**25 // block_tokens)(self._made)
 
     def token_ids(self, line: TraceLine, number: int) -> list[int]:
         """The prompt of a line as token ids, as many as the trace says. `number`: its place in the trace."""
@@ -35,14 +36,13 @@ class Prompts:
         """The same as text: of about as many tokens."""
         return "".join(f" {_WORDS[draw % len(_WORDS)]}" for draw in self._draws(line, number))
 
-    def _draws(self, line: TraceLine, number: int) -> list[int]:
-        draws: list[int] = []
+    def _draws(self, line: TraceLine, number: int) -> array[int]:
+        draws = array("H")
         for block in line.hash_ids:
             draws += self._block(str(block))
         while len(draws) < line.input_length:  # a trace need not name the last block
             draws += self._made(f"end of {number}, {len(draws)}")
         return draws[: max(line.input_length, 1)]
 
-    def _made(self, name: str) -> list[int]:
-        random = Random(f"{self._seed} {name}")
-        return [random.getrandbits(16) for _ in range(self._block_tokens)]
+    def _made(self, name: str) -> array[int]:
+        return array("H", Random(f"{self._seed} {name}").randbytes(2 * self._block_tokens))
