@@ -410,8 +410,8 @@ def replay_trace(
         targets = live_targets(url or (), model, api_key, speed, max_tokens, seed)
         opened = open_trace(trace, limit)
         for file in (output, as_json):
-            if file is not None:
-                file.open("ab").close()  # found out now, not after the replay
+            if file is not None and not (file.parent.is_dir() and not file.is_dir()):
+                _fail(f"{file} cannot be written: there is no such folder, or it is one")  # now, not after the replay
     except (ValueError, OSError) as error:
         _fail(str(error))
     try:
