@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from router_under_test import RouterUnderTest, until
+from router_under_test import RouterUnderTest, router, until
 from simulated_pairs import FAST, MODEL, STYLES, Pairs, routed, simulated_pairs
 
 from worker.simulated import SimulatedWorkerSettings, running
@@ -178,6 +178,37 @@ async def test_a_worker_says_what_it_is(sglang: Pairs) -> None:
         assert (told["disaggregation_mode"], told["dp_size"], told["page_size"]) == (role, 2, BLOCK)
         async with sglang.session.get(f"{url}/kv_event_sources") as response:
             assert response.status == 404  # it is no vLLM
+
+
+async def test_a_worker_that_says_it_is_sglang_may_do_both() -> None:
+    settings = SimulatedWorkerSettings(**FAST, disaggregation="sglang")
+    async with running(settings) as url, router(url) as front:
+        reply = await front.call("/v1/completions", {"model": MODEL, "prompt": fresh(40), "max_tokens": 2})
+        assert reply.status == 200
+        assert "x-kvrouter-prefill-worker" not in reply.headers
+        (worker,) = await front.workers()
+        assert worker["role"] == "both"
+
+        async def followed() -> bool:
+            return [rank["state"] for worker in await front.workers() for rank in worker["ranks"]] == ["live"]
+
+        await until(followed)  # its events, in SGLang's dialect
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"role": "prefill"},
+        {"role": "neither", "disaggregation": "nixl"},
+        {"disaggregation": "mooncake"},
+        {"transfer_timeout_s": 0},
+        {"bootstrap_port": 65536},
+        {"disaggregation": "sglang", "dp_size": 2},  # its events would be on ports that nobody is told
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="|".join(settings) + "|kv_events"):
+        SimulatedWorkerSettings(**settings)
 
 
 @pytest.mark.parametrize(
