@@ -12,24 +12,33 @@ from kvrouter.asking import ask
 
 def print_explanation(url: str, body: dict[str, Any]) -> None:
     """Ask `/explain` and print its answer. Raises ConnectionError, saying what went wrong."""
-    Console().print(_table(ask(url, "/explain", body)))
+    answer = ask(url, "/explain", body)
+    console = Console()
+    console.print(_table(answer))
+    if decided := answer.get("disaggregation"):
+        prefill = decided.get("prefill")
+        where = f"on {prefill['worker']}, rank {prefill['dp_rank']}" if prefill else "where it is decoded"
+        console.print(f"The prompt is computed {where}: {decided['reason']}.")
 
 
 def _table(answer: dict[str, Any]) -> Table:
-    candidates = answer["candidates"]
-    terms = list(dict.fromkeys(term for candidate in candidates for term in candidate["terms"]))
+    """A row for each candidate: what stays readable in 80 columns, whatever the policy weighs."""
     table = Table(title=f"{answer['tokens']} tokens for {answer['model'] or 'any model'}")
-    table.add_column("worker")
-    for name in ("rank", "overlap", "requests", *terms, "total"):
-        table.add_column(name, justify="right")
-    for candidate in candidates:
+    longest = max((len(candidate["worker"]) for candidate in answer["candidates"]), default=0)
+    table.add_column()
+    table.add_column("worker", overflow="fold", min_width=min(longest, 36))
+    for name in ("rank", "overlap", "requests", "cost"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("of it")
+    for candidate in answer["candidates"]:
         chosen = all(candidate[key] == answer["choice"][key] for key in ("worker", "dp_rank"))
-        figures = (candidate["terms"].get(term, 0.0) for term in terms)
         table.add_row(
-            ("➤ " if chosen else "  ") + candidate["worker"],
+            "➤" if chosen else "",
+            candidate["worker"],
             str(candidate["dp_rank"]),
             str(candidate["overlap"]),
             str(candidate["load"]["requests"]),
-            *(f"{figure:.6g}" for figure in (*figures, candidate["total"])),
+            f"{candidate['total']:.6g}",
+            ", ".join(f"{term} {figure:.6g}" for term, figure in candidate["terms"].items() if figure),
         )
     return table

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
-
-from transformers import AutoTokenizer
 
 from worker.simulated.settings import BUNDLED_MODEL
 
@@ -18,6 +17,10 @@ class ChatTokenizer:
     """The tokenizer at a path, or of a name, that transformers can load; prompts are made as vLLM makes them."""
 
     def __init__(self, path: str = str(BUNDLED_MODEL)) -> None:
+        # It would advise to install PyTorch.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from transformers import AutoTokenizer
+
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self._backend: Any = self._tokenizer.backend_tokenizer
         self._template_takes_parts = self._probe_parts()
