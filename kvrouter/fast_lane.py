@@ -337,8 +337,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
             self._answered()
 
     def more(self, data: bytes, ended: bool) -> None:
-        assert self._visit is not None
-        if data:
+        if data and self._visit is not None and self._visit.logged:
             self._visit.passed(len(data))
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""

@@ -60,14 +60,19 @@ class Errors:
 
     def __init__(self, samples: int) -> None:
         self._recent: deque[tuple[int, int]] = deque(maxlen=samples)
+        self._high = self._low = self._total = 0  # the sums of what is recent
 
     def add(self, error: int, total: int) -> None:
         """`error` is above 0 for a prediction that was too high."""
+        if self.enough:
+            self._count(*self._recent[0], -1)
         self._recent.append((error, total))
+        self._count(error, total, 1)
 
     def clear(self) -> None:
         """Begin anew."""
         self._recent.clear()
+        self._high = self._low = self._total = 0
 
     @property
     def enough(self) -> bool:
@@ -77,16 +82,19 @@ class Errors:
     @property
     def share(self) -> float:
         """The errors, high or low."""
-        return sum(abs(error) for error, _ in self._recent) / self._total
+        return (self._high + self._low) / (self._total or 1)
 
     @property
     def excess(self) -> float:
         """The errors of predictions that were too high."""
-        return sum(max(error, 0) for error, _ in self._recent) / self._total
+        return self._high / (self._total or 1)
 
-    @property
-    def _total(self) -> int:
-        return sum(total for _, total in self._recent) or 1
+    def _count(self, error: int, total: int, times: int) -> None:
+        self._total += times * total
+        if error > 0:
+            self._high += times * error
+        else:
+            self._low -= times * error
 
 
 @dataclass(slots=True)

@@ -323,7 +323,8 @@ class Exchange:
         self._placement = placement
         span.set(worker=worker.url, overlap_tokens=placement.overlap)
         span.end()
-        forwarding.metrics.placed(prompt.name or "", time.monotonic() - self._arrived, placement.decision)
+        matched = placement.prediction is not None
+        forwarding.metrics.placed(prompt.name or "", time.monotonic() - self._arrived, placement.decision, matched)
         tried.append(worker)
         visit = self._visit
         self._others = len(tried) < self._attempts and forwarding.router.others(prompt, tried)
@@ -439,7 +440,7 @@ class Exchange:
                 self._begin(self._head, data, ended)
             else:
                 self._pass(data, ended)
-                self._client.more(self._shown(data, ended), ended)
+                self._client.more(data if self._hidden is None else self._hidden.passed(data, ended), ended)
         except Exception:
             self._crash()
 
@@ -594,9 +595,10 @@ class Exchange:
         self._over = True
         if self._passing is not None:
             self._tell_passing(problem)
-        for timer in (self._deadline, self._stall):
-            if timer is not None:
-                timer.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._stall is not None:
+            self._stall.cancel()
         if self._waiting is not None and self._waiting is not asyncio.current_task():
             self._waiting.cancel()
         leg, self._leg = self._leg, None

@@ -61,10 +61,12 @@ class Health:
 
     def begin(self, work: int, dp_rank: int = 0, streamed: bool = True, *, one_of_many: bool = False) -> Attempt:
         """A request is sent; `work` tokens are to be computed before its first byte. `one_of_many`: the rank is."""
-        concerned = [self, self.ranks.setdefault(dp_rank, Health(self._limits, self.clock))] if one_of_many else [self]
-        numbers = {health: health.circuit.begin() for health in concerned}
+        numbers = {self: self.circuit.begin()}
+        if one_of_many:
+            rank = self.ranks.setdefault(dp_rank, Health(self._limits, self.clock))
+            numbers[rank] = rank.circuit.begin()
         attempt = Attempt(numbers, self.clock, max(work, 1), dp_rank, streamed)
-        for health in concerned:
+        for health in numbers:
             if not health.attempts:
                 health.last_byte = self.clock()  # there was nothing to be heard
             health.attempts[attempt] = None
@@ -167,11 +169,13 @@ class Attempt:
     def heard(self) -> None:
         """Bytes of the answer came."""
         now = self._clock()
-        waits, self.waits = self.waits, False
         for health in self._numbers:
             health.last_byte = now
-            if waits:
-                health.saw_first_byte(FirstByte(self.work, self.streamed, now - self.begun, now))
+        if self.waits:
+            self.waits = False
+            seen = FirstByte(self.work, self.streamed, now - self.begun, now)
+            for health in self._numbers:
+                health.saw_first_byte(seen)
 
     def end(self, outcome: Outcome, reason: str = "") -> None:
         """The request ended. Only the first call counts."""

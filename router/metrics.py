@@ -71,11 +71,12 @@ class RequestMetrics:
             _SHORT_BUCKETS,
         )
 
-    def placed(self, model: str, waited: float, decision: Decision) -> None:
-        """A worker was chosen, `waited` seconds after the request was complete."""
+    def placed(self, model: str, waited: float, decision: Decision, matched: bool) -> None:
+        """A worker was chosen, `waited` seconds after the request was complete. `matched`: its prompt was looked for in
+        the caches."""
         self.queue.observe(waited, model)
         self.decisions.add(1, model)
-        if best := max([candidate.overlap for candidate in decision.candidates]):
+        if matched and (best := max([candidate.overlap for candidate in decision.candidates])):
             self.best_overlap_tokens.add(best, model)
         for term, amount in decision.terms(decision.choice).items():
             if amount:

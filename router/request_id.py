@@ -19,4 +19,6 @@ def request_id(headers: Headers) -> bytes:
 
 def with_id(headers: Headers, request_id: bytes) -> Headers:
     """The headers, whose names are in lower case, with this id and no other."""
-    return [*[header for header in headers if header[0] != HEADER], (HEADER, request_id)]
+    kept = [header for header in headers if header[0] != HEADER]
+    kept.append((HEADER, request_id))
+    return kept

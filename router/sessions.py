@@ -19,6 +19,8 @@ _SESSION_HEADER = b"x-session-id"
 _USER_HEADER = b"x-user-id"
 _HEADERS = frozenset((_SESSION_HEADER, _USER_HEADER))
 
+_NOTHING = (None, None, None)
+
 # The longest session that is kept.
 MAX_LENGTH = 512
 
@@ -39,6 +41,8 @@ def session_of(headers: Headers, fields: SessionFields) -> str | None:
     found: tuple[Any, ...]
     if fields.vllm_xargs is None and fields.metadata is None:
         found = (fields.session_id, fields.prompt_cache_key, fields.user)
+        if not named and found == _NOTHING:
+            return None
     else:
         found = (
             fields.session_id,

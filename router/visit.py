@@ -24,9 +24,12 @@ _VISIT = "kvrouter.visit"
 
 
 class Visit:
-    """One request, from its head to the end of its answer. `headers` have its id; their names are in lower case."""
+    """One request, from its head to the end of its answer. `headers` have its id; their names are in lower case.
 
-    __slots__ = ("_access", "_line", "_metrics", "headers", "id", "method", "path", "tenant", "trace")
+    `logged`: it gets a line in the log.
+    """
+
+    __slots__ = ("_access", "_line", "_metrics", "headers", "id", "logged", "method", "path", "tenant", "trace")
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Visit:
         self.headers = with_id(headers, self.id)
         self.trace = trace
         self.tenant: Tenant | None = None
+        self.logged = line is not None
         self._line = line
         self._access = access
         self._metrics = metrics

@@ -180,8 +180,9 @@ class Connection(asyncio.Protocol):
                 self._fail(UpstreamError(problem))
             return
         self._deadline.set(self._home.idle_timeout)
-        pieces, self._pieces = self._pieces, []
-        passed = b"".join(pieces) if len(pieces) != 1 else pieces[0]
+        pieces = self._pieces
+        passed = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
         if problem is None or self._complete:
             if first and self._complete and self._reusable and not self._followed:
                 self._remember(data)
@@ -203,6 +204,9 @@ class Connection(asyncio.Protocol):
             return
         if ended:
             self._release()
+        elif self._told and leg.receiver is not None:
+            leg.receiver.more(data, False)
+            return
         if self._told:
             leg.more(data, ended)
         else:

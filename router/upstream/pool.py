@@ -30,14 +30,14 @@ MAX_IDLE = 1024
 class Leg:
     """One request on its way to one worker."""
 
-    __slots__ = ("_connecting", "_connection", "_paused", "_receiver", "_upstream", "body", "head", "method")
+    __slots__ = ("_connecting", "_connection", "_paused", "_upstream", "body", "head", "method", "receiver")
 
     def __init__(self, upstream: Upstream, receiver: Receiver, method: str, head: bytes, body: bytes) -> None:
         self.method = method
         self.head = head
         self.body = body
         self._upstream = upstream
-        self._receiver: Receiver | None = receiver
+        self.receiver: Receiver | None = receiver
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._paused = False
@@ -56,7 +56,7 @@ class Leg:
 
     def abort(self) -> None:
         """Call the request off. The receiver hears nothing more."""
-        self._receiver = None
+        self.receiver = None
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
@@ -82,23 +82,23 @@ class Leg:
             connection.pause()
 
     def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
-        receiver = self._receiver
+        receiver = self.receiver
         if ended:
-            self._connection = self._receiver = None
+            self._connection = self.receiver = None
         if receiver is not None:
             receiver.answered(head, data, ended)
 
     def more(self, data: bytes, ended: bool) -> None:
-        receiver = self._receiver
+        receiver = self.receiver
         if ended:
-            self._connection = self._receiver = None
+            self._connection = self.receiver = None
         if receiver is not None:
             receiver.more(data, ended)
 
     def broke(self, error: UpstreamError, unheard: bool) -> None:
         """The connection failed; `unheard`: it had been used before, and nothing came of this request's answer."""
         self._connection = None
-        if self._receiver is None:
+        if self.receiver is None:
             return
         if unheard and not self._upstream.closing:
             self._connecting = self._upstream.connect(self)
@@ -106,7 +106,7 @@ class Leg:
             self.failed(error)
 
     def failed(self, error: UpstreamError) -> None:
-        receiver, self._receiver = self._receiver, None
+        receiver, self.receiver = self.receiver, None
         self._connecting = None
         if receiver is not None:
             receiver.failed(error)

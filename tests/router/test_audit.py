@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from indexer import Indexer, Target
 from indexer.sequence import StreamState
-from router.audit import Basis, HitAudit, Prediction
+from router.audit import Basis, Errors, HitAudit, Prediction
 from router.history import RoutingHistory
 from router.settings import AuditSettings
 from router.speculation import prompt_hashes
@@ -201,3 +203,15 @@ def test_targets_that_are_gone_are_forgotten(audit: HitAudit, streams: Streams, 
         audit.answered(predicted(0, None, Target(f"http://w{number}", 0, "m")), Usage(100, 1, 0))
     assert len(audit.audits()) == 1
     assert history.targets() == [Target("http://w49", 0, "m")]
+
+
+@given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 100)), max_size=20), st.integers(1, 6))
+def test_errors_are_those_of_the_last_predictions(seen: list[tuple[int, int]], samples: int) -> None:
+    errors = Errors(samples)
+    for error, total in seen:
+        errors.add(error, total)
+    last = seen[-samples:]
+    whole = sum(total for _, total in last) or 1
+    assert errors.share == sum(abs(error) for error, _ in last) / whole
+    assert errors.excess == sum(max(error, 0) for error, _ in last) / whole
+    assert errors.enough == (len(seen) >= samples)
