@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -23,10 +24,10 @@ def print_explanation(url: str, body: dict[str, Any]) -> None:
 
 def _table(answer: dict[str, Any]) -> Table:
     """A row for each candidate: what stays readable in 80 columns, whatever the policy weighs."""
-    table = Table(title=f"{answer['tokens']} tokens for {answer['model'] or 'any model'}")
+    table = Table(title=f"{answer['tokens']} tokens for {answer['model'] or 'any model'}", box=SIMPLE_HEAD)
     longest = max((len(candidate["worker"]) for candidate in answer["candidates"]), default=0)
     table.add_column()
-    table.add_column("worker", overflow="fold", min_width=min(longest, 36))
+    table.add_column("worker", overflow="fold", no_wrap=longest < 32)
     for name in ("rank", "overlap", "requests", "cost"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("of it")
