@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import sys
 from types import ModuleType
 
 import pytest
-from doc_pages import DOCS
+from doc_pages import DOCS, ROOT, inline_code
+from pydantic import BaseModel
+
+from kvrouter.cli import app
+from router.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +40,36 @@ def test_every_setting_is_told_of(script: ModuleType) -> None:
     # These are said by their names, or by the words above them.
     silent = {row[0].strip("| `") for row in rows if not row[-1].strip(" |")}
     assert silent <= {"workers[].url", "models.<name>.tokenizer", "tenants.named.<name>.tokens_per_minute"}
+
+
+FILES = (".json", ".jsonl", ".py", ".yaml")
+OF_OTHERS = {"upstream.address"}  # an attribute of Envoy's
+
+
+def test_settings_that_are_named_exist() -> None:
+    """As settings, or as values of the chart."""
+    values = json.loads((ROOT / "deploy/helm/kvrouter/values.schema.json").read_text())["properties"]
+    sections = {name: field.annotation for name, field in Settings.model_fields.items()}
+    checked = 0
+    for code in {code.partition(":")[0] for code in inline_code()} - OF_OTHERS:
+        section, _, name = code.partition(".")
+        kind = sections.get(section)
+        if name.isidentifier() and not code.endswith(FILES) and isinstance(kind, type) and issubclass(kind, BaseModel):
+            assert name in {*kind.model_fields, *values.get(section, {}).get("properties", {})}, code
+            checked += 1
+    assert checked > 40
+
+
+def test_metrics_that_are_named_exist() -> None:
+    """docs/metrics.md has all there are, which another test sees to."""
+    metrics = (DOCS / "metrics.md").read_text()
+    named = {name for code in inline_code() for name in re.findall(r"\bkvrouter_[a-z_]+", code)}
+    assert len(named) > 40
+    assert {name for name in named if name not in metrics} == set()
+
+
+def test_commands_that_are_named_exist() -> None:
+    names = {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
+    named = {found[1] for code in inline_code() if (found := re.match(r"kvrouter ([a-z][\w-]*)", code))}
+    assert len(named) > 8
+    assert named <= names
