@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
+from copy import copy
 from http import HTTPStatus
 
 from uvicorn.config import Config
@@ -73,12 +74,18 @@ class _Request:
     def is_ours(self) -> bool:
         return self.method == b"POST" and self.path in _PATHS and not self.upgrades and b"#" not in self.url
 
+    def without_length(self) -> _Request:
+        """The same of any body."""
+        request = copy(self)
+        request.headers = [header for header in self.headers if header[0] != b"content-length"]
+        request.body = []
+        return request
+
     def again(self, message: Message) -> _Request:
-        """The request whose head differs from this one's in the length alone."""
+        """The request with this head, which tells of no length, and that body."""
         request = _Request()
         request.method, request.url, request.path, request.version = self.method, self.url, self.path, self.version
-        request.headers = [header for header in self.headers if header[0] != b"content-length"]
-        request.headers.append((b"content-length", message.length))
+        request.headers = [*self.headers, (b"content-length", message.length)]
         request.body, request.size = [message.body], len(message.body)
         request.keeps_alive = request.complete = True
         return request
@@ -128,7 +135,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
         super().data_received(data)
         request = self._reading
         if begins and request is not last and request.complete and request.keeps_alive and request.is_ours:
-            self._known = KnownHead.of(data, request) or known
+            self._known = KnownHead.of(data, request.without_length()) or known
 
     # The parser
 
@@ -234,7 +241,8 @@ class FastLaneProtocol(BoundedHttpProtocol):
         settings = self._entrance.settings
         try:
             visit.admit()
-            if request.size > settings.max_body_bytes or _length(request.headers) > settings.max_body_bytes:
+            size = request.size if request.complete else max(request.size, _length(request.headers))
+            if size > settings.max_body_bytes:
                 raise too_large(settings)
         except RequestError as error:
             self._refuse(error)

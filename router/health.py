@@ -125,15 +125,15 @@ class Health:
 
     def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str) -> None:
         del self.attempts[attempt]
-        match outcome:
-            case Outcome.SUCCEEDED:
-                self.circuit.succeeded(number)
-            case Outcome.FAILED:
-                self.circuit.failed(number, reason)
-            case Outcome.NEITHER:
-                self.circuit.ended(number)
-                return
-        self._results.append(Result(outcome is Outcome.FAILED, self.clock()))
+        if outcome is Outcome.NEITHER:
+            self.circuit.ended(number)
+            return
+        failed = outcome is Outcome.FAILED
+        if failed:
+            self.circuit.failed(number, reason)
+        else:
+            self.circuit.succeeded(number)
+        self._results.append(Result(failed, self.clock()))
 
 
 class Attempt:

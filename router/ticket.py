@@ -27,6 +27,7 @@ PRIORITY_HEADER = b"x-kvrouter-priority"
 TIMEOUT_HEADER = b"x-request-timeout"
 _ENVOY_TIMEOUT_HEADER = b"x-envoy-expected-rq-timeout-ms"
 _READ_TIMEOUT_HEADERS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
+_HEADERS = _READ_TIMEOUT_HEADERS | {PRIORITY_HEADER, TIMEOUT_HEADER, _ENVOY_TIMEOUT_HEADER}
 
 # Longer ones are none.
 _LONGEST_TIMEOUT = 7 * 86400.0
@@ -73,7 +74,7 @@ def read_ticket(
     priority = priority or best_priority or 0
     deadlines: list[float] = []
     give_up: list[float] = []
-    for name, value in headers:
+    for name, value in [header for header in headers if header[0] in _HEADERS]:
         if name == PRIORITY_HEADER:
             priority = _priority(value)
         elif name == TIMEOUT_HEADER:
@@ -91,8 +92,8 @@ def read_ticket(
             give_up.append(now + seconds)
     if best_priority is not None:
         priority = max(priority, best_priority)
-    deadline = min(deadlines, default=None)
-    place_by = min([*deadlines, *give_up], default=None)
+    deadline = min(deadlines) if deadlines else None
+    place_by = min([*deadlines, *give_up]) if deadlines or give_up else None
     return Ticket(priority, tenant, deadline, tokens, size, now, place_by)
 
 

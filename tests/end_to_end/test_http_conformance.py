@@ -187,6 +187,66 @@ async def test_what_can_be_read_in_two_ways_reaches_no_worker(worker: ScriptedWo
     assert worker.exchanges == []
 
 
+@pytest.mark.parametrize("sent", REFUSED)
+async def test_nor_after_requests_with_nearly_the_same_head(worker: ScriptedWorker, url: str, sent: bytes) -> None:
+    async with wire(url) as client:
+        for _ in range(2):
+            await client.send(WHOLE)
+            assert (await client.answer()).status == 200
+        with suppress(ConnectionError):
+            await client.send(sent)
+        answer = await client.rest()
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+    assert [exchange.body for exchange in worker.exchanges] == [BODY, BODY]
+
+
+async def test_a_head_that_comes_again_has_a_body_of_its_own(worker: ScriptedWorker, url: str) -> None:
+    async def echo(exchange: Exchange) -> None:
+        await exchange.answer(exchange.body, headers=b"content-type: application/json\r\n")
+
+    worker.script = echo
+    bodies = [BODY[:-1] + b" " * number + b"}" for number in (0, 1, 80, 7, 0, 300)]
+    requests = [POST + b"Content-Length: %d\r\n\r\n" % len(body) + body for body in bodies]
+    async with wire(url) as client:
+        for request, body in zip(requests, bodies, strict=True):
+            await client.send(request)
+            assert (await client.answer()).body == body
+        await client.send(requests[2] + requests[3])  # at once
+        assert [(await client.answer()).body for _ in range(2)] == bodies[2:4]
+        await client.send(requests[5][:-200])  # in pieces
+        await asyncio.sleep(0)
+        await client.send(requests[5][-200:] + HEALTH)
+        assert (await client.answer()).body == bodies[5]
+        assert (await client.answer()).status == 200
+        await client.send(requests[1])
+        assert (await client.answer()).body == bodies[1]
+    ids = [exchange.header("x-request-id") for exchange in worker.exchanges]
+    assert len({request_id for (request_id,) in ids}) == len(ids) == 10
+
+
+async def test_an_answer_with_a_known_head_is_its_own(worker: ScriptedWorker, url: str) -> None:
+    answers = [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nx-a: 1\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\nx-a: 1\r\n\r\nother answer",
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\nx-a: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nx-a: 1\r\n\r\n",
+        b"HTTP/1.1 422 No\r\nContent-Length: 2\r\nx-a: 1\r\n\r\nno",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nx-a: 1\r\nConnection: close\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nx-a: 1\r\n\r\nyes",
+    ]
+    async with wire(url) as client:
+        for data in answers:
+            worker.script = answering(data, then_close=b"close" in data)  # type: ignore[assignment]
+            await client.send(WHOLE)
+            answer = await client.answer()
+            assert (answer.body, answer.headers[b"x-a"]) == (
+                data.rpartition(b"\r\n\r\n")[2],
+                data[data.index(b"x-a") + 5 :][:1],
+            )
+            assert answer.status == int(data.rpartition(b"HTTP/1.1 ")[2][:3])
+            assert b"connection" not in answer.headers
+
+
 @pytest.mark.parametrize(
     "sent",
     [
