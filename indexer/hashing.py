@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from struct import iter_unpack
 from typing import NamedTuple
 
 import msgspec
@@ -59,17 +60,15 @@ def extend_prefix_hashes(
     step = block_size * TOKEN_BYTES
     start = len(hashes)
     previous = hashes[-1] if hashes else seed
-    append = hashes.append
-    if keys is None:
-        for offset in range(start * step, end * step, step):
-            previous = xxh3_64_intdigest(tokens[offset : offset + step], previous)
-            append(previous)
+    if keys is None:  # as of nearly all: there may be thousands of blocks
+        blocks = iter_unpack(f"{step}s", tokens[start * step : end * step])
+        hashes.fromlist([previous := xxh3_64_intdigest(block, previous) for (block,) in blocks])
         return
     for index in range(start, end):
         key = keys[index]
         block = tokens[index * step : (index + 1) * step]
         previous = xxh3_64_intdigest(block if key is None else block + key, previous)
-        append(previous)
+        hashes.append(previous)
 
 
 class PackedPrompt:
