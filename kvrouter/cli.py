@@ -51,7 +51,7 @@ def serve(
     """Run the router, with the index inside."""
     from kvrouter.serving import serve_router
     from kvrouter.supervisor import ProcessFailedError, Supervisor
-    from router.config_reload import SettingsFile
+    from router.fleet.config_reload import SettingsFile
 
     overrides: dict[str, Any] = _given(
         server=_given(host=host, port=port, processes=processes), policy=_given(name=policy), index=_given(peer=peer)
@@ -91,7 +91,7 @@ def picker(
     from importlib.util import find_spec
 
     from kvrouter.serving import serve_picker
-    from router.config_reload import SettingsFile
+    from router.fleet.config_reload import SettingsFile
 
     if not (find_spec("grpc") and find_spec("grpc_health")):
         _fail("the picker wants more packages: pip install 'kvrouter[envoy]'")
@@ -271,7 +271,7 @@ def record(
         _fail("give --output FILE for event streams, or --requests FILE for a router's requests")
     assert output is not None
     from kvrouter.record import parse_stream, record_streams, summary_lines, worker_sources
-    from router.discovery import DiscoveryError
+    from router.fleet.discovery import DiscoveryError
 
     if bool(stream) == bool(worker):
         _fail("give either --stream or --worker")

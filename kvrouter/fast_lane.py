@@ -26,12 +26,12 @@ from uvicorn.server import ServerState
 
 from indexer.errors import RequestError
 from kvrouter.http_protocol import HEAD_BYTES, BoundedHttpProtocol
-from router.endpoints import BY_LOAD, PROMPTED
-from router.exchange import Exchange
-from router.known_head import KnownHead, Message
-from router.proxy import Entrance, too_large, too_slow
+from router.apis.endpoints import BY_LOAD, PROMPTED
+from router.forwarding.exchange import Exchange
+from router.forwarding.known_head import KnownHead, Message
+from router.forwarding.proxy import Entrance, too_large, too_slow
+from router.forwarding.visit import Visit
 from router.upstream.origin import Headers
-from router.visit import Visit
 
 _PATHS = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
 _STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}

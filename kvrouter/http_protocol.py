@@ -10,7 +10,7 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.deadline import Deadline
+from router.forwarding.deadline import Deadline
 
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0

@@ -21,7 +21,7 @@ from kvevents import EventSource
 from kvevents.frames import MalformedFrameError, parse_live, parse_replay, replay_request
 from kvevents.recording import Channel, Record, RecordingWriter
 from kvrouter.stopping import stop_signal
-from router.discovery import describe_worker
+from router.fleet.discovery import describe_worker
 from router.settings import WorkerSettings
 
 CONNECT_TIMEOUT_S = 2.0  # a publisher may also come later

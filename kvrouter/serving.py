@@ -21,14 +21,14 @@ from indexer.app import indexer_app
 from indexer.errors import RequestError
 from kvrouter.fast_lane import FastLaneProtocol, uvicorn_fits
 from kvrouter.http_protocol import BoundedHttpProtocol
+from router.apis.match_requests import match_reader
 from router.app import running_router
-from router.config_reload import SettingsFile
 from router.embedded_index import running_indexer
-from router.match_requests import match_reader
-from router.proxy import Entrance
+from router.fleet.config_reload import SettingsFile
+from router.forwarding.proxy import Entrance
 from router.settings import ServerSettings, Settings
-from router.siblings import Siblings
-from router.tokenizer_source import configured_tokenizers
+from router.sharing.siblings import Siblings
+from router.tokens.tokenizer_source import configured_tokenizers
 
 log = structlog.get_logger()
 

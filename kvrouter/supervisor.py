@@ -24,10 +24,10 @@ import uvloop
 
 from kvrouter.logs import log_to_stderr
 from kvrouter.serving import bind, serve_sibling, url_of
-from router.config_reload import SettingsFile
 from router.errors import KubernetesError, TokenizerUnavailableError
+from router.fleet.config_reload import SettingsFile
 from router.settings import Settings
-from router.siblings import Siblings
+from router.sharing.siblings import Siblings
 
 log = structlog.get_logger()
 

@@ -16,9 +16,9 @@ from secrets import compare_digest
 import msgspec
 
 from indexer.errors import RequestError
+from router.apis.splice import SpliceError, field, with_field
 from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing
-from router.splice import SpliceError, field, with_field
 
 # What a router tells of itself to anyone.
 OPEN = frozenset({"/health", "/ready", "/metrics", "/ui"})

@@ -21,42 +21,42 @@ from indexer.api import ReadMatch, add_error_handlers, index_routes, token_check
 from indexer.metrics import IndexCollector
 from indexer.openapi import errors, json_body
 from router.access import AccessControl
-from router.admission import Admission
-from router.admission_metrics import AdmissionMetrics
-from router.all_processes import AllProcesses
-from router.audit import HitAudit
-from router.config_reload import SettingsFile, follow_workers
+from router.admission.admission import Admission
+from router.admission.admission_metrics import AdmissionMetrics
+from router.apis.match_requests import match_reader
+from router.apis.model_cards import model_card, model_cards
 from router.embedded_index import running_indexer
-from router.exchange import Forwarding
 from router.explain import ExplainBody, explain
 from router.findings import findings
-from router.fleet import Fleet, Worker, end_tasks
-from router.history import RoutingHistory
-from router.kubernetes import ClusterAccess, follow_kubernetes
-from router.learned import Learned
+from router.fleet.config_reload import SettingsFile, follow_workers
+from router.fleet.fleet import Fleet, Worker, end_tasks
+from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
+from router.fleet.worker_api import worker_routes, worker_status
+from router.forwarding.exchange import Forwarding
+from router.forwarding.proxy import Entrance, Proxy
+from router.forwarding.visit import VisitedApp, Visits, visit_of
+from router.holdings.audit import HitAudit
+from router.holdings.history import RoutingHistory
+from router.holdings.speculation import SpeculativeHoldings
+from router.learning.learned import Learned
+from router.learning.rates import Rates
 from router.live import Board, RequestStream, live_routes
 from router.live.series import Series
-from router.load import LoadTable
-from router.match_requests import match_reader
-from router.metrics import AuditCollector, FleetCollector, RequestMetrics
-from router.model_cards import model_card, model_cards
 from router.policies import BY_TURN, WITHOUT_PROMPTS, policy_named
-from router.proxy import Entrance, Proxy
-from router.rates import Rates
 from router.readiness import Readiness
-from router.routing import Router
+from router.routing.load import LoadTable
+from router.routing.router import Router
 from router.settings import PolicyName, Settings, UpstreamSettings
 from router.sharing import Elsewhere, LoadSharing, SharingCollector, replica_carriers
-from router.siblings import Siblings
-from router.speculation import SpeculativeHoldings
-from router.tokenizer_metrics import TokenizerCollector
-from router.tokenizer_source import TokenizerSource
-from router.tokens import Tokenizers
-from router.tracing import tracing_to
+from router.sharing.all_processes import AllProcesses
+from router.sharing.siblings import Siblings
+from router.telemetry.metrics import AuditCollector, FleetCollector, RequestMetrics
+from router.telemetry.tracing import tracing_to
+from router.tokens.tokenizer_metrics import TokenizerCollector
+from router.tokens.tokenizer_source import TokenizerSource
+from router.tokens.tokenizers import Tokenizers
 from router.upstream import Upstreams
 from router.upstream.pool import KEEPALIVE_SECONDS
-from router.visit import VisitedApp, Visits, visit_of
-from router.worker_api import worker_routes, worker_status
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 

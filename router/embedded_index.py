@@ -10,7 +10,7 @@ from indexer.sequence import SequenceSettings
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
 from kvevents.curve import load_key_pair
 from router.settings import EventSettings, Settings
-from router.siblings import Siblings
+from router.sharing.siblings import Siblings
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from indexer.errors import RequestError
-from router.admission import Admission
-from router.endpoints import PROMPTED, Call, read_call
-from router.fields import kind_of, read_body
+from router.admission.admission import Admission
+from router.apis.endpoints import PROMPTED, Call, read_call
+from router.apis.fields import kind_of, read_body
+from router.apis.sessions import Headers
 from router.policies import Cost, Decision
-from router.routing import Router
-from router.sessions import Headers
+from router.routing.router import Router
 
 
 class ExplainBody(msgspec.Struct):

@@ -6,9 +6,9 @@ from typing import Any
 
 from indexer import Indexer, Target
 from indexer.sequence import StreamState
-from router.audit import Basis, HitAudit
-from router.circuit import CircuitState
-from router.fleet import Fleet, WorkerState
+from router.fleet.circuit import CircuitState
+from router.fleet.fleet import Fleet, WorkerState
+from router.holdings.audit import Basis, HitAudit
 
 
 def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, Any]]:

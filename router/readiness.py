@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from indexer import Indexer
 from indexer.sequence import StreamState
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 
 
 class Readiness:

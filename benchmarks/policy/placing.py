@@ -16,20 +16,20 @@ from benchmarks.policy.decisions import TARGETS
 from indexer import Indexer, Registration, Target
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
-from router.audit import HitAudit
-from router.discovery import Engine, ServedModel, WorkerDescription
-from router.fleet import Fleet
-from router.history import RoutingHistory
-from router.learned import Learned
-from router.load import LoadTable
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.fleet import Fleet
+from router.holdings.audit import HitAudit
+from router.holdings.history import RoutingHistory
+from router.holdings.speculation import SpeculativeHoldings
+from router.learning.learned import Learned
+from router.learning.rates import Rates
 from router.policies import policy_named
-from router.rates import Rates
-from router.routed_prompt import RoutedPrompt
-from router.routing import Router
+from router.routing.load import LoadTable
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
 from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
 from router.sharing import Elsewhere, LoadSharing
-from router.speculation import SpeculativeHoldings
-from router.tokens import Tokenizers
+from router.tokens.tokenizers import Tokenizers
 
 _MODEL, _BLOCK = "model", 16
 _PROMPT_TOKENS = 2048

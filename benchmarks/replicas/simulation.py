@@ -25,8 +25,8 @@ from kvrouter.simulation.measures import Measures, measured
 from kvrouter.simulation.profiles import LLAMA_70B
 from kvrouter.simulation.sides import OURS
 from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
-from router.load import Reservation, TargetLoad
 from router.policies import Candidate, Policy, Request
+from router.routing.load import Reservation, TargetLoad
 from router.sharing import Elsewhere
 from router.sharing.messages import Kind, Message, RankLoad
 

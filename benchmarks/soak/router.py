@@ -20,9 +20,9 @@ from benchmarks.index.machine import resident_bytes
 from kvrouter.fast_lane import FastLaneProtocol
 from kvrouter.logs import log_to_stderr
 from kvrouter.serving import serve_router
-from router.exchange import Exchange
-from router.load import Reservation
-from router.placement import Placement
+from router.forwarding.exchange import Exchange
+from router.routing.load import Reservation
+from router.routing.placement import Placement
 from router.settings import load_settings
 from router.upstream.connection import Connection
 from router.upstream.pool import Leg

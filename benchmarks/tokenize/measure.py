@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from benchmarks.tokenize.conversations import bodies
 from indexer.hashing import PackedPrompt
-from router.local_tokenizer import LocalTokenizer
-from router.openai_requests import decode_chat
-from router.requests import ChatPrompt
-from router.speculation import prompt_hashes
+from router.apis.openai_requests import decode_chat
+from router.apis.requests import ChatPrompt
+from router.holdings.speculation import prompt_hashes
+from router.tokens.local_tokenizer import LocalTokenizer
 
 # Prompts are measured at the first turn that has so many tokens.
 SIZES = (1_000, 3_000, 10_000, 20_000, 30_000)

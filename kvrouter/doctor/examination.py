@@ -19,11 +19,11 @@ from kvrouter.doctor.findings import Cause, Finding
 from kvrouter.doctor.requests import STREAMED_TOKENS, RequestRefusedError, Worker
 from kvrouter.doctor.stream import Heard, NoPublisherError, UnreachableError, WatchedStream
 from kvrouter.doctor.tokens import chat_tokens, difference, stored_at_root, text_tokens
-from router import worker as fleet
-from router.discovery import DiscoveryError, Engine, WorkerDescription, describe_worker
+from router.fleet import worker as fleet
+from router.fleet.discovery import DiscoveryError, Engine, WorkerDescription, describe_worker
 from router.settings import WorkerSettings
-from router.tokenizer_source import TokenizerSource
-from router.tokens import Tokenizers
+from router.tokens.tokenizer_source import TokenizerSource
+from router.tokens.tokenizers import Tokenizers
 
 CLOCK_TOLERANCE = 5.0
 _UNKNOWN_BLOCK_SIZE = 64

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from router.usage import UsageTail
+from router.apis.usage import UsageTail
 
 STREAMED_TOKENS = 24
 _WORDS_PER_BLOCK = 4  # each is at least one token

@@ -13,8 +13,8 @@ from kvevents.curve import load_key_pair
 from kvrouter.doctor.examination import Examination
 from router.embedded_index import running_indexer
 from router.settings import Settings
-from router.tokenizer_source import TokenizerSource
-from router.tokens import Tokenizers
+from router.tokens.tokenizer_source import TokenizerSource
+from router.tokens.tokenizers import Tokenizers
 
 _AT_ONCE = 16  # workers
 _REQUEST_TIMEOUT = 60.0  # seconds

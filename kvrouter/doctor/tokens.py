@@ -7,8 +7,8 @@ from typing import Any
 
 from indexer.errors import RequestError
 from kvevents import BlockStored
-from router.requests import ChatPrompt, TextPrompts
-from router.tokens import Tokenizers, TokenizerUnavailableError
+from router.apis.requests import ChatPrompt, TextPrompts
+from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
 
 async def text_tokens(tokenizers: Tokenizers, model: str, text: str) -> list[int] | None:

@@ -17,7 +17,7 @@ from math import ceil, inf, sqrt
 
 from kvrouter.simulation.profiles import Profile
 from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
-from router.rates import CHUNK
+from router.learning.rates import CHUNK
 
 
 class BlockCache:

@@ -2,7 +2,7 @@
 
 The router sees what real ones see: what the engines stored and removed some time after they did, its own requests in
 flight, and first bytes and ends as they come. It chooses by the policies of `router.policies`, with the load kept by
-`router.load`, the price of evictions by `router.eviction_pressure`, and requests held as `router.late_binding` says.
+`router.routing.load`, the price of evictions by `eviction_pressure`, and requests held as `late_binding` says.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from indexer import Target
 from kvrouter.simulation.engine import Engine, Progress
 from kvrouter.simulation.profiles import Profile
 from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
-from router.eviction_pressure import EvictionPressure
-from router.late_binding import held_order, must_wait
-from router.load import Reservation, TargetLoad
+from router.admission.late_binding import held_order, must_wait
+from router.learning.eviction_pressure import EvictionPressure
+from router.learning.rates import prefill_seconds
 from router.policies import Candidate, Policy, Request
-from router.rates import prefill_seconds
+from router.routing.load import Reservation, TargetLoad
 
 EVENT_DELAY = (0.003, 0.280)  # seconds, from what an engine did to when the router knows
 LINGER = 2.0  # seconds that an ended prompt still counts as cached soon

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.rates import Rates
+from router.learning.rates import Rates
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from router.carrier import Carried, Carrier
 from router.disaggregation.adapters import Adapter, AnsweredError, Part
-from router.health import Outcome
-from router.placement import Placement
+from router.fleet.health import Outcome
+from router.forwarding.carrier import Carried, Carrier
+from router.routing.placement import Placement
 from router.upstream import AnswerHead, Leg, Receiver, UpstreamError, Upstreams
 from router.upstream.origin import Headers
 

@@ -15,15 +15,15 @@ from typing import Any
 from indexer import Indexer
 from indexer.indexer import TargetReport
 from kvevents import Tier
-from router.admission import Admission
-from router.audit import HitAudit
-from router.fleet import Fleet, Worker
+from router.admission.admission import Admission
+from router.fleet.fleet import Fleet, Worker
+from router.holdings.audit import HitAudit
 from router.live.hot_prefixes import HotPrefixes
 from router.live.seen_requests import SeenRequest, SeenRequests
 from router.live.series import Series
-from router.load import LoadTable
-from router.placement import Placement
-from router.routed_prompt import RoutedPrompt
+from router.routing.load import LoadTable
+from router.routing.placement import Placement
+from router.routing.routed_prompt import RoutedPrompt
 from router.sharing.elsewhere import Elsewhere
 
 LOOK_SECONDS = 1.0

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.holdings.speculation import CHUNK_TOKENS
 from router.policies import Candidate
-from router.speculation import CHUNK_TOKENS
 
 HALF_LIFE = 300.0  # seconds
 MAX_PREFIXES = 4096

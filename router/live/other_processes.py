@@ -14,7 +14,7 @@ import structlog
 from starlette.requests import Request
 
 from router.live.request_stream import Listener, Recording
-from router.siblings import Siblings
+from router.sharing.siblings import Siblings
 
 log = structlog.get_logger()
 

@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
-from router.routed_prompt import RoutedPrompt
-from router.usage import Usage
+from router.apis.usage import Usage
+from router.routing.routed_prompt import RoutedPrompt
 
 MAX_LISTENERS = 4
 MAX_WAITING = 10_000  # lines of a listener that does not read; more are dropped

@@ -16,7 +16,7 @@ from indexer.openapi import errors
 from router.live.board import MAX_VIEWERS, Board
 from router.live.other_processes import OtherProcesses, recording_of
 from router.live.request_stream import DEFAULT_BLOCK_TOKENS, MAX_LISTENERS, Recording, RequestStream
-from router.siblings import Siblings
+from router.sharing.siblings import Siblings
 
 _PAGE = Path(__file__).with_name("page.html")
 # The page loads nothing from anywhere else, and nothing may frame it.

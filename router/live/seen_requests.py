@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from router.apis.usage import Usage
 from router.policies import Decision
-from router.usage import Usage
 
 PER_SECOND = 20
 KEPT = 256

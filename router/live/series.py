@@ -6,8 +6,8 @@ import time
 from collections import deque
 from typing import Any
 
-from router.audit import HitAudit
-from router.metrics import RequestMetrics
+from router.holdings.audit import HitAudit
+from router.telemetry.metrics import RequestMetrics
 
 SECONDS = 2.0  # between points
 KEPT = 450

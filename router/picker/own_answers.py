@@ -6,9 +6,9 @@ import time
 
 import msgspec
 
-from router.fleet import Fleet
-from router.model_cards import model_card, model_cards
-from router.visit import Visit
+from router.apis.model_cards import model_card, model_cards
+from router.fleet.fleet import Fleet
+from router.forwarding.visit import Visit
 
 _MODELS = "/v1/models"
 

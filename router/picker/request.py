@@ -23,17 +23,17 @@ import structlog
 
 from indexer.errors import RequestError
 from router.access import OPEN
-from router.exchange import Exchange
-from router.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet, Worker
+from router.forwarding.exchange import Exchange
+from router.forwarding.proxy import Entrance, too_large, too_slow
+from router.forwarding.visit import Visit
 from router.picker import ext_proc_pb2 as pb
 from router.picker import messages
 from router.picker.addresses import Addresses
 from router.picker.own_answers import OwnAnswers
-from router.proxy import Entrance, too_large, too_slow
 from router.settings import PickerSettings
 from router.upstream import AnswerHead, Origin, Receiver, UnreachableError, UpstreamTimeoutError
 from router.upstream.origin import Headers
-from router.visit import Visit
 
 log = structlog.get_logger()
 

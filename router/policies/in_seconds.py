@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.learning.rates import prefill_seconds
 from router.policies.records import Candidate, Request
-from router.rates import prefill_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 What is not known of a candidate is never taken for zero:
 
     cached tokens   without live events only prompts in flight count as cached, the rest is taken to be computed
-    eviction        a worker whose evictions cannot be seen is taken to evict (`router.eviction_pressure`)
+    eviction        a worker whose evictions cannot be seen is taken to evict (`router.learning.eviction_pressure`)
     queue, context  what this router has in flight there
     KV usage        that of the fullest candidate whose usage is known (`known_usage`)
-    rates           those of the slowest worker that is known (`router.rates`)
+    rates           those of the slowest worker that is known (`router.learning.rates`)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from random import Random
 
 from indexer import Target
-from router.rates import Rates
+from router.learning.rates import Rates
 
 
 @dataclass(slots=True)

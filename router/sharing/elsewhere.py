@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from indexer import Target
+from router.holdings.speculation import SpeculativeHoldings
 from router.sharing.messages import MAX_TOLD, TOLD_STRIDE, Kind, Message, RankLoad, SentPrompt
-from router.speculation import SpeculativeHoldings
 
 # Whatever others say, so many are remembered.
 MAX_ROUTERS = 1024

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import msgspec
 
-from router.speculation import CHUNK_TOKENS
+from router.holdings.speculation import CHUNK_TOKENS
 
 # A prompt of 30 000 tokens takes 1.9 kB then. What is shared below that is little to compute.
 TOLD_STRIDE = 8
@@ -31,7 +31,7 @@ class Kind(IntEnum):
 
 
 class RankLoad(msgspec.Struct, array_like=True, frozen=True):
-    """What a router has in flight on a DP rank: requests, tokens as in `router.load`, and seconds of prefill."""
+    """What a router has in flight on a DP rank: requests, tokens as in `load`, and seconds of prefill."""
 
     worker: str
     dp_rank: int

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.sharing.sharing import LoadSharing
 
 

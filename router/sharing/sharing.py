@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from indexer import Target
-from router.load import LoadTable
+from router.routing.load import LoadTable
 from router.sharing.elsewhere import Elsewhere
 from router.sharing.messages import Kind, Message, RankLoad, SentPrompt, decode, encode, told
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
-from router.deadline import Deadline
-from router.known_head import KnownHead
+from router.forwarding.deadline import Deadline
+from router.forwarding.known_head import KnownHead
 from router.upstream.origin import HOP_BY_HOP, Headers, end_to_end
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import asyncio
 import ssl
 from contextvars import Context
 
-from router.deadline import Deadline
-from router.known_head import KnownHead
+from router.forwarding.deadline import Deadline
+from router.forwarding.known_head import KnownHead
 from router.upstream.connection import (
     AnswerHead,
     Connection,

@@ -19,7 +19,7 @@ from kvrouter.simulation.measures import Measures, measured, percentile
 from kvrouter.simulation.profiles import LLAMA_70B
 from kvrouter.simulation.sides import OURS, OURS_AT_ONCE, SIDES
 from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
-from router.rates import prefill_seconds
+from router.learning.rates import prefill_seconds
 
 RATES = LLAMA_70B.rates
 

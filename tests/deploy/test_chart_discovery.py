@@ -18,8 +18,8 @@ pytest.importorskip("helm_python", reason="make test-helm installs it", exc_type
 from chart import Object, named, of_kind, pod_templates, profile, render
 
 from indexer import Indexer
-from router.fleet import Fleet, Worker
-from router.kubernetes import ClusterAccess, follow_kubernetes
+from router.fleet.fleet import Fleet, Worker
+from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.settings import FleetSettings, Role, load_settings
 
 pytestmark = pytest.mark.helm

@@ -17,7 +17,7 @@ from yarl import URL
 
 from kvrouter.serving import HttpServer, listen
 from router.app import running_router
-from router.config_reload import SettingsFile
+from router.fleet.config_reload import SettingsFile
 from router.settings import Settings
 
 QUICK = {"probe_interval": 0.2, "retry_interval": 0.1}

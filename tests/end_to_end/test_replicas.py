@@ -18,8 +18,8 @@ import yaml
 
 from benchmarks.replicas.redis_server import RedisServer, free_port
 from kvrouter.processes import KvrouterProcess
-from router.fleet import end_tasks
-from router.load import LoadTable, Reservation
+from router.fleet.fleet import end_tasks
+from router.routing.load import LoadTable, Reservation
 from router.sharing import Elsewhere, LoadSharing
 from router.sharing.redis import RedisCarrier
 

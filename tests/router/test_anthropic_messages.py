@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from indexer.errors import RequestError
-from router.anthropic_messages import anthropic_error_body, decode_messages
-from router.requests import ChatPrompt, RoutedRequest
+from router.apis.anthropic_messages import anthropic_error_body, decode_messages
+from router.apis.requests import ChatPrompt, RoutedRequest
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "weather", "description": "Says it", "input_schema": {"properties": {}}}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.asked_usage import HiddenUsage, asking_for_usage
+from router.apis.asked_usage import HiddenUsage, asking_for_usage
 
 CHAT = "/v1/chat/completions"
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3}}\n\n'

@@ -13,11 +13,11 @@ from structlog.testing import capture_logs
 
 from indexer import Indexer, Target
 from indexer.sequence import StreamState
-from router.audit import Basis, Errors, HitAudit, Prediction
-from router.history import RoutingHistory
+from router.apis.usage import Usage
+from router.holdings.audit import Basis, Errors, HitAudit, Prediction
+from router.holdings.history import RoutingHistory
+from router.holdings.speculation import prompt_hashes
 from router.settings import AuditSettings
-from router.speculation import prompt_hashes
-from router.usage import Usage
 
 TARGET = Target("http://w", 0, "m")
 SAMPLES = 4

@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from indexer.errors import RequestError
-from router.chat_template import ChatTemplate
-from router.requests import ChatPrompt
+from router.apis.requests import ChatPrompt
+from router.tokens.chat_template import ChatTemplate
 
 # Shows what the template sees, for templates that take a content as a string and for those that loop over its parts.
 SHOW = "{{ messages | tojson }}"

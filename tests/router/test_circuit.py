@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.circuit import Circuit, CircuitLimits, CircuitState
+from router.fleet.circuit import Circuit, CircuitLimits, CircuitState
 
 LIMITS = CircuitLimits(failures=3, backoff=1.0, longest_backoff=8.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jinja2 import Environment
 
-from router.content_format import loops_over_parts
+from router.tokens.content_format import loops_over_parts
 
 END = "{% endfor %}{% endfor %}"
 PARTS = [

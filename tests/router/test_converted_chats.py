@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import worker.simulated
-from router.local_tokenizer import LocalTokenizer
-from router.requests import ChatPrompt
+from router.apis.requests import ChatPrompt
+from router.tokens.local_tokenizer import LocalTokenizer
 
 MODEL = str(Path(worker.simulated.__file__).parent / "model")
 ANYWHERE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

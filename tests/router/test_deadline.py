@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from router import deadline
-from router.deadline import Deadline
+from router.forwarding import deadline
+from router.forwarding.deadline import Deadline
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from kvevents import EventSource
 from kvevents.curve import create_key_pair, load_public_key
-from router.discovery import DiscoveryError, Engine, ServedModel, WorkerDescription, describe_worker
+from router.fleet.discovery import DiscoveryError, Engine, ServedModel, WorkerDescription, describe_worker
 from router.settings import WorkerSettings
 
 pytestmark = pytest.mark.anyio

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.engine_metrics import NOTHING_KNOWN, EngineLoad, EngineMetrics, EngineView, read_engine_loads
+from router.fleet.engine_metrics import NOTHING_KNOWN, EngineLoad, EngineMetrics, EngineView, read_engine_loads
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import Target
-from router.eviction_pressure import HORIZON, RECENTLY, EvictionPressure
+from router.learning.eviction_pressure import HORIZON, RECENTLY, EvictionPressure
 
 CHUNK, STRIDE = 16, 16
 UNIT = CHUNK * STRIDE

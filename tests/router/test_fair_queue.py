@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.fair_queue import FairQueue, Waiting
+from router.admission.fair_queue import FairQueue, Waiting
 
 MOST, BYTES = 12, 100
 

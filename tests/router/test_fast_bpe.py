@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import worker.simulated
-from router.fast_bpe import CHARACTERS, FastPieces, UnfitError, trial_characters
-from router.segments import Cutter
+from router.tokens.fast_bpe import CHARACTERS, FastPieces, UnfitError, trial_characters
+from router.tokens.segments import Cutter
 
 BUNDLED = Path(worker.simulated.__file__).parent / "model" / "tokenizer.json"
 # The letters that stand for bytes; their ids are their places here.

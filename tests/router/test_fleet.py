@@ -15,8 +15,8 @@ from aiohttp import web
 
 from indexer import Indexer, MatchQuery, Target
 from kvevents import BlockStored, EventBatch
-from router.discovery import ServedModel
-from router.fleet import Fleet, Worker
+from router.fleet.discovery import ServedModel
+from router.fleet.fleet import Fleet, Worker
 from router.settings import FleetSettings, WorkerSettings
 from worker import ZmqEventPublisher
 

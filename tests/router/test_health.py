@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.circuit import CircuitLimits
-from router.health import FirstByte, Health, Outcome, OutlierLimits, StallLimits, expected_seconds, outlier, stalled
+from router.fleet.circuit import CircuitLimits
+from router.fleet.health import (
+    FirstByte,
+    Health,
+    Outcome,
+    OutlierLimits,
+    StallLimits,
+    expected_seconds,
+    outlier,
+    stalled,
+)
+from router.fleet.worker import Worker, WorkerState, choosable
 from router.settings import WorkerSettings
-from router.worker import Worker, WorkerState, choosable
 
 STALL = StallLimits(silence=1.0, factor=3.0)
 OUTLIER = OutlierLimits()

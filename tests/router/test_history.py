@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import Target
-from router.history import DEFAULT_CAPACITY, RoutingHistory
-from router.speculation import CHUNK_TOKENS, prompt_hashes
+from router.holdings.history import DEFAULT_CAPACITY, RoutingHistory
+from router.holdings.speculation import CHUNK_TOKENS, prompt_hashes
 
 A, B = Target("http://a", 0, "m"), Target("http://b", 0, "m")
 CHUNK = CHUNK_TOKENS

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import Target
+from router.holdings.speculation import CHUNK_TOKENS, prompt_hashes
 from router.live.hot_prefixes import HALF_LIFE, MAX_PREFIXES, HotPrefixes, lengths
 from router.policies import Candidate
-from router.speculation import CHUNK_TOKENS, prompt_hashes
 
 HERE, THERE = (Candidate(Target(f"http://{name}", 0, "m")) for name in ("here", "there"))
 

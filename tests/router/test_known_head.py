@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.known_head import KnownHead
+from router.forwarding.known_head import KnownHead
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %b\r\nX-Id: 1\r\n\r\n"
 KNOWN = KnownHead.of(HEAD % b"5" + b"12345", "said")

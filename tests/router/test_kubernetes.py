@@ -17,8 +17,8 @@ from aiohttp import web
 
 from indexer import Indexer
 from router.errors import KubernetesError
-from router.fleet import Fleet, Worker
-from router.kubernetes import Address, ClusterAccess, follow_kubernetes, pod_addresses, service_addresses
+from router.fleet.fleet import Fleet, Worker
+from router.fleet.kubernetes import Address, ClusterAccess, follow_kubernetes, pod_addresses, service_addresses
 from router.settings import FleetSettings, KubernetesSettings, Role
 
 pytestmark = pytest.mark.anyio
@@ -146,7 +146,7 @@ async def api() -> AsyncIterator[ApiServer]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.kubernetes._FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr("router.fleet.kubernetes._FIRST_BACKOFF", 0.01)
 
 
 async def test_pods_are_listed_and_then_watched(api: ApiServer) -> None:
@@ -353,7 +353,7 @@ def test_outside_of_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_inside_of_one_the_service_account_tells_who_asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
-    monkeypatch.setattr("router.kubernetes._ACCOUNT", tmp_path)
+    monkeypatch.setattr("router.fleet.kubernetes._ACCOUNT", tmp_path)
     with pytest.raises(KubernetesError, match="no service account"):
         ClusterAccess.in_cluster("")
     (tmp_path / "namespace").write_text("inference\n")

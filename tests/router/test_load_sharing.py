@@ -16,13 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from indexer import Target
 from indexer.errors import RequestError
 from router.access import AccessControl
-from router.load import LoadTable, Reservation
-from router.response_owners import ResponseOwners
+from router.apis.response_owners import ResponseOwners
+from router.holdings.speculation import CHUNK_TOKENS
+from router.routing.load import LoadTable, Reservation
 from router.settings import TenantSettings, TenantsSettings
 from router.sharing import Elsewhere, LoadSharing
 from router.sharing.datagrams import DatagramCarrier
 from router.sharing.messages import TOLD_TOKENS, Kind, Message, RankLoad, decode, encode
-from router.speculation import CHUNK_TOKENS
 
 EXPIRY = 3.0
 LINGER = 1.0

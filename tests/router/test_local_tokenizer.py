@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import worker.simulated
 from indexer.errors import RequestError
+from router.apis.requests import ChatPrompt
 from router.errors import TokenizerUnavailableError
-from router.local_tokenizer import LocalTokenizer
-from router.requests import ChatPrompt
+from router.tokens.local_tokenizer import LocalTokenizer
 
 BUNDLED = Path(worker.simulated.__file__).parent / "model"
 USER = {"role": "user", "content": "What holds the cache?"}

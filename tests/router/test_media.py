@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 import worker.simulated
+from router.apis.requests import ChatPrompt, Truncation
 from router.errors import TokenizerUnavailableError
-from router.local_tokenizer import LocalTokenizer
-from router.requests import ChatPrompt, Truncation
-from router.tokens import Tokenized, Tokenizers
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.tokenizers import Tokenized, Tokenizers
 
 MODEL = str(Path(worker.simulated.__file__).parent / "model")
 # Loops over parts, as templates of models with vision do.

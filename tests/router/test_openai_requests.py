@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import RequestError, error_body
-from router.endpoints import Decode
-from router.openai_requests import decode_chat, decode_completion, decode_match
-from router.requests import ChatPrompt, MatchRequest, RoutedRequest, TextPrompts, TokenPrompts, Truncation
+from router.apis.endpoints import Decode
+from router.apis.openai_requests import decode_chat, decode_completion, decode_match
+from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest, TextPrompts, TokenPrompts, Truncation
 
 # The machine may be busy: how long an example takes says nothing here.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.output_length import OutputLengths
+from router.learning.output_length import OutputLengths
 
 
 def test_the_mean_of_a_model_is_learned() -> None:

@@ -16,10 +16,10 @@ from aiohttp.test_utils import TestServer
 
 import worker.simulated
 from indexer.errors import RequestError
+from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError
-from router.local_tokenizer import LocalTokenizer
-from router.remote_tokenizer import RemoteTokenizer
-from router.requests import ChatPrompt, TextPrompts
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.remote_tokenizer import RemoteTokenizer
 
 USER = {"role": "user", "content": "What holds the cache?"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.response_owners import SEARCHED_BYTES, ResponseOwners
+from router.apis.response_owners import SEARCHED_BYTES, ResponseOwners
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from indexer.errors import RequestError
-from router.requests import ChatPrompt, RoutedRequest
-from router.responses import decode_responses
+from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.responses import decode_responses
 
 USER = {"role": "user", "content": "weather?"}
 CALL = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Oslo"}'}

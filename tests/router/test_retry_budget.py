@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.retry_budget import WINDOW, RetryBudget
+from router.fleet.retry_budget import WINDOW, RetryBudget
 
 
 class Clock:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from indexer.errors import RequestError
-from router.endpoints import BY_LOAD, Call, call_error_body, error_event, read_call
-from router.requests import RoutedRequest, TextPrompts, TokenPrompts
+from router.apis.endpoints import BY_LOAD, Call, call_error_body, error_event, read_call
+from router.apis.requests import RoutedRequest, TextPrompts, TokenPrompts
 
 FORM = b"\r\n".join(
     [

@@ -5,11 +5,11 @@ from __future__ import annotations
 from random import Random
 
 from indexer import Target
+from router.apis.usage import Usage
 from router.live.seen_requests import KEPT, PER_SECOND, SeenRequests
 from router.live.series import percentile
 from router.policies import Candidate, Decision, Request, policy_named
 from router.settings import PolicySettings
-from router.usage import Usage
 
 
 def decided() -> Decision:

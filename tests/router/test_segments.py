@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from router.errors import TooLongForNowError
-from router.local_tokenizer import LocalTokenizer
-from router.segment_cache import SegmentCache
-from router.segments import Cutter, Encode, Ends, SegmentedEncoder, ends_of
-from router.tokenizer_check import AWKWARD, difference, trial_texts
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.segment_cache import SegmentCache
+from router.tokens.segments import Cutter, Encode, Ends, SegmentedEncoder, ends_of
+from router.tokens.tokenizer_check import AWKWARD, difference, trial_texts
 
 CORPUS = [*AWKWARD, "the worker holds the cache of the prefix", "What holds the cache? The worker does."] * 3
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

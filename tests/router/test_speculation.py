@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
-from router.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
+from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 
 LINGER = 2.0
 HERE, THERE = Target("here", 0, "m"), Target("there", 0, "m")

@@ -8,13 +8,13 @@ from typing import cast
 import pytest
 
 from indexer import Target
-from router.choice import Option
-from router.discovery import Engine, ServedModel, WorkerDescription
-from router.fleet import Fleet
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker
 from router.policies import Candidate, policy_named
+from router.routing.choice import Option
+from router.routing.standing import Standing
 from router.settings import PolicyName, PolicySettings, WorkerSettings
-from router.standing import Standing
-from router.worker import Worker
 
 
 @dataclass

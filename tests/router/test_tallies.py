@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from router.tallies import Spread, Tally
+from router.telemetry.tallies import Spread, Tally
 
 BOUNDS = (0.0005, 0.25, 1.0, 2.5)
 LABELS = ["model", "status"]

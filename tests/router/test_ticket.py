@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from indexer.errors import RequestError
-from router.ticket import Ticket, read_ticket
+from router.admission.ticket import Ticket, read_ticket
 
 NOW = 1000.0
 

@@ -12,13 +12,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 import worker.simulated
-from router.discovery import ServedModel
-from router.fleet import Worker
-from router.local_tokenizer import LocalTokenizer
-from router.requests import TextPrompts
+from router.apis.requests import TextPrompts
+from router.fleet.discovery import ServedModel
+from router.fleet.fleet import Worker
 from router.settings import ModelSettings, TokenizerSettings, WorkerSettings
-from router.tokenizer_source import TokenizerSource, configured_tokenizers
-from router.tokens import Tokenizers, TokenizerUnavailableError
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.tokenizer_source import TokenizerSource, configured_tokenizers
+from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
 pytestmark = pytest.mark.anyio
 

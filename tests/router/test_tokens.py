@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry
 
 import worker.simulated
 from indexer.errors import RequestError
-from router.local_tokenizer import LocalTokenizer
-from router.remote_tokenizer import RemoteTokenizer
-from router.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
-from router.tokenizer_metrics import TokenizerCollector
-from router.tokens import INLINE_BYTES, INLINE_CHARACTERS, MAX_WAITING, Tokenizers, TokenizerUnavailableError
+from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.remote_tokenizer import RemoteTokenizer
+from router.tokens.tokenizer_metrics import TokenizerCollector
+from router.tokens.tokenizers import INLINE_BYTES, INLINE_CHARACTERS, MAX_WAITING, Tokenizers, TokenizerUnavailableError
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.usage import Usage, UsageTail
+from router.apis.usage import Usage, UsageTail
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 64}}
 READ = Usage(100, 7, 64)

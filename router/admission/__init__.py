@@ -1,0 +1,1 @@
+"""Who waits in the router, and who goes on first."""

@@ -1,0 +1,310 @@
+"""Which requests wait in the router, and when they go on.
+
+A request waits for one of two reasons:
+
+    saturated     every target that could take it is at its limits (`limits`)
+    late binding  its choice is busy with the prompts of others, and it better chooses again (`late_binding`)
+
+Both wait in one queue (`fair_queue`). Whenever a prefill or a request ends, a worker changes, or an engine tells
+its load, the first of the queue choose again; nothing is polled. Something in flight is what they wait for, so there is
+always a next time. A saturated one that finds no room lets nobody behind it have the next: a large prompt is not
+overtaken for ever.
+
+Who has waited for `timeout` seconds is sent to its choice, however busy, or refused where all are at their limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from indexer.errors import RequestError
+from router.admission.fair_queue import FairQueue, Waiting
+from router.admission.late_binding import held_order
+from router.admission.limits import Limits
+from router.admission.ticket import Ticket, deadline_error
+from router.fleet.fleet import Worker
+from router.routing.placement import Placement
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
+from router.settings import AdmissionSettings
+
+# Waiting requests that choose again at one time, at most: each choice costs a walk through the index.
+_TRIES = 16
+_RATE_SECONDS = 30.0
+_LONGEST_RETRY = 60
+
+
+class Held(StrEnum):
+    """Why a request waits."""
+
+    SATURATED = "saturated"
+    LATE_BINDING = "late_binding"
+
+
+@dataclass(slots=True, eq=False)
+class _Request(Waiting):
+    """A waiting request, and whoever waits for it."""
+
+    prompt: RoutedPrompt = field(kw_only=True)
+    tried: Collection[Worker] = field(kw_only=True)
+    ticket: Ticket = field(kw_only=True)
+    held: Held = field(kw_only=True)
+    placed: asyncio.Future[Placement] = field(kw_only=True)
+    since: float = field(kw_only=True)
+    until_deadline: bool = False
+
+
+class Admission:
+    """Places requests at once, or lets them wait. Used by one event loop.
+
+    `late_binding`: whether the router's policy is one that requests are held for; the settings can still say no.
+    `waited` is told how long a request waited and why it had to; `refused` why one was turned away.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        settings: AdmissionSettings,
+        late_binding: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = Limits(settings.requests, settings.tokens)
+        self.queue: FairQueue[_Request] = FairQueue(settings.queue, settings.queue_bytes)
+        self.waited: list[Callable[[Held, float], None]] = []
+        self.refused: list[Callable[[str], None]] = []
+        self._router = router
+        self._late_binding = settings.late_binding and late_binding
+        self._timeout = settings.timeout
+        self._clock = clock
+        self._full: set[str | None] = set()  # names whose first has found no room
+        self._rate = _DrainRate(clock)
+        self._planned: asyncio.Handle | None = None
+
+    def place(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Placement | None:
+        """A place now; None when the request must `wait` for one.
+
+        Raises RequestError: 503 when no worker is left, 504 when its deadline has passed.
+        """
+        self._in_time(ticket)
+        if prompt.name in self._full:
+            first = self.queue.best_priority(prompt.name)
+            if first is not None and first <= ticket.priority:
+                return None
+        placed = self._try(prompt, tried)
+        if isinstance(placed, Held):
+            return None
+        self.queue.served(ticket.tenant, ticket.tokens)
+        return placed
+
+    async def wait(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Placement:
+        """The place that a request gets in its turn. Cancelling gives it up.
+
+        Raises RequestError: 429 when the queue is full or the wait too long, 503 when no worker is left, 504 when its
+        deadline has passed.
+        """
+        room = self._router.has_room(prompt, tried, self.limits, late_binding=False)
+        now, loop = self._clock(), asyncio.get_running_loop()
+        order = held_order(ticket.arrived or now, self._router.prefill_seconds(prompt))
+        request = _Request(
+            ticket.priority,
+            ticket.tenant,
+            prompt.name,
+            order,
+            max(ticket.tokens, 1),
+            ticket.size,
+            prompt=prompt,
+            tried=tuple(tried),
+            ticket=ticket,
+            held=Held.LATE_BINDING if room else Held.SATURATED,
+            placed=loop.create_future(),
+            since=now,
+        )
+        if not self._make_room(request):
+            if placement := self._force(request):
+                return placement
+            raise self._too_many("queue_full", ticket.priority)
+        self.queue.add(request)
+        until = now + self._timeout
+        if ticket.place_by is not None and ticket.place_by < until:
+            until, request.until_deadline = ticket.place_by, True
+        timer = loop.call_later(max(until - now, 0.0), self._time_over, request)
+        # What it waits for may have happened between `place` and now.
+        self.wake()
+        try:
+            return await request.placed
+        except asyncio.CancelledError:
+            if request.placed.done() and not request.placed.cancelled() and not request.placed.exception():
+                request.placed.result().release()
+            elif request.queued and request.until_deadline and self._clock() >= until:
+                self._tell_refused("deadline")  # whoever waits for the place looks at the clock too
+            raise
+        finally:
+            timer.cancel()
+            if request.queued:  # its client left
+                self.queue.remove(request)
+                self.wake()
+
+    def would_hold(self, prompt: RoutedPrompt, tried: Collection[Worker] = ()) -> Held | None:
+        """Why a request would have to wait now; None when it would not. Raises RequestError (503)."""
+        choice = self._router.choose(prompt, tried, self.limits)
+        if choice is None:
+            return Held.SATURATED
+        return Held.LATE_BINDING if self._late_binding and self._router.busy(choice) else None
+
+    def saturated(self, worker: Worker, dp_rank: int) -> bool:
+        """Whether a rank is at its limits."""
+        return not self._router.room(worker, dp_rank, self.limits, 1)
+
+    def freed(self, ended: bool) -> None:
+        """A prefill ended, or a whole request."""
+        if ended:
+            self._rate.count()
+        if len(self.queue):
+            self.wake()
+
+    def wake(self) -> None:
+        """Something changed: let those that wait choose again, soon and once for all that changes meanwhile."""
+        if self._planned is None and len(self.queue):
+            self._planned = asyncio.get_running_loop().call_soon(self._choose_again)
+
+    def waiting_for(self) -> Counter[Held]:
+        """How many requests wait for which reason."""
+        return Counter(request.held for request in self.queue.in_order())
+
+    def _choose_again(self) -> None:
+        self._planned = None
+        self._full = set()
+        tries = 0
+        for request in self.queue.in_order(without=self._full):
+            if not self._router.has_room(request.prompt, request.tried, self.limits, self._late_binding):
+                if not request.tried:
+                    self._full.add(request.name)
+                continue
+            if tries == _TRIES:
+                break
+            tries += 1
+            try:
+                placed = self._try(request.prompt, request.tried)
+            except RequestError as error:
+                self._fail(request, error)
+                continue
+            if isinstance(placed, Held):
+                request.held = placed
+                if placed is Held.SATURATED and not request.tried and not request.prompt.previous_response:
+                    self._full.add(request.name)
+                continue
+            self._give(request, placed)
+
+    def _try(self, prompt: RoutedPrompt, tried: Collection[Worker]) -> Placement | Held:
+        choice = self._router.choose(prompt, tried, self.limits)
+        if choice is None:
+            return Held.SATURATED
+        if self._late_binding and self._router.busy(choice):
+            return Held.LATE_BINDING
+        return self._router.reserve(prompt, choice)
+
+    def _force(self, request: _Request) -> Placement | None:
+        """Its choice, however busy; None when all are at their limits."""
+        choice = self._router.choose(request.prompt, request.tried, self.limits)
+        return self._router.reserve(request.prompt, choice) if choice else None
+
+    def _give(self, request: _Request, placement: Placement) -> None:
+        self.queue.served(request.tenant, request.tokens)
+        self.queue.remove(request)
+        for told in self.waited:
+            told(request.held, self._clock() - request.since)
+        if request.placed.done():  # its client has left in this moment
+            placement.release()
+        else:
+            request.placed.set_result(placement)
+
+    def _fail(self, request: _Request, error: RequestError) -> None:
+        self.queue.remove(request)
+        if not request.placed.done():
+            request.placed.set_exception(error)
+
+    def _time_over(self, request: _Request) -> None:
+        """A request has waited too long, or its deadline has come."""
+        if not request.queued:
+            return
+        try:
+            if request.until_deadline:
+                self._tell_refused("deadline")
+                raise deadline_error()
+            placement = self._force(request)
+            if placement is None:
+                raise self._too_many("queue_timeout", request.priority)
+        except RequestError as error:
+            self._fail(request, error)
+        else:
+            self._give(request, placement)
+        self.wake()
+
+    def _in_time(self, ticket: Ticket) -> None:
+        if ticket.place_by is not None and self._clock() >= ticket.place_by:
+            self._tell_refused("deadline")
+            raise deadline_error()
+
+    def _make_room(self, request: _Request) -> bool:
+        """Whether there is room in the queue, others of a lower priority giving way if need be."""
+        if not self.queue.can_fit(request.size, request.priority):
+            return False
+        while not self.queue.fits(request.size):
+            last = self.queue.last()
+            if last is None or last.priority <= request.priority:
+                return False
+            try:
+                placement = self._force(last)
+            except RequestError as error:
+                self._fail(last, error)
+                continue
+            if placement is None:
+                self._fail(last, self._too_many("queue_full", last.priority))
+            else:
+                self._give(last, placement)
+        return True
+
+    def _too_many(self, code: str, priority: int) -> RequestError:
+        self._tell_refused(code)
+        seconds = self._rate.seconds_for(self.queue.ahead_of(priority) + 1, otherwise=self._timeout)
+        return RequestError(
+            f"All workers are busy, and {len(self.queue)} requests wait. Try again in {seconds} s.",
+            status=429,
+            type="rate_limit_error",
+            code=code,
+            retry_after=seconds,
+        )
+
+    def _tell_refused(self, reason: str) -> None:
+        for told in self.refused:
+            told(reason)
+
+
+class _DrainRate:
+    """How fast places come free: over the last `_RATE_SECONDS`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds: deque[list[int]] = deque(maxlen=int(_RATE_SECONDS))
+
+    def count(self) -> None:
+        """One came free."""
+        now = int(self._clock())
+        if self._seconds and self._seconds[-1][0] == now:
+            self._seconds[-1][1] += 1
+        else:
+            self._seconds.append([now, 1])
+
+    def seconds_for(self, places: int, otherwise: float) -> int:
+        """Whole seconds until so many come free at this rate, at least 1; `otherwise` where none ever did."""
+        now = self._clock()
+        recent = [(second, freed) for second, freed in self._seconds if second > now - _RATE_SECONDS]
+        freed = sum(freed for _, freed in recent)
+        seconds = places * max(now - recent[0][0], 1.0) / freed if freed else otherwise
+        return min(max(math.ceil(seconds), 1), _LONGEST_RETRY)

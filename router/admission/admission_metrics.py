@@ -1,0 +1,57 @@
+"""The figures of the queue for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.admission.admission import Admission, Held
+
+_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# Priorities are any integers, and labels must be few.
+_CLASSES = ("high", "normal", "low")
+
+
+def priority_class(priority: int) -> str:
+    """Lower is sooner: `high` below 0, `low` above."""
+    return _CLASSES[1 + (priority > 0) - (priority < 0)]
+
+
+class AdmissionMetrics(Collector):
+    """How many requests wait, how long they did, and how many were refused."""
+
+    def __init__(self, admission: Admission, registry: CollectorRegistry) -> None:
+        self._admission = admission
+        self._waits = Histogram(
+            "kvrouter_admission_wait_seconds",
+            "How long requests were held before they were sent",
+            ["reason"],
+            registry=registry,
+            buckets=_BUCKETS,
+        )
+        self._refusals = Counter(
+            "kvrouter_admission_refused", "Requests refused instead of sent", ["reason"], registry=registry
+        )
+        admission.waited.append(self._waited)
+        admission.refused.append(self._refused)
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        lengths = dict.fromkeys(_CLASSES, 0)
+        for priority, waiting in self._admission.queue.lengths().items():
+            lengths[priority_class(priority)] += waiting
+        length = GaugeMetricFamily("kvrouter_admission_queue_length", "Requests that wait", labels=["priority"])
+        for known, waiting in lengths.items():
+            length.add_metric([known], waiting)
+        size = GaugeMetricFamily("kvrouter_admission_queue_bytes", "The bodies of the requests that wait")
+        size.add_metric([], self._admission.queue.size)
+        yield from (length, size)
+
+    def _waited(self, held: Held, seconds: float) -> None:
+        self._waits.labels(held.value).observe(seconds)
+
+    def _refused(self, reason: str) -> None:
+        self._refusals.labels(reason).inc()

@@ -1,0 +1,25 @@
+"""Late binding: when the best worker is busy with prefills, a request waits in the router and chooses again later.
+
+A request that is bound too early waits behind a long prefill although another worker becomes free. So one whose choice
+has a prefill waiting, and more to compute than an engine step takes, is held (`admission`). At every first byte
+and every end the held ones choose again, those with little to compute first, and older ones before younger:
+
+    order = arrival + 2 · P      P: seconds that the prefill would take
+
+Waiting counts as much as being short, so nobody starves. At low load nothing is ever held.
+"""
+
+from __future__ import annotations
+
+# One engine step's budget of prompt tokens.
+STEP_TOKENS = 8192
+
+
+def must_wait(pending: float, step_tokens: int = STEP_TOKENS) -> bool:
+    """Whether a request is held rather than sent to its choice, which has so many tokens to compute for others."""
+    return pending > step_tokens
+
+
+def held_order(arrival: float, prefill_seconds: float) -> float:
+    """Held requests choose in this order, the lowest first. `arrival` in seconds of any clock."""
+    return arrival + 2 * prefill_seconds

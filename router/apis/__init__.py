@@ -1,0 +1,1 @@
+"""The APIs that clients speak: how their bodies are read, and what is read off the answers."""

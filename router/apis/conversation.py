@@ -1,0 +1,185 @@
+"""Messages as vLLM hands them to a chat template.
+
+Parts joined to one text or wrapped, by what the template expects; arguments of tool calls as objects; keys in vLLM's
+order, since templates print them as JSON; a `developer` that the template does not know as `system`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from router.apis.media import MODALITIES, media_type, stand_in
+
+Message = dict[str, Any]
+
+
+def prepare_messages(
+    messages: list[Message], *, wraps_parts: bool, knows_developer: bool, media_as_text: bool = False
+) -> list[Message]:
+    """New messages for the template; the given ones stay as they are.
+
+    `wraps_parts`: every content is a list of parts, `{"type": "text", "text": …}` or `{"type": "image"}`. Otherwise it
+    is one string, a line for each text part. `knows_developer`: the template has a form of its own for that role.
+    `media_as_text`: a text stands for each media item, where vLLM puts its placeholder.
+    """
+    prepared = [_message(message, wraps_parts, media_as_text) for message in messages]
+    if not knows_developer and any(message["role"] == "developer" for message in prepared):
+        return _developers_as_one_system(prepared)
+    return prepared
+
+
+def prepare_tools(tools: list[Any] | None) -> list[Any] | None:
+    """New tools for the template, with the keys vLLM passes on; None stays None."""
+    return None if tools is None else [_tool(tool) for tool in tools]
+
+
+def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Message:
+    role, content = message["role"], message.get("content")
+    parts = [content] if isinstance(content, str) else content or []
+    if role == "system":
+        parts = _without_billing_header(parts)
+    # Media have a place in a template that wraps parts. In others vLLM puts the model's own placeholders first.
+    if media_as_text:
+        parts = [_media_as_text(part) for part in parts]
+        if not wraps_parts:
+            parts = sorted(parts, key=lambda part: not _stands_in(part))
+    wrapped = [part for part in map(_wrapped_part, parts) if part is not None]
+    result: Message = {"role": role, "content": wrapped if wraps_parts else _joined(wrapped)}
+    if role == "assistant":
+        calls = message.get("tool_calls")
+        if calls and isinstance(calls, list):
+            result["tool_calls"] = [_tool_call(call) for call in calls]
+        reasoning = message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
+        if reasoning is not None:
+            result["reasoning"] = result["reasoning_content"] = reasoning
+    elif role == "tool":
+        if "tool_call_id" in message:
+            result["tool_call_id"] = message["tool_call_id"]
+        if all(part["type"] == "text" for part in wrapped):
+            result["content"] = _joined(wrapped)
+    for key in ("name", "task"):
+        if isinstance(message.get(key), str):
+            result[key] = message[key]
+    if role == "developer":
+        tools = message.get("tools")
+        result["tools"] = [_developer_tool(tool) for tool in tools] if isinstance(tools, list) else None
+    return result
+
+
+_BILLING_HEADER = "x-anthropic-billing-header"
+
+
+def _without_billing_header(parts: Iterable[Any]) -> Iterator[Any]:
+    """Without the first line that Claude Code sends in system prompts: new in each request, so vLLM drops it."""
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if not isinstance(text, str) or not text.startswith(_BILLING_HEADER):
+            yield part
+        elif rest := text.partition("\n")[2]:
+            yield {**part, "text": rest} if isinstance(part, dict) else rest
+
+
+# The types of text parts, and where each has its text.
+_TEXT_OF = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+# Keys of a part that vLLM reads itself. Templates see the others, such as a cache_control.
+_OWN_KEYS = {"type", "text", "refusal", "thinking", "closed", "file", "data", "uuid", "name"} | (
+    MODALITIES.keys() - {"input_image"}
+)
+
+
+def _wrapped_part(part: str | dict[str, Any]) -> dict[str, Any] | None:
+    """A part as templates that loop over them expect it; None for one vLLM would refuse or skip."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") or media_type(part)
+    if not isinstance(kind, str):
+        return None
+    if kind == "tool_reference":
+        return {"type": "tool_reference", "name": part.get("name")}
+    others = {key: value for key, value in part.items() if key not in _OWN_KEYS}
+    if kind in _TEXT_OF:
+        text = part.get(_TEXT_OF[kind])
+        return {"type": "text", "text": text, **others} if isinstance(text, str) else None
+    return {"type": MODALITIES[kind], **others} if kind in MODALITIES else None
+
+
+def _media_as_text(part: Any) -> Any:
+    kind = media_type(part) if isinstance(part, dict) else None
+    return stand_in(part, kind) if kind else part
+
+
+def _stands_in(part: Any) -> bool:
+    return isinstance(part, str) and part.startswith("\0")
+
+
+def _joined(wrapped: list[dict[str, Any]]) -> str:
+    texts = (part.get("text", part.get("name")) for part in wrapped)
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _tool_call(call: Any) -> Any:
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        return call
+    function = call["function"] | {"arguments": _arguments(call["function"].get("arguments"))}
+    return _ordered(call | {"function": _ordered(function, ("arguments", "name"))}, ("id", "function", "type"))
+
+
+def _arguments(arguments: Any) -> dict[str, Any]:
+    """A tool call's arguments as templates expect them: the object. Empty when they hold none."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _tool(tool: Any) -> Any:
+    """A tool with the keys vLLM knows, in its order; what is left out is null, but for `strict` and `defer_loading`."""
+    if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
+        return tool
+    deferred = tool.get("defer_loading")
+    function = {key: tool["function"].get(key) for key in ("name", "description", "parameters")}
+    optional = {"strict": tool["function"].get("strict"), "defer_loading": tool["function"].get("defer_loading")}
+    if optional["defer_loading"] is None:
+        optional["defer_loading"] = deferred
+    function |= {key: value for key, value in optional.items() if value is not None}
+    result = {"type": tool.get("type", "function"), "function": function}
+    return result if deferred is None else result | {"defer_loading": deferred}
+
+
+def _developer_tool(tool: Any) -> Any:
+    """A tool of a developer message: only put in order."""
+    if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
+        return tool
+    function = _ordered(tool["function"], ("name", "description", "parameters", "strict"))
+    return _ordered(tool | {"function": function}, ("function", "type"))
+
+
+def _ordered(mapping: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
+    return {key: mapping[key] for key in first if key in mapping} | mapping
+
+
+def _developers_as_one_system(conversation: list[Message]) -> list[Message]:
+    """Developer messages as system ones; all of those as one at the start, unless they are that already."""
+    roles = ["system" if message["role"] == "developer" else message["role"] for message in conversation]
+    if roles.index("system") == 0 and roles.count("system") == 1:
+        first = {key: value for key, value in conversation[0].items() if key != "tools"}
+        return [first | {"role": "system"}, *conversation[1:]]
+    contents = [
+        _joined(content) if isinstance(content := message["content"], list) else content
+        for message, role in zip(conversation, roles, strict=True)
+        if role == "system"
+    ]
+    system = {"role": "system", "content": "\n\n".join(content for content in contents if content)}
+    return [system, *(message for message, role in zip(conversation, roles, strict=True) if role != "system")]

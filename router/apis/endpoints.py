@@ -1,0 +1,120 @@
+"""What clients may send where: for each path, how its body is read, and how its errors are told.
+
+A path that is not known here is passed through: it goes to the least loaded worker that serves the model it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from indexer.errors import RequestError, error_body
+from router.apis.anthropic_messages import anthropic_error_body, decode_messages
+from router.apis.fields import lenient, optional_string, read_body
+from router.apis.generate import decode_generate
+from router.apis.multipart import form_field
+from router.apis.openai_requests import decode_chat, decode_completion
+from router.apis.requests import RoutedRequest
+from router.apis.responses import decode_responses
+from router.apis.sessions import Headers, SessionFields, session_of
+
+Decode = Callable[[bytes, Headers], RoutedRequest]
+
+RESPONSES = "/v1/responses"
+_ANTHROPIC = "/v1/messages"
+
+
+class _NamedFields(SessionFields):
+    model: Any = None
+    stream: Any = None
+    priority: Any = None
+
+
+def decode_named(body: bytes, headers: Headers = ()) -> RoutedRequest:
+    """What routing by load needs of a JSON body: the model. Raises RequestError (400) when that is no name."""
+    fields = read_body(body, _NamedFields)
+    return RoutedRequest(
+        optional_string(fields.model, "model"),
+        stream=lenient(fields.stream, bool, False),
+        priority=lenient(fields.priority, int, 0),
+        session=session_of(headers, fields),
+    )
+
+
+# The endpoints whose prompt decides.
+PROMPTED: dict[str, Decode] = {
+    "/v1/chat/completions": decode_chat,
+    "/v1/completions": decode_completion,
+    RESPONSES: decode_responses,
+    _ANTHROPIC: decode_messages,
+    "/generate": decode_generate,
+    "/inference/v1/generate": decode_generate,
+}
+# Those of JSON bodies that have no prefix worth going to.
+BY_LOAD = (
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/v2/rerank",
+    "/v1/score",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/audio/speech",
+)
+_DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_named)
+_NAMES = _DECODERS | dict.fromkeys(("/v1/chat/completions", "/v1/completions", _ANTHROPIC), decode_named)
+
+
+class Call(NamedTuple):
+    """A request as it came, but for where it came from."""
+
+    method: str
+    path: str
+    headers: Headers
+    body: bytes
+
+
+def read_call(call: Call, with_prompt: bool = True) -> RoutedRequest:
+    """What routing needs of a call. Raises RequestError (400) naming the field at fault.
+
+    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it.
+    """
+    if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
+        return decode(call.body, call.headers)
+    session = session_of(call.headers, SessionFields())
+    content_type = next((value for name, value in call.headers if name == b"content-type"), b"").decode("latin-1")
+    if content_type.startswith("multipart/form-data"):
+        return RoutedRequest(form_field(content_type, call.body, "model"), session=session)
+    try:
+        name = msgspec.json.decode(call.body, type=_NamedFields).model
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        name = None  # it may carry anything
+    return RoutedRequest(
+        name if isinstance(name, str) else None, session=session, previous_response=_named_response(call.path)
+    )
+
+
+def call_error_body(path: str, error: RequestError) -> bytes:
+    """An error as the clients of this path expect it."""
+    return anthropic_error_body(error) if _is_anthropic(path) else error_body(error)
+
+
+def error_event(path: str, error: RequestError) -> bytes:
+    """The same in a stream of events."""
+    return (b"event: error\n" if _is_anthropic(path) else b"") + b"data: " + call_error_body(path, error) + b"\n\n"
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
+
+
+def _named_response(path: str) -> str | None:
+    """The response that a path is about: `/v1/responses/{id}`, and what can be done with it."""
+    prefix, _, rest = path.partition(RESPONSES + "/")
+    return rest.partition("/")[0] or None if not prefix else None

@@ -1,0 +1,78 @@
+"""Reading `/generate` (SGLang's own API, and vLLM's old one) and `/inference/v1/generate` (vLLM's, tokens in)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from indexer.errors import RequestError
+from router.apis.fields import kind_of, kinds_of, lenient, optional_string, read_body, token_ids
+from router.apis.requests import Prompt, RoutedRequest, TextPrompts, TokenPrompts
+from router.apis.sessions import Headers, SessionFields, session_of
+
+_TEXTS = ("text", "prompt")
+_TOKENS = ("input_ids", "token_ids")
+# Prompts that have no tokens, or not those alone.
+_OTHERS = ("input_embeds", "image_data", "audio_data", "video_data", "features")
+
+
+class _GenerateFields(SessionFields):
+    model: Any = None
+    lora_path: Any = None
+    text: Any = None
+    prompt: Any = None
+    input_ids: Any = None
+    token_ids: Any = None
+    input_embeds: Any = None
+    image_data: Any = None
+    audio_data: Any = None
+    video_data: Any = None
+    features: Any = None
+    sampling_params: Any = None
+    max_tokens: Any = None
+    n: Any = None
+    cache_salt: Any = None
+    stream: Any = None
+    priority: Any = None
+
+
+def decode_generate(body: bytes, headers: Headers = ()) -> RoutedRequest:
+    """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
+    fields = read_body(body, _GenerateFields)
+    sampling = fields.sampling_params if isinstance(fields.sampling_params, dict) else {}
+    max_tokens = sampling.get("max_new_tokens", sampling.get("max_tokens", fields.max_tokens))
+    adapter = fields.lora_path if isinstance(fields.lora_path, str) else None
+    return RoutedRequest(
+        model=adapter or optional_string(fields.model, "model"),
+        prompt=_prompt(fields),
+        stream=lenient(fields.stream, bool, False),
+        cache_salt=optional_string(fields.cache_salt, "cache_salt"),
+        max_tokens=lenient(max_tokens, int, None),
+        n=lenient(sampling.get("n", fields.n), int, 1),
+        priority=lenient(fields.priority, int, 0),
+        session=session_of(headers, fields),
+        converted=True,
+    )
+
+
+def _prompt(fields: _GenerateFields) -> Prompt | None:
+    if any(getattr(fields, name) for name in _OTHERS):
+        return None
+    for name in (*_TEXTS, *_TOKENS):
+        value = getattr(fields, name)
+        if value is not None:
+            return _texts(value, name) if name in _TEXTS else _tokens(value, name)
+    raise RequestError("Found no prompt. Send text, or input_ids.", param="text")
+
+
+def _texts(value: Any, param: str) -> TextPrompts:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or set(map(type, texts)) != {str}:
+        found = f"a list of {kinds_of(texts)}" if isinstance(texts, list) and texts else kind_of(value)
+        raise RequestError(f"{param} is {found}. Send a string or a list of strings.", param=param)
+    return TextPrompts(texts)
+
+
+def _tokens(value: Any, param: str) -> TokenPrompts:
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return TokenPrompts([token_ids(ids, f"{param}[{index}]") for index, ids in enumerate(value)], param=param)
+    return TokenPrompts([token_ids(value, param)], param=param)

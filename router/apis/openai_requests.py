@@ -1,0 +1,190 @@
+"""Reading `/v1/chat/completions`, `/v1/completions`, and `/match`, which takes the prompts of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from indexer.errors import RequestError
+from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
+from router.apis.requests import ChatPrompt, MatchRequest, Prompt, RoutedRequest, TextPrompts, TokenPrompts, Truncation
+from router.apis.sessions import Headers, SessionFields, session_of
+
+# OpenAI's default for /v1/completions. A chat has none.
+COMPLETION_MAX_TOKENS = 16
+
+
+class _PromptFields(SessionFields):
+    """The fields that make a prompt."""
+
+    model: Any = None
+    prompt: Any = None
+    prompt_embeds: Any = None
+    token_ids: Any = None
+    messages: Any = None
+    tools: Any = None
+    documents: Any = None
+    reasoning_effort: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    add_special_tokens: Any = None
+    truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+    cache_salt: Any = None
+
+
+class _GenerationFields(_PromptFields):
+    """And those that say what to do with it."""
+
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
+    best_of: Any = None
+    priority: Any = None
+
+
+class _MatchFields(_PromptFields):
+    """And those that say what is asked of it."""
+
+    lora_name: Any = None
+    tenant_id: Any = None
+
+
+def decode_chat(body: bytes, headers: Headers = ()) -> RoutedRequest:
+    """What routing needs of a chat. Raises RequestError (400) naming the field at fault."""
+    fields = read_body(body, _GenerationFields)
+    max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
+    return _request(fields, headers, model_name(fields.model), _chat_prompt(fields), max_tokens)
+
+
+def decode_completion(body: bytes, headers: Headers = ()) -> RoutedRequest:
+    """What routing needs of a completion. Raises RequestError (400) naming the field at fault."""
+    fields = read_body(body, _GenerationFields)
+    model = model_name(fields.model)
+    embedded = fields.prompt is None and fields.prompt_embeds is not None
+    prompt = TokenPrompts([]) if embedded else _prompt(fields)
+    return _request(fields, headers, model, prompt, lenient(fields.max_tokens, int, COMPLETION_MAX_TOKENS))
+
+
+def decode_match(body: bytes) -> MatchRequest:
+    """What a `/match` body asks. Raises RequestError (400) naming the field at fault."""
+    fields = read_body(body, _MatchFields)
+    model = model_name(fields.model)
+    given = [name for name in ("token_ids", "prompt", "messages") if getattr(fields, name) is not None]
+    if len(given) != 1:
+        raise RequestError(
+            f"Found {' and '.join(given) or 'no prompt'}. Send exactly one of token_ids, prompt and messages.",
+            param=given[0] if given else "prompt",
+        )
+    prompt: Prompt
+    if fields.messages is not None:
+        prompt = _chat_prompt(fields)
+    elif fields.prompt is not None:
+        prompt = _prompt(fields)
+    else:
+        prompt = TokenPrompts([token_ids(fields.token_ids, "token_ids")], _truncation(fields), "token_ids")
+    return MatchRequest(
+        model=model,
+        prompt=prompt,
+        lora_name=optional_string(fields.lora_name, "lora_name"),
+        cache_salt=optional_string(fields.cache_salt, "cache_salt"),
+        tenant_id=optional_string(fields.tenant_id, "tenant_id"),
+    )
+
+
+def _request(
+    fields: _GenerationFields, headers: Headers, model: str, prompt: Prompt, max_tokens: int | None
+) -> RoutedRequest:
+    return RoutedRequest(
+        model=model,
+        prompt=prompt,
+        stream=lenient(fields.stream, bool, False),
+        cache_salt=optional_string(fields.cache_salt, "cache_salt"),
+        max_tokens=max_tokens,
+        n=max(lenient(fields.n, int, 1), lenient(fields.best_of, int, 1)),
+        priority=lenient(fields.priority, int, 0),
+        session=session_of(headers, fields),
+    )
+
+
+def _chat_prompt(fields: _PromptFields) -> ChatPrompt:
+    return ChatPrompt(
+        messages=_messages(fields.messages),
+        tools=fields.tools if isinstance(fields.tools, list) else None,
+        documents=fields.documents if isinstance(fields.documents, list) else None,
+        reasoning_effort=fields.reasoning_effort if isinstance(fields.reasoning_effort, str) else None,
+        chat_template=fields.chat_template if isinstance(fields.chat_template, str) else None,
+        chat_template_kwargs=fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else None,
+        add_generation_prompt=lenient(fields.add_generation_prompt, bool, True),
+        continue_final_message=lenient(fields.continue_final_message, bool, False),
+        add_special_tokens=lenient(fields.add_special_tokens, bool, False),
+        truncation=_truncation(fields),
+    )
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(
+            f'messages is {kind_of(messages)}. Send a list of messages: [{{"role": "user", "content": "…"}}].',
+            param="messages",
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise RequestError(
+                f'messages[{index}] is {kind_of(message)}. Send an object: {{"role": "user", "content": "…"}}.',
+                param=f"messages[{index}]",
+            )
+        if not isinstance(message.get("role"), str):
+            raise RequestError(
+                f"messages[{index}].role is {kind_of(message.get('role'))}. "
+                'Send a string: "system", "user", "assistant" or "tool".',
+                param=f"messages[{index}].role",
+            )
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list):
+            raise RequestError(
+                f"messages[{index}].content is {kind_of(content)}. "
+                'Send a string or a list of parts: [{"type": "text", "text": "…"}].',
+                param=f"messages[{index}].content",
+            )
+        for place, part in enumerate(content):
+            if not isinstance(part, (dict, str)):
+                raise RequestError(
+                    f"messages[{index}].content[{place}] is {kind_of(part)}. "
+                    'Send an object: {"type": "text", "text": "…"}.',
+                    param=f"messages[{index}].content[{place}]",
+                )
+    return messages
+
+
+_PROMPT_FORMS = "Send a string, a list of strings, a list of token ids, or a list of lists of token ids."
+
+
+def _prompt(fields: _PromptFields) -> TextPrompts | TokenPrompts:
+    prompt, truncation = fields.prompt, _truncation(fields)
+    add_special_tokens = lenient(fields.add_special_tokens, bool, True)
+    if isinstance(prompt, str) and prompt:
+        return TextPrompts([prompt], add_special_tokens, truncation)
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError(f"prompt is {kind_of(prompt)}. {_PROMPT_FORMS}", param="prompt")
+    types = set(map(type, prompt))
+    if types == {str}:
+        return TextPrompts(prompt, add_special_tokens, truncation)
+    if types == {list}:
+        lists = [token_ids(ids, f"prompt[{index}]") for index, ids in enumerate(prompt)]
+        return TokenPrompts(lists, truncation)
+    if list in types or dict in types:
+        raise RequestError(f"prompt is a list of {kinds_of(prompt)}. {_PROMPT_FORMS}", param="prompt")
+    return TokenPrompts([token_ids(prompt, "prompt", _PROMPT_FORMS)], truncation)
+
+
+def _truncation(fields: _PromptFields) -> Truncation | None:
+    tokens = lenient(fields.truncate_prompt_tokens, int, None)
+    # -1 stands for all that the model's context holds, and a longer prompt is refused by the worker.
+    if tokens is None or tokens < 0:
+        return None
+    return Truncation(tokens, "right" if fields.truncation_side == "right" else "left")

@@ -1,0 +1,182 @@
+"""Reading `/v1/responses`: the conversation that vLLM makes of instructions and input items.
+
+What came before, when the request only names it (`previous_response_id`), is known to the worker that answered it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from indexer.errors import RequestError
+from router.apis.fields import kind_of, lenient, optional_string, read_body
+from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.sessions import Headers, SessionFields, session_of
+
+Message = dict[str, Any]
+
+
+class _ResponsesFields(SessionFields):
+    model: Any = None
+    input: Any = None
+    instructions: Any = None
+    tools: Any = None
+    reasoning: Any = None
+    chat_template_kwargs: Any = None
+    previous_response_id: Any = None
+    cache_salt: Any = None
+    stream: Any = None
+    max_output_tokens: Any = None
+    priority: Any = None
+
+
+class _UnconvertibleError(Exception):
+    """An item that vLLM refuses, or another engine alone understands."""
+
+
+def decode_responses(body: bytes, headers: Headers = ()) -> RoutedRequest:
+    """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
+    fields = read_body(body, _ResponsesFields)
+    _check_input(fields.input)
+    return RoutedRequest(
+        model=optional_string(fields.model, "model"),
+        prompt=_prompt(fields),
+        stream=lenient(fields.stream, bool, False),
+        cache_salt=optional_string(fields.cache_salt, "cache_salt"),
+        max_tokens=lenient(fields.max_output_tokens, int, None),
+        priority=lenient(fields.priority, int, 0),
+        session=session_of(headers, fields),
+        previous_response=optional_string(fields.previous_response_id, "previous_response_id"),
+        converted=True,
+    )
+
+
+def _check_input(found: Any) -> None:
+    if not isinstance(found, (str, list)):
+        raise RequestError(f"input is {kind_of(found)}. Send a string or a list of items.", param="input")
+    for index, item in enumerate(found):
+        if isinstance(found, list) and not isinstance(item, dict):
+            raise RequestError(
+                f'input[{index}] is {kind_of(item)}. Send an object: {{"role": "user", "content": "…"}}.',
+                param=f"input[{index}]",
+            )
+
+
+def _prompt(fields: _ResponsesFields) -> ChatPrompt | None:
+    """The conversation; None for one that cannot be converted."""
+    messages: list[Message] = []
+    if isinstance(fields.instructions, str) and fields.instructions:
+        messages.append({"role": "system", "content": fields.instructions})
+    try:
+        if isinstance(fields.input, str):
+            messages.append({"role": "user", "content": fields.input})
+        else:
+            messages += _conversation(fields.input)
+    except _UnconvertibleError:
+        return None
+    if not messages:
+        return None
+    effort = fields.reasoning.get("effort") if isinstance(fields.reasoning, dict) else None
+    continues = _continues(fields.input)
+    return ChatPrompt(
+        messages,
+        tools=_tools(fields.tools),
+        reasoning_effort=effort if isinstance(effort, str) else None,
+        chat_template_kwargs=fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else None,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        add_special_tokens=True,  # unlike in a chat
+    )
+
+
+def _continues(given: str | list[dict[str, Any]]) -> bool:
+    """Whether the last item is an answer to go on with."""
+    if isinstance(given, str) or not given:
+        return False
+    last = given[-1]
+    return last.get("type", "message") in ("message", "reasoning") and last.get("status") in (
+        "in_progress",
+        "incomplete",
+    )
+
+
+def _conversation(items: list[dict[str, Any]]) -> list[Message]:
+    """The messages of the items. What an assistant thought, said and called are items of one message."""
+    messages: list[Message] = []
+    for item in items:
+        message = _message(item)
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if message["role"] != "assistant" or last is None:
+            messages.append(message)
+        elif "tool_calls" in message:
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
+        else:
+            (key,) = message.keys() - {"role"}
+            if last.get(key) is None:
+                last[key] = message[key]
+            else:
+                messages.append(message)
+    return messages
+
+
+def _message(item: dict[str, Any]) -> Message:
+    match item:
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+            namespace = item.get("namespace")
+            return _call(call_id, f"{namespace}__{name}" if namespace else name, arguments)
+        case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name)}:
+            return _call(call_id, name, json.dumps({"input": item.get("input") or ""}))
+        case {"type": "function_call_output" | "custom_tool_call_output", "call_id": call_id}:
+            return {"role": "tool", "content": item.get("output"), "tool_call_id": call_id}
+        case {"type": "reasoning"}:
+            return {"role": "assistant", "reasoning": _reasoning(item)}
+        case {"role": "assistant", "content": str(content)}:
+            return {"role": "assistant", "content": content}
+        case {"role": "assistant", "content": [{"text": str(text)}, *_]}:
+            return {"role": "assistant", "content": text}
+        case {"role": str(role), "content": str() | list()} if item.get("type", "message") == "message":
+            return {"role": role, "content": item["content"]}
+    raise _UnconvertibleError
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    match item:
+        case {"encrypted_content": str(encrypted)} if encrypted:
+            raise _UnconvertibleError
+        case {"content": [{"text": str(text)}, *_]} | {"summary": [{"text": str(text)}, *_]}:
+            return text
+    return ""
+
+
+def _call(call_id: str, name: str, arguments: str) -> Message:
+    call = {"id": call_id, "function": {"arguments": arguments, "name": name}, "type": "function"}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+# A tool whose input is free text is shown to the model as a function of one string, in these words of vLLM's.
+_FREE_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    """The tools as a chat has them; those of the server's own are not shown to the model."""
+    if not isinstance(tools, list) or not tools:
+        return None
+    shown: list[dict[str, Any]] = []
+    for tool in tools:
+        match tool:
+            case {"type": "function", "name": str()}:
+                shown.append(tool)
+            case {"type": "namespace", "name": namespace, "tools": [*inner]}:
+                shown += [
+                    each | {"name": f"{namespace}__{each.get('name')}"}
+                    for each in inner
+                    if isinstance(each, dict) and each.get("type") == "function"
+                ]
+            case {"type": "custom", "name": name}:
+                shown.append({"name": name, "description": tool.get("description"), "parameters": _FREE_TEXT})
+    return [{"type": "function", "function": tool} for tool in shown]

@@ -1,0 +1,1 @@
+"""The workers: which there are, what they are, and how they do."""

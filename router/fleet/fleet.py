@@ -1,0 +1,259 @@
+"""The workers: which there are, whether they answer, and keeping the indexer told of their streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+
+import aiohttp
+import structlog
+
+from indexer import Indexer, Registration, Target
+from router.fleet.circuit import CircuitLimits
+from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
+from router.fleet.engine_metrics import EngineMetrics
+from router.fleet.health import Health
+from router.fleet.judge import Judge
+from router.fleet.worker import Worker, WorkerState
+from router.settings import FleetSettings, Role, WorkerSettings
+
+__all__ = ["Fleet", "Worker", "WorkerState", "end_tasks"]
+
+log = structlog.get_logger()
+
+# Where workers come from; of two that name the same worker the first wins.
+SOURCES = ("config", "api", "kubernetes")
+
+_STALE_SCRAPES = 5
+
+
+class Fleet:
+    """Watches the workers of all sources. `start` and `stop` own its tasks.
+
+    `on_model` is told of every model of a worker that answers, each time it does; `on_removed` of each that is gone;
+    `on_change` whenever more may be known of a worker, or it may take more than before.
+    `elsewhere` tells how many requests each of some ranks of a worker has from other routers.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[WorkerSettings],
+        settings: FleetSettings,
+        indexer: Indexer,
+        session: aiohttp.ClientSession,
+        on_model: Callable[[Worker, ServedModel], Awaitable[None]],
+    ) -> None:
+        self.disaggregated = False  # some workers only compute prompts, or only go on from there
+        self.version = 0  # grows whenever there are other workers, or more may be known of one
+        self.on_removed: list[Callable[[Worker], None]] = []
+        self.on_change: list[Callable[[], None]] = []
+        self.elsewhere: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
+        self._settings = settings
+        self._indexer = indexer
+        self._session = session
+        self._on_model = on_model
+        self._limits = CircuitLimits(settings.failures, settings.backoff, settings.longest_backoff)
+        self._given: dict[str, dict[str, WorkerSettings]] = {source: {} for source in SOURCES}
+        self._workers: dict[str, Worker] = {}
+        self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
+        self._judge = Judge(settings, indexer)
+        self._judging: asyncio.Task[None] | None = None
+        self._give("config", workers)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All workers, up or not."""
+        return list(self._workers.values())
+
+    def find(self, url: str) -> Worker | None:
+        """The worker with this URL."""
+        return self._workers.get(url.rstrip("/"))
+
+    async def start(self) -> None:
+        """Ask every worker once, then go on watching them."""
+        await asyncio.gather(*map(self._look, self.workers))
+        for worker in self.workers:
+            worker.warming_since = None  # all are new: none has to be spared
+            self._watch_from_now(worker)
+        self._judging = asyncio.create_task(self._judge.run(lambda: self.workers), name="judge workers")
+
+    async def stop(self) -> None:
+        """End the watching."""
+        judging = [self._judging] if self._judging else []
+        await end_tasks([*judging, *(task for tasks in self._tasks.values() for task in tasks)])
+        self._tasks.clear()
+
+    async def assign(self, source: str, workers: Iterable[WorkerSettings]) -> None:
+        """Let these be the workers of a source. Others get no more requests; what they have goes on."""
+        for worker in self._give(source, workers):
+            await end_tasks(self._tasks.pop(worker, []))
+            self._indexer.unregister(worker.targets)
+            for told in self.on_removed:
+                told(worker)
+            log.info("worker removed", worker=worker.url, source=worker.source)
+        for worker in self.workers:
+            if worker not in self._tasks and self._judging is not None:  # else `start` does it
+                log.info("worker added", worker=worker.url, source=worker.source)
+                self._watch_from_now(worker)
+        self._changed()
+
+    def drain(self, worker: Worker, draining: bool) -> None:
+        """Send a worker no new requests, or use it again."""
+        worker.draining = draining
+        self._changed()
+
+    def assigned(self, source: str) -> list[WorkerSettings]:
+        """The workers that a source names."""
+        return list(self._given[source].values())
+
+    def serving(self, name: str) -> list[tuple[Worker, ServedModel]]:
+        """The workers that serve a model or adapter of this name, up or not."""
+        return [(worker, served) for worker in self.workers if (served := worker.served(name)) is not None]
+
+    def model_of(self, name: str) -> str | None:
+        """The model behind the name of a model or adapter; None when nobody serves it."""
+        for worker in self._workers.values():
+            if (served := worker.served(name)) is not None:
+                return served.model
+        return None
+
+    def names(self) -> set[str]:
+        """Every name a request may use."""
+        return {name for worker in self.workers if worker.description for name in worker.description.models}
+
+    def report_failure(self, worker: Worker, problem: str) -> None:
+        """A request could not reach a worker: leave it out until it answers again."""
+        worker.problem = problem
+        self.look_soon(worker)
+
+    def look_soon(self, worker: Worker) -> None:
+        """Something went wrong with a worker: see whether it still answers."""
+        worker.look_now.set()
+
+    def _give(self, source: str, workers: Iterable[WorkerSettings]) -> list[Worker]:
+        """Take note of the workers of a source; those that are gone."""
+        self.version += 1
+        self._given[source] = {Worker(settings).url: settings for settings in workers}
+        wanted: dict[str, tuple[str, WorkerSettings]] = {}
+        for name in SOURCES:
+            for url, given in self._given[name].items():
+                wanted.setdefault(url, (name, given))
+        gone = [self._workers.pop(url) for url in list(self._workers) if url not in wanted]
+        for url, (name, given) in wanted.items():
+            worker = self._workers.get(url)
+            if worker is None:
+                self._workers[url] = self._new_worker(given, name)
+            elif worker.settings != given:
+                worker.settle(given)
+                self.look_soon(worker)
+            self._workers[url].source = name
+        return gone
+
+    def _new_worker(self, given: WorkerSettings, source: str) -> Worker:
+        stale = _STALE_SCRAPES * self._settings.metrics_interval
+        slow_start = self._settings.slow_start
+        return Worker(given, source, Health(self._limits), EngineMetrics(stale), slow_start)
+
+    def _watch_from_now(self, worker: Worker) -> None:
+        self._tasks[worker] = [
+            asyncio.create_task(self._watch(worker), name=f"watch {worker.url}"),
+            asyncio.create_task(self._scrape(worker), name=f"scrape {worker.url}"),
+        ]
+
+    async def _watch(self, worker: Worker) -> None:
+        if worker.state is WorkerState.NEW:
+            await self._look(worker)
+        while True:
+            well = worker.up and not worker.failed_probes
+            interval = self._settings.probe_interval if well else self._settings.retry_interval
+            try:
+                await asyncio.wait_for(worker.look_now.wait(), interval)
+                worker.look_now.clear()
+                await asyncio.sleep(self._settings.retry_interval)
+            except TimeoutError:
+                pass
+            await self._look(worker)
+
+    async def _scrape(self, worker: Worker) -> None:
+        """Ask a worker for its metrics, again and again. Any answer is a sign of life."""
+        url, timeout = f"{worker.url}/metrics", aiohttp.ClientTimeout(total=self._settings.probe_timeout)
+        while True:
+            before = self._in_flight(worker)
+            worker.metrics.asked()
+            try:
+                async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+                    text = await response.text() if response.status == 200 else ""
+            except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:
+                log.debug("no metrics", worker=worker.url, reason=str(error) or type(error).__name__)
+            else:
+                worker.metrics.answered()
+                worker.metrics.read(text, before | self._in_flight(worker))
+                self._changed()
+            await asyncio.sleep(self._settings.metrics_interval)
+
+    def _in_flight(self, worker: Worker) -> Counter[int]:
+        """The requests that are known of, by rank."""
+        return worker.health.in_flight() + self.elsewhere(worker.url, worker.ranks())
+
+    async def _look(self, worker: Worker) -> None:
+        """Ask a worker what it is, and act on what changed."""
+        try:
+            async with asyncio.timeout(self._settings.probe_timeout):
+                description = await describe_worker(self._session, worker.settings)
+        except (DiscoveryError, TimeoutError) as error:
+            worker.failed_probes += 1
+            if worker.up and worker.failed_probes < self._settings.failed_probes:
+                return  # a busy worker may be late once
+            worker.problem = str(error) or f"no answer within {self._settings.probe_timeout} s"
+            worker.health.give_up_waiting()
+            self._changed()
+            return
+        if description != worker.description:
+            self._register(worker, description)
+        if not worker.up and (worker.failed_probes or worker.description is None):
+            worker.warming_since = worker.health.clock()
+            worker.health.forget()
+        worker.failed_probes = 0
+        worker.describe(description)
+        worker.problem = None
+        for model in description.base_models():
+            await self._on_model(worker, model)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        self.disaggregated = any(worker.role is not Role.BOTH for worker in self._workers.values())
+        for told in self.on_change:
+            told()
+
+    def _register(self, worker: Worker, description: WorkerDescription) -> None:
+        """Tell the indexer of a worker's streams as they are now."""
+        streams = {source.dp_rank: source for source in description.streams}
+        registrations = [
+            Registration(
+                Target(worker.url, rank, model),
+                streams.get(rank),
+                description.engine,
+                description.block_size,
+                capacity=description.capacity,
+            )
+            for model in {served.model for served in description.base_models()}
+            for rank in description.ranks
+        ]
+        targets = {registration.target for registration in registrations}
+        self._indexer.unregister(worker.targets - targets)
+        worker.targets = targets
+        for registration in registrations:
+            try:
+                self._indexer.register(registration)
+            except ValueError as error:
+                log.error("event stream not followed", worker=worker.url, reason=str(error))
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their end."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,272 @@
+"""What requests tell of the health of their worker: how they end, how long the first byte takes, and silence."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from statistics import median
+from typing import NamedTuple
+
+from router.fleet.circuit import Circuit, CircuitLimits
+
+RECENT = 64  # results of a worker that are remembered
+RECENT_SECONDS = 60.0
+
+
+class Outcome(Enum):
+    """How a request ended, as far as it is its worker's doing. NEITHER: its client left, or asked for nonsense."""
+
+    SUCCEEDED = auto()
+    FAILED = auto()
+    NEITHER = auto()
+
+
+class FirstByte(NamedTuple):
+    """How long a first byte took, when so many tokens were to be computed before it.
+
+    Only a streamed answer's first byte comes before its last, so that the two kinds do not compare.
+    """
+
+    work: int
+    streamed: bool
+    seconds: float
+    at: float
+
+
+class Result(NamedTuple):
+    """Whether a request failed."""
+
+    failed: bool
+    at: float
+
+
+class Health:
+    """One worker's circuit, its requests in flight, and how the last ones went.
+
+    `ranks`: the same of each of its DP ranks, where it has several.
+    """
+
+    def __init__(self, limits: CircuitLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.ranks: dict[int, Health] = {}
+        self._limits = limits or CircuitLimits()
+        self.circuit = Circuit(self._limits, clock)
+        self.clock = clock
+        self.last_byte = clock()
+        self.attempts: dict[Attempt, None] = {}  # the oldest first
+        self._results: deque[Result] = deque(maxlen=RECENT)
+        self._first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
+
+    def begin(self, work: int, dp_rank: int = 0, streamed: bool = True, *, one_of_many: bool = False) -> Attempt:
+        """A request is sent; `work` tokens are to be computed before its first byte. `one_of_many`: the rank is."""
+        numbers = {self: self.circuit.begin()}
+        if one_of_many:
+            rank = self.ranks.setdefault(dp_rank, Health(self._limits, self.clock))
+            numbers[rank] = rank.circuit.begin()
+        attempt = Attempt(numbers, self.clock, max(work, 1), dp_rank, streamed)
+        for health in numbers:
+            if not health.attempts:
+                health.last_byte = self.clock()  # there was nothing to be heard
+            health.attempts[attempt] = None
+        return attempt
+
+    def usable_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of a worker's ranks that requests may go to; all of them when none is left."""
+        if not self.ranks:
+            return ranks
+        return tuple(r for r in ranks if r not in self.ranks or self.ranks[r].circuit.allows) or ranks
+
+    def usable(self, dp_rank: int) -> bool:
+        """Whether requests may go to a rank, without a look at the others."""
+        return not self.ranks or dp_rank not in self.ranks or self.ranks[dp_rank].circuit.allows
+
+    def in_flight(self) -> Counter[int]:
+        """How many requests each rank has."""
+        return Counter(attempt.dp_rank for attempt in self.attempts)
+
+    @property
+    def oldest_movable(self) -> Attempt | None:
+        """The oldest request that waits for its first byte and may still go elsewhere."""
+        return next((attempt for attempt in self.attempts if attempt.give_up is not None), None)
+
+    @property
+    def oldest_waiting(self) -> Attempt | None:
+        """The oldest request that waits for its first byte."""
+        return next((attempt for attempt in self.attempts if attempt.waits), None)
+
+    def first_bytes(self) -> list[FirstByte]:
+        """How long the last first bytes took."""
+        return [seen for seen in self._first_bytes if seen.at > self.clock() - RECENT_SECONDS]
+
+    def results(self) -> list[Result]:
+        """How the last requests ended."""
+        return [result for result in self._results if result.at > self.clock() - RECENT_SECONDS]
+
+    def forget(self) -> None:
+        """The worker was restarted, or is given another chance: what it did before counts no more."""
+        self._results.clear()
+        self._first_bytes.clear()
+        self.ranks.clear()
+
+    def give_up_waiting(self) -> int:
+        """Have the requests sent elsewhere that may be; how many there are."""
+        moved = 0
+        for attempt in self.attempts:
+            if attempt.give_up is not None:
+                attempt.give_up()
+                attempt.give_up = None
+                moved += 1
+        return moved
+
+    def saw_first_byte(self, seen: FirstByte) -> None:
+        self._first_bytes.append(seen)
+
+    def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str) -> None:
+        del self.attempts[attempt]
+        if outcome is Outcome.NEITHER:
+            self.circuit.ended(number)
+            return
+        failed = outcome is Outcome.FAILED
+        if failed:
+            self.circuit.failed(number, reason)
+        else:
+            self.circuit.succeeded(number)
+        self._results.append(Result(failed, self.clock()))
+
+
+class Attempt:
+    """One request on one worker, from the choice to the end.
+
+    `give_up` is set by whoever waits for its first byte and can try elsewhere, for as long as that is so.
+    """
+
+    __slots__ = ("_clock", "_ended", "_numbers", "begun", "dp_rank", "give_up", "streamed", "waits", "work")
+
+    def __init__(
+        self, numbers: dict[Health, int], clock: Callable[[], float], work: int, dp_rank: int, streamed: bool
+    ) -> None:
+        """`numbers`: whose health it concerns, and its number there."""
+        self.begun = clock()
+        self.work = work
+        self.dp_rank = dp_rank
+        self.streamed = streamed
+        self.waits = True
+        self.give_up: Callable[[], None] | None = None
+        self._numbers = numbers
+        self._clock = clock
+        self._ended = False
+
+    def waits_for_another(self) -> None:
+        """Its first byte cannot come before another worker is done: until then its own is not judged by it."""
+        self.waits = False
+
+    def waits_from_now(self) -> None:
+        """The other worker is done."""
+        self.begun, self.waits = self._clock(), True
+
+    def heard(self) -> None:
+        """Bytes of the answer came."""
+        now = self._clock()
+        for health in self._numbers:
+            health.last_byte = now
+        if self.waits:
+            self.waits = False
+            seen = FirstByte(self.work, self.streamed, now - self.begun, now)
+            for health in self._numbers:
+                health.saw_first_byte(seen)
+
+    def end(self, outcome: Outcome, reason: str = "") -> None:
+        """The request ended. Only the first call counts."""
+        if not self._ended:
+            self._ended = True
+            for health, number in self._numbers.items():
+                health.ended(self, number, outcome, reason)
+
+
+def expected_seconds(seen: Iterable[FirstByte], work: int, streamed: bool) -> float | None:
+    """How long a first byte after so much work takes at most, as a rule; None when nothing like it has been seen.
+
+    Work that is larger than what was seen takes proportionally longer; smaller work may take as long. A tenth of what
+    was seen may have been slow for reasons of its own.
+    """
+    scaled = sorted(first.seconds * max(1.0, work / first.work) for first in seen if first.streamed == streamed)
+    return scaled[int(len(scaled) * 0.9)] if scaled else None
+
+
+@dataclass(frozen=True, slots=True)
+class StallLimits:
+    """`silence`: seconds without a sign of life. `factor`: how many times longer than usual a first byte may take."""
+
+    silence: float = 1.0
+    factor: float = 3.0
+
+
+def stalled(
+    health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float, unanswered: float
+) -> str | None:
+    """Why a worker counts as hung; None when it does not.
+
+    `seen`: what first bytes take on it and on others like it. `silent`: seconds since anything was heard of its work:
+    bytes of an answer, an event, or counters that went on. `unanswered`: seconds that its metrics have been asked for.
+    """
+    if not health.attempts or silent < limits.silence:
+        return None
+    if unanswered >= limits.silence:
+        return f"no sign of life for {min(silent, unanswered):.1f} s"
+    return _late_first_byte(health, health.oldest_movable, limits, seen)
+
+
+def rank_stalled(health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float) -> str | None:
+    """Why one rank of a worker counts as hung, while the worker itself answers; None when it does not."""
+    if silent < limits.silence:
+        return None
+    return _late_first_byte(health, health.oldest_waiting, limits, seen)
+
+
+def _late_first_byte(
+    health: Health, oldest: Attempt | None, limits: StallLimits, seen: Iterable[FirstByte]
+) -> str | None:
+    if oldest is None:
+        return None
+    age = health.clock() - oldest.begun
+    expected = expected_seconds(seen, oldest.work, oldest.streamed)
+    if expected is not None and age >= max(limits.silence, limits.factor * expected):
+        return f"no first byte for {age:.1f} s, where {expected:.2f} s are usual"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class OutlierLimits:
+    """`factor`: how many times slower than the others; `errors`: which share of failures beyond theirs; `samples`: how
+    many results it takes to say so; `seconds`: differences below this are none."""
+
+    factor: float = 5.0
+    errors: float = 0.3
+    samples: int = 10
+    seconds: float = 0.5
+
+
+def outlier(worker: Health, others: list[Health], limits: OutlierLimits) -> str | None:
+    """In what a worker is far worse than the others; None when it is not."""
+    rate = _error_rate(worker, limits.samples)
+    rates = [known for known in (_error_rate(other, limits.samples) for other in others) if known is not None]
+    if rate is not None and rates and rate > median(rates) + limits.errors:
+        return f"{rate:.0%} of its requests fail, {median(rates):.0%} of the others'"
+    mine = [seen for seen in worker.first_bytes() if seen.streamed]
+    theirs = [seen for other in others for seen in other.first_bytes() if seen.streamed]
+    if min(len(mine), len(theirs)) < limits.samples:
+        return None
+    seconds = median(seen.seconds for seen in mine)
+    usual = median(expected_seconds(theirs, seen.work, True) or 0.0 for seen in mine)
+    if seconds > usual + limits.seconds and seconds > limits.factor * usual:
+        return f"first bytes take {seconds:.1f} s, {usual:.1f} s elsewhere"
+    return None
+
+
+def _error_rate(health: Health, samples: int) -> float | None:
+    results = health.results()
+    if len(results) < samples:
+        return None
+    return sum(result.failed for result in results) / len(results)

@@ -1,0 +1,169 @@
+"""One worker as the router sees it: what it is, whether it answers, how its requests go, and what is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
+
+from indexer import Target
+from router.fleet.circuit import CircuitState
+from router.fleet.discovery import ServedModel, WorkerDescription
+from router.fleet.engine_metrics import EngineMetrics
+from router.fleet.health import Health
+from router.settings import Role, WorkerSettings
+
+# The share of its requests that a worker gets at first.
+FIRST_SHARE = 0.1
+_PREFILL = Role.PREFILL
+DEFAULT_BOOTSTRAP_PORT = 8998  # SGLang's, and that of vLLM's Mooncake connector
+
+
+class WorkerState(StrEnum):
+    """Where a worker stands. Only those that are ready, warming or on trial are chosen as long as there are any."""
+
+    NEW = "new"  # not asked yet what it is
+    READY = "ready"
+    WARMING = "warming"  # new or restarted: its share grows
+    TRIAL = "trial"  # it failed, and gets one request at a time
+    LEFT_OUT = "left_out"  # it fails or hangs, or is far worse than the others
+    DOWN = "down"  # it does not answer
+    DRAINING = "draining"  # no new requests; those it has may finish
+    DRAINED = "drained"  # they have
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One server. `problem` says why it cannot be used; None while it answers.
+
+    `url`: the base URL, which is also its name. `source` names where it comes from. `warming_since`: when it came up,
+    for `slow_start` seconds.
+    `look_now` is set when it should be asked again soon.
+    """
+
+    settings: WorkerSettings
+    source: str = "config"
+    health: Health = field(default_factory=Health)
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    slow_start: float = 0.0
+    description: WorkerDescription | None = None
+    problem: str | None = "not asked yet"
+    failed_probes: int = 0
+    targets: set[Target] = field(default_factory=set)
+    draining: bool = False
+    warming_since: float | None = None
+    role: Role = Role.BOTH
+    look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = field(init=False)
+    _targets_made: dict[tuple[int, str], Target] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        # Its base URL, which is also its name.
+        self.url = str(self.settings.url).rstrip("/")
+
+    @property
+    def up(self) -> bool:
+        return self.problem is None
+
+    @property
+    def trusted(self) -> bool:
+        """Whether requests go to it while there are others: a worker that failed must answer before it is tried."""
+        circuit = self.health.circuit
+        if circuit.closed:
+            return True
+        return circuit.allows and (circuit.state is CircuitState.CLOSED or not self.metrics.unanswered)
+
+    @property
+    def share(self) -> float:
+        """The share of its requests that it gets: less than 1 while it is warming."""
+        if self.warming_since is None or not self.slow_start:
+            return 1.0
+        return min(max((self.health.clock() - self.warming_since) / self.slow_start, FIRST_SHARE), 1.0)
+
+    @property
+    def state(self) -> WorkerState:
+        if self.draining:
+            return WorkerState.DRAINING if self.health.attempts else WorkerState.DRAINED
+        if not self.up:
+            return WorkerState.DOWN if self.failed_probes or self.description else WorkerState.NEW
+        match self.health.circuit.state:
+            case CircuitState.OPEN:
+                return WorkerState.LEFT_OUT
+            case CircuitState.HALF_OPEN:
+                return WorkerState.TRIAL
+        return WorkerState.WARMING if self.share < 1 else WorkerState.READY
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is in its state, if that is not to be wished."""
+        return self.problem or self.health.circuit.reason
+
+    def served(self, name: str) -> ServedModel | None:
+        """What this worker serves under a name."""
+        return self.description.models.get(name) if self.description else None
+
+    def models(self) -> set[str]:
+        """The base models it serves."""
+        return {served.model for served in self.description.models.values()} if self.description else set()
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """How many tokens each of its ranks can hold, if it says so."""
+        known = self.description
+        return known.capacity * known.block_size if known and known.capacity and known.block_size else None
+
+    def target(self, dp_rank: int, model: str) -> Target:
+        """One of its ranks, for a model."""
+        target = self._targets_made.get((dp_rank, model))
+        if target is None:
+            target = self._targets_made[dp_rank, model] = Target(self.url, dp_rank, model)
+        return target
+
+    def takes(self, name: str | None, prefill: bool = False) -> bool:
+        """Whether it may get new requests for a model or adapter of this name; None: for any.
+
+        `prefill`: prompts to compute for others, which a worker either gets alone or not at all.
+        """
+        if self.problem is not None or self.draining or (self.role is _PREFILL) is not prefill:
+            return False
+        return name is None or (self.description is not None and name in self.description.models)
+
+    def takes_now(self, name: str | None, random: Random) -> bool:
+        """Whether one request may go to it now, without a look at the others: it is trusted, and has warmed up or its
+        turn has come."""
+        if not self.takes(name) or not self.trusted:
+            return False
+        return self.warming_since is None or random.random() < self.share
+
+    def describe(self, description: WorkerDescription) -> None:
+        """It told what it is. What it computes of a request is as the settings say, else as it says itself."""
+        self.description = description
+        self.settle(self.settings)
+
+    def settle(self, settings: WorkerSettings) -> None:
+        """Its settings are these."""
+        self.settings = settings
+        self.role = settings.role or (self.description.role if self.description else Role.BOTH)
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Where a prefill worker's bootstrap service listens."""
+        told = self.description.bootstrap_port if self.description else None
+        return self.settings.bootstrap_port or told or DEFAULT_BOOTSTRAP_PORT
+
+    def ranks(self) -> tuple[int, ...]:
+        """Its DP ranks."""
+        return self.description.ranks if self.description else (0,)
+
+
+def choosable(
+    workers: Collection[Worker], random: Random, has_room: Callable[[Worker], bool] | None = None
+) -> Collection[Worker]:
+    """Those of some workers that a request may go to now. Untrusted ones are left when nothing else is there; when
+    those that are have no room, none is left."""
+    trusted = [worker for worker in workers if worker.trusted] or workers
+    free = [worker for worker in trusted if has_room(worker)] if has_room else trusted
+    chosen = [w for w in free if w.warming_since is None or w.share >= 1 or random.random() < w.share]
+    return chosen or free

@@ -1,0 +1,142 @@
+"""Workers over HTTP: to add, drain and remove them. All of it wants the admin token.
+
+`POST   /workers`           {"url", "model"?, "block_size"?, "streams"?, "weight"?, "role"?}
+`DELETE /workers?url=…`     one that was added so
+`POST   /workers/drain`     {"url"}: no new requests          `POST /workers/undrain`   as before
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from pydantic import ValidationError
+
+from indexer.api import token_check
+from indexer.errors import RequestError
+from indexer.openapi import errors, json_body, schema_body
+from router.fleet.allowed_networks import AddressNotAllowedError, check_address
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker
+from router.settings import WorkerSettings
+
+MAX_ADDED = 1024
+
+
+class _Named(msgspec.Struct):
+    url: str
+
+
+def worker_routes(fleet: Fleet, allowed_networks: list[str], token: str) -> APIRouter:
+    """The routes that change which workers there are."""
+    routes = APIRouter(dependencies=[Depends(token_check(token))])
+
+    @routes.post(
+        "/workers",
+        status_code=201,
+        openapi_extra=schema_body(WorkerSettings.model_json_schema()),
+        responses=errors(400, 401, 403, 409),
+    )
+    async def add(request: Request) -> dict[str, Any]:
+        """Add a worker; one that was added before takes these settings."""
+        settings = _worker_settings(await request.body())
+        await _check_addresses(settings, allowed_networks)
+        added = [known for known in fleet.assigned("api") if known.url != settings.url]
+        known = fleet.find(str(settings.url))
+        if known is not None and known.source != "api":
+            raise _foreign(known)
+        if len(added) >= MAX_ADDED:
+            raise RequestError(f"There are {MAX_ADDED} added workers. Remove one first.", status=409, param="url")
+        await fleet.assign("api", [*added, settings])
+        return {"worker": str(settings.url).rstrip("/")} | worker_status(_find(fleet, str(settings.url)))
+
+    @routes.delete("/workers", responses=errors(400, 401, 404, 409))
+    async def remove(url: str) -> dict[str, Any]:
+        """Remove a worker that was added. The requests it has go on."""
+        worker = _find(fleet, url)
+        if worker.source != "api":
+            raise _foreign(worker)
+        await fleet.assign("api", [known for known in fleet.assigned("api") if known.url != worker.settings.url])
+        return {"worker": worker.url, "removed": True, "requests_in_flight": len(worker.health.attempts)}
+
+    @routes.post("/workers/drain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
+    async def drain(request: Request) -> dict[str, Any]:
+        """Send a worker no new requests. When it is `drained`, those it had are done."""
+        worker = _find(fleet, _url(await request.body()))
+        fleet.drain(worker, True)
+        return {"worker": worker.url} | worker_status(worker)
+
+    @routes.post("/workers/undrain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
+    async def undrain(request: Request) -> dict[str, Any]:
+        """Use a worker again."""
+        worker = _find(fleet, _url(await request.body()))
+        fleet.drain(worker, False)
+        return {"worker": worker.url} | worker_status(worker)
+
+    return routes
+
+
+def worker_status(worker: Worker) -> dict[str, Any]:
+    """Where a worker stands, for `GET /workers`."""
+    return {
+        "up": worker.up,
+        "state": worker.state,
+        "problem": worker.problem,
+        "reason": worker.reason,
+        "share": round(worker.share, 2),
+        "requests_in_flight": len(worker.health.attempts),
+        "source": worker.source,
+        "weight": worker.settings.weight,
+        "role": worker.role,
+    }
+
+
+def _url(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=_Named).url
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f'{error}. Send {{"url": "…"}} with the URL of a worker.', param="url") from error
+
+
+def _find(fleet: Fleet, url: str) -> Worker:
+    worker = fleet.find(url)
+    if worker is None:
+        raise RequestError(
+            f"There is no worker {url!r}. GET /workers lists them.", status=404, type="not_found_error", param="url"
+        )
+    return worker
+
+
+def _foreign(worker: Worker) -> RequestError:
+    return RequestError(
+        f"The worker {worker.url!r} comes from {worker.source}. Change it there, or drain it.", status=409, param="url"
+    )
+
+
+def _worker_settings(body: bytes) -> WorkerSettings:
+    try:
+        return WorkerSettings.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        said = f"{place}: {first['msg']}" if place else first["msg"]
+        raise RequestError(f'{said}. Send {{"url": "http://…"}}.', param=place.partition(".")[0] or None) from error
+
+
+async def _check_addresses(settings: WorkerSettings, allowed_networks: list[str]) -> None:
+    """See that everything that a worker's settings have the router connect to is allowed. Raises RequestError."""
+    await _check(str(settings.url), "url", allowed_networks)
+    for stream in settings.streams or []:
+        for endpoint in filter(None, (stream.endpoint, stream.replay_endpoint)):
+            if urlsplit(endpoint).scheme != "tcp":
+                raise RequestError(f"streams: {endpoint} is no tcp:// endpoint. Send one.", param="streams")
+            await _check(endpoint, "streams", allowed_networks)
+
+
+async def _check(url: str, param: str, allowed_networks: list[str]) -> None:
+    try:
+        await check_address(url, allowed_networks)
+    except (AddressNotAllowedError, ValueError) as error:
+        raise RequestError(f"{param}: {error}", status=403, type="permission_error", param=param) from error

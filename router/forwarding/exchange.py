@@ -1,0 +1,643 @@
+"""One request on its way: read, placed, sent, and its answer passed on as it comes. Callbacks, and no transport.
+
+    read ──▶ placed ──▶ sent ──▶ head, first bytes ──▶ passed on ──▶ ended
+              ▲           │             │                  └──▶ broken off
+              └── retried elsewhere ◀───┘
+
+A request goes to another worker when its own cannot be reached, refuses it as overloaded or hangs, as long as nothing
+of an answer has been passed on and the retry budget lasts. At any time its client may leave. Its load is released on
+every path. It waits in a task only while its prompt is tokenized or no worker has room for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Coroutine
+from dataclasses import replace
+from http import HTTPStatus
+from typing import NoReturn, Protocol
+from urllib.parse import urlsplit
+
+import structlog
+
+from indexer.errors import RequestError
+from router.admission.admission import Admission
+from router.admission.ticket import Ticket, deadline_error, read_ticket
+from router.apis.asked_usage import HiddenUsage, asking_for_usage
+from router.apis.endpoints import RESPONSES, Call, error_event, read_call
+from router.apis.requests import RoutedRequest
+from router.apis.response_owners import SEARCHED_BYTES
+from router.apis.usage import Usage, UsageTail
+from router.disaggregation.adapters import End
+from router.disaggregation.pair import Pair, PrefillFailedError
+from router.explain import compact
+from router.fleet.fleet import Fleet, Worker
+from router.fleet.health import Outcome
+from router.fleet.retry_budget import RetryBudget
+from router.forwarding.carrier import Carried, Carrier
+from router.forwarding.visit import Visit
+from router.live.request_stream import PassingRequest, RequestStream
+from router.routing.placement import Placement
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
+from router.settings import ProxySettings
+from router.telemetry.metrics import RequestMetrics
+from router.telemetry.tracing import Span
+from router.upstream import (
+    AnswerHead,
+    UpstreamError,
+    Upstreams,
+    UpstreamTimeoutError,
+)
+from router.upstream.origin import Headers
+
+log = structlog.get_logger()
+
+_EXPLAIN = b"x-kvrouter-explain"
+_RANK_HEADER = b"x-data-parallel-rank"  # vLLM and SGLang read it
+_OUR_OWN = (b"date", b"server")
+
+# A worker that answers so did not take the request.
+_NOT_TAKEN = frozenset((HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT))
+
+
+class Client(Protocol):
+    """Who waits for an answer. It pauses and resumes the exchange, and tells it when it leaves."""
+
+    def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:
+        """The head of the answer, and what of its body came with it. Names of headers are in lower case."""
+
+    def more(self, data: bytes, ended: bool) -> None:
+        """More of the body."""
+
+    def break_off(self) -> None:
+        """The answer will not be finished."""
+
+
+class Forwarding:
+    """What exchanges need: where requests may go, how they get there, and what is counted."""
+
+    def __init__(
+        self,
+        router: Router,
+        admission: Admission,
+        fleet: Fleet,
+        upstreams: Upstreams,
+        settings: ProxySettings,
+        metrics: RequestMetrics,
+        passing: RequestStream,
+    ) -> None:
+        self.router = router
+        self.admission = admission
+        self.fleet = fleet
+        self.upstreams = upstreams
+        self.settings = settings
+        self.metrics = metrics
+        self.passing = passing
+        self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
+        self.loop = asyncio.get_running_loop()
+
+
+class Exchange:
+    """A request and its answer. `start` begins it; afterwards the client hears of it, unless it left."""
+
+    # What most requests never change stands here, so that it is not made for each.
+    _body = b""
+    _hidden: HiddenUsage | None = None
+    _waiting: asyncio.Task[None] | None = None
+    _deadline: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+    _prompt: RoutedPrompt
+    _ticket: Ticket
+    _hung = False
+    _others = False
+    _placement: Placement | None = None
+    _leg: Carried | None = None
+    _span = Span()  # of the attempt
+    _head: AnswerHead | None = None
+    _begun = False
+    _over = False
+    _streams = False
+    _arrived = 0.0
+    _first_byte_at = 0.0
+    _beginning: bytes | None = None
+    _tail: UsageTail | None = None
+    _usage: Usage | None = None
+    _passing: PassingRequest | None = None  # while somebody records
+
+    def __init__(
+        self,
+        forwarding: Forwarding,
+        visit: Visit,
+        target: bytes,
+        client: Client,
+        carrier: Carrier | None = None,
+        without: Collection[Worker] = (),
+    ) -> None:
+        """`target` is the path with its query, as the worker gets it. `without`: workers it may not go to."""
+        self._forwarding = forwarding
+        self._carrier = carrier
+        self._without = without
+        self._visit = visit
+        self._target = target
+        self._client = client
+        self._tried: list[Worker] = []
+        if visit.path == RESPONSES:
+            self._beginning = b""
+
+    def start(self, body: bytes) -> None:
+        """The request is complete."""
+        self._arrived = time.monotonic()
+        try:
+            self._read(body)
+        except RequestError as error:
+            self.refuse(error)
+        except Exception:
+            self._crash()
+
+    def refuse(self, error: RequestError) -> None:
+        """Answer with an error. Nothing of an answer was passed on yet."""
+        headers, body = self._visit.refusal(error)
+        self._finish(error.type)
+        self._client.begin(error.status, headers, body, True)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where it is; None before it is placed, and between two attempts."""
+        return self._placement
+
+    @property
+    def over(self) -> bool:
+        """Whether it holds nothing any more."""
+        return self._over
+
+    def moved(self, worker: Worker) -> None:
+        """Its carrier has sent it to another worker, because the first did not take it. Raises RequestError."""
+        placement = self._placement
+        assert placement is not None
+        placement.attempt.end(Outcome.FAILED, "not taken")
+        placement.release()
+        self._forwarding.metrics.retried.labels(placement.worker.url).inc()
+        self._forwarding.fleet.look_soon(placement.worker)
+        self._tried.append(worker)
+        others = [each for each in self._forwarding.fleet.workers if each is not worker]
+        self._placement = self._forwarding.router.place(self._prompt, others)
+
+    def client_left(self) -> None:
+        """Nobody waits for the answer any more."""
+        if not self._over:
+            self._forwarding.metrics.abandoned.inc()
+            self._finish("client left")
+
+    def pause(self) -> None:
+        """The client does not read: nor is the worker read, and it is not waited for without end."""
+        if self._leg is not None:
+            self._leg.pause()
+        if self._stall is None and not self._over:
+            seconds = self._forwarding.settings.client_timeout
+            self._stall = self._forwarding.loop.call_later(seconds, self._client_stalled)
+
+    def resume(self) -> None:
+        """The client reads again."""
+        if self._leg is not None:
+            self._leg.resume()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _client_stalled(self) -> None:
+        """The client has not read for too long: what it holds of the worker is others'."""
+        if not self._over:
+            self._forwarding.metrics.abandoned.inc()
+            self._finish("client does not read")
+            self._client.break_off()
+
+    # Reading and placing
+
+    def _read(self, body: bytes) -> None:
+        visit, forwarding = self._visit, self._forwarding
+        if visit.tenant is not None:
+            body = visit.tenant.isolated(visit.path, body)
+        asks = forwarding.settings.ask_usage or forwarding.passing.listening
+        if self._carrier is not None:
+            asks = False  # the answer's bytes are not ours to change
+        if asks and (asking := asking_for_usage(visit.path, body)):
+            body, self._hidden = asking, HiddenUsage()
+        self._body = body
+        span = visit.trace.span("tokenize")
+        try:
+            call = Call(visit.method, visit.path, visit.headers, body)
+            request = read_call(call, with_prompt=forwarding.router.needs_prompts)
+            prompt = forwarding.router.read_now(request, len(body))
+        except RequestError as error:
+            span.end(type(error).__name__)
+            raise
+        if prompt is None:
+            self._wait_in(self._read_aside(request, span))
+        else:
+            self._go(prompt, span)
+
+    async def _read_aside(self, request: RoutedRequest, span: Span) -> None:
+        try:
+            prompt = await self._forwarding.router.read_aside(request, len(self._body))
+        except RequestError as error:
+            span.end(type(error).__name__)
+            raise
+        self._go(prompt, span)
+
+    def _wait_in(self, work: Coroutine[None, None, None]) -> None:
+        """Go on in a task. What it raises ends the request."""
+
+        async def waiting() -> None:
+            try:
+                with self._visit.logging():
+                    await work
+            except RequestError as error:
+                self.refuse(error)
+            except Exception:
+                self._crash()
+
+        self._waiting = self._forwarding.loop.create_task(waiting())
+
+    def _go(self, prompt: RoutedPrompt, span: Span) -> None:
+        """What is asked is known. Raises RequestError."""
+        span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
+        span.end()
+        if self._forwarding.fleet.disaggregated:
+            prompt = replace(prompt, path=self._visit.path)
+        self._prompt = prompt
+        forwarding, tenant = self._forwarding, self._visit.tenant
+        if forwarding.passing.listening:
+            self._passing = forwarding.passing.began(prompt, self._arrived)
+        self._ticket = ticket = read_ticket(
+            self._visit.headers,
+            prompt.priority,
+            tenant=tenant.name if tenant else "",
+            best_priority=tenant.priority if tenant else None,
+            tokens=prompt.tokens,
+            size=len(self._body),
+        )
+        if tenant is not None:
+            tenant.admit(prompt.name, prompt.tokens)
+            self._body = tenant.with_priority(self._body, prompt.priority)
+        if (left := ticket.left(time.monotonic())) is not None:
+            self._deadline = forwarding.loop.call_later(left, self._deadline_passed)
+        forwarding.budget.request()
+        self._try_next()
+
+    def _try_next(self) -> None:
+        """Send the request to another worker. Raises RequestError when there is none."""
+        if len(self._tried) >= self._attempts:
+            self._give_in()
+        span = self._visit.trace.span("decide")
+        try:
+            placement = self._forwarding.admission.place(self._prompt, self._excluded, self._ticket)
+        except RequestError as error:
+            span.end(type(error).__name__)
+            raise
+        if placement is None:
+            self._wait_in(self._place_later(span))
+        else:
+            self._send(placement, span)
+
+    @property
+    def _attempts(self) -> int:
+        return self._forwarding.settings.attempts if self._carrier is None else 1
+
+    @property
+    def _excluded(self) -> Collection[Worker]:
+        """Where it does not go any more, or may not."""
+        return [*self._tried, *self._without] if self._without else self._tried
+
+    async def _place_later(self, span: Span) -> None:
+        try:
+            placement = await self._forwarding.admission.wait(self._prompt, self._excluded, self._ticket)
+        except RequestError as error:
+            span.end(type(error).__name__)
+            raise
+        self._send(placement, span)
+
+    def _send(self, placement: Placement, span: Span) -> None:
+        forwarding, prompt, tried, worker = self._forwarding, self._prompt, self._tried, placement.worker
+        self._placement = placement
+        span.set(worker=worker.url, overlap_tokens=placement.overlap)
+        span.end()
+        matched = placement.prediction is not None
+        forwarding.metrics.placed(prompt.name or "", time.monotonic() - self._arrived, placement.decision, matched)
+        tried.append(worker)
+        visit = self._visit
+        self._others = len(tried) < self._attempts and forwarding.router.others(prompt, tried)
+        if placement.prefill is None:
+            self._may_be_given_up(placement)
+        self._span = visit.trace.span("upstream", worker=worker.url)
+        headers = visit.headers_for_workers()
+        if len(worker.ranks()) > 1:
+            headers = [header for header in headers if header[0] != _RANK_HEADER]
+            headers.append((_RANK_HEADER, b"%d" % placement.target.dp_rank))
+        headers = self._span.inject(headers)
+        if placement.prefill is not None:
+            self._send_pair(placement, placement.prefill, headers)
+            return
+        if self._carrier is not None:
+            self._leg = self._carrier.send(worker, self, headers, self._body)
+            return
+        upstream = forwarding.upstreams.of(worker.url)
+        self._leg = upstream.send(self, visit.method, self._target, headers, self._body)
+
+    def _may_be_given_up(self, placement: Placement) -> None:
+        # A request that hung one worker may be why; it does not get to hang them all.
+        if self._others and not self._hung:
+            placement.attempt.give_up = self._give_up
+
+    def _send_pair(self, placement: Placement, prefill: Placement, headers: Headers) -> None:
+        """Send the prompt to be computed on one worker and answered by another. Raises RequestError."""
+        forwarding = self._forwarding
+        adapter = forwarding.router.adapter_of(placement.worker)
+        assert adapter is not None
+        ends = (_end(each.worker, each.target.dp_rank) for each in (prefill, placement))
+        requests = adapter(self._visit.path, self._body, *ends)
+        if forwarding.router.others(self._prompt, [*self._tried, prefill.worker], prefill=True) and not self._hung:
+            prefill.attempt.give_up = self._give_up_prefill
+
+        def prefilled() -> None:
+            placement.attempt.waits_from_now()
+            self._may_be_given_up(placement)
+
+        pair = Pair(self, forwarding.upstreams, placement, requests, self._target, headers, prefilled, self._carrier)
+        self._leg = pair
+        pair.start()
+
+    def _deadline_passed(self) -> None:
+        """The client's deadline: the answer ends here, whatever there is of it."""
+        if self._over:
+            return
+        if self._begun:
+            self._finish("deadline")
+            self._end_unfinished(deadline_error())
+        else:
+            self.refuse(deadline_error())
+
+    def _give_in(self) -> NoReturn:
+        raise RequestError(
+            f"{len(self._tried)} workers could not be reached. Try again later.",
+            status=503,
+            type="service_unavailable",
+            code="no_worker_available",
+        )
+
+    def _give_up(self) -> None:
+        """The worker is left out as hung: try elsewhere, unless its answer begins."""
+        if self._forwarding.budget.take():
+            self._forwarding.loop.call_soon(self._move, self._placement)
+
+    def _give_up_prefill(self) -> None:
+        """The same of the worker that computes the prompt."""
+        if self._forwarding.budget.take():
+            self._forwarding.loop.call_soon(self._move, self._placement, True)
+
+    def _move(self, placement: Placement | None, prefill_hangs: bool = False) -> None:
+        if placement is self._placement and not self._begun and not self._over:
+            self._hung = True
+            if prefill_hangs and placement is not None and placement.prefill is not None:
+                self._tried[-1] = placement.prefill.worker  # the decode worker is not to blame
+            self._elsewhere("worker hangs")
+
+    def _elsewhere(self, problem: str, unreachable: Worker | None = None, retried: bool = False) -> None:
+        """The attempt failed before anything was passed on. `retried`: that it goes on is still to be allowed."""
+        placement, leg = self._placement, self._leg
+        assert placement is not None
+        self._placement = self._leg = self._head = None
+        if leg is not None:
+            leg.abort()
+        placement.release()
+        self._span.end(problem)
+        self._forwarding.metrics.retried.labels(placement.worker.url).inc()
+        try:
+            if unreachable is not None:
+                self._forwarding.fleet.report_failure(unreachable, problem)
+            if (unreachable is not None or retried) and not self._forwarding.budget.take():
+                self._give_in()
+            self._try_next()
+        except RequestError as error:
+            self.refuse(error)
+
+    # What the worker answers
+
+    def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
+        """The answer begins. Engines send the head of a stream at once. It is worth nothing: until the first event the
+        request can still go elsewhere."""
+        try:
+            self._head = head
+            if data or ended or self._carrier is not None or not head.is_stream:
+                self._begin(head, data, ended)
+        except Exception:
+            self._crash()
+
+    def more(self, data: bytes, ended: bool) -> None:
+        try:
+            if not self._begun and self._head is not None:
+                self._begin(self._head, data, ended)
+            else:
+                self._pass(data, ended)
+                self._client.more(data if self._hidden is None else self._hidden.passed(data, ended), ended)
+        except Exception:
+            self._crash()
+
+    def failed(self, error: UpstreamError) -> None:
+        try:
+            self._leg = None
+            placement = self._placement
+            assert placement is not None
+            if isinstance(error, PrefillFailedError) and placement.prefill is not None:
+                self._leave_prefill(placement, placement.prefill.worker, error)
+            elif self._begun:
+                self._break_off(placement, str(error))
+            elif isinstance(error, UpstreamTimeoutError):
+                seconds = self._forwarding.settings.idle_timeout
+                placement.attempt.end(Outcome.FAILED, f"no answer within {seconds} s")
+                message = f"The worker did not answer within {seconds} s."
+                self.refuse(RequestError(message, status=504, type="timeout_error"))
+            else:
+                placement.attempt.end(Outcome.FAILED, str(error))
+                self._elsewhere(str(error), unreachable=placement.worker)
+        except Exception:
+            self._crash()
+
+    def _leave_prefill(self, placement: Placement, prefill: Worker, error: PrefillFailedError) -> None:
+        """A prefill failed before its decode worker did: to another pair."""
+        if not (error.answered and error.together and self._leave_pair(placement)):
+            self._tried[-1] = prefill  # the decode worker is not to blame
+        self._elsewhere(str(error), unreachable=None if error.answered else prefill, retried=True)
+
+    def _leave_pair(self, placement: Placement) -> bool:
+        """One worker of a pair failed and perhaps the other is why: leave both, as far as there are others.
+
+        False, and nothing changes, when there is no other pair, or it is no pair.
+        """
+        if placement.prefill is None:
+            return False
+        prefill = placement.prefill.worker
+        known = [*self._excluded, prefill]
+        other_prefill = len(self._tried) < self._attempts and self._forwarding.router.others(
+            self._prompt, known, prefill=True
+        )
+        if other_prefill:
+            self._without = [*self._without, prefill]
+            if not self._others:
+                self._tried[-1] = prefill
+        return self._others or other_prefill
+
+    def _begin(self, head: AnswerHead, data: bytes, ended: bool) -> None:
+        """Pass on the beginning of an answer, unless the worker says that it did not take the request."""
+        placement, forwarding = self._placement, self._forwarding
+        assert placement is not None
+        attempt = placement.attempt
+        attempt.give_up = None
+        if head.status in _NOT_TAKEN and self._others and forwarding.budget.take():
+            attempt.end(Outcome.FAILED, f"status {head.status}")
+            self._elsewhere(f"status {head.status}")
+            return
+        if head.status >= 500 and self._leave_pair(placement) and forwarding.budget.take():
+            attempt.end(Outcome.NEITHER, f"status {head.status}")
+            self._elsewhere(f"status {head.status}")
+            return
+        self._begun = True
+        self._first_byte_at = self._arrived
+        self._streams = head.is_stream
+        if self._streams or placement.wants_usage or self._visit.tenant is not None or self._passing:
+            self._tail = UsageTail()
+        prompt = self._prompt
+        forwarding.metrics.begun(prompt.name or "", placement.worker.url, head.status, prompt.tokens, placement.overlap)
+        if self._hidden is not None and not HiddenUsage.hides(head.headers):
+            self._hidden = None
+        headers = self._client_headers(head, placement)
+        self._pass(data, ended)
+        self._client.begin(head.status, headers, self._shown(data, ended), ended)
+
+    def _pass(self, data: bytes, ended: bool) -> None:
+        """Learn from what passes."""
+        placement = self._placement
+        assert placement is not None
+        if data:
+            placement.attempt.heard()
+            if self._first_byte_at == self._arrived:
+                placement.first_byte()
+                self._first_byte_at = time.monotonic()
+                self._forwarding.metrics.first_byte_of(self._prompt.name or "", self._first_byte_at - self._arrived)
+            if self._beginning is not None:
+                self._beginning += data
+                learned = self._forwarding.router.responses.learn(self._beginning, placement.worker.url)
+                if learned or len(self._beginning) >= SEARCHED_BYTES:
+                    self._beginning = None
+            if self._tail is not None:
+                self._tail.feed(data)
+        if ended:
+            self._end(placement)
+
+    def _end(self, placement: Placement) -> None:
+        """The answer is complete."""
+        head = self._head
+        assert head is not None
+        self._leg = None
+        placement.attempt.end(_outcome(head.status), f"status {head.status}")
+        if head.status == HTTPStatus.OK:
+            self._usage = usage = self._tail.usage() if self._tail is not None else None
+            self._forwarding.router.answered(placement, usage)
+            if self._visit.tenant is not None and usage is not None:
+                self._visit.tenant.spend(usage.completion)
+            if self._streams:
+                seconds = time.monotonic() - self._first_byte_at
+                self._forwarding.metrics.streamed(self._prompt.name or "", seconds, usage)
+        self._finish()
+
+    def _break_off(self, placement: Placement, reason: str) -> None:
+        """Tell the client that its answer will not be finished."""
+        placement.attempt.end(Outcome.FAILED, f"answer broken off: {reason}")
+        self._forwarding.metrics.broken.labels(placement.worker.url).inc()
+        with self._visit.logging():
+            log.warning("answer broken off", worker=placement.worker.url, reason=reason)
+        self._forwarding.fleet.look_soon(placement.worker)
+        self._finish(reason)
+        self._end_unfinished(RequestError("The worker broke off its answer.", status=502, type="upstream_error"))
+
+    def _end_unfinished(self, failure: RequestError) -> None:
+        """Tell the client that its answer will not be finished: in the stream, or by closing the connection."""
+        head = self._head
+        if head is not None and head.is_stream and not head.first(b"content-length"):
+            # What came last may have been half an event.
+            self._client.more(self._shown(b"\n\n" + error_event(self._visit.path, failure), True), True)
+        else:
+            self._client.break_off()
+
+    def _client_headers(self, head: AnswerHead, placement: Placement) -> Headers:
+        returned = [header for header in head.end_to_end if header[0] not in _OUR_OWN]
+        returned.append((b"x-kvrouter-worker", placement.target.worker.encode()))
+        returned.append((b"x-kvrouter-overlap-tokens", b"%d" % placement.overlap))
+        if len(self._tried) > 1:
+            returned.append((b"x-kvrouter-attempts", b"%d" % len(self._tried)))
+        if placement.prefill is not None:
+            returned.append((b"x-kvrouter-prefill-worker", placement.prefill.target.worker.encode()))
+        if len(placement.worker.ranks()) > 1:
+            returned.append((b"x-kvrouter-dp-rank", b"%d" % placement.target.dp_rank))
+        if (_EXPLAIN, b"1") in self._visit.headers:
+            returned.append((_EXPLAIN, compact(placement.decision).encode()))
+        return returned
+
+    def _shown(self, data: bytes, ended: bool) -> bytes:
+        """What the client sees of it."""
+        return data if self._hidden is None else self._hidden.passed(data, ended)
+
+    # The end
+
+    def _finish(self, problem: str | None = None) -> None:
+        """Let go of all that is held."""
+        self._over = True
+        if self._passing is not None:
+            self._tell_passing(problem)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._stall is not None:
+            self._stall.cancel()
+        if self._waiting is not None and self._waiting is not asyncio.current_task():
+            self._waiting.cancel()
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            leg.abort()
+        if self._placement is not None:
+            self._placement.attempt.give_up = None
+            self._placement.release()
+        self._span.end(problem)
+
+    def _tell_passing(self, problem: str | None) -> None:
+        passing, self._passing = self._passing, None
+        assert passing is not None
+        worker = self._tried[-1].url if self._begun else None
+        began = self._first_byte_at if self._first_byte_at > self._arrived else None
+        status = self._head.status if self._head is not None else None
+        failed = problem is not None or status != HTTPStatus.OK
+        passing.ended(worker, began, self._usage, failed)
+
+    def _crash(self) -> None:
+        """Something went wrong that nobody foresaw: the request ends, and nothing of it stays."""
+        with self._visit.logging():
+            log.exception("request failed")
+        begun, self._begun = self._begun, True
+        self._finish("error")
+        if begun:
+            self._client.break_off()
+        else:
+            self.refuse(RequestError("The router failed. This is a bug.", status=500, type="internal_error"))
+
+
+def _end(worker: Worker, dp_rank: int) -> End:
+    place = urlsplit(worker.url)
+    port = place.port or (443 if place.scheme == "https" else 80)
+    return End(place.hostname or "", port, dp_rank, len(worker.ranks()), worker.bootstrap_port)
+
+
+def _outcome(status: int) -> Outcome:
+    """What a whole answer says of its worker."""
+    if status < 400:
+        return Outcome.SUCCEEDED
+    return Outcome.FAILED if status >= 500 else Outcome.NEITHER

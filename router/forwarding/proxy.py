@@ -1,0 +1,156 @@
+"""Requests that come by ASGI: their bodies are collected, and their answers sent as they come. Nothing is buffered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from starlette.types import Message, Receive, Scope, Send
+
+from indexer.errors import RequestError
+from router.forwarding.exchange import Exchange, Forwarding
+from router.forwarding.visit import Visits, visit_of
+from router.settings import ServerSettings
+from router.upstream.origin import Headers
+
+# An answer of which more is held for a client that does not read is not read on.
+_HELD_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """What whoever takes in requests for workers needs."""
+
+    visits: Visits
+    forwarding: Forwarding
+    settings: ServerSettings
+
+
+class Proxy:
+    """An ASGI application that forwards requests to workers."""
+
+    def __init__(self, entrance: Entrance) -> None:
+        self._forwarding = entrance.forwarding
+        self._settings = entrance.settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        answer = _Answer()
+        exchange = Exchange(self._forwarding, visit_of(scope), target, answer)
+        answer.exchange = exchange
+        try:
+            body = await _read_body(receive, self._settings)
+        except RequestError as error:
+            exchange.refuse(error)
+        else:
+            if body is None:
+                exchange.client_left()
+                return
+            exchange.start(body)
+        leaving = asyncio.create_task(_disconnected(receive))
+        leaving.add_done_callback(lambda _: answer.client_left())
+        try:
+            while (message := await answer.next_message()) is not None:
+                await send(message)
+        finally:
+            exchange.client_left()
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+
+
+class _Answer:
+    """An answer on its way from the exchange to ASGI's `send`."""
+
+    def __init__(self) -> None:
+        self.exchange: Exchange
+        self._messages: deque[Message] = deque()
+        self._held = 0
+        self._paused = False
+        self._over = False
+        self._something = asyncio.Event()
+
+    def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:
+        self._messages.append({"type": "http.response.start", "status": status, "headers": headers})
+        self.more(data, ended)
+
+    def more(self, data: bytes, ended: bool) -> None:
+        if data or ended:
+            self._messages.append({"type": "http.response.body", "body": data, "more_body": not ended})
+        self._held += len(data)
+        self._over = ended
+        if self._held > _HELD_BYTES and not ended and not self._paused:
+            self._paused = True
+            self.exchange.pause()
+        self._something.set()
+
+    def break_off(self) -> None:
+        self._over = True  # returning before the end of the body makes the server close the connection
+        self._something.set()
+
+    def client_left(self) -> None:
+        """Nobody wants the rest."""
+        self.exchange.client_left()
+        self._messages.clear()
+        self.break_off()
+
+    async def next_message(self) -> Message | None:
+        """What to send next; None at the end."""
+        while not self._messages:
+            if self._over:
+                return None
+            self._something.clear()
+            await self._something.wait()
+        message = self._messages.popleft()
+        self._held -= len(message.get("body", b""))
+        if self._paused and not self._messages:
+            self._paused = False
+            self.exchange.resume()
+        return message
+
+
+async def _read_body(receive: Receive, settings: ServerSettings) -> bytes | None:
+    """A request's body; None when the client left before its end.
+
+    Raises RequestError: 413 when it is too large, 408 when it takes too long.
+    """
+    chunks: list[bytes] = []
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                chunk = message.get("body", b"")
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > settings.max_body_bytes:
+                    raise too_large(settings)
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise too_slow(settings) from error
+    return b"".join(chunks)
+
+
+def too_large(settings: ServerSettings) -> RequestError:
+    """What a body of too many bytes is refused with."""
+    return RequestError(
+        f"The body is larger than {settings.max_body_bytes} bytes. Send less, or raise server.max_body_bytes.",
+        status=413,
+    )
+
+
+def too_slow(settings: ServerSettings) -> RequestError:
+    """What a body that does not come is refused with."""
+    return RequestError(
+        f"The body did not come within {settings.body_timeout} s. Send it faster, or raise server.body_timeout.",
+        status=408,
+        type="timeout_error",
+    )
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,172 @@
+"""What every request passes, whichever way it comes in: its id, its trace, who asks, and its line in the log.
+
+`Visits` begins a visit; `VisitedApp` is the way of ASGI, around the whole application.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
+
+from indexer.errors import RequestError, error_headers
+from router.access import AccessControl, Tenant, without_credentials
+from router.apis.endpoints import call_error_body
+from router.telemetry.access_log import AccessLine
+from router.telemetry.metrics import RequestMetrics
+from router.telemetry.request_id import request_id, with_id
+from router.telemetry.tracing import RequestTrace, Tracing
+
+Headers = list[tuple[bytes, bytes]]
+_VISIT = "kvrouter.visit"
+
+
+class Visit:
+    """One request, from its head to the end of its answer. `headers` have its id; their names are in lower case.
+
+    `logged`: it gets a line in the log.
+    """
+
+    __slots__ = ("_access", "_line", "_metrics", "headers", "id", "logged", "method", "path", "tenant", "trace")
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        headers: Headers,
+        trace: RequestTrace,
+        line: AccessLine | None,
+        access: AccessControl | None,
+        metrics: RequestMetrics,
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.id = request_id(headers)
+        self.headers = with_id(headers, self.id)
+        self.trace = trace
+        self.tenant: Tenant | None = None
+        self.logged = line is not None
+        self._line = line
+        self._access = access
+        self._metrics = metrics
+
+    def admit(self) -> None:
+        """Raise RequestError (401, 403) when whoever asks may not."""
+        if self._access is not None:
+            self.tenant = self._access.check(self.path, self.headers)
+
+    def refusal(self, error: RequestError) -> tuple[Headers, bytes]:
+        """The headers and the body of an answer that refuses the request, which is counted."""
+        body = call_error_body(self.path, error)
+        headers = error_headers(error, body)
+        if error.status == 401 or error.code == "not_allowed":
+            headers.append((b"www-authenticate", b"Bearer"))
+        self._metrics.refused.labels(str(error.status)).inc()
+        return headers, body
+
+    def headers_for_workers(self) -> Headers:
+        """The headers, without the key when it was meant for us."""
+        return self.headers if self._access is None else without_credentials(self.headers)
+
+    def answered(self, status: int, headers: Headers) -> Headers:
+        """The head of the answer is sent: its headers, with the id."""
+        if self.tenant is not None:
+            self._metrics.of_tenant.labels(self.tenant.name, str(status)).inc()
+        self.trace.set(http_response_status_code=status)
+        if self._line is not None:
+            self._line.head(status, headers)
+        return with_id(headers, self.id)
+
+    def passed(self, size: int) -> None:
+        """So many bytes of the answer's body are sent."""
+        if self._line is not None:
+            self._line.passed(size)
+
+    def end(self) -> None:
+        """The request is over, however it ended."""
+        if self._line is not None:
+            self._line.write(**self._names())
+        self.trace.end()
+
+    def logging(self) -> AbstractContextManager[object]:
+        """What is logged meanwhile has the request's id."""
+        return bound_contextvars(**self._names())
+
+    def _names(self) -> dict[str, str]:
+        names = {"request_id": self.id.decode()}
+        return names | {"trace_id": self.trace.id} if self.trace.id else names
+
+
+class Visits:
+    """Begins visits. `access`: None where anyone may pass; `log`: whether requests are logged."""
+
+    def __init__(self, access: AccessControl | None, tracing: Tracing, metrics: RequestMetrics, log: bool) -> None:
+        self._access = access
+        self._tracing = tracing
+        self._metrics = metrics
+        self._log = log
+
+    def begin(self, method: str, path: str, headers: Headers) -> Visit:
+        """A request came; the path is without its query."""
+        return Visit(
+            method,
+            path,
+            headers,
+            self._tracing.request(method, path, headers),
+            AccessLine(method, path) if self._log else None,
+            self._access,
+            self._metrics,
+        )
+
+
+class VisitedApp:
+    """The requests to `app` are visits."""
+
+    def __init__(self, app: ASGIApp, visits: Visits) -> None:
+        self._app = app
+        self._visits = visits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = self._visits.begin(scope["method"], scope["path"], scope["headers"])
+
+        async def told_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {
+                    **message,
+                    "headers": visit.answered(message["status"], _lowered(message.get("headers", ()))),
+                }
+            else:
+                visit.passed(len(message.get("body", b"")))
+            await send(message)
+
+        with visit.logging():
+            try:
+                await self._pass({**scope, "headers": visit.headers, _VISIT: visit}, receive, told_send)
+            finally:
+                visit.end()
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit = visit_of(scope)
+        try:
+            visit.admit()
+        except RequestError as error:
+            headers, body = visit.refusal(error)
+            await send({"type": "http.response.start", "status": error.status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+            return
+        await self._app(scope, receive, send)
+
+
+def _lowered(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    return [(name.lower(), value) for name, value in headers]
+
+
+def visit_of(scope: Scope) -> Visit:
+    """The visit that a request to an application is."""
+    visit: Visit = scope[_VISIT]
+    return visit

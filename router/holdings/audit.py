@@ -1,0 +1,253 @@
+"""Do workers find in their caches what was predicted? If not, the prediction is mended.
+
+An engine that reports `cached_tokens` tells with every answer how right the prediction was. For each rank:
+
+    by events ──wrong──▶ resynced (events read again from the start) ──still wrong──▶ by history
+        ▲                          └──right──▶ by events                                  │
+        └───────────────────────── events are right again ────────────────────────────────┘
+
+A rank without events is predicted by history from the start. What is wrong there is forgotten.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import structlog
+
+from indexer import Indexer, Target
+from indexer.sequence import StreamState
+from router.apis.usage import Usage
+from router.holdings.history import RoutingHistory
+from router.settings import AuditSettings
+
+log = structlog.get_logger()
+
+
+class Basis(StrEnum):
+    """What a rank's holdings are predicted from. RESYNCED: from events that were read again, and are on trial."""
+
+    EVENTS = "events"
+    RESYNCED = "resynced"
+    HISTORY = "history"
+
+
+@dataclass(slots=True)  # a frozen one takes four times as long to make
+class Prediction:
+    """What was expected of a rank when a prompt was sent to it, in tokens.
+
+    `overlap`: what the decision was made with. `by_events`: the overlap by events and prompts in flight; None while
+    events are missing. `comparable`: the engine's count can be compared with it, because the tokens are known and it is
+    one prompt with one answer. `capacity`: the tokens that the target can hold.
+    """
+
+    target: Target
+    hashes: list[array[int]]
+    tokens: int
+    overlap: int
+    by_events: int | None
+    comparable: bool
+    capacity: int | None
+    made_at: float = field(default_factory=time.monotonic)
+
+
+class Errors:
+    """How wrong the last predictions were, as shares of what they were about."""
+
+    def __init__(self, samples: int) -> None:
+        self._recent: deque[tuple[int, int]] = deque(maxlen=samples)
+        self._high = self._low = self._total = 0  # the sums of what is recent
+
+    def add(self, error: int, total: int) -> None:
+        """`error` is above 0 for a prediction that was too high."""
+        if self.enough:
+            self._count(*self._recent[0], -1)
+        self._recent.append((error, total))
+        self._count(error, total, 1)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._recent.clear()
+        self._high = self._low = self._total = 0
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough to judge by."""
+        return len(self._recent) == self._recent.maxlen
+
+    @property
+    def share(self) -> float:
+        """The errors, high or low."""
+        return (self._high + self._low) / (self._total or 1)
+
+    @property
+    def excess(self) -> float:
+        """The errors of predictions that were too high."""
+        return self._high / (self._total or 1)
+
+    def _count(self, error: int, total: int, times: int) -> None:
+        self._total += times * total
+        if error > 0:
+            self._high += times * error
+        else:
+            self._low -= times * error
+
+
+@dataclass(slots=True)
+class TargetAudit:
+    """Predicted against actual of one target.
+
+    The counters are in tokens, but `answers` and `lengths_wrong`. `errors` are those of what decisions were made with,
+    `event_errors` those of the events, whether or not they were used.
+    """
+
+    errors: Errors
+    event_errors: Errors
+    length_errors: Errors
+    basis: Basis = Basis.EVENTS
+    lengths_differ: bool = False
+    reports_cached: bool = False
+    judged_at: float = 0.0
+    answers: int = 0
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+    wrong_tokens: int = 0
+    lengths_wrong: int = 0
+
+
+class HitAudit:
+    """Judges every target by its answers, and chooses what it is predicted from."""
+
+    def __init__(self, indexer: Indexer, history: RoutingHistory, settings: AuditSettings) -> None:
+        self._indexer = indexer
+        self._history = history
+        self._samples = settings.samples
+        self._tolerance = settings.tolerance
+        self._audits: dict[Target, TargetAudit] = {}
+        self._distrusted: set[Target] = set()
+
+    def forget(self, target: Target) -> None:
+        """A target was removed."""
+        self._audits.pop(target, None)
+        self._distrusted.discard(target)
+
+    def distrusts(self, target: Target) -> bool:
+        """Whether a target's events are known to mislead."""
+        return target in self._distrusted
+
+    def events_complete(self, target: Target) -> bool:
+        """Whether a target's events so far were read, as far as they can be had."""
+        stream = self._indexer.stream_status(target)
+        return stream is not None and stream.state in (StreamState.LIVE, StreamState.LOST)
+
+    def answered(self, prediction: Prediction, usage: Usage | None) -> None:
+        """A worker answered a prompt; `usage` is what it says of its tokens."""
+        if prediction.comparable and usage is not None:
+            self._compare(prediction, usage)
+        if self.basis(prediction.target) is Basis.EVENTS:
+            self._history.forget(prediction.target)
+            return
+        for hashes in prediction.hashes:
+            self._history.remember(prediction.target, hashes, prediction.capacity)
+
+    def basis(self, target: Target) -> Basis:
+        """What a target's holdings are predicted from now."""
+        stream = self._indexer.stream_status(target)
+        if stream is None or stream.state is StreamState.CONNECTING:
+            return Basis.HISTORY
+        audit = self._audits.get(target)
+        return audit.basis if audit else Basis.EVENTS
+
+    def audits(self) -> list[tuple[Target, TargetAudit]]:
+        """All targets that were audited."""
+        return list(self._audits.items())
+
+    def _compare(self, prediction: Prediction, usage: Usage) -> None:
+        target = prediction.target
+        audit = self._audits.get(target) or self._begin(target)
+        self._compare_lengths(audit, prediction, usage)
+        audit.reports_cached |= usage.cached is not None
+        if not audit.reports_cached:
+            return
+        cached = usage.cached or 0  # vLLM leaves it out when nothing was cached
+        audit.answers += 1
+        audit.prompt_tokens += usage.prompt
+        audit.predicted_tokens += prediction.overlap
+        audit.cached_tokens += cached
+        audit.wrong_tokens += abs(prediction.overlap - cached)
+        audit.errors.add(prediction.overlap - cached, usage.prompt)
+        if prediction.by_events is not None and prediction.made_at > self._known_since(target, audit):
+            audit.event_errors.add(prediction.by_events - cached, usage.prompt)
+            if audit.event_errors.enough:
+                self._judge(target, audit)
+        if audit.errors.enough and audit.errors.excess > self._tolerance and self.basis(target) is Basis.HISTORY:
+            self._history.forget(target)  # it may have restarted, or holds less than we think
+            audit.errors.clear()
+
+    def _known_since(self, target: Target, audit: TargetAudit) -> float:
+        """Predictions made before this say nothing of the events as they are read now."""
+        stream = self._indexer.stream_status(target)
+        return max(stream.began_at if stream else 0.0, audit.judged_at)
+
+    def _judge(self, target: Target, audit: TargetAudit) -> None:
+        """Choose what a target is predicted from, now that enough is known of its events."""
+        drift = audit.event_errors.share
+        right = drift <= self._tolerance
+        match audit.basis:
+            case Basis.EVENTS if not right:
+                audit.basis = Basis.RESYNCED if self._indexer.resync(target) else Basis.HISTORY
+            case Basis.RESYNCED:
+                audit.basis = Basis.EVENTS if right else Basis.HISTORY
+            case Basis.HISTORY if right:
+                audit.basis = Basis.EVENTS
+            case _:
+                return
+        audit.judged_at = time.monotonic()
+        audit.event_errors.clear()
+        audit.errors.clear()
+        if audit.basis is Basis.HISTORY:
+            self._distrusted.add(target)
+        else:
+            self._distrusted.discard(target)
+        say, what = (log.info, "are as predicted again") if right else (log.warning, "are not as predicted")
+        say(f"cached tokens {what}", drift=round(drift, 3), predicted_from=audit.basis.value, **_names(target))
+
+    def _compare_lengths(self, audit: TargetAudit, prediction: Prediction, usage: Usage) -> None:
+        differ = prediction.tokens != usage.prompt
+        audit.lengths_wrong += differ
+        audit.length_errors.add(differ, 1)
+        if not audit.length_errors.enough or audit.lengths_differ == (audit.length_errors.share > self._tolerance):
+            return
+        audit.lengths_differ = not audit.lengths_differ
+        share = round(audit.length_errors.share, 3)
+        if audit.lengths_differ:
+            log.warning(
+                "prompts are longer or shorter than counted here: another tokenizer or chat template",
+                share=share,
+                here=prediction.tokens,
+                there=usage.prompt,
+                **_names(prediction.target),
+            )
+        else:
+            log.info("prompts are as long as counted here again", share=share, **_names(prediction.target))
+
+    def _begin(self, target: Target) -> TargetAudit:
+        """Begin to audit a target; those that are gone are forgotten."""
+        known = {registration.target for registration in self._indexer.registered()} | {target}
+        self._audits = {each: audit for each, audit in self._audits.items() if each in known}
+        self._distrusted &= known
+        for each in self._history.targets():
+            if each not in known:
+                self._history.forget(each)
+        audit = TargetAudit(Errors(self._samples), Errors(self._samples), Errors(self._samples))
+        self._audits[target] = audit
+        return audit
+
+
+def _names(target: Target) -> dict[str, str | int]:
+    return {"worker": target.worker, "dp_rank": target.dp_rank, "model": target.model}

@@ -1,0 +1,87 @@
+"""What the router has learned of its fleet from the requests it routed, and from what workers tell of their caches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from indexer import Indexer, Target
+from router.holdings.speculation import CHUNK_TOKENS
+from router.learning.eviction_pressure import EvictionPressure
+from router.learning.output_length import OutputLengths
+from router.learning.rates import RateLearner, Rates, RateTable
+from router.policies.records import Candidate
+
+# How often the counters of evictions are read.
+_LOOK_SECONDS = 1.0
+
+
+class Learned:
+    """How fast workers are, how long answers become, and what evictions cost."""
+
+    def __init__(self, start: Rates, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rates = RateTable(start, clock)
+        self.outputs = OutputLengths()
+        self.pressure = EvictionPressure(CHUNK_TOKENS, clock=clock)
+        self._clock = clock
+        self._next_look = 0.0
+
+    def timing(self, choice: Candidate, tokens: int) -> RequestTiming:
+        """Watch a streamed answer to a prompt of so many tokens that is sent now."""
+        return RequestTiming(self, choice, tokens, self._clock)
+
+    def look_at_evictions(self, indexer: Indexer) -> None:
+        """Read how much every target that has an event stream has removed, now and then."""
+        now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        removed: dict[Target, int] = {}
+        for registration in indexer.registered():
+            status = indexer.index.status(registration.target) if registration.source else None
+            if status is not None:
+                removed[registration.target] = status.counters.removed * max(status.block_sizes, default=0)
+        self.pressure.removed(removed)
+
+
+@dataclass(slots=True)
+class RequestTiming:
+    """One streamed answer, watched from the moment its request is sent.
+
+    Its first byte tells of a prefill only if nothing waited before it. What is not streamed tells nothing: the first
+    byte comes with the last.
+    """
+
+    learned: Learned
+    choice: Candidate
+    tokens: int
+    clock: Callable[[], float]
+    sent: float = field(init=False)
+    begun: float | None = None
+
+    def __post_init__(self) -> None:
+        self.sent = self.clock()
+
+    def first_byte(self) -> None:
+        """The answer began. Only the first call counts."""
+        if self.begun is not None:
+            return
+        self.begun = now = self.clock()
+        choice = self.choice
+        if choice.waiting == 0:
+            seconds = now - self.sent
+            self._rates().prefill_seen(self.tokens, choice.overlap, choice.requests, choice.context, seconds, now)
+
+    def end(self, output_tokens: int) -> None:
+        """The answer is complete, with so many tokens."""
+        if self.begun is None:
+            return
+        now = self.clock()
+        choice = self.choice
+        context = choice.context + self.tokens + output_tokens // 2
+        self._rates().decode_seen(output_tokens - 1, choice.requests + 1, context, now - self.begun, now)
+        self.learned.outputs.seen(choice.target.model, output_tokens)
+
+    def _rates(self) -> RateLearner:
+        return self.learned.rates.learner(self.choice.target.worker, self.choice.target.model)

@@ -1,0 +1,1 @@
+"""From a prompt to a worker with its load reserved."""

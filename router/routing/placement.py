@@ -1,0 +1,67 @@
+"""Where a request goes, and what is held for it there until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from indexer import Target
+from router.apis.usage import Usage
+from router.fleet.health import Attempt, Outcome
+from router.fleet.worker import Worker
+from router.holdings.audit import Prediction
+from router.learning.learned import RequestTiming
+from router.policies import Decision
+from router.routing.load import Reservation
+
+
+class Watcher(Protocol):
+    """Is told what becomes of a request."""
+
+    def first_byte(self) -> None:
+        """Its answer began."""
+
+    def answered(self, usage: Usage | None) -> None:
+        """It was answered in full."""
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where a request goes, and its share of that target's load until `release`."""
+
+    worker: Worker
+    target: Target
+    decision: Decision
+    reservation: Reservation
+    prediction: Prediction | None  # where its prompts are known
+    attempt: Attempt
+    timing: RequestTiming | None = None
+    seen: Watcher | None = None
+    prefill: Placement | None = None  # where the prompt is computed, if that is another worker
+    on_release: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def overlap(self) -> int:
+        """Tokens of the prompt that the target is expected to serve from its cache."""
+        return self.decision.choice.overlap
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether anything is learned from what the answer says of its tokens."""
+        return self.timing is not None or self.seen is not None or self.prediction is not None
+
+    def first_byte(self) -> None:
+        """The answer began."""
+        self.reservation.first_byte()
+        if self.timing:
+            self.timing.first_byte()
+        if self.seen:
+            self.seen.first_byte()
+
+    def release(self) -> None:
+        """The request ended, however it did. Only the first call counts."""
+        self.reservation.release()
+        self.attempt.end(Outcome.NEITHER)
+        while self.on_release:
+            self.on_release.pop()()

@@ -1,0 +1,555 @@
+"""Choosing a target for a request: what it asks, what each target holds and has to do, and the reservation."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple
+
+import structlog
+
+from indexer import Indexer, Match, MatchQuery, Target, UnknownModelError
+from indexer.errors import RequestError
+from indexer.hashing import PackedPrompt
+from kvevents import Tier
+from router.admission.late_binding import must_wait
+from router.admission.limits import NO_LIMITS, Limits
+from router.apis.requests import RoutedRequest
+from router.apis.response_owners import ResponseOwners
+from router.apis.usage import Usage
+from router.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
+from router.disaggregation.decision import decode_policy, disaggregate, prefill_policy
+from router.fleet.discovery import Engine
+from router.fleet.fleet import Fleet, Worker
+from router.fleet.worker import choosable
+from router.holdings.audit import HitAudit, Prediction
+from router.holdings.history import RoutingHistory
+from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
+from router.learning.learned import Learned
+from router.learning.rates import Rates, prefill_seconds
+from router.policies import Candidate, Policy, Request
+from router.routing.choice import Choice, Option
+from router.routing.load import LoadTable, Reservation
+from router.routing.placement import Placement, Watcher
+from router.routing.routed_prompt import RoutedPrompt, tokenized_prompt, unread_prompt
+from router.routing.standing import Standing
+from router.settings import Backend, DisaggregationSettings, Role
+from router.sharing import LoadSharing
+from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
+
+log = structlog.get_logger()
+
+
+class _Served(NamedTuple):
+    """What a worker serves under the name a request uses."""
+
+    model: str
+    adapter: str | None
+
+
+# Prompts that begin with so many equal chunks are taken for one session when nobody names theirs.
+_SESSION_CHUNKS = 32
+
+
+class Router:
+    """Places requests on targets."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        indexer: Indexer,
+        tokenizers: Tokenizers,
+        policy: Policy,
+        load: LoadTable,
+        speculation: SpeculativeHoldings,
+        learned: Learned,
+        history: RoutingHistory,
+        audit: HitAudit,
+        sharing: LoadSharing,
+        disaggregation: DisaggregationSettings,
+        needs_prompts: bool = True,
+        by_turn: bool = False,
+    ) -> None:
+        """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched.
+
+        `by_turn`: it looks at nothing of the candidates either.
+        """
+        self.needs_prompts = self._policy_needs_prompts = needs_prompts
+        self._fleet = fleet
+        self._indexer = indexer
+        self._tokenizers = tokenizers
+        self._policy = policy
+        self._load = load
+        self._speculation = speculation
+        self._learned = learned
+        self._history = history
+        self._audit = audit
+        self._sharing = sharing
+        self.responses = ResponseOwners()
+        self.on_placed: Callable[[RoutedPrompt, Placement], Watcher | None] | None = None
+        self._random = Random()
+        self._disaggregation = disaggregation
+        self._decode_policy = decode_policy(self._random)
+        self._prefill_policy = prefill_policy(self._random)
+        self._standing = Standing(fleet, self._options_by_turn, policy, self._random) if by_turn else None
+
+    def look_at_prompts(self, wanted: bool) -> None:
+        """Somebody wants to know the prompts, although the policy may look at none; or does not any more."""
+        self.needs_prompts = wanted or self._policy_needs_prompts
+
+    def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
+        """The model and adapter behind a name. Raises RequestError (404) when nobody serves it."""
+        serving = self._fleet.serving(name)
+        if serving:
+            return serving[0][1].model, serving[0][1].adapter
+        if self._indexer.serves(name, tenant):
+            return name, None
+        raise self._unknown_model(name)
+
+    async def read(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
+        """Tokenize a request's prompts. Raises RequestError for a model nobody serves and for a prompt that is none."""
+        return self.read_now(request, body_bytes) or await self.read_aside(request, body_bytes)
+
+    def read_now(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt | None:
+        """The same at once; None when it takes longer than the event loop may be held up: then `read_aside` does it.
+
+        Raises the same errors.
+        """
+        request, model = self._asked(request)
+        if not self.needs_prompts:
+            return unread_prompt(request, body_bytes)
+        if model is None or request.prompt is None:
+            return unread_prompt(request, body_bytes)
+        try:
+            tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)
+        except (TokenizerUnavailableError, RequestError) as error:
+            return self._routed_by_load(request, body_bytes, error)
+        return None if tokenized is None else tokenized_prompt(request, tokenized)
+
+    async def read_aside(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
+        """The same for what `read_now` leaves: in a thread, or by a worker. Raises the same errors."""
+        request, model = self._asked(request)
+        if model is None or request.prompt is None:
+            return unread_prompt(request, body_bytes)
+        try:
+            tokenized = await self._tokenizers.tokenize_aside(model, request.prompt)
+        except (TokenizerUnavailableError, RequestError) as error:
+            return self._routed_by_load(request, body_bytes, error)
+        return tokenized_prompt(request, tokenized)
+
+    def _asked(self, request: RoutedRequest) -> tuple[RoutedRequest, str | None]:
+        """A request with the name of what it asks for, and the model behind it. Without a name any worker will do."""
+        if request.model is None and request.prompt is not None:
+            request = replace(request, model=self._only_model())
+        if request.model is None:
+            return request, None
+        model = self._fleet.model_of(request.model)
+        if model is None:
+            raise self._unknown_model(request.model)
+        return request, model
+
+    def _routed_by_load(
+        self, request: RoutedRequest, body_bytes: int, error: TokenizerUnavailableError | RequestError
+    ) -> RoutedPrompt:
+        """A prompt that could not be tokenized. Raises the error when it is the client's to know."""
+        if isinstance(error, RequestError) and not request.converted:
+            raise error
+        log.debug("routed by load alone", model=request.model, reason=str(error))
+        return unread_prompt(request, body_bytes)
+
+    def choose(
+        self, prompt: RoutedPrompt, without: Collection[Worker] = (), limits: Limits = NO_LIMITS
+    ) -> Choice | None:
+        """The choice as it would be now; None when all targets are at their limits.
+
+        Raises RequestError (503) when no worker is left.
+        """
+        by_load = not self.needs_prompts and limits.unlimited
+        if by_load and self._standing is not None and not without and not self._fleet.disaggregated:
+            choice = self._standing.choose(prompt.name)
+            if choice is not None:
+                return choice
+        if not by_load:
+            self._learned.look_at_evictions(self._indexer)
+            options = list(self._options(prompt, without, limits))
+        else:
+            options = self._options_by_load(prompt.name, without)
+        if options:
+            if self._fleet.disaggregated:
+                return self._disaggregated(prompt, without, options)
+            candidates = [option.candidate for option in options]
+            return Choice.of(self._policy(candidates, self._request(prompt, options)), options)
+        if self._serving_now(prompt.name, without):
+            return None
+        if prompt.name is not None and not self._fleet.serving(prompt.name):
+            raise self._unknown_model(prompt.name)
+        raise _unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
+
+    def _disaggregated(self, prompt: RoutedPrompt, without: Collection[Worker], options: list[Option]) -> Choice:
+        """The choice in a fleet with workers for prefill or decode alone."""
+        candidates, request = [option.candidate for option in options], self._request(prompt, options)
+        if not any(option.worker.role is Role.DECODE for option in options):
+            return Choice.of(self._policy(candidates, request), options)
+        choice = Choice.of(self._decode_policy(candidates, request), options)
+        adapter = self.adapter_of(choice.worker)
+        if choice.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
+            return choice
+        prefills = list(self._options(prompt, without, NO_LIMITS, prefill=True))
+        able = [option.candidate for option in prefills]
+        found = disaggregate(
+            choice.decision.choice, able, request, self._prefill_policy, self._disaggregation, adapter.decodes_alone
+        )
+        if found.prefill is not None:
+            return replace(choice, disaggregation=found, prefill=Choice.of(found.prefill, prefills))
+        if not adapter.decodes_alone:
+            raise _unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
+        return replace(choice, disaggregation=found)
+
+    def adapter_of(self, worker: Worker) -> type[Adapter] | None:
+        """How a decode worker goes on from a prefill worker; None where that is not known."""
+        backend = self._disaggregation.backend
+        if backend is not Backend.AUTO:
+            return ADAPTERS[backend]
+        return _ADAPTER_OF_ENGINE.get(worker.description.engine) if worker.description else None
+
+    def busy(self, choice: Choice) -> bool:
+        """Whether a request better waits than goes to its choice, because that is busy with the prompts of others.
+
+        Where there is no other target there is nothing to wait for.
+        """
+        return len(choice.options) > 1 and self._must_wait(choice.worker, choice.decision.choice.target.dp_rank)
+
+    def has_room(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, late_binding: bool) -> bool:
+        """Whether any target could take a request now: it may be worth choosing again."""
+        targets = [(each, rank) for each in self._serving_now(prompt.name, without) for rank in each.ranks()]
+        late_binding = late_binding and len(targets) > 1
+        return any(
+            self.room(worker, dp_rank, limits, prompt.tokens)
+            and not (late_binding and self._must_wait(worker, dp_rank))
+            for worker, dp_rank in targets
+        )
+
+    def prefill_seconds(self, prompt: RoutedPrompt) -> float:
+        """How long a prompt's prefill would take where most of it is cached; all of it where nobody is left."""
+        try:
+            choice = self.choose(prompt)
+        except RequestError:
+            choice = None
+        if choice is None:
+            return prefill_seconds(self._learned.rates.start, prompt.tokens, 0, 0, 0)
+        best = max((option.candidate for option in choice.options), key=lambda candidate: candidate.overlap)
+        rates = self._learned.rates.learner(best.target.worker, best.target.model).rates
+        return prefill_seconds(rates, prompt.tokens, best.overlap, best.requests, best.context)
+
+    def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Placement:
+        """Choose a target, whatever its load, and reserve a share. Raises RequestError (503) when no worker is left."""
+        choice = self.choose(prompt, without)
+        assert choice is not None
+        return self.reserve(prompt, choice)
+
+    def reserve(self, prompt: RoutedPrompt, chosen: Choice) -> Placement:
+        """Reserve a request's share of its choice's load, in the same step as the choice."""
+        if chosen.disaggregation is None:
+            return self._reserve(prompt, chosen)
+        placement = self._reserve(prompt, chosen, computes=chosen.prefill is None)
+        if chosen.prefill is not None:
+            placement.prefill = self._reserve(prompt, chosen.prefill, decodes=False)
+            placement.on_release.append(placement.prefill.release)
+            placement.attempt.waits_for_another()
+        log.info(
+            "disaggregation",
+            decode=placement.worker.url,
+            prefill=placement.prefill and placement.prefill.worker.url,
+            reason=chosen.disaggregation.reason,
+            **chosen.disaggregation.inputs,
+        )
+        return placement
+
+    def _reserve(self, prompt: RoutedPrompt, chosen: Choice, computes: bool = True, decodes: bool = True) -> Placement:
+        """Reserve a share of a worker that `computes` the prompt, or `decodes` the answer, or both."""
+        decision, options = chosen.decision, chosen.options
+        choice = decision.choice
+        whole = computes and decodes
+        _, worker, hashes, by_events = chosen.chosen
+        load = self._load.of(worker.url, choice.target.dp_rank)
+        seconds = 0.0
+        if self.needs_prompts and computes:
+            rates = self._learned.rates.learner(worker.url, choice.target.model).rates
+            seconds = prefill_seconds(rates, prompt.tokens, choice.overlap, choice.requests, choice.context)
+        reservation = Reservation(
+            load,
+            max(prompt.tokens - choice.overlap, 1) if computes else 0,
+            prompt.tokens,
+            seconds,
+            streamed=prompt.streamed and whole,
+        )
+        if len(hashes) == 1:
+            self._learned.pressure.routed(hashes[0], max([option.candidate.overlap for option in options]))
+        one_answer = len(prompt.token_ids) == prompt.answers == 1
+        prediction = None
+        if hashes:
+            prediction = Prediction(
+                choice.target,
+                hashes,
+                prompt.tokens,
+                choice.overlap,
+                by_events if self._audit.events_complete(choice.target) else None,
+                comparable=one_answer and prompt.exact and whole,
+                capacity=worker.capacity_tokens,
+            )
+        elsewhere = self._sharing.elsewhere.of(worker.url, choice.target.dp_rank)
+        attempt = worker.health.begin(
+            load.pending + elsewhere.pending,
+            choice.target.dp_rank,
+            prompt.streamed,
+            one_of_many=len(worker.ranks()) > 1,
+        )
+        on_release: list[Callable[[], None]] = []
+        for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True):
+            # No event tells that a target holds what media stand in: that has to last.
+            lasting = identity is not token_ids
+            on_release.append(self._speculation.hold(choice.target, known, lasting=lasting))
+            on_release.append(self._sharing.sent(choice.target, known))
+        placement = Placement(
+            worker,
+            choice.target,
+            decision,
+            reservation,
+            prediction,
+            attempt,
+            self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer and whole else None,
+            on_release=on_release,
+        )
+        if self.on_placed is not None and decodes:
+            placement.seen = self.on_placed(prompt, placement)
+        return placement
+
+    def answered(self, placement: Placement, usage: Usage | None) -> None:
+        """A worker answered a request in full; `usage` is what it says of the tokens."""
+        if placement.prediction is not None:
+            self._audit.answered(placement.prediction, usage)
+        if placement.seen:
+            placement.seen.answered(usage)
+        if placement.timing and usage:
+            placement.timing.end(usage.completion)
+
+    def forget(self, worker: Worker) -> None:
+        """A worker's cache was reset. Engines tell of it late, so what it held is forgotten at once."""
+        for target in worker.targets:
+            self._indexer.clear(target)
+            self._speculation.forget(target)
+            self._sharing.elsewhere.forget_prompts(target)
+            self._history.forget(target)
+
+    def removed(self, worker: Worker) -> None:
+        """A worker is gone: nothing of it is kept."""
+        self._load.forget(worker.url)
+        self._learned.rates.forget(worker.url)
+        for target in worker.targets:
+            self._speculation.forget(target)
+            self._history.forget(target)
+            self._audit.forget(target)
+
+    def others(self, prompt: RoutedPrompt, without: Collection[Worker], prefill: bool = False) -> bool:
+        """Whether there is any other worker that could take a request now, or compute a prompt for others."""
+        return any(worker not in without and worker.takes(prompt.name, prefill) for worker in self._fleet.workers)
+
+    def _options(
+        self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool = False
+    ) -> Iterator[Option]:
+        """Every target that could take a prompt now, with what it holds of it and has to do.
+
+        `prefill`: those that only compute it, for others to go on.
+        """
+        eviction = self._learned.pressure.price()
+        for served, workers in self._able(prompt, without, limits, prefill).items():
+            matched = [self._matched(served, token_ids, prompt.cache_salt) for token_ids in prompt.token_ids]
+            hashes = [
+                prompt_hashes(served.model, served.adapter, prompt.cache_salt, identity)
+                for identity in prompt.identities
+            ]
+            slowest = self._learned.rates.slowest_if_unlike(served.model)
+            parts = list(zip(matched, hashes, map(len, prompt.identities), strict=True))
+            limited = not limits.unlimited
+            for worker in workers:  # there may be thousands: what is the same for all is made before
+                rates = self._learned.rates.of(worker.url, served.model, slowest) if slowest else None
+                for dp_rank in worker.health.usable_ranks(worker.ranks()):
+                    if limited and not self.room(worker, dp_rank, limits, prompt.tokens):
+                        continue
+                    candidate = self._loaded(worker.target(dp_rank, served.model), worker, rates)
+                    by_events = 0
+                    for held, known, tokens in parts:
+                        by_events += self._add_overlap(candidate, held.get(candidate.target), known, tokens)
+                    if eviction and self._learned.pressure.evicting(candidate.target):
+                        candidate.eviction = eviction
+                    yield Option(candidate, worker, hashes, by_events)
+
+    def _options_by_load(self, name: str | None, without: Collection[Worker]) -> list[Option]:
+        """The same where nothing is asked of a prompt and nothing is limited."""
+        options = []
+        for worker in choosable(self._serving_now(name, without), self._random):
+            model = _model(worker, name)
+            for dp_rank in worker.health.usable_ranks(worker.ranks()):
+                options.append(Option(self._loaded(worker.target(dp_rank, model), worker, None), worker, [], 0))
+        return options
+
+    def _options_by_turn(self, name: str | None) -> list[Option]:
+        """Every target that serves a name, whatever it has to do and however its last requests went."""
+        return [
+            Option(Candidate(worker.target(dp_rank, _model(worker, name))), worker, [], 0)
+            for worker in self._serving_now(name, ())
+            for dp_rank in worker.ranks()
+        ]
+
+    def _loaded(self, target: Target, worker: Worker, rates: Rates | None) -> Candidate:
+        """A target with its load, in proportion to what its worker can bear.
+
+        That is what this router and those it shares load with have there, and requests that none of them sent.
+        """
+        load = self._load.of(target.worker, target.dp_rank)
+        shared = self._sharing.elsewhere.of(target.worker, target.dp_rank)
+        others = worker.metrics.of(target.dp_rank)
+        candidate = Candidate(
+            target,
+            requests=load.requests + shared.requests + others.unseen,
+            pending=load.pending + shared.pending,
+            context=load.context + shared.context,
+            waiting=len(load.prefills) + shared.waiting + others.waiting,
+            kv_usage=others.kv_usage,
+        )
+        if rates:
+            elsewhere = self._sharing.elsewhere.backlog(target.worker, target.dp_rank)
+            candidate.rates, candidate.backlog = rates, load.backlog + elsewhere
+        if (weight := worker.settings.weight) != 1:
+            candidate.requests = round(candidate.requests / weight)
+            candidate.pending = round(candidate.pending / weight)
+            candidate.context = round(candidate.context / weight)
+        return candidate
+
+    def room(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
+        """Whether a rank may get one more request."""
+        if limits.unlimited:
+            return True
+        load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight
+        shared = self._sharing.elsewhere.of(worker.url, dp_rank)
+        requests = load.requests + shared.requests + worker.metrics.of(dp_rank).unseen
+        return limits.room(requests / weight, (load.context + shared.context) / weight, tokens)
+
+    def _must_wait(self, worker: Worker, dp_rank: int) -> bool:
+        """Late binding's rule. It counts only prefills whose end will be seen."""
+        streamed = (
+            self._load.of(worker.url, dp_rank).streamed + self._sharing.elsewhere.of(worker.url, dp_rank).streamed
+        )
+        return must_wait(streamed / worker.settings.weight)
+
+    def _add_overlap(self, candidate: Candidate, match: Match | None, hashes: array[int], tokens: int) -> int:
+        """Count what a target holds of a prompt, or will hold once it has seen what is in flight to it.
+
+        Returns how much that is by events and prompts in flight.
+        """
+        target = candidate.target
+        held = match.matched_tokens if match else 0
+        expected = max(self._speculation.overlap(target, hashes), self._sharing.elsewhere.overlap(target, hashes))
+        seen = self._history.overlap(target, hashes)
+        if not (held or expected or seen):
+            return 0
+        in_flight = self._full_blocks(target, expected, tokens)
+        sent = self._full_blocks(target, seen, tokens)
+        told = max(held, in_flight)
+        overlap = max(sent, in_flight if self._audit.distrusts(target) else told)
+        candidate.overlap += overlap
+        if match and overlap == held > in_flight:  # else it is being computed there
+            candidate.cpu += match.tiers[Tier.CPU]
+            candidate.disk += match.tiers[Tier.DISK] + match.tiers[Tier.UNKNOWN]
+        return told
+
+    def _request(self, prompt: RoutedPrompt, options: list[Option]) -> Request:
+        """What the policy is told of a prompt. Without a session, those that begin alike are taken for one."""
+        first = options[0]
+        session = prompt.session
+        if session is None and first.hashes and first.hashes[0]:
+            session = str(first.hashes[0][:_SESSION_CHUNKS][-1])
+        expected = self._learned.outputs.expected(first.candidate.target.model, prompt.max_tokens)
+        return Request(prompt.tokens, expected * prompt.answers, session)
+
+    def _able(
+        self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool
+    ) -> dict[_Served, list[Worker]]:
+        """The workers that a request may go to now, by what they serve under its name.
+
+        What goes on from a response goes to the worker that made it, as long as that one is there.
+        """
+        name, workers = prompt.name, self._serving_now(prompt.name, without, prefill)
+        owner = prompt.previous_response and self.responses.of(prompt.previous_response)
+        able: dict[_Served, list[Worker]] = {}
+
+        def room(worker: Worker) -> bool:
+            return limits.unlimited or any(
+                self.room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks()
+            )
+
+        owners = [each for each in workers if each.url == owner] if owner else []
+        for worker in owners or choosable(workers, self._random, None if limits.unlimited else room):
+            served = worker.served(name) if name is not None else None
+            able.setdefault(_Served(served.model, served.adapter) if served else _Served("", None), []).append(worker)
+        return able
+
+    def _serving_now(self, name: str | None, without: Collection[Worker], prefill: bool = False) -> list[Worker]:
+        """The workers that answer and serve a name; any will do where it is None.
+
+        Those that only compute prompts are apart: it is them that `prefill` asks for.
+        """
+        return [worker for worker in self._fleet.workers if worker.takes(name, prefill) and worker not in without]
+
+    def _matched(self, served: _Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
+        """What each target holds of a prompt, by the index."""
+        try:
+            matches = self._indexer.match(MatchQuery(served.model, token_ids, served.adapter, cache_salt))
+        except UnknownModelError:
+            return {}
+        return {match.target: match for match in matches}
+
+    def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:
+        """What a target reuses of a prompt when it has seen so many tokens of it."""
+        shared = min(shared, tokens - 1)
+        return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS) if shared else 0
+
+    def _only_model(self) -> str | None:
+        """The model, where the workers serve but one."""
+        described = [worker.description for worker in self._fleet.workers if worker.description]
+        models = {model.name for description in described for model in description.base_models()}
+        return models.pop() if len(models) == 1 else None
+
+    def _unknown_model(self, name: str) -> RequestError:
+        known = sorted(self._fleet.names())
+        if not known:
+            return RequestError(
+                "No worker has answered yet, so no model is known. Try again later.",
+                status=503,
+                type="service_unavailable",
+                code="no_worker_available",
+            )
+        return RequestError(
+            f"The model {name!r} does not exist. Send one of: {', '.join(known)}.",
+            status=404,
+            type="not_found_error",
+            param="model",
+            code="model_not_found",
+        )
+
+
+_ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}
+
+
+def _model(worker: Worker, name: str | None) -> str:
+    """The model behind a name, as a worker has it."""
+    served = worker.served(name) if name is not None else None
+    return served.model if served else ""
+
+
+def _unavailable(message: str) -> RequestError:
+    return RequestError(
+        f"{message} Try again later.", status=503, type="service_unavailable", code="no_worker_available"
+    )

@@ -1,0 +1,248 @@
+"""Whichever of several processes is asked answers for all: figures are put together, and changes reach every process.
+
+/metrics               every sample with a label `process`
+/workers, /health      added up, the worst state of each worker
+POST /workers, …       done here and then by all others
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.fleet.fleet import Fleet
+from router.fleet.worker import WorkerState
+from router.sharing.siblings import TOLD_PATH, SiblingAnswer, Siblings, told
+
+log = structlog.get_logger()
+
+_MERGED = frozenset({"/metrics", "/workers", "/health"})
+_RELAYED = frozenset(
+    {
+        ("POST", "/workers"),
+        ("DELETE", "/workers"),
+        ("POST", "/workers/drain"),
+        ("POST", "/workers/undrain"),
+        ("POST", "/register"),
+        ("POST", "/unregister"),
+        ("POST", "/reset_prefix_cache"),
+    }
+)
+_MERGE_SECONDS = 1.0
+_RELAY_SECONDS = 15.0
+_MAX_BODY_BYTES = 1 << 20
+
+# The state to show when processes do not agree, the first that any has. All must have drained.
+_WORST_FIRST = [
+    WorkerState.DRAINING,
+    WorkerState.DOWN,
+    WorkerState.LEFT_OUT,
+    WorkerState.TRIAL,
+    WorkerState.WARMING,
+    WorkerState.NEW,
+    WorkerState.DRAINED,
+    WorkerState.READY,
+]
+
+
+class AllProcesses:
+    """Before the application of one of several processes."""
+
+    def __init__(self, app: ASGIApp, siblings: Siblings, fleet: Fleet) -> None:
+        self._app = app
+        self._siblings = siblings
+        self._fleet = fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        if (scope.get("server") or ("",))[0] == str(self._siblings.path):  # a sibling asks
+            if path == TOLD_PATH:
+                await _answer(send, 200, [(b"content-type", b"application/json")], told(self._fleet))
+            else:
+                await self._app(scope, receive, send)
+        elif method == "GET" and path in _MERGED:
+            await self._merged(scope, receive, send)
+        elif (method, path) in _RELAYED:
+            await self._relayed(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _merged(self, scope: Scope, receive: Receive, send: Send) -> None:
+        own = await _captured(self._app, scope, receive)
+        if own.status != 200:
+            await _answer(send, own.status, own.headers, own.body)
+            return
+        others = await self._siblings.ask("GET", scope["path"], scope["headers"], b"", _MERGE_SECONDS)
+        answers = [
+            SiblingAnswer(self._siblings.number, 200, own.body),
+            *(each for each in others if each.status == 200),
+        ]
+        match scope["path"]:
+            case "/metrics":
+                body = merged_metrics(answers, self._siblings.processes)
+            case "/workers":
+                body = msgspec.json.encode({"workers": merged_workers([_workers(each) for each in answers])})
+            case _:
+                body = msgspec.json.encode(merged_health(answers, self._siblings.processes))
+        await _answer(send, 200, own.headers, body)
+
+    async def _relayed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _read(receive)
+        if body is None:
+            await self._app(scope, _replay(b"", receive), send)  # too large for any of these: refused
+            return
+        own = await _captured(self._app, scope, _replay(body, receive))
+        if own.status < 300:
+            query = scope["query_string"].decode("latin-1")
+            target = scope["path"] + (f"?{query}" if query else "")
+            others = await self._siblings.ask(scope["method"], target, scope["headers"], body, _RELAY_SECONDS)
+            for each in others:
+                if each.status >= 300:
+                    log.warning("another process refused a change", process=each.number, change=scope["path"])
+        await _answer(send, own.status, own.headers, own.body)
+
+
+def merged_metrics(answers: list[SiblingAnswer], processes: int) -> bytes:
+    """Prometheus text of several processes as one, with a label `process`."""
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for answer in answers:
+        family: tuple[list[str], list[str]] = ([], [])
+        for line in answer.body.decode().splitlines():
+            if line.startswith("# HELP "):
+                family = families.setdefault(line.split(" ", 3)[2], ([], []))
+            if not line.startswith("#"):
+                family[1].append(_labelled(line, answer.number))
+            elif len(family[0]) < 2:
+                family[0].append(line)
+    up = {answer.number for answer in answers}
+    lines = [
+        "# HELP kvrouter_process_up 1 while a process answers",
+        "# TYPE kvrouter_process_up gauge",
+        *(f'kvrouter_process_up{{process="{number}"}} {float(number in up)}' for number in range(processes)),
+    ]
+    for head, samples in families.values():
+        lines += head + samples
+    return "\n".join([*lines, ""]).encode()
+
+
+def _labelled(sample: str, process: int) -> str:
+    name = sample.split(" ", 1)[0].split("{", 1)[0]
+    rest = sample[len(name) :]
+    label = f'process="{process}"'
+    return f"{name}{{{label},{rest[1:]}" if rest.startswith("{") else f"{name}{{{label}}}{rest}"
+
+
+def merged_workers(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What processes say of the workers, in one: the load of all, and the worst state that any sees."""
+    merged = reports[0]
+    others = [{(each["worker"], each.get("model")): each for each in report} for report in reports[1:]]
+    for worker in merged:
+        same = [worker, *(known[key] for known in others if (key := (worker["worker"], worker.get("model"))) in known)]
+        told = [each for each in same if "state" in each]
+        if told:
+            worst = min(told, key=lambda each: _WORST_FIRST.index(WorkerState(each["state"])))
+            requests = sum(each["requests_in_flight"] for each in told)
+            worker |= {name: worst[name] for name in ("up", "state", "problem", "reason", "share")}
+            worker["requests_in_flight"] = requests
+        ranks = [{rank["dp_rank"]: rank for rank in each["ranks"]} for each in same]
+        for rank in worker["ranks"]:
+            _add_load(rank, [known[rank["dp_rank"]] for known in ranks if rank["dp_rank"] in known])
+    return merged
+
+
+def _add_load(rank: dict[str, Any], same: list[dict[str, Any]]) -> None:
+    """Let a rank's load be that of all processes, and `elsewhere` what none of them has."""
+    if "load" not in rank:
+        return
+    known = {name: rank["load"][name] + rank["elsewhere"][name] for name in rank["load"]}
+    rank["load"] = {name: sum(each["load"][name] for each in same if "load" in each) for name in known}
+    rank["elsewhere"] = {name: max(known[name] - rank["load"][name], 0) for name in known}
+
+
+def merged_health(answers: list[SiblingAnswer], processes: int) -> dict[str, Any]:
+    """The health of all: each finding once, with the processes that have it where not all do."""
+    reports = {answer.number: msgspec.json.decode(answer.body) for answer in answers}
+    health: dict[str, Any] = next(iter(reports.values()))
+    found: dict[tuple[object, ...], tuple[dict[str, Any], list[int]]] = {}
+    for number, report in reports.items():
+        for finding in report["findings"]:
+            same = tuple(value for name, value in finding.items() if name != "detail")
+            found.setdefault(same, (finding, []))[1].append(number)
+    health["findings"] = [
+        finding | ({} if len(numbers) == len(reports) else {"processes": numbers})
+        for finding, numbers in found.values()
+    ]
+    health["findings"] += [
+        {
+            "finding": "process_down",
+            "process": number,
+            "detail": "it does not answer; a new one is started when it ended",
+        }
+        for number in range(processes)
+        if number not in reports
+    ]
+    health["queue"] = dict(sum((Counter(report["queue"]) for report in reports.values()), Counter()))
+    health["processes"] = {"running": len(reports), "of": processes}
+    return health
+
+
+def _workers(answer: SiblingAnswer) -> list[dict[str, Any]]:
+    workers: list[dict[str, Any]] = msgspec.json.decode(answer.body)["workers"]
+    return workers
+
+
+class _Captured:
+    """An answer as a whole."""
+
+    def __init__(self) -> None:
+        self.status = 500
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.body = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], list(message.get("headers", []))
+        elif message["type"] == "http.response.body":
+            self.body += message.get("body", b"")
+
+
+async def _captured(app: ASGIApp, scope: Scope, receive: Receive) -> _Captured:
+    captured = _Captured()
+    await app(scope, receive, captured.send)
+    return captured
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """A request's body; None when it is too large."""
+    body: bytes = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > _MAX_BODY_BYTES:
+            return None
+        if message["type"] == "http.disconnect" or not message.get("more_body"):
+            return body
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Receives a body that was read before."""
+    left = [body]
+
+    async def again() -> Message:
+        return {"type": "http.request", "body": left.pop()} if left else await receive()
+
+    return again
+
+
+async def _answer(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    length = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": kept + length})
+    await send({"type": "http.response.body", "body": body})

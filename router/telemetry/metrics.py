@@ -1,0 +1,167 @@
+"""The router's figures for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.apis.usage import Usage
+from router.fleet.fleet import Fleet, Worker, WorkerState
+from router.holdings.audit import Basis, HitAudit
+from router.policies import Decision
+from router.routing.load import LoadTable
+from router.telemetry.tallies import Spread, Tally
+
+_SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class RequestMetrics:
+    """What became of requests. Models are names that workers serve, so label sets stay bounded."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.refused = Counter(
+            "kvrouter_requests_refused", "Requests the router refused", ["status"], registry=registry
+        )
+        self.retried = Counter(
+            "kvrouter_requests_retried", "Attempts that went elsewhere", ["worker"], registry=registry
+        )
+        self.of_tenant = Counter(
+            "kvrouter_tenant_requests", "Requests of each tenant", ["tenant", "status"], registry=registry
+        )
+        self.abandoned = Counter("kvrouter_requests_abandoned", "Requests left by their client", registry=registry)
+        self.broken = Counter(
+            "kvrouter_answers_broken", "Answers that a worker did not finish", ["worker"], registry=registry
+        )
+        # Those that every request counts in.
+        self.answered = Tally(
+            "kvrouter_requests", "Requests answered by workers", ["model", "worker", "status"], registry
+        )
+        self.prompt_tokens = Tally("kvrouter_prompt_tokens", "Tokens of routed prompts", ["model"], registry)
+        self.overlap_tokens = Tally(
+            "kvrouter_overlap_tokens", "Tokens expected to come from the worker's cache", ["model"], registry
+        )
+        self.best_overlap_tokens = Tally(
+            "kvrouter_best_overlap_tokens", "The most that any worker's cache had", ["model"], registry
+        )
+        self.decisions = Tally("kvrouter_decisions", "Choices of a worker", ["model"], registry)
+        self.cost = Tally("kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term"], registry)
+        self.queue = Spread(
+            "kvrouter_queue_seconds",
+            "From the end of a request's body to its sending to a worker",
+            ["model"],
+            registry,
+            _SHORT_BUCKETS,
+        )
+        self.first_byte = Spread(
+            "kvrouter_time_to_first_byte_seconds",
+            "From the end of a request's body to the first byte of its answer's",
+            ["model"],
+            registry,
+            _FIRST_BYTE_BUCKETS,
+        )
+        self.token_time = Spread(
+            "kvrouter_time_per_output_token_seconds",
+            "From the first byte of a stream to its last, for each token after the first",
+            ["model"],
+            registry,
+            _SHORT_BUCKETS,
+        )
+
+    def placed(self, model: str, waited: float, decision: Decision, matched: bool) -> None:
+        """A worker was chosen, `waited` seconds after the request was complete. `matched`: its prompt was looked for in
+        the caches."""
+        self.queue.observe(waited, model)
+        self.decisions.add(1, model)
+        if matched and (best := max([candidate.overlap for candidate in decision.candidates])):
+            self.best_overlap_tokens.add(best, model)
+        for term, amount in decision.terms(decision.choice).items():
+            if amount:
+                self.cost.add(amount, model, term)
+
+    def begun(self, model: str, worker: str, status: int, tokens: int, overlap: int) -> None:
+        """A worker answers a prompt of so many tokens."""
+        self.answered.add(1, model, worker, status)
+        self.prompt_tokens.add(tokens, model)
+        if overlap:
+            self.overlap_tokens.add(overlap, model)
+
+    def first_byte_of(self, model: str, seconds: float) -> None:
+        """The first byte of an answer's body came, so long after the end of the request's."""
+        self.first_byte.observe(seconds, model)
+
+    def streamed(self, model: str, seconds: float, usage: Usage | None) -> None:
+        """A stream ended, so long after its first byte."""
+        if usage is not None and usage.completion > 1:
+            self.token_time.observe(seconds / (usage.completion - 1), model)
+
+    def forget(self, worker: Worker) -> None:
+        """A worker was removed: its series end."""
+        self.answered.forget(worker.url)
+        for counter in (self.retried, self.broken):
+            counter.remove_by_labels({"worker": worker.url})
+
+
+class FleetCollector(Collector):
+    """The workers and what is in flight on them, read when asked for."""
+
+    def __init__(self, fleet: Fleet, load: LoadTable) -> None:
+        self._fleet = fleet
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("kvrouter_worker_up", "1 while a worker is used", labels=["worker"])
+        state = GaugeMetricFamily("kvrouter_worker_state", "1 for the state it is in", labels=["worker", "state"])
+        labels = ["worker", "dp_rank"]
+        unseen = GaugeMetricFamily("kvrouter_requests_of_others", "Requests that came by other ways", labels=labels)
+        usage = GaugeMetricFamily("kvrouter_kv_usage_ratio", "KV memory in use, as the engine tells", labels=labels)
+        requests = GaugeMetricFamily("kvrouter_requests_in_flight", "Requests in flight", labels=labels)
+        pending = GaugeMetricFamily("kvrouter_prefill_tokens_in_flight", "Uncached tokens to prefill", labels=labels)
+        for worker in self._fleet.workers:
+            up.add_metric([worker.url], float(worker.up))
+            for known in WorkerState:
+                state.add_metric([worker.url, known], float(worker.state is known))
+            for dp_rank in worker.ranks():
+                load = self._load.of(worker.url, dp_rank)
+                requests.add_metric([worker.url, str(dp_rank)], load.requests)
+                pending.add_metric([worker.url, str(dp_rank)], load.pending)
+                engine = worker.metrics.of(dp_rank)
+                unseen.add_metric([worker.url, str(dp_rank)], engine.unseen)
+                if engine.kv_usage is not None:
+                    usage.add_metric([worker.url, str(dp_rank)], engine.kv_usage)
+        yield from (up, state, requests, pending, unseen, usage)
+
+
+class AuditCollector(Collector):
+    """Predicted against actual cached tokens, by target."""
+
+    def __init__(self, audit: HitAudit) -> None:
+        self._audit = audit
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["worker", "dp_rank", "model"]
+        answers = CounterMetricFamily("kvrouter_audit_answers", "Answers that told their cached tokens", labels=labels)
+        prompt = CounterMetricFamily("kvrouter_audit_prompt_tokens", "Their prompts' tokens", labels=labels)
+        predicted = CounterMetricFamily("kvrouter_audit_predicted_tokens", "Predicted cached tokens", labels=labels)
+        cached = CounterMetricFamily("kvrouter_audit_cached_tokens", "Cached tokens as engines told", labels=labels)
+        wrong = CounterMetricFamily("kvrouter_audit_wrong_tokens", "Tokens predicted too high or low", labels=labels)
+        lengths = CounterMetricFamily("kvrouter_audit_lengths_wrong", "Prompts of another length", labels=labels)
+        error = GaugeMetricFamily("kvrouter_audit_error_ratio", "Recently wrong share of prompt tokens", labels=labels)
+        drift = GaugeMetricFamily("kvrouter_audit_drift_ratio", "The same for predictions by events", labels=labels)
+        basis = GaugeMetricFamily("kvrouter_audit_basis", "1 for what is predicted from", labels=[*labels, "basis"])
+        for target, audit in self._audit.audits():
+            values = [target.worker, str(target.dp_rank), target.model]
+            answers.add_metric(values, audit.answers)
+            prompt.add_metric(values, audit.prompt_tokens)
+            predicted.add_metric(values, audit.predicted_tokens)
+            cached.add_metric(values, audit.cached_tokens)
+            wrong.add_metric(values, audit.wrong_tokens)
+            lengths.add_metric(values, audit.lengths_wrong)
+            error.add_metric(values, audit.errors.share)
+            drift.add_metric(values, audit.event_errors.share)
+            for known in Basis:
+                basis.add_metric([*values, known.value], float(self._audit.basis(target) is known))
+        yield from (answers, prompt, predicted, cached, wrong, lengths, error, drift, basis)

@@ -1,0 +1,157 @@
+"""Tokenizing piece by piece: a text is cut at special tokens, and pieces seen before are not tokenized again.
+
+A tokenizer looks for its special tokens first and treats what stands between two of them by itself. So the next turn of
+a conversation costs what is new in it. That holds for most tokenizers, not for all (one may treat the start of a text
+in its own way after a special token, too): router/tokens/tokenizer_check.py tries one out when it is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from router.errors import TooLongForNowError
+from router.tokens.segment_cache import SegmentCache
+
+# The token ids of texts, without those that begin or end every text.
+Encode = Callable[[list[str]], list[list[int]]]
+
+# Pieces that are new and this short together are tokenized one by one; tokenizers share longer work between threads,
+# whose waking takes longer than tokenizing so much.
+_ONE_BY_ONE_CHARACTERS = 4096
+
+
+class Ends(NamedTuple):
+    """The token ids that a tokenizer puts before and after every text, such as <s>."""
+
+    before: list[int]
+    after: list[int]
+
+
+def ends_of(backend: Any) -> Ends:
+    """The ends that a tokenizer (of `tokenizers`) adds when it is told to add special tokens."""
+    bare, full = (backend.encode("a", add_special_tokens=add).ids for add in (False, True))
+    start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
+    return Ends(full[:start], full[start + len(bare) :])
+
+
+class Cutter:
+    """Cuts texts before each special token of a tokenizer (of `tokenizers`).
+
+    All added tokens that are looked for in the raw text count when deciding what stands where, as in the tokenizer the
+    first and longest one wins. A cut is made only before those that leave their surroundings alone: which take no
+    space from beside them, need no word's end there, and don't look like a part of a word to others that do.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        added = [token for token in backend.get_added_tokens_decoder().values() if token.content]
+        raw = [token for token in added if not token.normalized]
+        self.boundaries = [
+            token.content
+            for token in raw
+            if not (token.lstrip or token.rstrip or token.single_word) and _stands_apart(token.content)
+        ]
+        self._boundaries = frozenset(self.boundaries)
+        self._raw = re.compile(_longest_of(token.content for token in raw))
+        self._added = re.compile(_longest_of(token.content for token in added))
+
+    def cut(self, text: str) -> list[str]:
+        """The pieces of a text. Each but the first begins with a special token."""
+        if not self.boundaries:
+            return [text]
+        starts = [match.start() for match in self._raw.finditer(text) if match.group() in self._boundaries]
+        if not starts:
+            return [text]
+        pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+        return [text[: starts[0]], *pieces] if starts[0] else pieces
+
+    def special_token(self, piece: str) -> str:
+        """The special token that a piece begins with; empty when it begins with none."""
+        match = self._raw.match(piece) if self.boundaries else None
+        return match.group() if match and match.group() in self._boundaries else ""
+
+    def has_added_token(self, text: str) -> bool:
+        """Whether the content of any added token stands in a text."""
+        match = self._added.search(text)
+        return bool(match and match.group())
+
+
+class SegmentedEncoder:
+    """Token ids of texts, piece by piece. Any number of threads may use one."""
+
+    def __init__(self, encode: Encode, cutter: Cutter, ends: Ends, cache: SegmentCache, ascii_speed: int = 1) -> None:
+        """`ascii_speed`: how many times faster than other text `encode` takes ASCII."""
+        self._encode = encode
+        self._ascii_speed = ascii_speed
+        self._cut = cutter.cut
+        self._before = array("I", ends.before)
+        self._after = array("I", ends.after)
+        self._cache = cache
+
+    @property
+    def cached_bytes(self) -> int:
+        """What the pieces seen before take."""
+        return self._cache.bytes
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[array[int]]:
+        """The token ids of each text.
+
+        Raises TooLongForNowError when more than `at_most` characters of them are new, not counting ASCII in full where
+        that is faster.
+        """
+        cut = [self._cut(text) for text in texts]
+        known, new = self._cache.get(piece for pieces in cut for piece in pieces)
+        if new:
+            if sum(map(self._work, new)) > at_most:
+                raise TooLongForNowError
+            known |= self._encoded(new)
+        return [self._joined(pieces, known, add_special_tokens) for pieces in cut]
+
+    def _work(self, piece: str) -> int:
+        return len(piece) // self._ascii_speed if piece.isascii() else len(piece)
+
+    def _encoded(self, new: list[str]) -> dict[str, array[int]]:
+        if sum(map(len, new)) <= _ONE_BY_ONE_CHARACTERS:
+            encoded = [self._encode([piece])[0] for piece in new]
+        else:
+            encoded = self._encode(new)
+        added = {piece: array("I", ids) for piece, ids in zip(new, encoded, strict=True)}
+        self._cache.put(added)
+        return added
+
+    def _joined(self, pieces: list[str], known: dict[str, array[int]], add_special_tokens: bool) -> array[int]:
+        joined = array("I", self._before if add_special_tokens else ())
+        for piece in pieces:
+            joined += known[piece]
+        if add_special_tokens:
+            joined += self._after
+        return joined
+
+
+def _stands_apart(content: str) -> bool:
+    return not (content[0].isalnum() or content[0].isspace() or content[0] == "_")
+
+
+def _longest_of(words: Iterable[str]) -> str:
+    """An expression for the longest of some words that stands at a place. A tree, since there may be thousands."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _expression(tree)
+
+
+def _expression(node: dict[str, Any]) -> str:
+    prefix = ""
+    while len(node) == 1 and "" not in node:  # a path without branches, however long
+        ((character, node),) = node.items()
+        prefix += re.escape(character)
+    branches = [re.escape(character) + _expression(rest) for character, rest in node.items() if character]
+    if not branches:
+        return prefix
+    return f"{prefix}(?:{'|'.join(branches)}){'?' if '' in node else ''}"

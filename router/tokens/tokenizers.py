@@ -1,0 +1,171 @@
+"""The token ids of a request's prompts: exactly those the engine will compute, by the model's tokenizer.
+
+A model's tokenizer is local where there is one, else a worker's. What takes long is done in threads, so that the event
+loop never waits for it; the rest takes less time than the way to a thread and back: short prompts, and long ones of
+which nearly all was seen before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from bisect import bisect_left
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from indexer.errors import RequestError
+from router.apis.media import has_media
+from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
+from router.errors import TokenizerUnavailableError, TooLongForNowError
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.remote_tokenizer import RemoteTokenizer
+
+__all__ = ["TokenizerUnavailableError", "Tokenizers"]
+
+# What is tokenized at once, in characters not seen before (four times as many where tiktoken does it): a third of a
+# millisecond's work.
+INLINE_CHARACTERS = 2048
+# What is rendered and looked up at once, in bytes of the body: two milliseconds' work at most.
+INLINE_BYTES = 2**18
+# Requests whose texts wait for a thread or are in one.
+MAX_WAITING = 256
+
+
+class Tokenized(NamedTuple):
+    """Prompts as tokens.
+
+    `token_ids` are those the engine computes: all of a prompt, or what comes before its first media item. `identities`
+    are the same for prompts without media; of others, tokens in which a text stands for each item.
+    """
+
+    token_ids: list[array[int]]
+    identities: list[array[int]]
+
+
+class Tokenizers:
+    """The tokenizers by model, and the threads they work in."""
+
+    def __init__(self, threads: int = 2, timeout_seconds: float = 5.0) -> None:
+        self._tokenizers: dict[str, LocalTokenizer | RemoteTokenizer] = {}
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._timeout_seconds = timeout_seconds
+        self._waiting = 0
+
+    def add(self, model: str, tokenizer: LocalTokenizer | RemoteTokenizer) -> None:
+        """Use this tokenizer for the model from now on, in place of any other."""
+        self._tokenizers[model] = tokenizer
+
+    def remove(self, model: str) -> None:
+        """Forget the model's tokenizer, if it has one."""
+        self._tokenizers.pop(model, None)
+
+    def by_model(self) -> dict[str, LocalTokenizer | RemoteTokenizer]:
+        """The tokenizers that there are."""
+        return dict(self._tokenizers)
+
+    async def token_ids(self, model: str, prompt: Prompt, body_bytes: int = 0) -> list[array[int]]:
+        """The token ids of each prompt: one array for a chat; none for prompts that are embeddings.
+
+        A chat with media has those before the first of them. `body_bytes` is the size of what the prompt was read from.
+
+        Raises RequestError (400) for a prompt that no worker would take, and TokenizerUnavailableError when the ids
+        cannot be known (no tokenizer, its worker does not answer, too much to do already).
+        """
+        return (await self.tokenize(model, prompt, body_bytes)).token_ids
+
+    async def tokenize(self, model: str, prompt: Prompt, body_bytes: int = 0) -> Tokenized:
+        """The same, and what tells apart prompts with media from each other."""
+        return self.tokenize_now(model, prompt, body_bytes) or await self.tokenize_aside(model, prompt)
+
+    def tokenize_now(self, model: str, prompt: Prompt, body_bytes: int = 0) -> Tokenized | None:
+        """The same at once; None when it takes longer than the event loop may be held up. Raises the same errors."""
+        tokenizer = self._tokenizers.get(model)
+        if isinstance(prompt, TokenPrompts):
+            if isinstance(tokenizer, LocalTokenizer):
+                _check_vocabulary(prompt, tokenizer.vocab_size)
+            return _same([array("I", ids) for ids in prompt.token_ids], prompt)
+        if tokenizer is None:
+            raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
+        if isinstance(tokenizer, RemoteTokenizer) or body_bytes > INLINE_BYTES:
+            return None
+        try:
+            return _tokenized(tokenizer, prompt, INLINE_CHARACTERS)
+        except TooLongForNowError:
+            return None
+
+    async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
+        """The same for what `tokenize_now` leaves: by a worker, or in a thread. Raises the same errors."""
+        tokenizer = self._tokenizers.get(model)
+        if tokenizer is None or isinstance(prompt, TokenPrompts):
+            raise TokenizerUnavailableError(f"no tokenizer for model {model!r} any more")
+        if isinstance(tokenizer, LocalTokenizer):
+            return await self._in_thread(tokenizer, prompt)
+        if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+            raise TokenizerUnavailableError("only a local tokenizer can tell what comes before the first media item")
+        return _same(await tokenizer.token_ids(prompt), prompt)
+
+    async def close(self) -> None:
+        """Stop the threads; what they have begun is finished first."""
+        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+
+    async def _in_thread(self, tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt) -> Tokenized:
+        if self._waiting >= MAX_WAITING:
+            raise TokenizerUnavailableError(f"{MAX_WAITING} requests wait to be tokenized already")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await asyncio.get_running_loop().run_in_executor(self._executor, _tokenized, tokenizer, prompt)
+        except TimeoutError as error:
+            raise TokenizerUnavailableError(f"not tokenized within {self._timeout_seconds:g} s") from error
+        finally:
+            self._waiting -= 1
+
+
+def _tokenized(tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt, at_most: int = sys.maxsize) -> Tokenized:
+    """A prompt as tokens. Raises TooLongForNowError when more than `at_most` characters of it are new."""
+    media = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
+    if isinstance(prompt, TextPrompts):
+        texts = prompt.texts
+    else:
+        texts = _around_media(tokenizer, prompt) if media else [tokenizer.render(prompt)]
+    token_ids = tokenizer.encode(texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
+    return Tokenized(token_ids[:1], token_ids[1:]) if media else _same(token_ids, prompt)
+
+
+def _around_media(tokenizer: LocalTokenizer, chat: ChatPrompt) -> list[str]:
+    """A chat's text up to its first media item, and all of it with other texts in the place of those."""
+    if chat.truncation:
+        raise TokenizerUnavailableError("nobody can tell how much of media a truncation leaves")
+    told_apart = tokenizer.render(chat, media_as_text=True)
+    # Whatever the template does differently for media, up to here it renders the same.
+    return [_common_start(told_apart, tokenizer.render(chat)), told_apart]
+
+
+def _same(token_ids: list[array[int]], prompt: Prompt) -> Tokenized:
+    """Prompts without media, truncated if they want that."""
+    if prompt.truncation:
+        token_ids = [_truncated(ids, prompt.truncation) for ids in token_ids]
+    return Tokenized(token_ids, token_ids)
+
+
+def _check_vocabulary(prompt: TokenPrompts, vocab_size: int) -> None:
+    for index, token_ids in enumerate(prompt.token_ids):
+        if max(token_ids) >= vocab_size:
+            place = next(place for place, token in enumerate(token_ids) if token >= vocab_size)
+            field = prompt.param if len(prompt.token_ids) == 1 else f"{prompt.param}[{index}]"
+            raise RequestError(
+                f"{field}[{place}] is {token_ids[place]}, which the model's vocabulary lacks. "
+                f"Send token ids from 0 to {vocab_size - 1}.",
+                param=prompt.param,
+            )
+
+
+def _common_start(text: str, other: str) -> str:
+    return text[: bisect_left(range(len(text)), True, key=lambda place: not other.startswith(text[: place + 1]))]
+
+
+def _truncated(token_ids: array[int], truncation: Truncation) -> array[int]:
+    if truncation.side == "right":
+        return token_ids[: truncation.tokens]
+    return token_ids[max(0, len(token_ids) - truncation.tokens) :]
