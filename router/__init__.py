@@ -6,7 +6,7 @@ app, settings   everything put together, by what config.yaml says
     who may ask         access      tenants and their rates; admission  who waits, and who goes on first
     what is asked       apis        the bodies of each API; tokens  from prompts to token ids
     who could take it   fleet       the workers and how they do; holdings  what they hold beside what events tell
-    who takes it        routing     from a prompt to a reserved worker; policies  the cost of each; learning  their rates
+    who takes it        routing     from a prompt to a reserved worker; policies  what each costs; learning  their rates
                         disaggregation  prefill and decode on different workers
 
     several routers     sharing     their load is each other's

@@ -285,8 +285,14 @@ class Ranks:
         return _until(lambda: bool(first[0] != SENTINEL), 5)
 
     def wait_unread(self) -> bool:
-        """Whether a socket of this process came to hold bytes that its peer does not take."""
-        return _until(lambda: any(map(_unread, os.listdir("/proc/self/fd"))), 5)
+        """Whether the sockets of this process came to be full of bytes that their peers do not take."""
+
+        def full() -> bool:
+            held = sum(map(_unread, os.listdir("/proc/self/fd")))
+            time.sleep(0.2)
+            return 0 < held == sum(map(_unread, os.listdir("/proc/self/fd")))
+
+        return _until(full, 5)
 
     # What is left
 
@@ -411,11 +417,11 @@ def processes(count: int = 2) -> Iterator[list[RankProcess]]:
             process.close()
 
 
-def _unread(descriptor: str) -> bool:
+def _unread(descriptor: str) -> int:
     answer = array.array("i", [0])
     with contextlib.suppress(OSError):  # no socket
         fcntl.ioctl(int(descriptor), termios.TIOCOUTQ, answer)
-    return answer[0] > 0
+    return int(answer[0])
 
 
 def _watch_grants(engine: TransferEngine) -> set[GrantKey]:
