@@ -1,15 +1,10 @@
-"""The live page in a real browser, with simulated workers in processes of their own behind the router.
-
-Chromium is found on the PATH, or where CHROMIUM says. Screenshots go to SCREENSHOTS, if that is set.
-"""
+"""The live page in a real browser, with simulated workers in processes of their own behind the router."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -17,18 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import CHROMIUM, SWITCHES, accessible, expect, playwright
 from router_under_test import RouterUnderTest, router, until
 
 from kvrouter.processes import KvrouterProcess
 
-playwright = pytest.importorskip("playwright.async_api", reason="make test-browser installs it")
-axe = pytest.importorskip("axe_playwright_python.async_playwright", reason="make test-browser installs it")
-expect = playwright.expect
-
 pytestmark = [pytest.mark.browser, pytest.mark.anyio]
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome") or "chromium"
-SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
 SECONDS = 20_000  # milliseconds, as Playwright counts
 
 
@@ -79,13 +69,6 @@ async def traffic(routed: RouterUnderTest) -> AsyncIterator[None]:
         for task in talking:
             task.cancel()
         await asyncio.gather(*talking, return_exceptions=True)
-
-
-async def accessible(page: Any) -> None:
-    """Nothing serious is found by axe-core."""
-    found = (await axe.Axe().run(page)).response["violations"]
-    serious = [each for each in found if each["impact"] in ("serious", "critical")]
-    assert serious == [], json.dumps([(each["id"], [n["html"][:200] for n in each["nodes"][:3]]) for each in serious])
 
 
 async def shoot(page: Any, name: str) -> None:

@@ -1,28 +1,20 @@
-"""The report of a replay in a real browser: in simulation and of routers, light and dark.
-
-Chromium is found on the PATH, or where CHROMIUM says. Screenshots go to SCREENSHOTS, if that is set.
-"""
+"""The report of a replay in a real browser: in simulation and of routers, light and dark."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Page, async_playwright, expect
+from chromium import CHROMIUM, SWITCHES, accessible, expect, playwright
 from router_under_test import router
 
 from worker.simulated import SimulatedWorkerSettings, running
 
 pytestmark = [pytest.mark.browser, pytest.mark.anyio]
-
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome") or "chromium"
-SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +49,8 @@ async def looked_at(page: Path, name: str, runs: int, title: str) -> None:
     """Open a report in every way, and find nothing wrong with it."""
     complaints: list[str] = []
     requested: list[str] = []
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+    async with playwright.async_playwright() as drives:
+        browser = await drives.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
         try:
             for scheme, width in (("light", 1280), ("dark", 1280), ("dark", 420)):
                 opened = await browser.new_page(
@@ -82,13 +74,6 @@ async def looked_at(page: Path, name: str, runs: int, title: str) -> None:
             await browser.close()
     assert complaints == []
     assert {url.partition(":")[0] for url in requested} <= {"file", "data"}
-
-
-async def accessible(page: Page) -> None:
-    """Nothing serious is found by axe-core."""
-    found = (await Axe().run(page)).response["violations"]
-    serious = [each for each in found if each["impact"] in ("serious", "critical")]
-    assert serious == [], json.dumps([(each["id"], [n["html"][:200] for n in each["nodes"][:3]]) for each in serious])
 
 
 async def test_a_report_of_policies(trace: Path) -> None:

@@ -1,0 +1,27 @@
+"""Chromium, driven by Playwright: found on the PATH, or where CHROMIUM says.
+
+Screenshots go to the folder SCREENSHOTS, if that is set. Without the packages of `make test-browser` tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import Any
+
+import pytest
+
+playwright = pytest.importorskip("playwright.async_api", reason="make test-browser installs it")
+axe = pytest.importorskip("axe_playwright_python.async_playwright", reason="make test-browser installs it")
+expect = playwright.expect
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome") or "chromium"
+SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+
+
+async def accessible(page: Any) -> None:
+    """Nothing serious is found by axe-core."""
+    found = (await axe.Axe().run(page)).response["violations"]
+    serious = [each for each in found if each["impact"] in ("serious", "critical")]
+    assert serious == [], json.dumps([(each["id"], [n["html"][:200] for n in each["nodes"][:3]]) for each in serious])
