@@ -11,12 +11,16 @@ from numpy.typing import ArrayLike
 from worker.disaggregation.addresses import split_host_port
 from worker.disaggregation.decode import ReceivingRoom, Wanted
 from worker.disaggregation.manager import KVManager
-from worker.disaggregation.rooms import KVPoll, KVTransferError, Room, check_room, check_timeout
+from worker.disaggregation.room_handle import RoomHandle
+from worker.disaggregation.rooms import Room, check_room, check_timeout
 from worker.disaggregation.transfer.runs import page_array
 
 
-class KVReceiver:
-    """One thread uses it; none of the calls waits, but for `wait`.
+class KVReceiver(RoomHandle):
+    """One thread uses it.
+
+    `pages_reusable`: no write to the room's pages can still land. **After Failed, free them only then**: they stay in
+    quarantine until then, also after `clear`.
 
     `prefill_dp_rank`: the prefill's DP rank that got the request (room modulo its DP size). `timeout_s`: how long the
     room may take, from now on (the manager's `room_timeout_s`). Raises ValueError for an address that can't be read and
@@ -38,9 +42,10 @@ class KVReceiver:
         self._side = mgr.decode
         self._local = mgr.local
         timeout = self._local.room_timeout_s if timeout_s is None else check_timeout(timeout_s, "timeout_s")
-        self._room = Room(bootstrap_room, secrets.randbits(62), time.monotonic() + timeout)
-        self._local.rooms.add(self._room)
-        self._receiving = ReceivingRoom(self._room, bootstrap_addr, prefill_dp_rank)
+        room = Room(bootstrap_room, secrets.randbits(62), time.monotonic() + timeout)
+        self._local.rooms.add(room)
+        self._receiving = ReceivingRoom(room, bootstrap_addr, prefill_dp_rank)
+        super().__init__(room, "decode", self._tell_prefill)
         self._wanted = False
         self._local.channel.post(partial(self._side.open, self._receiving))
 
@@ -61,31 +66,5 @@ class KVReceiver:
         wanted = Wanted(pages, ranges, aux_index, decode_prefix_len // layout.page_size)
         self._local.channel.post(partial(self._side.want, self._receiving, wanted))
 
-    def poll(self) -> KVPoll:
-        return self._room.state
-
-    def wait(self, timeout: float) -> KVPoll:
-        """The state as soon as it is terminal, at the latest after `timeout` seconds."""
-        return self._room.wait(timeout)
-
-    def pages_reusable(self) -> bool:
-        """Whether no write to the room's pages can still land. **After Failed, free them only then.**"""
-        return self._room.quiet
-
-    def wait_reusable(self, timeout: float) -> bool:
-        """`pages_reusable` as soon as it is true, at the latest after `timeout` seconds."""
-        return self._room.wait_quiet(timeout)
-
-    def abort(self, reason: str = "aborted by the decode engine") -> None:
-        """Fail the room, unless it is over; the prefill is told."""
-        if self._room.fail(reason):
-            self._local.channel.post(partial(self._side.fail, self._receiving, reason))
-
-    def clear(self) -> None:
-        """Give the room up if it is not over; its pages stay in quarantine as long as they must."""
-        self.abort("cleared by the decode engine")
-
-    def failure_exception(self) -> None:
-        """Raise why the room failed, KVTransferError; nothing when it has not."""
-        if self._room.state is KVPoll.Failed:
-            raise KVTransferError(self.bootstrap_room, self._room.reason)
+    def _tell_prefill(self, reason: str) -> None:
+        self._local.channel.post(partial(self._side.fail, self._receiving, reason))

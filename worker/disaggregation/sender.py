@@ -9,12 +9,15 @@ from numpy.typing import ArrayLike
 
 from worker.disaggregation.manager import KVManager
 from worker.disaggregation.prefill import Chunk, SendingRoom
-from worker.disaggregation.rooms import KVPoll, KVTransferError, Room, check_room, check_timeout
+from worker.disaggregation.room_handle import RoomHandle
+from worker.disaggregation.rooms import Room, check_room, check_timeout
 from worker.disaggregation.transfer.runs import page_array
 
 
-class KVSender:
-    """One thread uses it; none of the calls waits, but for `wait`.
+class KVSender(RoomHandle):
+    """One thread uses it.
+
+    `pages_reusable`: the pages given to `send` are no longer read, a moment after Success or Failed.
 
     `timeout_s`: how long the room may take, from now on (the manager's `room_timeout_s`). Raises ValueError for a room
     that is in use on this rank.
@@ -28,9 +31,10 @@ class KVSender:
         self._side = mgr.prefill
         self._local = mgr.local
         timeout = self._local.room_timeout_s if timeout_s is None else check_timeout(timeout_s, "timeout_s")
-        self._room = Room(bootstrap_room, 0, time.monotonic() + timeout)
-        self._local.rooms.add(self._room)
-        self._sending = SendingRoom(self._room)
+        room = Room(bootstrap_room, 0, time.monotonic() + timeout)
+        self._local.rooms.add(room)
+        self._sending = SendingRoom(room)
+        super().__init__(room, "prefill", self._tell_decode)
         self._pages: int | None = None
         self._sent = 0
         self._has_last = False
@@ -80,31 +84,5 @@ class KVSender:
         self._sent = end
         self._local.channel.post(partial(self._side.add_chunk, self._sending, chunk))
 
-    def poll(self) -> KVPoll:
-        return self._room.state
-
-    def wait(self, timeout: float) -> KVPoll:
-        """The state as soon as it is terminal, at the latest after `timeout` seconds."""
-        return self._room.wait(timeout)
-
-    def pages_reusable(self) -> bool:
-        """Whether the pages given to `send` are no longer read: a moment after Success or Failed."""
-        return self._room.quiet
-
-    def wait_reusable(self, timeout: float) -> bool:
-        """`pages_reusable` as soon as it is true, at the latest after `timeout` seconds."""
-        return self._room.wait_quiet(timeout)
-
-    def abort(self, reason: str = "aborted by the prefill engine") -> None:
-        """Fail the room, unless it is over; decode is told."""
-        if self._room.fail(reason):
-            self._local.channel.post(partial(self._side.fail, self._sending, reason))
-
-    def clear(self) -> None:
-        """Give the room up if it is not over; nothing is kept for one that is."""
-        self.abort("cleared by the prefill engine")
-
-    def failure_exception(self) -> None:
-        """Raise why the room failed, KVTransferError; nothing when it has not."""
-        if self._room.state is KVPoll.Failed:
-            raise KVTransferError(self.bootstrap_room, self._room.reason)
+    def _tell_decode(self, reason: str) -> None:
+        self._local.channel.post(partial(self._side.fail, self._sending, reason))
