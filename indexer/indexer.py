@@ -224,6 +224,10 @@ class Indexer:
         """
         return self._matches(query, len(query.token_ids) - 1)
 
+    def held(self, query: MatchQuery) -> dict[Target, Match]:
+        """The same by target, without those that would serve nothing: their number costs nothing."""
+        return _best(self._found(query, len(query.token_ids) - 1))
+
     def longest(self, query: MatchQuery) -> list[Match]:
         """How much of a token sequence each registered target holds, the most first. Raises as `match` does."""
         return self._matches(query, len(query.token_ids))
@@ -283,13 +287,17 @@ class Indexer:
         return sizes | self.index.block_sizes(served)
 
     def _matches(self, query: MatchQuery, tokens: int) -> list[Match]:
-        served = self._registered(query.model, query.tenant)
+        return _best_first(self._registered(query.model, query.tenant), self._found(query, tokens))
+
+    def _found(self, query: MatchQuery, tokens: int) -> list[Match]:
+        """What targets hold of the first tokens of a prompt, for each block size."""
+        self._registered(query.model, query.tenant)
         prompt = PackedPrompt.of(query.token_ids)
         found: list[Match] = []
         for block_size in self.block_sizes(query.model, query.tenant):
             namespace = Namespace(query.model, query.tenant, query.adapter, query.cache_salt, block_size)
             found += self.index.match(namespace, prompt, max(tokens, 0) // block_size)
-        return _best_first(served, found)
+        return found
 
     def _registered(self, model: str, tenant: str) -> dict[Target, Registration]:
         served = self._served.get((tenant, model))
@@ -302,7 +310,15 @@ def _best_first(targets: Iterable[Target], found: Iterable[Match]) -> list[Match
     """The best match of each target, or one of nothing; the most first."""
     nothing = dict.fromkeys(Tier, 0)
     best = {target: Match(target, 0, nothing) for target in targets}
-    for match in found:
-        if match.matched_tokens > best.get(match.target, match).matched_tokens:
-            best[match.target] = match
+    best.update((target, match) for target, match in _best(found).items() if target in best)
     return sorted(best.values(), key=lambda match: -match.matched_tokens)
+
+
+def _best(found: Iterable[Match]) -> dict[Target, Match]:
+    """The best match of each target that has any."""
+    best: dict[Target, Match] = {}
+    for match in found:
+        known = best.get(match.target)
+        if known is None or match.matched_tokens > known.matched_tokens:
+            best[match.target] = match
+    return best

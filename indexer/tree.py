@@ -85,7 +85,7 @@ class PrefixTree(Generic[HolderT]):
         while done < len(hashes):
             start = offset + 1
             if start < len(run.hashes) and run.hashes[start] == hashes[done]:
-                count = _common(run.hashes, start, hashes, done)
+                count = common_blocks(run.hashes, start, hashes, done)
             elif child := run.children.get(hashes[done]):
                 run, offset = child, -1
                 continue
@@ -117,7 +117,7 @@ class PrefixTree(Generic[HolderT]):
                 reach = min(whole, 4 * count)
                 extend(done + reach)
                 if run.hashes[reach - 1] != hashes[done + reach - 1]:
-                    count = _common(run.hashes, 0, hashes[: done + reach], done)
+                    count = common_blocks(run.hashes, 0, hashes[: done + reach], done)
                     break
                 count = reach
             yield run, 0, count
@@ -172,7 +172,7 @@ class PrefixTree(Generic[HolderT]):
         return run
 
 
-def _common(ours: array[int], start: int, theirs: array[int], done: int) -> int:
+def common_blocks(ours: array[int], start: int, theirs: array[int], done: int) -> int:
     """How many blocks two paths share from these offsets on, the first of which they do share.
 
     Equal hashes mean equal prefixes, so the last shared block is found by bisection.

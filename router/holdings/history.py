@@ -1,17 +1,16 @@
 """What a rank is likely to hold by what was sent to it, for ranks whose events are missing or wrong.
 
 A rank's prompts are remembered as hashes of their prefixes, the least recently sent forgotten first, up to what its
-memory holds. Whatever touches a prefix touches its shorter ones after it: so extensions are forgotten before what they
-extend, and whoever holds a prefix holds all shorter ones.
+memory holds.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections import OrderedDict
 
 from indexer import Target
+from router.holdings.recent_prefixes import RecentPrefixes
+from router.holdings.shared_prefixes import SharedPrefixes
 from router.holdings.speculation import CHUNK_TOKENS
 
 # For ranks that do not say how much they hold: an 8-billion-parameter model on a GPU of 80 GB.
@@ -22,27 +21,28 @@ class RoutingHistory:
     """The prompts that were answered, by target."""
 
     def __init__(self) -> None:
-        self._sent: dict[Target, OrderedDict[int, None]] = {}
+        self._prefixes: SharedPrefixes[RecentPrefixes] = SharedPrefixes()
+        self._sent: dict[Target, RecentPrefixes] = {}
+        self._targets: dict[RecentPrefixes, Target] = {}
 
     def remember(self, target: Target, hashes: array[int], capacity: int | None) -> None:
         """A target has seen a prompt. `capacity`: the tokens it can hold."""
-        sent = self._sent.setdefault(target, OrderedDict())
-        for known in reversed(hashes):
-            sent[known] = None
-            sent.move_to_end(known)
-        for _ in range(len(sent) - (capacity or DEFAULT_CAPACITY) // CHUNK_TOKENS):
-            sent.popitem(last=False)
-
-    def overlap(self, target: Target, hashes: array[int]) -> int:
-        """How many tokens of a prompt, from its start on, a target has seen and not forgotten."""
         sent = self._sent.get(target)
-        if not sent:
-            return 0
-        return CHUNK_TOKENS * bisect_left(hashes, True, key=lambda known: known not in sent)
+        if sent is None:
+            sent = self._sent[target] = RecentPrefixes(self._prefixes)
+            self._targets[sent] = target
+        sent.remember(hashes, (capacity or DEFAULT_CAPACITY) // CHUNK_TOKENS)
+
+    def overlaps(self, hashes: array[int]) -> dict[Target, int]:
+        """How many tokens of a prompt, from its start on, each target has seen and not forgotten, if any."""
+        return {self._targets[sent]: CHUNK_TOKENS * chunks for sent, chunks in self._prefixes.longest(hashes).items()}
 
     def forget(self, target: Target) -> None:
         """A target holds nothing any more, or its history is not needed."""
-        self._sent.pop(target, None)
+        sent = self._sent.pop(target, None)
+        if sent is not None:
+            sent.forget()
+            del self._targets[sent]
 
     def targets(self) -> list[Target]:
         """The targets with a history."""
@@ -50,4 +50,4 @@ class RoutingHistory:
 
     def __len__(self) -> int:
         """The number of remembered prefixes."""
-        return sum(map(len, self._sent.values()))
+        return sum(sent.chunks for sent in self._sent.values())

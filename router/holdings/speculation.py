@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from array import array
-from bisect import bisect_left
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
-from itertools import count, repeat
-from operator import sub
+from functools import partial
+from typing import TypeAlias
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
+from router.holdings.shared_prefixes import Edge, Holder, SharedPrefixes
 
 # Finer than most engines' blocks, so that rounding down to a block loses nothing.
 CHUNK_TOKENS = 16
@@ -49,69 +48,66 @@ class SpeculativeHoldings:
         self._linger = linger
         self._clock = clock
         self._stride = stride
-        self._held: dict[Target, _Holders] = {}
-        self._numbers = count()
+        self._prefixes: SharedPrefixes[_Target] = SharedPrefixes()
+        self._targets: dict[Target, _Target] = {}
+        self._ended: deque[_Ended] = deque()  # the first to be let go is the first
+        self._ended_lasting: deque[_Ended] = deque()
         self._ended_prefixes = 0
-        self._ended: list[tuple[float, int, _Holders, array[int]]] = []  # a heap: the first to be let go is the first
 
     def hold(self, target: Target, hashes: array[int], *, lasting: bool = False) -> Callable[[], None]:
         """Hold a prompt for a target. Returns what to call when the request ended."""
-        linger = max(self._linger, LASTING_SECONDS) if lasting else self._linger
-        held = self._held.get(target)
-        if held is None:
-            held = self._held[target] = _Holders()
-        held.of.update(hashes)
+        holder = self._targets.get(target)
+        if holder is None:
+            holder = self._targets[target] = _Target(target)
+        return partial(self._end, holder, self._prefixes.hold(holder, hashes), lasting)
 
-        def ended() -> None:
-            heappush(self._ended, (self._clock() + linger, next(self._numbers), held, hashes))
-            self._ended_prefixes += len(hashes)
-            self._expire()
-
-        return ended
-
-    def overlap(self, target: Target, hashes: array[int]) -> int:
-        """How many tokens of a prompt other prompts in flight on this target share from its start on."""
-        held = self._held.get(target)
-        if held is None or not held.of:
-            return 0
-        self._expire()
-        holders = held.of.get
+    def overlaps(self, hashes: array[int]) -> dict[Target, int]:
+        """How many tokens of a prompt, from its start on, other prompts in flight share, by target: those with any."""
+        self._expire(self._clock())
         if self._stride > 1:
             hashes = hashes[self._stride - 1 :: self._stride]
-        # Whoever holds a prefix holds all shorter ones too, so the longest is found by bisection.
-        return CHUNK_TOKENS * self._stride * bisect_left(hashes, True, key=lambda known: not holders(known))
+        tokens = CHUNK_TOKENS * self._stride
+        found = self._prefixes.longest(hashes)
+        return {holder.target: tokens * chunks for holder, chunks in found.items() if not holder.forgotten}
 
     def forget(self, target: Target) -> None:
         """Nothing is expected of a target any more, because its cache was reset."""
-        self._held.pop(target, None)
+        holder = self._targets.pop(target, None)
+        if holder is not None:
+            holder.forgotten = True
 
     def __len__(self) -> int:
         """The number of held prefixes."""
-        self._expire()
-        return sum(1 for held in self._held.values() for holders in held.of.values() if holders)
+        self._expire(self._clock())
+        return sum(holder.chunks for holder in self._targets.values())
 
-    def _expire(self) -> None:
+    def _end(self, holder: _Target, edge: Edge[_Target], lasting: bool) -> None:
         now = self._clock()
-        while self._ended and (self._ended[0][0] <= now or self._ended_prefixes > MAX_ENDED):
-            _, _, held, hashes = heappop(self._ended)
-            self._ended_prefixes -= len(hashes)
-            held.let_go(hashes)
+        if lasting:
+            self._ended_lasting.append((now + max(self._linger, LASTING_SECONDS), holder, edge))
+        else:
+            self._ended.append((now + self._linger, holder, edge))
+        self._ended_prefixes += edge.end
+        self._expire(now)
+
+    def _expire(self, now: float) -> None:
+        for ended in self._ended, self._ended_lasting:
+            while ended and (ended[0][0] <= now or self._ended_prefixes > MAX_ENDED):
+                _, holder, edge = ended.popleft()
+                self._ended_prefixes -= edge.end
+                self._prefixes.let_go(holder, edge)
 
 
-class _Holders:
-    """How many prompts hold each prefix. A prompt may have thousands, so that no step is Python's for each of them."""
+class _Target(Holder):
+    """What a target holds until it is forgotten. What it held before may still be in flight then."""
 
-    __slots__ = ("_let_go", "of")
+    __slots__ = ("forgotten", "target")
 
-    def __init__(self) -> None:
-        self.of: Counter[int] = Counter()  # 0: nobody any more
-        self._let_go = 0
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.target = target
+        self.forgotten = False
 
-    def let_go(self, hashes: array[int]) -> None:
-        """One prompt holds these no more."""
-        fewer = map(sub, map(self.of.__getitem__, hashes), repeat(1))
-        dict.update(self.of, zip(hashes, fewer, strict=True))
-        self._let_go += len(hashes)
-        if self._let_go > len(self.of):  # there may be many that nobody holds
-            self.of = Counter({known: holders for known, holders in self.of.items() if holders})
-            self._let_go = 0
+
+# When a prompt is let go, by whom, and where it ends.
+_Ended: TypeAlias = tuple[float, _Target, Edge[_Target]]

@@ -12,12 +12,13 @@ Memory is bounded: one prefix in `STRIDE` chunks is remembered, and the longest 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections import OrderedDict
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from math import exp
 
 from indexer import Target
+from router.holdings.recent_prefixes import RecentPrefixes
+from router.holdings.shared_prefixes import SharedPrefixes
 
 HORIZON = 120.0
 MOST_LOST = 0.92
@@ -57,7 +58,8 @@ class EvictionPressure:
         self._stride = stride
         self._remembered = remembered
         self._clock = clock
-        self._routed: OrderedDict[int, None] = OrderedDict()
+        self._prefixes: SharedPrefixes[RecentPrefixes] = SharedPrefixes()
+        self._routed = RecentPrefixes(self._prefixes)
         self._lost = DecayingSum(HORIZON)
         self._evicted = DecayingSum(HORIZON)
         self._removed: dict[Target, int] = {}
@@ -65,17 +67,14 @@ class EvictionPressure:
 
     def routed(self, hashes: Sequence[int], held: int) -> None:
         """A prompt was routed: the hashes of its prefixes, and the most tokens of it that any worker held."""
-        sampled = hashes[self._stride - 1 :: self._stride]
-        # Whoever remembers a prefix remembers the shorter ones, so the longest is found by bisection.
-        known = bisect_left(sampled, True, key=lambda prefix: prefix not in self._routed)
+        sampled = array("Q", hashes[self._stride - 1 :: self._stride])
+        if not sampled:
+            return
+        known = self._prefixes.longest(sampled).get(self._routed, 0)
         unit = self._chunk * self._stride
-        if lost := known - held // unit:
-            self._lost.add(max(lost, 0) * unit, self._clock())
-        for prefix in reversed(sampled):  # the shortest last: it is forgotten last
-            self._routed[prefix] = None
-            self._routed.move_to_end(prefix)
-        while len(self._routed) > self._remembered:
-            self._routed.popitem(last=False)
+        if (lost := known - held // unit) > 0:
+            self._lost.add(lost * unit, self._clock())
+        self._routed.remember(sampled, self._remembered)
 
     def removed(self, tokens: Mapping[Target, int]) -> None:
         """How many tokens each target that tells of its cache has removed since it became known."""
@@ -105,4 +104,4 @@ class EvictionPressure:
 
     def __len__(self) -> int:
         """The number of remembered prefixes."""
-        return len(self._routed)
+        return self._routed.chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
@@ -47,6 +47,20 @@ class _Served(NamedTuple):
 
     model: str
     adapter: str | None
+
+
+@dataclass(slots=True)
+class _Overlap:
+    """What a target has of a request's prompts, in tokens.
+
+    `by_events`: by events and prompts in flight, whether or not that is what counts. `cpu`, `disk`: what of `tokens`
+    has to be loaded from there.
+    """
+
+    tokens: int = 0
+    by_events: int = 0
+    cpu: int = 0
+    disk: int = 0
 
 
 # Prompts that begin with so many equal chunks are taken for one session when nobody names theirs.
@@ -365,13 +379,12 @@ class Router:
         """
         eviction = self._learned.pressure.price()
         for served, workers in self._able(prompt, without, limits, prefill).items():
-            matched = [self._matched(served, token_ids, prompt.cache_salt) for token_ids in prompt.token_ids]
             hashes = [
                 prompt_hashes(served.model, served.adapter, prompt.cache_salt, identity)
                 for identity in prompt.identities
             ]
+            overlaps = self._overlaps(served, prompt, hashes)
             slowest = self._learned.rates.slowest_if_unlike(served.model)
-            parts = list(zip(matched, hashes, map(len, prompt.identities), strict=True))
             limited = not limits.unlimited
             for worker in workers:  # there may be thousands: what is the same for all is made before
                 rates = self._learned.rates.of(worker.url, served.model, slowest) if slowest else None
@@ -380,8 +393,9 @@ class Router:
                         continue
                     candidate = self._loaded(worker.target(dp_rank, served.model), worker, rates)
                     by_events = 0
-                    for held, known, tokens in parts:
-                        by_events += self._add_overlap(candidate, held.get(candidate.target), known, tokens)
+                    if overlap := overlaps.get(candidate.target):
+                        candidate.overlap, by_events = overlap.tokens, overlap.by_events
+                        candidate.cpu, candidate.disk = overlap.cpu, overlap.disk
                     if eviction and self._learned.pressure.evicting(candidate.target):
                         candidate.eviction = eviction
                     yield Option(candidate, worker, hashes, by_events)
@@ -444,26 +458,33 @@ class Router:
         )
         return must_wait(streamed / worker.settings.weight)
 
-    def _add_overlap(self, candidate: Candidate, match: Match | None, hashes: array[int], tokens: int) -> int:
-        """Count what a target holds of a prompt, or will hold once it has seen what is in flight to it.
+    def _overlaps(self, served: _Served, prompt: RoutedPrompt, hashes: list[array[int]]) -> dict[Target, _Overlap]:
+        """What targets hold of a request's prompts, or will hold once they have seen what is in flight to them.
 
-        Returns how much that is by events and prompts in flight.
+        Targets with nothing of them are left out.
         """
-        target = candidate.target
-        held = match.matched_tokens if match else 0
-        expected = max(self._speculation.overlap(target, hashes), self._sharing.elsewhere.overlap(target, hashes))
-        seen = self._history.overlap(target, hashes)
-        if not (held or expected or seen):
-            return 0
-        in_flight = self._full_blocks(target, expected, tokens)
-        sent = self._full_blocks(target, seen, tokens)
-        told = max(held, in_flight)
-        overlap = max(sent, in_flight if self._audit.distrusts(target) else told)
-        candidate.overlap += overlap
-        if match and overlap == held > in_flight:  # else it is being computed there
-            candidate.cpu += match.tiers[Tier.CPU]
-            candidate.disk += match.tiers[Tier.DISK] + match.tiers[Tier.UNKNOWN]
-        return told
+        found: dict[Target, _Overlap] = {}
+        for token_ids, identity, known in zip(prompt.token_ids, prompt.identities, hashes, strict=True):
+            matches = self._matched(served, token_ids, prompt.cache_salt)
+            own, others = self._speculation.overlaps(known), self._sharing.elsewhere.overlaps(known)
+            seen = self._history.overlaps(known)
+            for target in {*matches, *own, *others, *seen}:
+                expected = max(own.get(target, 0), others.get(target, 0))
+                in_flight = self._full_blocks(target, expected, len(identity))
+                sent = self._full_blocks(target, seen.get(target, 0), len(identity))
+                match = matches.get(target)
+                held = match.matched_tokens if match else 0
+                told = max(held, in_flight)
+                overlap = max(sent, in_flight if self._audit.distrusts(target) else told)
+                total = found.get(target)
+                if total is None:
+                    total = found[target] = _Overlap()
+                total.tokens += overlap
+                total.by_events += told
+                if match and overlap == held > in_flight:  # else it is being computed there
+                    total.cpu += match.tiers[Tier.CPU]
+                    total.disk += match.tiers[Tier.DISK] + match.tiers[Tier.UNKNOWN]
+        return found
 
     def _request(self, prompt: RoutedPrompt, options: list[Option]) -> Request:
         """What the policy is told of a prompt. Without a session, those that begin alike are taken for one."""
@@ -504,12 +525,11 @@ class Router:
         return [worker for worker in self._fleet.workers if worker.takes(name, prefill) and worker not in without]
 
     def _matched(self, served: _Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
-        """What each target holds of a prompt, by the index."""
+        """What targets hold of a prompt, by the index."""
         try:
-            matches = self._indexer.match(MatchQuery(served.model, token_ids, served.adapter, cache_salt))
+            return self._indexer.held(MatchQuery(served.model, token_ids, served.adapter, cache_salt))
         except UnknownModelError:
             return {}
-        return {match.target: match for match in matches}
 
     def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:
         """What a target reuses of a prompt when it has seen so many tokens of it."""

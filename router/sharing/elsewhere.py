@@ -93,9 +93,9 @@ class Elsewhere:
         """How many requests of others each of these ranks of a worker has."""
         return Counter({rank: self.of(worker, rank).requests for rank in ranks})
 
-    def overlap(self, target: Target, hashes: array[int]) -> int:
-        """How many tokens of a prompt, given by the hash of each chunk, others have in flight to a target."""
-        return self._prompts.overlap(target, hashes)
+    def overlaps(self, hashes: array[int]) -> dict[Target, int]:
+        """How many tokens of a prompt, given by the hash of each chunk, others have in flight, by target."""
+        return self._prompts.overlaps(hashes)
 
     def forget_prompts(self, target: Target) -> None:
         """A target's cache was reset."""

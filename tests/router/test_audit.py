@@ -98,7 +98,7 @@ def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
         assert (audit.basis(TARGET), streams.resyncs, audit.distrusts(TARGET)) == (Basis.RESYNCED, 1, False)
         answers(audit, SAMPLES, predict, cached)
         assert (audit.basis(TARGET), streams.resyncs, audit.distrusts(TARGET)) == (Basis.HISTORY, 1, True)
-    assert history.overlap(TARGET, HASHES[0]) == 96
+    assert history.overlaps(HASHES[0]).get(TARGET, 0) == 96
     assert [(line["log_level"], line["drift"], line["predicted_from"]) for line in logs] == [
         ("warning", 0.64, "resynced"),
         ("warning", 0.64, "history"),
@@ -149,7 +149,7 @@ def test_a_target_without_events_is_predicted_by_history(
 ) -> None:
     streams.stream = None
     audit.answered(predicted(0, None, comparable=False), None)
-    assert (audit.basis(TARGET), history.overlap(TARGET, HASHES[0])) == (Basis.HISTORY, 96)
+    assert (audit.basis(TARGET), history.overlaps(HASHES[0]).get(TARGET, 0)) == (Basis.HISTORY, 96)
     streams.stream = Stream(StreamState.CONNECTING)
     assert audit.basis(TARGET) is Basis.HISTORY
     streams.stream = Stream()
@@ -164,9 +164,9 @@ def test_a_history_that_promises_too_much_is_forgotten(
     other = prompt_hashes("m", None, None, [7] * 160)
     history.remember(TARGET, other, None)
     for _ in range(SAMPLES):
-        assert history.overlap(TARGET, other) == 160
+        assert history.overlaps(other).get(TARGET, 0) == 160
         audit.answered(predicted(96, None), Usage(100, 1, 0))
-    assert history.overlap(TARGET, other) == 0
+    assert history.overlaps(other).get(TARGET, 0) == 0
 
 
 def test_nothing_said_means_nothing_cached_once_something_was_said(audit: HitAudit) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from router.learning.eviction_pressure import HORIZON, RECENTLY, EvictionPressur
 CHUNK, STRIDE = 16, 16
 UNIT = CHUNK * STRIDE
 A, B = Target("a", 0, "m"), Target("b", 0, "m")
-PROMPT = list(range(1000, 1000 + 100 * STRIDE))  # of 100 units
+PROMPT = array("Q", range(1000, 1000 + 100 * STRIDE))  # of 100 units
 TOKENS = len(PROMPT) * CHUNK
 
 
@@ -110,6 +112,6 @@ def test_the_price_is_bounded_and_so_is_the_memory(prompts: list[tuple[list[int]
     for count in removed:
         pressure.removed({A: count})
     for hashes, held in prompts:
-        pressure.routed(hashes, held)
+        pressure.routed(array("Q", hashes), held)
         assert len(pressure) <= 8
         assert 0 <= pressure.price() <= 0.92 / 0.08 + 1e-9

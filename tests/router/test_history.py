@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,17 +15,17 @@ A, B = Target("http://a", 0, "m"), Target("http://b", 0, "m")
 CHUNK = CHUNK_TOKENS
 
 
-def hashes(*parts: int) -> list[int]:
+def hashes(*parts: int) -> array[int]:
     """A prompt of chunks, each of them one number."""
-    return prompt_hashes("m", None, None, [part for part in parts for _ in range(CHUNK)])  # type: ignore[return-value]
+    return prompt_hashes("m", None, None, [part for part in parts for _ in range(CHUNK)])
 
 
 def overlap(history: RoutingHistory, target: Target, *parts: int) -> int:
-    return history.overlap(target, hashes(*parts)) // CHUNK  # type: ignore[arg-type]
+    return history.overlaps(hashes(*parts)).get(target, 0) // CHUNK
 
 
 def remember(history: RoutingHistory, target: Target, *parts: int, capacity: int | None = None) -> None:
-    history.remember(target, hashes(*parts), capacity)  # type: ignore[arg-type]
+    history.remember(target, hashes(*parts), capacity)
 
 
 def test_what_was_sent_is_held_by_whom_it_was_sent_to() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -86,7 +87,8 @@ def test_evictions_are_read_from_the_index(clock: Clock, indexer: Indexer) -> No
     clock.now += 2
     learned.look_at_evictions(indexer)
     assert learned.pressure.evicting(TARGET)
-    learned.pressure.routed(hashes, 0)
-    learned.pressure.routed(hashes, 256 * CHUNK_TOKENS)
+    prompt = array("Q", hashes)
+    learned.pressure.routed(prompt, 0)
+    learned.pressure.routed(prompt, 256 * CHUNK_TOKENS)
     lost = 256 * CHUNK_TOKENS / 25_600
     assert learned.pressure.price() == pytest.approx(lost / (1 - lost))

@@ -166,17 +166,17 @@ def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> 
         ended = here.sent(target, prompt)
         here.tell_everything()
         hear_all(wire, there)
-        assert there.overlap(target, prompt) == 5 * TOLD_TOKENS
+        assert there.overlaps(prompt).get(target, 0) == 5 * TOLD_TOKENS
         sibling = array("Q", [*prompt[:20], *range(100, 120)])
-        assert there.overlap(target, sibling) == 2 * TOLD_TOKENS <= 20 * CHUNK_TOKENS
-        assert there.overlap(Target("http://other", 1, "m"), prompt) == 0
+        assert there.overlaps(sibling).get(target, 0) == 2 * TOLD_TOKENS <= 20 * CHUNK_TOKENS
+        assert there.overlaps(prompt).get(Target("http://other", 1, "m"), 0) == 0
         ended()
         ended()  # only once
         here.tell_everything()
         hear_all(wire, there)
-        assert there.overlap(target, prompt) == 5 * TOLD_TOKENS
+        assert there.overlaps(prompt).get(target, 0) == 5 * TOLD_TOKENS
         clock.now += LINGER
-        assert there.overlap(target, prompt) == 0
+        assert there.overlaps(prompt).get(target, 0) == 0
 
     asyncio.run(play())
 
@@ -196,7 +196,7 @@ def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
         here.tell_everything()
         hear_all(wire, there)
         clock.now += LINGER
-        assert there.overlap(target, prompt) == 0
+        assert there.overlaps(prompt).get(target, 0) == 0
 
     asyncio.run(play())
 
@@ -218,7 +218,7 @@ def test_a_router_that_is_gone_takes_its_prompts_along() -> None:
     asyncio.run(play())
     assert there.routers() == []
     clock.now += LINGER
-    assert there.overlap(target, prompt) == 0
+    assert there.overlaps(prompt).get(target, 0) == 0
 
 
 def test_backlogs_elsewhere_pass_with_time() -> None:
@@ -355,4 +355,4 @@ def test_prefixes_that_cannot_be_are_not_held(prefixes: bytes) -> None:
 
     there = Elsewhere(EXPIRY, LINGER)
     there.hear(Message("a", 1, Kind.NEWS, sent=[SentPrompt(1, "w", 0, "m", prefixes)]))
-    assert there.overlap(Target("w", 0, "m"), array("Q", [int.from_bytes(b"12345678", "little")] * 8)) == 0
+    assert there.overlaps(array("Q", [int.from_bytes(b"12345678", "little")] * 8)).get(Target("w", 0, "m"), 0) == 0

@@ -1,0 +1,53 @@
+"""The prefixes of the prompts that somebody saw last.
+
+Whatever touches a prefix touches its shorter ones after it: so extensions are forgotten before what they extend. It is
+therefore enough to know in what order the ends of prompts were seen.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+
+from router.holdings.shared_prefixes import Edge, Holder, SharedPrefixes
+
+
+class RecentPrefixes(Holder):
+    """What one holder in a tree has seen and not forgotten."""
+
+    __slots__ = ("_ends", "_prefixes")
+
+    def __init__(self, prefixes: SharedPrefixes[RecentPrefixes]) -> None:
+        super().__init__()
+        self._prefixes = prefixes
+        self._ends: OrderedDict[Edge[RecentPrefixes], None] = OrderedDict()  # the least recently seen first
+
+    def remember(self, hashes: array[int], most: int) -> None:
+        """See a prompt. Of all prefixes `most` are kept."""
+        if not hashes:
+            return
+        end = self._prefixes.hold(self, hashes)
+        if end in self._ends:
+            self._prefixes.let_go(self, end)  # it counts once
+        self._ends[end] = None
+        self._ends.move_to_end(end)
+        while self.chunks > most:
+            self._forget_some(self.chunks - most)
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        for end in self._ends:
+            self._prefixes.let_go(self, end)
+        self._ends.clear()
+
+    def _forget_some(self, chunks: int) -> None:
+        """Forget so many chunks at most, of the end that was not seen the longest."""
+        end = next(iter(self._ends))
+        if end.counts[self] == 1:  # else it is the start of what was seen later
+            before = self._prefixes.split(end, chunks) if chunks < len(end.hashes) else end.parent
+            if before is not None and before.counts.get(self) == 1:  # nobody else needs it: it is the next to go
+                self._prefixes.hold_edge(self, before)
+                self._ends[before] = None
+                self._ends.move_to_end(before, last=False)
+        del self._ends[end]
+        self._prefixes.let_go(self, end)

@@ -1,0 +1,122 @@
+"""Which prefixes of prompts are held, and by whom: a radix tree of prefix hashes.
+
+An edge is a stretch of chunks that no prompt ends in and none leaves:
+
+    root ── a b c ┬─ d e f     a prompt of six chunks
+                  └─ x y       another that shares its first three
+
+Equal hashes mean equal prefixes, so an edge's last hash tells whether a prompt goes all the way along it. A walk takes
+one comparison an edge, however many chunks that has, and what is new of a prompt is copied once.
+
+Whoever holds an edge holds those before it. So a holder's count at an edge is that of the prompts it holds that end
+there, and of the edges after it that it holds: only what is new to a holder has to be counted, or what nothing else of
+it needs any more.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Generic, TypeVar
+
+from indexer.tree import common_blocks
+
+
+class Holder:
+    """Who holds prefixes. `chunks`: how many."""
+
+    __slots__ = ("chunks",)
+
+    def __init__(self) -> None:
+        self.chunks = 0
+
+
+HolderT = TypeVar("HolderT", bound=Holder)
+
+
+class Edge(Generic[HolderT]):
+    """A stretch of chunks. `end`: how many chunks a prompt has that ends with it. `counts`: see above."""
+
+    __slots__ = ("counts", "end", "hashes", "longer", "parent")
+
+    def __init__(self, parent: Edge[HolderT] | None, hashes: array[int], end: int) -> None:
+        self.parent = parent  # None for the root, and that alone
+        self.hashes = hashes
+        self.end = end
+        self.counts: dict[HolderT, int] = {}
+        self.longer: dict[int, Edge[HolderT]] = {}  # by their first hash
+
+
+class SharedPrefixes(Generic[HolderT]):
+    """Prefixes of prompts, each given by a hash for every chunk, and who holds them."""
+
+    def __init__(self) -> None:
+        self._root: Edge[HolderT] = Edge(None, array("Q"), 0)
+
+    def hold(self, holder: HolderT, hashes: array[int]) -> Edge[HolderT]:
+        """Hold a prompt. Returns where it ends, to let go of it there."""
+        path, shared = self._walk(hashes)
+        edge = path[-1] if path else self._root
+        if edge.end > shared:
+            edge = self.split(edge, edge.end - shared)
+        if shared < len(hashes):
+            new = Edge(edge, hashes[shared:], len(hashes))
+            edge.longer[hashes[shared]] = new
+            edge = new
+        self.hold_edge(holder, edge)
+        return edge
+
+    def hold_edge(self, holder: HolderT, edge: Edge[HolderT]) -> None:
+        """Hold once more the prompts that end with an edge."""
+        while edge.parent is not None:
+            count = edge.counts.get(holder, 0)
+            edge.counts[holder] = count + 1
+            if count:
+                return
+            holder.chunks += len(edge.hashes)
+            edge = edge.parent
+
+    def let_go(self, holder: HolderT, edge: Edge[HolderT]) -> None:
+        """What `hold` or `hold_edge` did is undone."""
+        while edge.parent is not None:
+            count = edge.counts[holder]
+            if count > 1:
+                edge.counts[holder] = count - 1
+                return
+            del edge.counts[holder]
+            holder.chunks -= len(edge.hashes)
+            if not edge.counts:
+                del edge.parent.longer[edge.hashes[0]]
+            edge = edge.parent
+
+    def split(self, edge: Edge[HolderT], chunks: int) -> Edge[HolderT]:
+        """Make an edge of so many last chunks of one, and another of those before, which is returned."""
+        parent = edge.parent
+        assert parent is not None
+        first = Edge(parent, edge.hashes[:-chunks], edge.end - chunks)
+        first.counts = dict.fromkeys(edge.counts, 1)
+        parent.longer[first.hashes[0]] = first
+        edge.parent, edge.hashes = first, edge.hashes[-chunks:]
+        first.longer[edge.hashes[0]] = edge
+        return first
+
+    def longest(self, hashes: array[int]) -> dict[HolderT, int]:
+        """How many chunks of a prompt, from its start on, everybody holds who holds any."""
+        if not self._root.longer:
+            return {}
+        path, shared = self._walk(hashes)
+        found: dict[HolderT, int] = {}
+        for edge in reversed(path):
+            if len(edge.counts) > len(found):  # else they are those of the edge after it
+                found = dict.fromkeys(edge.counts, min(edge.end, shared)) | found
+        return found
+
+    def _walk(self, hashes: array[int]) -> tuple[list[Edge[HolderT]], int]:
+        """The edges that a prompt goes along, and how many of its chunks they have: of the last perhaps a part."""
+        path: list[Edge[HolderT]] = []
+        edge, shared, length = self._root, 0, len(hashes)
+        while shared < length and (following := edge.longer.get(hashes[shared])) is not None:
+            path.append(following)
+            if following.end > length or following.hashes[-1] != hashes[following.end - 1]:
+                return path, shared + common_blocks(following.hashes, 0, hashes, shared)
+            edge, shared = following, following.end
+        return path, shared
