@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from functools import lru_cache
 from struct import iter_unpack
 from typing import NamedTuple
 
@@ -33,7 +34,15 @@ class Namespace(NamedTuple):
 
 def namespace_hash(namespace: Namespace, secret: str = "") -> int:
     """The root of a namespace's prefix hashes. With a secret, nobody without it can predict them."""
+    # Of salts nothing is kept: there may be any number of them, and of any length.
+    return (_known_hash if namespace.cache_salt is None else _namespace_hash)(namespace, secret)
+
+
+def _namespace_hash(namespace: Namespace, secret: str) -> int:
     return xxh3_64_intdigest(_encode((secret, *namespace)))
+
+
+_known_hash = lru_cache(maxsize=1024)(_namespace_hash)
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:

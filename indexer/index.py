@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
@@ -36,7 +37,10 @@ class TargetStatus:
 
 
 class Index:
-    """Prefix holdings of all targets. `secret` makes prefix hashes unpredictable for those who don't know it."""
+    """Prefix holdings of all targets. `secret` makes prefix hashes unpredictable for those who don't know it.
+
+    `block_size_changes` counts how often the block sizes of any target may have changed.
+    """
 
     def __init__(self, secret: str = "", orphan_blocks: int = 65_536) -> None:
         self._secret = secret
@@ -45,6 +49,7 @@ class Index:
         self._tree: PrefixTree[Holder] = PrefixTree()
         self._holdings: dict[Target, Holdings] = {}
         self._dropped: deque[Holdings] = deque()
+        self.block_size_changes = 0
 
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
         """Make a target known; it holds nothing yet. Does nothing when it is known.
@@ -59,6 +64,7 @@ class Index:
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
         """Apply a batch in order. Returns the events that made no sense; the others are applied."""
         rejected: list[RejectedEvent] = []
+        sizes = len(self.block_sizes([target]))
         for first in range(0, len(batch.events), _EVENTS_A_TURN):
             with self._lock:
                 for number, event in enumerate(batch.events[first : first + _EVENTS_A_TURN], first):
@@ -79,6 +85,7 @@ class Index:
         with self._lock:
             if holdings := self._holdings.get(target):
                 holdings.keep_within_capacity()
+                self.block_size_changes += len(holdings.block_sizes) != sizes
         self.sweep()
         return rejected
 
@@ -92,6 +99,7 @@ class Index:
         """Forget a target."""
         with self._lock:
             holdings = self._holdings.pop(target, None)
+            self.block_size_changes += 1
             if holdings is not None:
                 self._retire(holdings)
 
@@ -106,8 +114,7 @@ class Index:
         seed = namespace_hash(namespace, self._secret)
         hashes = prompt.hashes(seed, block_size)
         with self._lock:
-            walk = self._tree.walk(hashes, limit, lambda end: prompt.hashes(seed, block_size, end))
-            return follow(walk, block_size)
+            return follow(self._tree.walk(hashes, limit, partial(prompt.hashes, seed, block_size)), block_size)
 
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
         """The same for a prompt whose prefix hashes are known. `block_size` in tokens."""
@@ -125,6 +132,7 @@ class Index:
         with self._lock:
             holdings = self._holdings[target]
             holdings.block_sizes.update(dump.block_sizes)
+            self.block_size_changes += 1
             try:
                 holdings.restore(dump.runs, dump.holders)
             except DumpError:

@@ -76,6 +76,15 @@ class TargetReport:
     holdings: TargetStatus
 
 
+class _BlockSizes:
+    """Block sizes, in tokens, by tenant and model, and by target. They hold until one of `changes` counts on."""
+
+    def __init__(self, changes: tuple[int, int]) -> None:
+        self.changes = changes
+        self.of_model: dict[tuple[str, str], frozenset[int]] = {}
+        self.of_target: dict[Target, int | None] = {}
+
+
 class Indexer:
     """Follows the streams of registered workers and answers who holds what. `start` and `stop` own its thread.
 
@@ -94,6 +103,8 @@ class Indexer:
         self._saved: dict[Target, TargetDump] = {}
         self._reader = StreamReader(self.index, sequence, keys)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
+        self._registrations = 0
+        self._sizes = _BlockSizes((0, 0))
 
     def start(self) -> None:
         """Begin to read the streams."""
@@ -123,6 +134,7 @@ class Indexer:
                 self._resume(registration, stream)
             self._reader.follow(stream)
         self._served.setdefault((target.tenant, target.model), {})[target] = registration
+        self._registrations += 1
 
     def dump(self) -> Iterator[bytes]:
         """The lines of a dump of everything that can be gone on with: targets whose stream can be replayed.
@@ -197,6 +209,7 @@ class Indexer:
                 continue
             if not served:
                 del self._served[target.tenant, target.model]
+            self._registrations += 1
             self._reader.remove(target)
             self.index.drop(target)
 
@@ -245,7 +258,7 @@ class Indexer:
         if query.block_size is not None and query.block_size <= 0:
             raise ValueError(f"block_size: {query.block_size} is no number of tokens; send one above 0")
         hashes = array("Q", query.prefix_hashes)
-        return _best_first(served, self.index.match_hashes(hashes, query.block_size or sizes.pop()))
+        return _best_first(served, self.index.match_hashes(hashes, query.block_size or next(iter(sizes))))
 
     def report(self, target: Target) -> TargetReport | None:
         """What is known of a target; None when it is not registered."""
@@ -274,17 +287,29 @@ class Indexer:
 
     def block_size(self, target: Target) -> int | None:
         """A target's block size in tokens: what its events said, or else its registration."""
-        seen = self.index.block_sizes([target])
-        if seen:
-            return max(seen)
-        registration = self._served.get((target.tenant, target.model), {}).get(target)
-        return registration.block_size if registration else None
+        known = self._block_sizes().of_target
+        if target not in known:
+            registration = self._served.get((target.tenant, target.model), {}).get(target)
+            registered = registration.block_size if registration else None
+            known[target] = max(self.index.block_sizes([target]), default=registered)
+        return known[target]
 
-    def block_sizes(self, model: str, tenant: str = DEFAULT_TENANT) -> set[int]:
+    def block_sizes(self, model: str, tenant: str = DEFAULT_TENANT) -> frozenset[int]:
         """The block sizes, in tokens, that the workers of a model use."""
-        served = self._served.get((tenant, model), {})
-        sizes = {known.block_size for known in served.values() if known.block_size is not None}
-        return sizes | self.index.block_sizes(served)
+        known = self._block_sizes().of_model
+        sizes = known.get((tenant, model))
+        if sizes is None:
+            served = self._served.get((tenant, model), {})
+            registered = {each.block_size for each in served.values() if each.block_size is not None}
+            sizes = known[tenant, model] = frozenset(registered | self.index.block_sizes(served))
+        return sizes
+
+    def _block_sizes(self) -> _BlockSizes:
+        """What was found of block sizes, as long as it holds: every request asks."""
+        changes = self._registrations, self.index.block_size_changes
+        if self._sizes.changes != changes:
+            self._sizes = _BlockSizes(changes)
+        return self._sizes
 
     def _matches(self, query: MatchQuery, tokens: int) -> list[Match]:
         return _best_first(self._registered(query.model, query.tenant), self._found(query, tokens))

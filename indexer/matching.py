@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,7 +11,7 @@ from indexer.tree import Span
 from kvevents import Tier
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # a frozen one takes four times as long to make
 class Match:
     """What one target holds of a prompt, in tokens.
 
@@ -23,6 +23,7 @@ class Match:
     tiers: dict[Tier, int]
 
 
+_NONE = dict.fromkeys(Tier, 0)
 # A target's holders in one span and the bits of the blocks each holds there.
 _Held: TypeAlias = list[tuple[Holder, int]]
 
@@ -33,26 +34,34 @@ def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
     No more spans are taken than the last of them has a share in, and one.
     """
     trails: dict[Holdings, list[tuple[int, _Held]]] = {}  # by target: blocks matched in each span, and who holds them
-    following: set[Holdings] = set()
-    for number, (run, _, count) in enumerate(spans):
+    following: Collection[Holdings] | None = None
+    for run, _, count in spans:
         held: dict[Holdings, _Held] = {}
         for holder, bits in run.held.items():
-            if holder.owner.alive:
-                held.setdefault(holder.owner, []).append((holder, bits))
-        if number == 0:
-            following = set(held)
+            owner = holder.owner
+            if owner.alive:
+                if owner in held:
+                    held[owner].append((holder, bits))
+                else:
+                    held[owner] = [(holder, bits)]
+        if following is None:
+            following = held
             trails = {owner: [] for owner in held}
-        for owner in tuple(following):
+        whole, further = (1 << count) - 1, []
+        for owner in following:
             here = held.get(owner, [])
-            reach = _leading_ones(_whole_prefix_bits(owner, here), count)
-            trails[owner].append((reach, here))
-            if reach < count:
-                following.discard(owner)
+            bits = here[0][1] if len(here) == 1 and not owner.hybrid else _whole_prefix_bits(owner, here)
+            if whole & ~bits:
+                trails[owner].append((_leading_ones(bits, count), here))
+            else:
+                trails[owner].append((count, here))
+                further.append(owner)
+        following = further
         if not following:
             break
     matches = []
     for owner, trail in trails.items():
-        blocks = sum(reach for reach, _ in trail)
+        blocks = sum([reach for reach, _ in trail])
         if owner.hybrid and blocks:
             blocks = _within_windows(owner.windows, trail, blocks)
         if blocks:
@@ -62,8 +71,6 @@ def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
 
 def _whole_prefix_bits(owner: Holdings, held: _Held) -> int:
     """The blocks that every whole-prefix group of a target holds, in whatever medium."""
-    if len(held) == 1 and not owner.hybrid:
-        return held[0][1]
     by_group = dict.fromkeys(owner.whole_groups, 0)
     for holder, bits in held:
         if holder.window is None:
@@ -97,11 +104,15 @@ def _within_windows(windows: dict[int, int], trail: list[tuple[int, _Held]], blo
 
 def _tiers(trail: list[tuple[int, _Held]], blocks: int, block_size: int) -> dict[Tier, int]:
     """The matched tokens by the fastest tier that has them."""
-    tokens = dict.fromkeys(Tier, 0)
+    tokens = _NONE.copy()
     for reach, held in trail:
-        left = (1 << min(reach, blocks)) - 1
-        blocks -= min(reach, blocks)
-        for holder, bits in sorted(held, key=lambda pair: pair[0].tier) if len(held) > 1 else held:
+        matched = min(reach, blocks)
+        blocks -= matched
+        if len(held) == 1:  # who else would have it
+            tokens[held[0][0].tier] += matched * block_size
+            continue
+        left = (1 << matched) - 1
+        for holder, bits in sorted(held, key=lambda pair: pair[0].tier):
             if holder.window is None:
                 tokens[holder.tier] += (bits & left).bit_count() * block_size
                 left &= ~bits

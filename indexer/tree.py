@@ -107,17 +107,19 @@ class PrefixTree(Generic[HolderT]):
         """
         run, done = self._root, 0
         while done < limit:
-            extend(done + 1)
+            if len(hashes) <= done:
+                extend(done + 1)
             child = run.children.get(hashes[done])
             if child is None:
                 return
             run, count = child, 1
             whole = min(len(run.hashes), limit - done)
             while count < whole:
-                reach = min(whole, 4 * count)
-                extend(done + reach)
+                reach = min(whole, max(4 * count, len(hashes) - done))
+                if len(hashes) < done + reach:
+                    extend(done + reach)
                 if run.hashes[reach - 1] != hashes[done + reach - 1]:
-                    count = common_blocks(run.hashes, 0, hashes[: done + reach], done)
+                    count = common_blocks(run.hashes, 0, hashes, done)
                     break
                 count = reach
             yield run, 0, count

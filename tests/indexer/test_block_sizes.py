@@ -1,0 +1,37 @@
+"""Block sizes are as the last event or registration says, however often they were asked for before."""
+
+from __future__ import annotations
+
+from indexer import Indexer, MatchQuery, Registration, Target
+from kvevents import BlockStored, EventBatch
+
+A, B = Target("a", 0, "m"), Target("b", 0, "m")
+
+
+def stored(block_size: int) -> EventBatch:
+    return EventBatch(0.0, [BlockStored([block_size], None, list(range(block_size)), block_size)], 0)
+
+
+def held(indexer: Indexer) -> dict[Target, int]:
+    found = indexer.held(MatchQuery("m", list(range(100))))
+    return {target: match.matched_tokens for target, match in found.items()}
+
+
+def test_what_is_known_of_block_sizes_changes_with_events_and_registrations() -> None:
+    indexer = Indexer()
+    try:
+        assert (indexer.block_sizes("m"), indexer.block_size(A)) == (frozenset(), None)
+        indexer.register(Registration(A, None))
+        assert (indexer.block_sizes("m"), held(indexer)) == (frozenset(), {})
+        indexer.index.apply(A, stored(4))
+        assert (indexer.block_sizes("m"), indexer.block_size(A), held(indexer)) == ({4}, 4, {A: 4})
+        indexer.register(Registration(B, None, block_size=8))
+        assert (indexer.block_sizes("m"), indexer.block_size(B), held(indexer)) == ({4, 8}, 8, {A: 4})
+        indexer.index.apply(B, stored(16))
+        assert (indexer.block_sizes("m"), indexer.block_size(B), held(indexer)) == ({4, 8, 16}, 16, {A: 4, B: 16})
+        indexer.clear(A)
+        assert (indexer.block_size(A), held(indexer)) == (4, {B: 16})
+        indexer.unregister([A])
+        assert (indexer.block_sizes("m"), indexer.block_size(A)) == ({8, 16}, None)
+    finally:
+        indexer.stop()
