@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from struct import iter_unpack
 from typing import NamedTuple
@@ -80,34 +80,69 @@ def extend_prefix_hashes(
         hashes.append(previous)
 
 
+# The namespaces whose hashes a prompt takes over from the one it goes on from: the latest ones.
+_KEPT_NAMESPACES = 4
+
+
 class PackedPrompt:
     """A prompt's token ids as the index reads them, and the prefix hashes that were made of it so far.
 
     Hashes are made no further than they are asked for, and once for each namespace.
     """
 
-    __slots__ = ("_hashes", "tokens")
+    __slots__ = ("_block_sizes", "_hashes", "tokens")
 
     def __init__(self, tokens: bytes) -> None:
         """`tokens` as of `pack_tokens`."""
         self.tokens = tokens
-        self._hashes: dict[int, array[int]] = {}
+        self._hashes: dict[int, array[int]] = {}  # by seed
+        self._block_sizes: dict[int, int] = {}
 
     @classmethod
     def of(cls, token_ids: PackedPrompt | Iterable[int]) -> PackedPrompt:
         """The prompt of these token ids. Raises as `pack_tokens` does."""
         return token_ids if isinstance(token_ids, PackedPrompt) else cls(pack_tokens(token_ids))
 
+    def extended(self, tokens: bytes, common: int) -> PackedPrompt:
+        """The prompt of `tokens`, whose first `common` ones are this prompt's: those are not hashed again."""
+        prompt = PackedPrompt(tokens)
+        # The list is a copy: another thread may be asking this one for hashes.
+        for seed, block_size in list(self._block_sizes.items())[-_KEPT_NAMESPACES:]:
+            prompt._block_sizes[seed] = block_size
+            prompt._hashes[seed] = self._hashes[seed][: common // block_size]
+        return prompt
+
+    @property
+    def hash_bytes(self) -> int:
+        """What the hashes take that were made so far."""
+        return sum(len(hashes) * hashes.itemsize for hashes in list(self._hashes.values()))
+
     def __len__(self) -> int:
         """The number of tokens."""
         return len(self.tokens) // TOKEN_BYTES
+
+    def __iter__(self) -> Iterator[int]:
+        """The token ids."""
+        token_ids = array("I", self.tokens)
+        if _BIG_ENDIAN:
+            token_ids.byteswap()
+        return iter(token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is a prompt of the same tokens."""
+        return isinstance(other, PackedPrompt) and self.tokens == other.tokens
+
+    __hash__ = None  # type: ignore[assignment]
 
     def hashes(self, seed: int, block_size: int, end: int = 0) -> array[int]:
         """The prefix hashes of the first `end` blocks, or more of them, in the namespace whose hash is `seed`.
 
         The array grows when more are asked for.
         """
-        hashes = self._hashes.setdefault(seed, array("Q"))
+        hashes = self._hashes.get(seed)
+        if hashes is None:
+            hashes = self._hashes[seed] = array("Q")
+            self._block_sizes[seed] = block_size
         if end > len(hashes):
             extend_prefix_hashes(hashes, seed, self.tokens, block_size, end)
         return hashes

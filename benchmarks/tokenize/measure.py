@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -88,7 +87,7 @@ def compare(loaded: Any, conversations: int) -> Comparison:
     return found
 
 
-def _time_known(costs: Costs, tokenizer: LocalTokenizer, body: bytes) -> array[int]:
+def _time_known(costs: Costs, tokenizer: LocalTokenizer, body: bytes) -> PackedPrompt:
     """The steps of a request, with what earlier turns left."""
     begun = time.process_time()
     prompt = _timed(costs, "decode", lambda: _prompt(body))
@@ -111,13 +110,13 @@ def _prompt(body: bytes) -> ChatPrompt:
     return prompt
 
 
-def _whole(tokenizer: LocalTokenizer, text: str) -> array[int]:
+def _whole(tokenizer: LocalTokenizer, text: str) -> PackedPrompt:
     (encoding,) = tokenizer.backend.encode_batch_fast([text], add_special_tokens=False)
-    return array("I", encoding.ids)
+    return PackedPrompt.of(encoding.ids)
 
 
-def _hash(token_ids: array[int]) -> None:
-    prompt_hashes("m", None, None, PackedPrompt.of(token_ids))
+def _hash(prompt: PackedPrompt) -> None:
+    prompt_hashes("m", None, None, prompt)
 
 
 def _timed(costs: Costs, name: str, act: Callable[[], T]) -> T:
@@ -127,6 +126,6 @@ def _timed(costs: Costs, name: str, act: Callable[[], T]) -> T:
     return done
 
 
-def _check(found: array[int], expected: array[int]) -> None:
+def _check(found: PackedPrompt, expected: PackedPrompt) -> None:
     if found != expected:
         raise UnequalError(f"a prompt of {len(expected)} tokens has {len(found)} piece by piece, or others")

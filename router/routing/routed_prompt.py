@@ -53,9 +53,7 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
 
 def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedPrompt:
     """A prompt whose tokens are known."""
-    token_ids = identities = [PackedPrompt.of(ids) for ids in tokenized.token_ids]
-    if tokenized.identities is not tokenized.token_ids:
-        identities = [PackedPrompt.of(ids) for ids in tokenized.identities]
+    token_ids, identities = tokenized
     return RoutedPrompt(
         request.model,
         sum(map(len, identities)),

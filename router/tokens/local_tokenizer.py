@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,11 @@ import structlog
 from jinja2 import TemplateSyntaxError
 
 from indexer.errors import RequestError
+from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt
 from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.chat_template import ChatTemplate
 from router.tokens.fast_bpe import ASCII_SPEED, FastPieces, UnfitError, trial_characters
-from router.tokens.segment_cache import SegmentCache
 from router.tokens.segments import Cutter, Encode, SegmentedEncoder, ends_of
 from router.tokens.tokenizer_check import difference, trial_texts
 
@@ -114,7 +113,7 @@ class LocalTokenizer:
             chat = replace(chat, messages=_with_one_system(chat.messages))
         return chat
 
-    def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[array[int]]:
+    def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[PackedPrompt]:
         """The token ids of each text. Special tokens that stand in a text are read as such.
 
         Raises TooLongForNowError when it takes more work than the model's own tokenizer has with `at_most` characters,
@@ -126,8 +125,8 @@ class LocalTokenizer:
             raise TooLongForNowError
         return self._whole(texts, add_special_tokens=add_special_tokens)
 
-    def _whole(self, texts: list[str], *, add_special_tokens: bool) -> list[array[int]]:
-        return [array("I", ids) for ids in self._ids(texts, add_special_tokens)]
+    def _whole(self, texts: list[str], *, add_special_tokens: bool) -> list[PackedPrompt]:
+        return [PackedPrompt.of(ids) for ids in self._ids(texts, add_special_tokens)]
 
     def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
         try:
@@ -142,7 +141,7 @@ class LocalTokenizer:
         cutter, ends = Cutter(self.backend), ends_of(self.backend)
 
         def differs(encode: Encode, texts: Iterable[str] = ()) -> str | None:
-            trial = SegmentedEncoder(encode, cutter, ends, SegmentCache(0))
+            trial = SegmentedEncoder(encode, cutter, ends, cache_bytes=0)
             return difference(self._whole, trial.encode, [*trial_texts(cutter.boundaries), *texts])
 
         if (text := differs(self._ids)) is not None:
@@ -153,10 +152,10 @@ class LocalTokenizer:
             if (text := differs(fast, trial_characters())) is not None:
                 raise UnfitError(f"it reads {text!r} in another way")
             self.fast = True
-            return SegmentedEncoder(fast, cutter, ends, SegmentCache(cache_bytes), ASCII_SPEED)
+            return SegmentedEncoder(fast, cutter, ends, cache_bytes, ASCII_SPEED)
         except UnfitError as error:
             log.info("tiktoken does not stand in for this tokenizer", reason=str(error))
-        return SegmentedEncoder(self._ids, cutter, ends, SegmentCache(cache_bytes))
+        return SegmentedEncoder(self._ids, cutter, ends, cache_bytes)
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

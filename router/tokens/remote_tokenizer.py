@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from io import BytesIO
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import aiohttp
 import msgspec
 
 from indexer.errors import RequestError
+from indexer.hashing import PackedPrompt
 from router.apis.fields import MAX_TOKEN_ID
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError
@@ -45,7 +45,7 @@ class RemoteTokenizer:
         self._model = model
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
 
-    async def token_ids(self, prompt: TextPrompts | ChatPrompt) -> list[array[int]]:
+    async def token_ids(self, prompt: TextPrompts | ChatPrompt) -> list[PackedPrompt]:
         """The token ids of each prompt.
 
         Raises RequestError with the worker's words for a prompt it refuses, TokenizerUnavailableError when it does not
@@ -57,7 +57,7 @@ class RemoteTokenizer:
             await self._ask({"prompt": text, "add_special_tokens": prompt.add_special_tokens}) for text in prompt.texts
         ]
 
-    async def _ask(self, body: dict[str, Any]) -> array[int]:
+    async def _ask(self, body: dict[str, Any]) -> PackedPrompt:
         data = BytesIO(msgspec.json.encode({"model": self._model} | body))  # aiohttp writes it in pieces
         headers = {"Content-Type": "application/json"}
         try:
@@ -67,7 +67,7 @@ class RemoteTokenizer:
             raise TokenizerUnavailableError(f"{self._url}: {str(error) or type(error).__name__}") from error
         try:
             if status == 200:
-                return array("I", _decode_tokens(answer).tokens)
+                return PackedPrompt.of(_decode_tokens(answer).tokens)
             # Other refusals, such as 404 where a server has no /tokenize, are not about the prompt.
             if status in (400, 422):
                 refusal = _decode_refusal(answer).error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from threading import Lock
@@ -12,17 +11,17 @@ _ENTRY_BYTES = 250
 
 
 class SegmentCache:
-    """Token ids by text, the least recently used forgotten first. Any number of threads may use one."""
+    """Packed token ids by text, the least recently used forgotten first. Any number of threads may use one."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._known: OrderedDict[str, bytes] = OrderedDict()
         self._lock = Lock()
         self.bytes = 0
 
-    def get(self, texts: Iterable[str]) -> tuple[dict[str, array[int]], list[str]]:
-        """The token ids of the texts that are known, and the texts that are not, each once."""
-        found: dict[str, array[int]] = {}
+    def get(self, texts: Iterable[str]) -> tuple[dict[str, bytes], list[str]]:
+        """The packed token ids of the texts that are known, and the texts that are not, each once."""
+        found: dict[str, bytes] = {}
         missing: dict[str, None] = {}
         known = self._known
         with self._lock:
@@ -35,7 +34,7 @@ class SegmentCache:
                     known.move_to_end(text)
         return found, list(missing)
 
-    def put(self, new: Mapping[str, array[int]]) -> None:
+    def put(self, new: Mapping[str, bytes]) -> None:
         """Remember texts, as far as there is room for them."""
         with self._lock:
             for text, token_ids in new.items():
@@ -52,6 +51,6 @@ class SegmentCache:
         return len(self._known)
 
 
-def _size(text: str, token_ids: array[int]) -> int:
+def _size(text: str, token_ids: bytes) -> int:
     # Python keeps other than ASCII in up to 4 bytes a character, and in UTF-8 beside that once it was tokenized.
-    return len(text) * (1 if text.isascii() else 8) + len(token_ids) * token_ids.itemsize + _ENTRY_BYTES
+    return len(text) * (1 if text.isascii() else 8) + len(token_ids) + _ENTRY_BYTES

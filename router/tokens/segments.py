@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import sys
-from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from indexer.hashing import PackedPrompt, pack_tokens
 from router.errors import TooLongForNowError
+from router.tokens.known_texts import KnownTexts
 from router.tokens.segment_cache import SegmentCache
 
 # The token ids of texts, without those that begin or end every text.
@@ -55,18 +56,22 @@ class Cutter:
             if not (token.lstrip or token.rstrip or token.single_word) and _stands_apart(token.content)
         ]
         self._boundaries = frozenset(self.boundaries)
+        self.longest = max((len(token.content) for token in raw), default=0)
         self._raw = re.compile(_longest_of(token.content for token in raw))
         self._added = re.compile(_longest_of(token.content for token in added))
 
-    def cut(self, text: str) -> list[str]:
-        """The pieces of a text. Each but the first begins with a special token."""
+    def cut(self, text: str, start: int = 0) -> list[str]:
+        """The pieces of a text; from `start` on, which is one of its cuts.
+
+        Each but the first begins with a special token.
+        """
         if not self.boundaries:
-            return [text]
-        starts = [match.start() for match in self._raw.finditer(text) if match.group() in self._boundaries]
+            return [text[start:]]
+        starts = [match.start() for match in self._raw.finditer(text, start) if match.group() in self._boundaries]
         if not starts:
-            return [text]
+            return [text[start:]]
         pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
-        return [text[: starts[0]], *pieces] if starts[0] else pieces
+        return pieces if starts[0] == start else [text[start : starts[0]], *pieces]
 
     def special_token(self, piece: str) -> str:
         """The special token that a piece begins with; empty when it begins with none."""
@@ -82,53 +87,59 @@ class Cutter:
 class SegmentedEncoder:
     """Token ids of texts, piece by piece. Any number of threads may use one."""
 
-    def __init__(self, encode: Encode, cutter: Cutter, ends: Ends, cache: SegmentCache, ascii_speed: int = 1) -> None:
-        """`ascii_speed`: how many times faster than other text `encode` takes ASCII."""
+    def __init__(self, encode: Encode, cutter: Cutter, ends: Ends, cache_bytes: int, ascii_speed: int = 1) -> None:
+        """`ascii_speed`: how many times faster than other text `encode` takes ASCII.
+
+        `cache_bytes` bounds what is kept of the texts seen before: half of it for pieces, half for whole texts.
+        """
         self._encode = encode
         self._ascii_speed = ascii_speed
         self._cut = cutter.cut
-        self._before = array("I", ends.before)
-        self._after = array("I", ends.after)
-        self._cache = cache
+        self._before = pack_tokens(ends.before)
+        self._after = pack_tokens(ends.after)
+        self._pieces = SegmentCache(cache_bytes - cache_bytes // 2)
+        self._texts = KnownTexts(cache_bytes // 2, cutter.longest)
 
     @property
     def cached_bytes(self) -> int:
-        """What the pieces seen before take."""
-        return self._cache.bytes
+        """What the texts seen before take."""
+        return self._pieces.bytes + self._texts.size
 
-    def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[array[int]]:
+    def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[PackedPrompt]:
         """The token ids of each text.
 
         Raises TooLongForNowError when more than `at_most` characters of them are new, not counting ASCII in full where
         that is faster.
         """
-        cut = [self._cut(text) for text in texts]
-        known, new = self._cache.get(piece for pieces in cut for piece in pieces)
+        begun = [self._texts.beginning(text) for text in texts]
+        cut = [
+            [] if beginning.whole else self._cut(text, beginning.characters)
+            for text, beginning in zip(texts, begun, strict=True)
+        ]
+        known, new = self._pieces.get(piece for pieces in cut for piece in pieces)
         if new:
             if sum(map(self._work, new)) > at_most:
                 raise TooLongForNowError
             known |= self._encoded(new)
-        return [self._joined(pieces, known, add_special_tokens) for pieces in cut]
+        prompts = [
+            self._texts.tokenized(text, beginning, pieces, [known[piece] for piece in pieces])
+            for text, beginning, pieces in zip(texts, begun, cut, strict=True)
+        ]
+        if add_special_tokens and (self._before or self._after):
+            return [PackedPrompt(self._before + prompt.tokens + self._after) for prompt in prompts]
+        return prompts
 
     def _work(self, piece: str) -> int:
         return len(piece) // self._ascii_speed if piece.isascii() else len(piece)
 
-    def _encoded(self, new: list[str]) -> dict[str, array[int]]:
+    def _encoded(self, new: list[str]) -> dict[str, bytes]:
         if sum(map(len, new)) <= _ONE_BY_ONE_CHARACTERS:
             encoded = [self._encode([piece])[0] for piece in new]
         else:
             encoded = self._encode(new)
-        added = {piece: array("I", ids) for piece, ids in zip(new, encoded, strict=True)}
-        self._cache.put(added)
+        added = {piece: pack_tokens(ids) for piece, ids in zip(new, encoded, strict=True)}
+        self._pieces.put(added)
         return added
-
-    def _joined(self, pieces: list[str], known: dict[str, array[int]], add_special_tokens: bool) -> array[int]:
-        joined = array("I", self._before if add_special_tokens else ())
-        for piece in pieces:
-            joined += known[piece]
-        if add_special_tokens:
-            joined += self._after
-        return joined
 
 
 def _stands_apart(content: str) -> bool:

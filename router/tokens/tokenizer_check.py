@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from itertools import islice
 from random import Random
 from typing import Protocol
+
+from indexer.hashing import PackedPrompt
 
 # Texts that are treated specially somewhere: at their start, at their end, or by normalization.
 AWKWARD = (
@@ -62,7 +63,7 @@ _RANDOM_TEXTS = 200
 class Encode(Protocol):
     """Token ids of texts, with or without those that begin and end every text."""
 
-    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> list[array[int]]: ...
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> list[PackedPrompt]: ...
 
 
 def difference(whole: Encode, by_pieces: Encode, texts: list[str]) -> str | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from array import array
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from indexer.errors import RequestError
+from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from router.apis.media import has_media
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
 from router.errors import TokenizerUnavailableError, TooLongForNowError
@@ -39,8 +39,8 @@ class Tokenized(NamedTuple):
     are the same for prompts without media; of others, tokens in which a text stands for each item.
     """
 
-    token_ids: list[array[int]]
-    identities: list[array[int]]
+    token_ids: list[PackedPrompt]
+    identities: list[PackedPrompt]
 
 
 class Tokenizers:
@@ -64,8 +64,8 @@ class Tokenizers:
         """The tokenizers that there are."""
         return dict(self._tokenizers)
 
-    async def token_ids(self, model: str, prompt: Prompt, body_bytes: int = 0) -> list[array[int]]:
-        """The token ids of each prompt: one array for a chat; none for prompts that are embeddings.
+    async def token_ids(self, model: str, prompt: Prompt, body_bytes: int = 0) -> list[PackedPrompt]:
+        """The token ids of each prompt: one of them for a chat; none for prompts that are embeddings.
 
         A chat with media has those before the first of them. `body_bytes` is the size of what the prompt was read from.
 
@@ -84,7 +84,7 @@ class Tokenizers:
         if isinstance(prompt, TokenPrompts):
             if isinstance(tokenizer, LocalTokenizer):
                 _check_vocabulary(prompt, tokenizer.vocab_size)
-            return _same([array("I", ids) for ids in prompt.token_ids], prompt)
+            return _same([PackedPrompt.of(ids) for ids in prompt.token_ids], prompt)
         if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
         if isinstance(tokenizer, RemoteTokenizer) or body_bytes > INLINE_BYTES:
@@ -142,7 +142,7 @@ def _around_media(tokenizer: LocalTokenizer, chat: ChatPrompt) -> list[str]:
     return [_common_start(told_apart, tokenizer.render(chat)), told_apart]
 
 
-def _same(token_ids: list[array[int]], prompt: Prompt) -> Tokenized:
+def _same(token_ids: list[PackedPrompt], prompt: Prompt) -> Tokenized:
     """Prompts without media, truncated if they want that."""
     if prompt.truncation:
         token_ids = [_truncated(ids, prompt.truncation) for ids in token_ids]
@@ -165,7 +165,7 @@ def _common_start(text: str, other: str) -> str:
     return text[: bisect_left(range(len(text)), True, key=lambda place: not other.startswith(text[: place + 1]))]
 
 
-def _truncated(token_ids: array[int], truncation: Truncation) -> array[int]:
+def _truncated(prompt: PackedPrompt, truncation: Truncation) -> PackedPrompt:
     if truncation.side == "right":
-        return token_ids[: truncation.tokens]
-    return token_ids[max(0, len(token_ids) - truncation.tokens) :]
+        return PackedPrompt(prompt.tokens[: truncation.tokens * TOKEN_BYTES])
+    return PackedPrompt(prompt.tokens[max(0, len(prompt) - truncation.tokens) * TOKEN_BYTES :])

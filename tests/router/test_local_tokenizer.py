@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import worker.simulated
 from indexer.errors import RequestError
+from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt
 from router.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
@@ -80,8 +80,8 @@ def test_special_tokens_are_added_only_when_asked_for(tmp_path: Path) -> None:
     (with_bos,) = tokenizer.encode(["the cache"], add_special_tokens=True)
     (without,) = tokenizer.encode(["the cache"], add_special_tokens=False)
     assert list(with_bos) == [0, *without]
-    assert tokenizer.encode([""], add_special_tokens=True) == [array("I", [0])]
-    assert tokenizer.encode([""], add_special_tokens=False) == [array("I")]
+    assert tokenizer.encode([""], add_special_tokens=True) == [PackedPrompt.of([0])]
+    assert tokenizer.encode([""], add_special_tokens=False) == [PackedPrompt.of([])]
 
 
 def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:

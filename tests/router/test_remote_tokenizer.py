@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from aiohttp.test_utils import TestServer
 
 import worker.simulated
 from indexer.errors import RequestError
+from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
@@ -51,8 +51,8 @@ async def asking(handler: Handler, timeout_seconds: float = 10) -> AsyncIterator
         yield RemoteTokenizer(session, str(server.make_url("/")), "m", timeout_seconds)
 
 
-def ask(handler: Handler, prompt: TextPrompts | ChatPrompt, timeout_seconds: float = 10) -> list[array[int]]:
-    async def main() -> list[array[int]]:
+def ask(handler: Handler, prompt: TextPrompts | ChatPrompt, timeout_seconds: float = 10) -> list[PackedPrompt]:
+    async def main() -> list[PackedPrompt]:
         async with asking(handler, timeout_seconds) as remote:
             return await remote.token_ids(prompt)
 
@@ -96,7 +96,7 @@ def test_a_chat_is_asked_with_all_that_changes_its_text() -> None:
         chat_template_kwargs={"color": "red"},
         add_special_tokens=True,
     )
-    assert ask(remember, chat) == [array("I", [1])]
+    assert ask(remember, chat) == [PackedPrompt.of([1])]
     assert asked == [
         {
             "model": "m",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from functools import cache
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from indexer.hashing import PackedPrompt
 from router.errors import TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.segment_cache import SegmentCache
@@ -136,9 +136,9 @@ def local(kind: str) -> LocalTokenizer:
     return LocalTokenizer(PreTrainedTokenizerFast(tokenizer_object=KINDS[kind]()))
 
 
-def whole(tokenizer: LocalTokenizer, texts: list[str], add_special_tokens: bool) -> list[array[int]]:
+def whole(tokenizer: LocalTokenizer, texts: list[str], add_special_tokens: bool) -> list[PackedPrompt]:
     encodings = tokenizer.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
-    return [array("I", encoding.ids) for encoding in encodings]
+    return [PackedPrompt.of(encoding.ids) for encoding in encodings]
 
 
 FRAGMENTS = st.sampled_from(
@@ -179,18 +179,19 @@ def test_the_trial_finds_cuts_that_do_not_separate(kind: str) -> None:
     tokenizer = local(kind)
 
     class Anywhere(Cutter):
-        def cut(self, text: str) -> list[str]:
+        def cut(self, text: str, start: int = 0) -> list[str]:
+            assert start == 0
             return [text[start : start + 3] for start in range(0, len(text) or 1, 3)]
 
-    def encode(texts: list[str], *, add_special_tokens: bool) -> list[array[int]]:
+    def encode(texts: list[str], *, add_special_tokens: bool) -> list[PackedPrompt]:
         return whole(tokenizer, texts, add_special_tokens)
 
     ends = ends_of(tokenizer.backend)
     cutter = Anywhere(tokenizer.backend)
-    anywhere = SegmentedEncoder(bare(tokenizer), cutter, ends, SegmentCache(2**20))
+    anywhere = SegmentedEncoder(bare(tokenizer), cutter, ends, cache_bytes=2**20)
     assert difference(encode, anywhere.encode, list(trial_texts(SPECIAL))) is not None
     # Nor may it overlook what is put around every text.
-    endless = SegmentedEncoder(bare(tokenizer), Cutter(tokenizer.backend), Ends([7], []), SegmentCache(2**20))
+    endless = SegmentedEncoder(bare(tokenizer), Cutter(tokenizer.backend), Ends([7], []), cache_bytes=2**20)
     assert difference(encode, endless.encode, list(trial_texts(SPECIAL))) is not None
 
 
@@ -239,7 +240,7 @@ class Counting:
         return [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
 
     def encoder(self, ascii_speed: int = 1) -> SegmentedEncoder:
-        return SegmentedEncoder(self, Cutter(self.backend), ends_of(self.backend), SegmentCache(10_000), ascii_speed)
+        return SegmentedEncoder(self, Cutter(self.backend), ends_of(self.backend), 20_000, ascii_speed)
 
 
 def test_only_what_is_new_is_tokenized() -> None:
@@ -280,20 +281,20 @@ def test_the_cache_keeps_to_its_bytes_and_forgets_what_was_used_longest_ago(cont
     cache = SegmentCache(10_000)
     texts = [f"{number} {content * 10}" for number in range(100)]
     for text in texts:
-        cache.put({text: array("I", range(10))})
+        cache.put({text: bytes(range(40))})
         assert cache.bytes <= 10_000
-        assert cache.get([texts[0]]) == ({texts[0]: array("I", range(10))}, [])
+        assert cache.get([texts[0]]) == ({texts[0]: bytes(range(40))}, [])
     assert 5 < len(cache) < 50
     known, missing = cache.get([*texts, "other", "other"])
     assert list(known) == [texts[0], *texts[-len(cache) + 1 :]]
     assert missing == [*texts[1 : -len(cache) + 1], "other"]
-    cache.put({"x" * 10_000: array("I")})  # more than all of it
+    cache.put({"x" * 10_000: b""})  # more than all of it
     assert cache.get(texts)[0] == known
 
 
 def test_a_text_remembered_twice_counts_once() -> None:
     cache = SegmentCache(10_000)
-    cache.put({"a": array("I", [1])})
+    cache.put({"a": b"1234"})
     before = cache.bytes
-    cache.put({"a": array("I", [1])})
+    cache.put({"a": b"1234"})
     assert cache.bytes == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 import worker.simulated
 from indexer.errors import RequestError
+from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.remote_tokenizer import RemoteTokenizer
@@ -54,7 +54,7 @@ def ids_of(local: LocalTokenizer, prompt: Prompt) -> list[list[int]]:
     return using(act)
 
 
-def lists(token_ids: list[array[int]]) -> list[list[int]]:
+def lists(token_ids: list[PackedPrompt]) -> list[list[int]]:
     return [list(ids) for ids in token_ids]
 
 

@@ -1,0 +1,91 @@
+"""Finding what begins as something new does, within a bound of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.beginnings import Beginnings
+
+
+@dataclass(eq=False)
+class Seen:
+    whole: str | bytes
+    size: int = 1000
+
+
+def text(seed: object, length: int) -> str:
+    return "".join(Random(str(seed)).choices("abcdef", k=length))
+
+
+def test_the_next_turn_finds_the_last() -> None:
+    known: Beginnings[Seen] = Beginnings(10**6)
+    first = Seen(text(1, 9000))
+    known.put(first)
+    assert known.find(str(first.whole) + "more") is first
+    assert known.find(str(first.whole)) is first
+    assert known.find(str(first.whole)[:1500]) is first
+    assert known.find("x" + str(first.whole)) is None
+    assert known.find(text(1, 9000)[:-800]) is first
+    assert known.find("short") is None
+
+
+def test_the_one_with_more_in_common_is_found() -> None:
+    known: Beginnings[Seen] = Beginnings(10**6)
+    system = text("system", 5000)
+    chats = [Seen((system + text(number, 20_000)).encode()) for number in range(10)]
+    for chat in chats:
+        known.put(chat)
+    for chat in chats:
+        assert known.find(bytes(chat.whole) + b"next") is chat
+    assert known.find(system.encode() + b"another") is chats[-1]
+
+
+def test_the_same_characters_at_a_place_are_not_enough() -> None:
+    known: Beginnings[Seen] = Beginnings(10**6)
+    known.put(Seen("a" * 900 + text(1, 5000)))
+    assert known.find("b" * 900 + text(1, 5000)) is None
+
+
+def test_what_was_used_longest_ago_is_forgotten() -> None:
+    known: Beginnings[Seen] = Beginnings(100_000)
+    all_seen = [Seen(text(number, 3000), 9000) for number in range(50)]
+    for number, seen in enumerate(all_seen):
+        known.put(seen)
+        assert known.bytes <= 100_000
+        assert known.find(all_seen[0].whole) is all_seen[0]
+        assert known.find(seen.whole) is seen, number
+    assert 5 < len(known) < 11
+    assert known.find(all_seen[1].whole) is None
+    known.put(Seen(text("large", 3000), 10**6))
+    assert known.find(text("large", 3000)) is None
+    assert known.find(all_seen[0].whole) is all_seen[0]
+
+
+def test_what_takes_the_place_of_another_is_found_in_its_stead() -> None:
+    known: Beginnings[Seen] = Beginnings(100_000)
+    turn = Seen(text(1, 3000))
+    known.put(turn)
+    for length in range(4000, 40_000, 1000):
+        longer = Seen(text(1, length))
+        known.put(longer, instead_of=turn)
+        assert len(known) == 1
+        assert known.find(str(longer.whole) + "x") is longer
+        turn = longer
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 12_000), st.booleans()), max_size=30))
+def test_what_is_found_begins_alike(asked: list[tuple[int, int, int, bool]]) -> None:
+    known: Beginnings[Seen] = Beginnings(60_000)
+    for opening, rest, length, replace in asked:
+        whole = text(opening, 2000) + text(rest, length)
+        found = known.find(whole)
+        if found is not None:
+            assert whole[:1024] == found.whole[:1024]
+        known.put(Seen(whole, len(whole)), found if replace else None)
+        assert known.bytes <= 60_000
+        assert known.find(whole) is not None or len(known) == 0 or len(whole) > 50_000
