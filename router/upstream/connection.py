@@ -66,9 +66,7 @@ class AnswerHead:
 
     def with_length(self, length: bytes) -> AnswerHead:
         """The same of a body of so many bytes, where this one tells of none."""
-        head = AnswerHead.__new__(AnswerHead)
-        head.status, head.is_stream = self.status, self.is_stream
-        head.headers = [*self.headers, (_LENGTH, length)]
+        head = AnswerHead(self.status, [*self.headers, (_LENGTH, length)])
         head.end_to_end = [*self.end_to_end, (_LENGTH, length)]
         return head
 
