@@ -72,7 +72,7 @@ class _Router:
         self.view = _View(workers)
         self.loads = [TargetLoad(clock=fleet.clock) for _ in range(workers)]
         for worker, load in enumerate(self.loads):
-            load.on_change = lambda worker=worker: fleet.changed(self, worker)  # type: ignore[misc]
+            load.on_change.append(lambda *_, worker=worker: fleet.changed(self, worker))
         self.elsewhere = Elsewhere(inf, LINGER, fleet.clock)
         self.unseen = [0] * workers
         self.unseen_waiting = [0] * workers

@@ -38,6 +38,7 @@ class Circuit:
     """The breaker of one worker. `begin` numbers the requests; each is told of at its end with its number."""
 
     def __init__(self, limits: CircuitLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.closed = True  # all requests are let through
         self.reason: str | None = None
         self._limits = limits
         self._clock = clock
@@ -45,44 +46,40 @@ class Circuit:
         self._first_since_opening = 0
         self._failures = 0
         self._openings = 0
-        self._opened_until: float | None = None
+        self._opened_until = 0.0
         self._trial: int | None = None
 
     @property
     def state(self) -> CircuitState:
-        if self._opened_until is None:
+        if self.closed:
             return CircuitState.CLOSED
         return CircuitState.HALF_OPEN if self._clock() >= self._opened_until else CircuitState.OPEN
 
     @property
-    def closed(self) -> bool:
-        """Whether all requests are let through."""
-        return self._opened_until is None
-
-    @property
     def allows(self) -> bool:
         """Whether a request may begin. One that begins nevertheless counts as any other."""
-        return self._opened_until is None or (self._trial is None and self._clock() >= self._opened_until)
+        return self.closed or (self._trial is None and self._clock() >= self._opened_until)
 
     def begin(self) -> int:
         """A request begins; its number."""
         self._begun += 1
-        if self._trial is None and self.state is CircuitState.HALF_OPEN:
+        if not self.closed and self.allows:
             self._trial = self._begun
         return self._begun
 
     def succeeded(self, number: int) -> None:
         """A request was answered well."""
-        if self._counts(number):
+        if self.closed or number >= self._first_since_opening:
+            self.closed = True
             self._failures = self._openings = 0
-            self._opened_until = self._trial = self.reason = None
+            self._trial = self.reason = None
 
     def failed(self, number: int, reason: str) -> None:
         """A request failed through the worker's fault."""
-        if not self._counts(number):
+        if not self.closed and number < self._first_since_opening:
             return
         self._failures += 1
-        if self._opened_until is not None or self._failures >= self._limits.failures:
+        if not self.closed or self._failures >= self._limits.failures:
             self.open(reason)
 
     def ended(self, number: int) -> None:
@@ -93,12 +90,10 @@ class Circuit:
     def open(self, reason: str) -> None:
         """Let no request through for a while, twice as long as the last time unless one succeeded since."""
         backoff = min(self._limits.backoff * 2 ** min(self._openings, 30), self._limits.longest_backoff)
+        self.closed = False
         self._opened_until = self._clock() + backoff
         self._openings += 1
         self._failures = 0
         self._trial = None
         self._first_since_opening = self._begun + 1
         self.reason = reason
-
-    def _counts(self, number: int) -> bool:
-        return self._opened_until is None or number >= self._first_since_opening

@@ -59,16 +59,28 @@ class Health:
         self._results: deque[Result] = deque(maxlen=RECENT)
         self._first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
 
-    def begin(self, work: int, dp_rank: int = 0, streamed: bool = True, *, one_of_many: bool = False) -> Attempt:
+    def begin(
+        self,
+        work: int,
+        dp_rank: int = 0,
+        streamed: bool = True,
+        *,
+        one_of_many: bool = False,
+        now: float | None = None,
+    ) -> Attempt:
         """A request is sent; `work` tokens are to be computed before its first byte. `one_of_many`: the rank is."""
-        numbers = {self: self.circuit.begin()}
+        if now is None:
+            now = self.clock()
+        concerned: tuple[tuple[Health, int], ...] = ((self, self.circuit.begin()),)
         if one_of_many:
-            rank = self.ranks.setdefault(dp_rank, Health(self._limits, self.clock))
-            numbers[rank] = rank.circuit.begin()
-        attempt = Attempt(numbers, self.clock, max(work, 1), dp_rank, streamed)
-        for health in numbers:
+            rank = self.ranks.get(dp_rank)
+            if rank is None:
+                rank = self.ranks[dp_rank] = Health(self._limits, self.clock)
+            concerned += ((rank, rank.circuit.begin()),)
+        attempt = Attempt(concerned, max(work, 1), dp_rank, streamed, now)
+        for health, _ in concerned:
             if not health.attempts:
-                health.last_byte = self.clock()  # there was nothing to be heard
+                health.last_byte = now  # there was nothing to be heard
             health.attempts[attempt] = None
         return attempt
 
@@ -123,7 +135,7 @@ class Health:
     def saw_first_byte(self, seen: FirstByte) -> None:
         self._first_bytes.append(seen)
 
-    def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str) -> None:
+    def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str, now: float) -> None:
         del self.attempts[attempt]
         if outcome is Outcome.NEITHER:
             self.circuit.ended(number)
@@ -133,30 +145,30 @@ class Health:
             self.circuit.failed(number, reason)
         else:
             self.circuit.succeeded(number)
-        self._results.append(Result(failed, self.clock()))
+        self._results.append(Result(failed, now))
 
 
 class Attempt:
     """One request on one worker, from the choice to the end.
 
     `give_up` is set by whoever waits for its first byte and can try elsewhere, for as long as that is so.
+    `now`: the time by the health's clock, where it was just read.
     """
 
-    __slots__ = ("_clock", "_ended", "_numbers", "begun", "dp_rank", "give_up", "streamed", "waits", "work")
+    __slots__ = ("_concerned", "begun", "dp_rank", "ended", "give_up", "streamed", "waits", "work")
 
     def __init__(
-        self, numbers: dict[Health, int], clock: Callable[[], float], work: int, dp_rank: int, streamed: bool
+        self, concerned: tuple[tuple[Health, int], ...], work: int, dp_rank: int, streamed: bool, now: float
     ) -> None:
-        """`numbers`: whose health it concerns, and its number there."""
-        self.begun = clock()
+        """`concerned`: whose health it is about, and its number there."""
+        self.begun = now
         self.work = work
         self.dp_rank = dp_rank
         self.streamed = streamed
         self.waits = True
         self.give_up: Callable[[], None] | None = None
-        self._numbers = numbers
-        self._clock = clock
-        self._ended = False
+        self.ended = False
+        self._concerned = concerned
 
     def waits_for_another(self) -> None:
         """Its first byte cannot come before another worker is done: until then its own is not judged by it."""
@@ -166,23 +178,30 @@ class Attempt:
         """The other worker is done."""
         self.begun, self.waits = self._clock(), True
 
-    def heard(self) -> None:
+    def heard(self, now: float | None = None) -> None:
         """Bytes of the answer came."""
-        now = self._clock()
-        for health in self._numbers:
+        if now is None:
+            now = self._clock()
+        for health, _ in self._concerned:
             health.last_byte = now
         if self.waits:
             self.waits = False
             seen = FirstByte(self.work, self.streamed, now - self.begun, now)
-            for health in self._numbers:
+            for health, _ in self._concerned:
                 health.saw_first_byte(seen)
 
-    def end(self, outcome: Outcome, reason: str = "") -> None:
+    def end(self, outcome: Outcome, reason: str = "", now: float | None = None) -> None:
         """The request ended. Only the first call counts."""
-        if not self._ended:
-            self._ended = True
-            for health, number in self._numbers.items():
-                health.ended(self, number, outcome, reason)
+        if self.ended:
+            return
+        self.ended = True
+        if now is None:
+            now = self._clock()
+        for health, number in self._concerned:
+            health.ended(self, number, outcome, reason, now)
+
+    def _clock(self) -> float:
+        return self._concerned[0][0].clock()
 
 
 def expected_seconds(seen: Iterable[FirstByte], work: int, streamed: bool) -> float | None:

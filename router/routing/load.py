@@ -5,11 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-
-
-def _nobody() -> None:
-    """Nobody wants to know."""
 
 
 @dataclass(slots=True)
@@ -18,19 +13,21 @@ class TargetLoad:
 
     `prefills` are the requests without a first byte, the oldest first, with the seconds each is expected to take.
     `streamed`: how much of `pending` is that of streamed answers. Only their first byte comes when their prefill ends.
-    `on_freed` is called whenever something gets less, with whether a request ended.
-    `on_change` is called after every change.
+    `on_freed` is told whenever something gets less, with whether a request ended.
+    `on_change` is told the worker and rank after every change.
     """
 
     requests: int = 0
     pending: int = 0
     context: int = 0
     streamed: int = 0
+    worker: str = field(default="", compare=False)
+    dp_rank: int = field(default=0, compare=False)
+    on_freed: list[Callable[[bool], None]] = field(default_factory=list, compare=False, repr=False)
+    on_change: list[Callable[[str, int], None]] = field(default_factory=list, compare=False, repr=False)
     clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)
-    on_freed: Callable[[bool], None] = field(default=lambda _: None, compare=False, repr=False)
     prefills: dict[Reservation, float] = field(default_factory=dict, compare=False, repr=False)
     head_since: float = field(default=0.0, compare=False, repr=False)
-    on_change: Callable[[], None] = field(default=_nobody, compare=False, repr=False)
 
     @property
     def waiting(self) -> int:
@@ -49,13 +46,20 @@ class Reservation:
     """One request's share of a target's load: its uncached tokens until the first byte, its tokens until the end.
 
     `release` may be called on every path; only the first counts. `prefill_seconds`: what its prefill is expected to
-    take, where rates are known.
+    take, where rates are known. `now`, here and below: the time by the load's clock, where it was just read.
     """
 
     __slots__ = ("_context", "_held", "_load", "_pending", "_streamed")
 
     def __init__(
-        self, load: TargetLoad, uncached: int, context: int, prefill_seconds: float = 0.0, *, streamed: bool = False
+        self,
+        load: TargetLoad,
+        uncached: int,
+        context: int,
+        prefill_seconds: float = 0.0,
+        *,
+        streamed: bool = False,
+        now: float | None = None,
     ) -> None:
         self._load = load
         self._pending = uncached
@@ -67,45 +71,55 @@ class Reservation:
         load.streamed += self._streamed
         load.context += context
         if not load.prefills:
-            load.head_since = load.clock()
+            load.head_since = load.clock() if now is None else now
         load.prefills[self] = prefill_seconds
-        load.on_change()
+        for told in load.on_change:
+            told(load.worker, load.dp_rank)
 
     @property
     def backlog(self) -> float:
         """Seconds until its target's prefills, of which its own is one, are expected to be done."""
         return self._load.backlog
 
-    def first_byte(self) -> None:
+    def first_byte(self, now: float | None = None) -> None:
         """The prefill is done."""
         load = self._load
-        if self not in load.prefills:
-            return
-        load.pending -= self._pending
-        load.streamed -= self._streamed
-        if next(iter(load.prefills)) is self:
-            load.head_since = load.clock()
-        del load.prefills[self]
-        load.on_change()
-        load.on_freed(False)
+        if self in load.prefills:
+            self._end_prefill(load, now)
+            for changed in load.on_change:
+                changed(load.worker, load.dp_rank)
+            for freed in load.on_freed:
+                freed(False)
 
-    def release(self) -> None:
+    def release(self, now: float | None = None) -> None:
         """The request ended, however it did."""
         if not self._held:
             return
         self._held = False
-        self.first_byte()
         load = self._load
+        if self in load.prefills:
+            self._end_prefill(load, now)
         load.requests -= 1
         load.context -= self._context
-        load.on_change()
-        load.on_freed(True)
+        for changed in load.on_change:
+            changed(load.worker, load.dp_rank)
+        for freed in load.on_freed:
+            freed(True)
+
+    def _end_prefill(self, load: TargetLoad, now: float | None) -> None:
+        prefills = load.prefills
+        load.pending -= self._pending
+        load.streamed -= self._streamed
+        was_head = next(iter(prefills)) is self
+        del prefills[self]
+        if was_head and prefills:
+            load.head_since = load.clock() if now is None else now
 
 
 class LoadTable:
     """The load of every DP rank of every worker, whatever model a request is for.
 
-    `on_freed`: called whenever there is less of it anywhere, with whether a request ended. `on_change` is told the
+    `on_freed`: told whenever there is less of it anywhere, with whether a request ended. `on_change` is told the
     worker and rank of every load that changes.
     """
 
@@ -118,23 +132,16 @@ class LoadTable:
         """A rank's load now."""
         load = self._loads.get((worker, dp_rank))
         if load is None:
-            load = self._loads[worker, dp_rank] = TargetLoad(on_freed=self._freed)
-            load.on_change = partial(self._changed, worker, dp_rank)
+            load = self._loads[worker, dp_rank] = TargetLoad(
+                worker=worker, dp_rank=dp_rank, on_freed=self.on_freed, on_change=self.on_change
+            )
         return load
 
     def in_flight(self) -> list[tuple[str, int]]:
         """The ranks that have any load."""
         return [rank for rank, load in self._loads.items() if load.requests]
 
-    def _changed(self, worker: str, dp_rank: int) -> None:
-        for told in self.on_change:
-            told(worker, dp_rank)
-
     def forget(self, worker: str) -> None:
         """A worker was removed. What it still has in flight is released all the same."""
         for known in [known for known in self._loads if known[0] == worker]:
-            self._loads.pop(known).on_change = _nobody
-
-    def _freed(self, ended: bool) -> None:
-        for told in self.on_freed:
-            told(ended)
+            self._loads.pop(known).on_change = []

@@ -28,7 +28,10 @@ class Watcher(Protocol):
 
 @dataclass(slots=True)
 class Placement:
-    """Where a request goes, and its share of that target's load until `release`."""
+    """Where a request goes, and its share of that target's load until `release`.
+
+    `now`: the time, where it was just read.
+    """
 
     worker: Worker
     target: Target
@@ -51,17 +54,17 @@ class Placement:
         """Whether anything is learned from what the answer says of its tokens."""
         return self.timing is not None or self.seen is not None or self.prediction is not None
 
-    def first_byte(self) -> None:
+    def first_byte(self, now: float | None = None) -> None:
         """The answer began."""
-        self.reservation.first_byte()
+        self.reservation.first_byte(now)
         if self.timing:
             self.timing.first_byte()
         if self.seen:
             self.seen.first_byte()
 
-    def release(self) -> None:
+    def release(self, now: float | None = None) -> None:
         """The request ended, however it did. Only the first call counts."""
-        self.reservation.release()
-        self.attempt.end(Outcome.NEITHER)
+        self.reservation.release(now)
+        self.attempt.end(Outcome.NEITHER, now=now)
         while self.on_release:
             self.on_release.pop()()
