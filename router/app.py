@@ -42,7 +42,7 @@ from router.learning.learned import Learned
 from router.learning.rates import Rates
 from router.live import Board, RequestStream, live_routes
 from router.live.series import Series
-from router.policies import BY_TURN, WITHOUT_PROMPTS, policy_named
+from router.policies import WITHOUT_PROMPTS, policy_named
 from router.readiness import Readiness
 from router.routing.load import LoadTable
 from router.routing.router import Router
@@ -109,12 +109,13 @@ async def running_router(
             sharing,
             settings.disaggregation,
             needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
-            by_turn=settings.policy.name in BY_TURN,
         )
         router.responses.on_learned.append(sharing.made)
         sharing.on_made.append(router.responses.remember)
         admission = Admission(router, settings.admission, settings.policy.name is PolicyName.KV_AWARE)
-        load.on_freed.append(admission.freed)
+        load.on_ended.append(admission.freed)
+        if admission.late_binding:
+            load.on_first_byte.append(admission.wake)
         fleet.on_change.append(admission.wake)
         sharing.on_heard.append(admission.wake)
         AdmissionMetrics(admission, registry)
@@ -127,7 +128,7 @@ async def running_router(
         if file is not None:
             stack.push_async_callback(end_tasks, [asyncio.create_task(follow_workers(file, settings, fleet))])
         board = Board(fleet, indexer, load, elsewhere, admission, audit, Series(requests, audit))
-        router.on_placed = board.placed
+        router.watching = board
         stack.push_async_callback(end_tasks, [asyncio.create_task(board.run())])
         tracing = tracing_to(settings.otel.endpoint)
         stack.push_async_callback(asyncio.to_thread, tracing.stop)

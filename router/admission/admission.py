@@ -5,10 +5,10 @@ A request waits for one of two reasons:
     saturated     every target that could take it is at its limits (`limits`)
     late binding  its choice is busy with the prompts of others, and it better chooses again (`late_binding`)
 
-Both wait in one queue (`fair_queue`). Whenever a prefill or a request ends, a worker changes, or an engine tells
-its load, the first of the queue choose again; nothing is polled. Something in flight is what they wait for, so there is
-always a next time. A saturated one that finds no room lets nobody behind it have the next: a large prompt is not
-overtaken for ever.
+Both wait in one queue (`fair_queue`). Whenever a request ends, or a prefill that others are held for, a worker changes
+or an engine tells its load, the first of the queue choose again; nothing is polled. Something in flight is what they
+wait for, so there is always a next time. A saturated one that finds no room lets nobody behind it have the next: a
+large prompt is not overtaken for ever.
 
 Who has waited for `timeout` seconds is sent to its choice, however busy, or refused where all are at their limits.
 """
@@ -79,27 +79,31 @@ class Admission:
         self.waited: list[Callable[[Held, float], None]] = []
         self.refused: list[Callable[[str], None]] = []
         self._router = router
-        self._late_binding = settings.late_binding and late_binding
+        self.late_binding = settings.late_binding and late_binding
         self._timeout = settings.timeout
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first has found no room
         self._rate = _DrainRate(clock)
         self._planned: asyncio.Handle | None = None
 
-    def place(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Placement | None:
-        """A place now; None when the request must `wait` for one.
+    def place(
+        self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket, now: float | None = None
+    ) -> Placement | None:
+        """A place now; None when the request must `wait` for one. `now`: the time, where it was just read.
 
         Raises RequestError: 503 when no worker is left, 504 when its deadline has passed.
         """
-        self._in_time(ticket)
-        if prompt.name in self._full:
+        if ticket.place_by is not None:
+            self._in_time(ticket.place_by)
+        if self._full and prompt.name in self._full:
             first = self.queue.best_priority(prompt.name)
             if first is not None and first <= ticket.priority:
                 return None
-        placed = self._try(prompt, tried)
+        placed = self._try(prompt, tried, now)
         if isinstance(placed, Held):
             return None
-        self.queue.served(ticket.tenant, ticket.tokens)
+        if self.queue.length:
+            self.queue.served(ticket.tenant, ticket.tokens)
         return placed
 
     async def wait(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Placement:
@@ -155,22 +159,21 @@ class Admission:
         choice = self._router.choose(prompt, tried, self.limits)
         if choice is None:
             return Held.SATURATED
-        return Held.LATE_BINDING if self._late_binding and self._router.busy(choice) else None
+        return Held.LATE_BINDING if self.late_binding and self._router.busy(choice) else None
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Whether a rank is at its limits."""
         return not self._router.room(worker, dp_rank, self.limits, 1)
 
-    def freed(self, ended: bool) -> None:
-        """A prefill ended, or a whole request."""
-        if ended:
-            self._rate.count()
-        if len(self.queue):
+    def freed(self) -> None:
+        """A request ended."""
+        self._rate.count()
+        if self.queue.length:
             self.wake()
 
     def wake(self) -> None:
         """Something changed: let those that wait choose again, soon and once for all that changes meanwhile."""
-        if self._planned is None and len(self.queue):
+        if self._planned is None and self.queue.length:
             self._planned = asyncio.get_running_loop().call_soon(self._choose_again)
 
     def waiting_for(self) -> Counter[Held]:
@@ -182,7 +185,7 @@ class Admission:
         self._full = set()
         tries = 0
         for request in self.queue.in_order(without=self._full):
-            if not self._router.has_room(request.prompt, request.tried, self.limits, self._late_binding):
+            if not self._router.has_room(request.prompt, request.tried, self.limits, self.late_binding):
                 if not request.tried:
                     self._full.add(request.name)
                 continue
@@ -201,13 +204,13 @@ class Admission:
                 continue
             self._give(request, placed)
 
-    def _try(self, prompt: RoutedPrompt, tried: Collection[Worker]) -> Placement | Held:
+    def _try(self, prompt: RoutedPrompt, tried: Collection[Worker], now: float | None = None) -> Placement | Held:
         choice = self._router.choose(prompt, tried, self.limits)
         if choice is None:
             return Held.SATURATED
-        if self._late_binding and self._router.busy(choice):
+        if self.late_binding and self._router.busy(choice):
             return Held.LATE_BINDING
-        return self._router.reserve(prompt, choice)
+        return self._router.reserve(prompt, choice, now)
 
     def _force(self, request: _Request) -> Placement | None:
         """Its choice, however busy; None when all are at their limits."""
@@ -246,8 +249,8 @@ class Admission:
             self._give(request, placement)
         self.wake()
 
-    def _in_time(self, ticket: Ticket) -> None:
-        if ticket.place_by is not None and self._clock() >= ticket.place_by:
+    def _in_time(self, place_by: float) -> None:
+        if self._clock() >= place_by:
             self._tell_refused("deadline")
             raise deadline_error()
 

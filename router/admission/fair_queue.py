@@ -57,15 +57,15 @@ class FairQueue(Generic[W]):
         self._of_priority: Counter[int] = Counter()
         self._clocks: dict[str, float] = {}
         self._clock = 0.0  # of whoever was served last
-        self._length = 0
+        self.length = 0
         self.size = 0  # bytes
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def fits(self, size: int) -> bool:
         """Whether a request that keeps so many bytes can be added."""
-        return self._length < self._max_requests and self.size + size <= self._max_bytes
+        return self.length < self._max_requests and self.size + size <= self._max_bytes
 
     def can_fit(self, size: int, priority: int) -> bool:
         """Whether it could be if all of lower priorities gave way."""
@@ -82,7 +82,7 @@ class FairQueue(Generic[W]):
             self._clocks[request.tenant] = max(self._clocks.get(request.tenant, 0.0), self._clock)
         self._of_tenant[request.tenant] += 1
         self._of_priority[request.priority] += 1
-        self._length += 1
+        self.length += 1
         self.size += request.size
         request.queued = True
 
@@ -101,9 +101,9 @@ class FairQueue(Generic[W]):
             del self._of_tenant[request.tenant]
         if not self._of_priority[request.priority]:
             del self._of_priority[request.priority]
-        self._length -= 1
+        self.length -= 1
         self.size -= request.size
-        if not self._length:
+        if not self.length:
             self._clocks.clear()
             self._clock = 0.0
         elif request.tenant not in self._of_tenant and self._clocks[request.tenant] <= self._clock:
@@ -111,7 +111,7 @@ class FairQueue(Generic[W]):
 
     def served(self, tenant: str, tokens: int) -> None:
         """A tenant got something, waited for or not. Counts while anybody waits."""
-        if not self._length:
+        if not self.length:
             return
         waits = tenant in self._of_tenant
         start = self._clocks[tenant] if waits else max(self._clocks.get(tenant, 0.0), self._clock)

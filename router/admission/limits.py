@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Limits:
     """Requests in flight on a target of weight 1, and the tokens of their prompts; None: any number."""
 
     requests: int | None = None
     tokens: int | None = None
+    unlimited: bool = field(init=False)
 
-    @property
-    def unlimited(self) -> bool:
-        return self.requests is None and self.tokens is None
+    def __post_init__(self) -> None:
+        self.unlimited = self.requests is None and self.tokens is None
 
     def room(self, requests: float, context: float, tokens: int) -> bool:
         """Whether a target with so many requests, which hold `context` tokens, may get one more of so many tokens.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import aiohttp
 import structlog
@@ -45,7 +45,7 @@ class Fleet:
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
     ) -> None:
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
-        self.version = 0  # grows whenever there are other workers, or more may be known of one
+        self.version = 0  # grows whenever other workers may get requests, or for other names
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.elsewhere: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
@@ -56,6 +56,8 @@ class Fleet:
         self._limits = CircuitLimits(settings.failures, settings.backoff, settings.longest_backoff)
         self._given: dict[str, dict[str, WorkerSettings]] = {source: {} for source in SOURCES}
         self._workers: dict[str, Worker] = {}
+        self._able: dict[tuple[str | None, bool], list[Worker]] = {}  # as of a version
+        self._able_version = -1
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
         self._judge = Judge(settings, indexer)
         self._judging: asyncio.Task[None] | None = None
@@ -111,6 +113,18 @@ class Fleet:
         """The workers that serve a model or adapter of this name, up or not."""
         return [(worker, served) for worker in self.workers if (served := worker.served(name)) is not None]
 
+    def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
+        """The workers that may get new requests for a name, as `Worker.takes` says, however their last ones went."""
+        if self._able_version != self.version:
+            self._able_version = self.version
+            self._able.clear()
+        able = self._able.get((name, prefill))
+        if able is None:
+            able = [worker for worker in self._workers.values() if worker.takes(name, prefill)]
+            if able:  # else there is no end of such names
+                self._able[name, prefill] = able
+        return able
+
     def model_of(self, name: str) -> str | None:
         """The model behind the name of a model or adapter; None when nobody serves it."""
         for worker in self._workers.values():
@@ -125,6 +139,7 @@ class Fleet:
     def report_failure(self, worker: Worker, problem: str) -> None:
         """A request could not reach a worker: leave it out until it answers again."""
         worker.problem = problem
+        self.version += 1
         self.look_soon(worker)
 
     def look_soon(self, worker: Worker) -> None:
@@ -133,7 +148,6 @@ class Fleet:
 
     def _give(self, source: str, workers: Iterable[WorkerSettings]) -> list[Worker]:
         """Take note of the workers of a source; those that are gone."""
-        self.version += 1
         self._given[source] = {Worker(settings).url: settings for settings in workers}
         wanted: dict[str, tuple[str, WorkerSettings]] = {}
         for name in SOURCES:
@@ -148,6 +162,7 @@ class Fleet:
                 worker.settle(given)
                 self.look_soon(worker)
             self._workers[url].source = name
+        self.version += 1
         return gone
 
     def _new_worker(self, given: WorkerSettings, source: str) -> Worker:
@@ -189,7 +204,7 @@ class Fleet:
             else:
                 worker.metrics.answered()
                 worker.metrics.read(text, before | self._in_flight(worker))
-                self._changed()
+                self._tell_changed()
             await asyncio.sleep(self._settings.metrics_interval)
 
     def _in_flight(self, worker: Worker) -> Counter[int]:
@@ -214,16 +229,24 @@ class Fleet:
         if not worker.up and (worker.failed_probes or worker.description is None):
             worker.warming_since = worker.health.clock()
             worker.health.forget()
+        elif worker.share >= 1:
+            worker.warming_since = None
         worker.failed_probes = 0
-        worker.describe(description)
-        worker.problem = None
+        if not worker.up or description != worker.description:
+            worker.describe(description)
+            worker.problem = None
+            self._changed()
         for model in description.base_models():
             await self._on_model(worker, model)
-        self._changed()
+        self._tell_changed()
 
     def _changed(self) -> None:
+        """Other workers may get requests."""
         self.version += 1
         self.disaggregated = any(worker.role is not Role.BOTH for worker in self._workers.values())
+        self._tell_changed()
+
+    def _tell_changed(self) -> None:
         for told in self.on_change:
             told()
 

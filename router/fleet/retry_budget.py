@@ -28,9 +28,9 @@ class RetryBudget:
         self._clock = clock
         self._seconds: deque[_Second] = deque(maxlen=WINDOW)
 
-    def request(self) -> None:
-        """A request came."""
-        self._now().requests += 1
+    def request(self, now: float | None = None) -> None:
+        """A request came. `now`: the time by the clock, where it was just read."""
+        self._now(now).requests += 1
 
     @property
     def allows(self) -> bool:
@@ -46,8 +46,8 @@ class RetryBudget:
         self._now().retries += allowed
         return allowed
 
-    def _now(self) -> _Second:
-        number = int(self._clock())
+    def _now(self, now: float | None = None) -> _Second:
+        number = int(self._clock() if now is None else now)
         if not self._seconds or self._seconds[-1].number != number:
             self._seconds.append(_Second(number))
         return self._seconds[-1]

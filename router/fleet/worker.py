@@ -133,7 +133,7 @@ class Worker:
     def takes_now(self, name: str | None, random: Random) -> bool:
         """Whether one request may go to it now, without a look at the others: it is trusted, and has warmed up or its
         turn has come."""
-        if not self.takes(name) or not self.trusted:
+        if not self.takes(name) or not (self.health.circuit.closed or self.trusted):
             return False
         return self.warming_since is None or random.random() < self.share
 
@@ -163,7 +163,7 @@ def choosable(
 ) -> Collection[Worker]:
     """Those of some workers that a request may go to now. Untrusted ones are left when nothing else is there; when
     those that are have no room, none is left."""
-    trusted = [worker for worker in workers if worker.trusted] or workers
+    trusted = [worker for worker in workers if worker.health.circuit.closed or worker.trusted] or workers
     free = [worker for worker in trusted if has_room(worker)] if has_room else trusted
     chosen = [w for w in free if w.warming_since is None or w.share >= 1 or random.random() < w.share]
     return chosen or free

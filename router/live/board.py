@@ -63,6 +63,11 @@ class Board:
         self._looks = 0
         self._ended = False
 
+    @property
+    def due(self) -> float:
+        """From when on the next request that is placed is one to show."""
+        return self._requests.due
+
     def placed(self, prompt: RoutedPrompt, placement: Placement) -> SeenRequest | None:
         """A request was placed: perhaps one to show."""
         seen = self._requests.placed(prompt.name, prompt.tokens, placement.decision)

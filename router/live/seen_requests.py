@@ -74,14 +74,14 @@ class SeenRequests:
     _seen: deque[SeenRequest] = field(default_factory=lambda: deque(maxlen=KEPT))
     _changes: count[int] = field(default_factory=lambda: count(1))
     _numbers: count[int] = field(default_factory=lambda: count(1))
-    _next: float = 0.0
+    due: float = 0.0  # those before are let pass
 
     def placed(self, model: str | None, tokens: int, decision: Decision) -> SeenRequest | None:
         """A request was placed. None when it is one of those that are let pass."""
         now = self.clock()
-        if now < self._next:
+        if now < self.due:
             return None
-        self._next = now + 1 / PER_SECOND
+        self.due = now + 1 / PER_SECOND
         told = _told(decision)
         seen = SeenRequest(next(self._numbers), model or "", tokens, told, now, time.time(), self.clock, self._changes)
         seen.changed = next(self._changes)

@@ -12,21 +12,21 @@ from random import Random
 
 from router.policies.kv_aware import KvWeights, kv_aware, kv_cost
 from router.policies.peers import (
-    at_random,
+    AtRandom,
+    RoundRobin,
     cache_aware,
     dynamo,
     least_loaded,
     llm_d,
     lmetric,
-    round_robin,
     session_affinity,
 )
-from router.policies.records import Candidate, Cost, Decision, Policy, Request
+from router.policies.records import ByTurn, Candidate, Cost, Decision, Policy, Request
 from router.settings import PolicyName, PolicySettings
 
 __all__ = [
-    "BY_TURN",
     "WITHOUT_PROMPTS",
+    "ByTurn",
     "Candidate",
     "Cost",
     "Decision",
@@ -40,8 +40,6 @@ __all__ = [
 
 # Those that look at no prompt.
 WITHOUT_PROMPTS = frozenset((PolicyName.ROUND_ROBIN, PolicyName.RANDOM, PolicyName.LEAST_LOADED))
-# Those of them that look at nothing of the candidates either.
-BY_TURN = frozenset((PolicyName.ROUND_ROBIN, PolicyName.RANDOM))
 
 
 def policy_named(settings: PolicySettings, random: Random) -> Policy:
@@ -61,9 +59,9 @@ def policy_named(settings: PolicySettings, random: Random) -> Policy:
                 random,
             )
         case PolicyName.ROUND_ROBIN:
-            return round_robin()
+            return RoundRobin()
         case PolicyName.RANDOM:
-            return at_random(random)
+            return AtRandom(random)
         case PolicyName.LEAST_LOADED:
             return least_loaded(random)
         case PolicyName.SESSION_AFFINITY:

@@ -12,7 +12,7 @@ from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-from router.policies.records import Candidate, Decision, Policy, Request, cheapest, known_usage
+from router.policies.records import ByTurn, Candidate, Decision, Policy, Request, cheapest, known_usage
 
 _SGLANG_THRESHOLD = 0.3
 _SGLANG_DIFFERENCE = 64
@@ -25,31 +25,34 @@ _LLM_D_PREFIX = 3.0
 _BOUND = 1.25
 
 
-def round_robin() -> Policy:
+class RoundRobin(ByTurn):
     """One target after the other."""
-    turns = count()
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG001
-        turn = next(turns) % len(candidates)
+    def __init__(self) -> None:
+        self._turns = count()
 
+    def turn(self, candidates: int) -> int:
+        return next(self._turns) % candidates
+
+    def decision(self, candidates: Sequence[Candidate], turn: int) -> Decision:
         def terms(candidate: Candidate) -> dict[str, float]:
-            if candidate is candidates[turn]:
-                return {"turn": 0.0}
             place = next(place for place, each in enumerate(candidates) if each is candidate)
             return {"turn": float((place - turn) % len(candidates))}
 
-        return Decision(candidates[turn], candidates, terms)
-
-    return choose
+        return Decision(candidates[turn], candidates, terms, free=True)
 
 
-def at_random(random: Random) -> Policy:
+class AtRandom(ByTurn):
     """Any target."""
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG001
-        return Decision(random.choice(candidates), candidates, lambda _: {})
+    def __init__(self, random: Random) -> None:
+        self._random = random
 
-    return choose
+    def turn(self, candidates: int) -> int:
+        return self._random.randrange(candidates)
+
+    def decision(self, candidates: Sequence[Candidate], turn: int) -> Decision:
+        return Decision(candidates[turn], candidates, lambda _: {}, free=True)
 
 
 def least_loaded(random: Random) -> Policy:

@@ -11,6 +11,7 @@ What is not known of a candidate is never taken for zero:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -74,11 +75,15 @@ class Cost:
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """The choice. What every candidate would have cost is worked out when it is asked for."""
+    """The choice. What every candidate would have cost is worked out when it is asked for.
+
+    `free`: what is chosen never costs anything.
+    """
 
     choice: Candidate
     candidates: Sequence[Candidate]
     terms: Callable[[Candidate], dict[str, float]]
+    free: bool = False
 
     @property
     def costs(self) -> list[Cost]:
@@ -88,6 +93,21 @@ class Decision:
 
 # Candidates are never empty.
 Policy = Callable[[Sequence[Candidate], Request], Decision]
+
+
+class ByTurn(ABC):
+    """A policy for which nothing counts but how many candidates there are, so that its decisions can be made before."""
+
+    def __call__(self, candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG002
+        return self.decision(candidates, self.turn(len(candidates)))
+
+    @abstractmethod
+    def turn(self, candidates: int) -> int:
+        """The place of the next one, of so many."""
+
+    @abstractmethod
+    def decision(self, candidates: Sequence[Candidate], turn: int) -> Decision:
+        """The decision for the candidate at a place. It is the same each time."""
 
 
 def cheapest(

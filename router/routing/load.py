@@ -13,8 +13,8 @@ class TargetLoad:
 
     `prefills` are the requests without a first byte, the oldest first, with the seconds each is expected to take.
     `streamed`: how much of `pending` is that of streamed answers. Only their first byte comes when their prefill ends.
-    `on_freed` is told whenever something gets less, with whether a request ended.
-    `on_change` is told the worker and rank after every change.
+    `on_first_byte` and `on_ended` are told when a prefill or a request ended and something got less, `on_change` the
+    worker and rank after every change.
     """
 
     requests: int = 0
@@ -23,7 +23,8 @@ class TargetLoad:
     streamed: int = 0
     worker: str = field(default="", compare=False)
     dp_rank: int = field(default=0, compare=False)
-    on_freed: list[Callable[[bool], None]] = field(default_factory=list, compare=False, repr=False)
+    on_first_byte: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
+    on_ended: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
     on_change: list[Callable[[str, int], None]] = field(default_factory=list, compare=False, repr=False)
     clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)
     prefills: dict[Reservation, float] = field(default_factory=dict, compare=False, repr=False)
@@ -88,8 +89,8 @@ class Reservation:
             self._end_prefill(load, now)
             for changed in load.on_change:
                 changed(load.worker, load.dp_rank)
-            for freed in load.on_freed:
-                freed(False)
+            for told in load.on_first_byte:
+                told()
 
     def release(self, now: float | None = None) -> None:
         """The request ended, however it did."""
@@ -103,8 +104,8 @@ class Reservation:
         load.context -= self._context
         for changed in load.on_change:
             changed(load.worker, load.dp_rank)
-        for freed in load.on_freed:
-            freed(True)
+        for told in load.on_ended:
+            told()
 
     def _end_prefill(self, load: TargetLoad, now: float | None) -> None:
         prefills = load.prefills
@@ -119,12 +120,13 @@ class Reservation:
 class LoadTable:
     """The load of every DP rank of every worker, whatever model a request is for.
 
-    `on_freed`: told whenever there is less of it anywhere, with whether a request ended. `on_change` is told the
-    worker and rank of every load that changes.
+    `on_first_byte` and `on_ended` are told when a prefill or a request ended anywhere, `on_change` the worker and rank
+    of every load that changes.
     """
 
     def __init__(self) -> None:
-        self.on_freed: list[Callable[[bool], None]] = []
+        self.on_first_byte: list[Callable[[], None]] = []
+        self.on_ended: list[Callable[[], None]] = []
         self.on_change: list[Callable[[str, int], None]] = []
         self._loads: dict[tuple[str, int], TargetLoad] = {}
 
@@ -133,7 +135,11 @@ class LoadTable:
         load = self._loads.get((worker, dp_rank))
         if load is None:
             load = self._loads[worker, dp_rank] = TargetLoad(
-                worker=worker, dp_rank=dp_rank, on_freed=self.on_freed, on_change=self.on_change
+                worker=worker,
+                dp_rank=dp_rank,
+                on_first_byte=self.on_first_byte,
+                on_ended=self.on_ended,
+                on_change=self.on_change,
             )
         return load
 

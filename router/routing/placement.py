@@ -14,6 +14,17 @@ from router.holdings.audit import Prediction
 from router.learning.learned import RequestTiming
 from router.policies import Decision
 from router.routing.load import Reservation
+from router.routing.routed_prompt import RoutedPrompt
+
+
+class Watching(Protocol):
+    """Looks at some of the requests: at the next that is placed when one is `due`, in seconds of `time.monotonic`."""
+
+    @property
+    def due(self) -> float: ...
+
+    def placed(self, prompt: RoutedPrompt, placement: Placement) -> Watcher | None:
+        """A request was placed. Who wants to know what becomes of it, if anybody does."""
 
 
 class Watcher(Protocol):
@@ -65,6 +76,7 @@ class Placement:
     def release(self, now: float | None = None) -> None:
         """The request ended, however it did. Only the first call counts."""
         self.reservation.release(now)
-        self.attempt.end(Outcome.NEITHER, now=now)
+        if not self.attempt.ended:
+            self.attempt.end(Outcome.NEITHER, now=now)
         while self.on_release:
             self.on_release.pop()()

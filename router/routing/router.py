@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
@@ -29,10 +30,10 @@ from router.holdings.history import RoutingHistory
 from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 from router.learning.learned import Learned
 from router.learning.rates import Rates, prefill_seconds
-from router.policies import Candidate, Policy, Request
+from router.policies import ByTurn, Candidate, Policy, Request
 from router.routing.choice import Choice, Option
 from router.routing.load import LoadTable, Reservation
-from router.routing.placement import Placement, Watcher
+from router.routing.placement import Placement, Watching
 from router.routing.routed_prompt import RoutedPrompt, tokenized_prompt, unread_prompt
 from router.routing.standing import Standing
 from router.settings import Backend, DisaggregationSettings, Role
@@ -84,12 +85,8 @@ class Router:
         sharing: LoadSharing,
         disaggregation: DisaggregationSettings,
         needs_prompts: bool = True,
-        by_turn: bool = False,
     ) -> None:
-        """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched.
-
-        `by_turn`: it looks at nothing of the candidates either.
-        """
+        """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched."""
         self.needs_prompts = self._policy_needs_prompts = needs_prompts
         self._fleet = fleet
         self._indexer = indexer
@@ -102,12 +99,14 @@ class Router:
         self._audit = audit
         self._sharing = sharing
         self.responses = ResponseOwners()
-        self.on_placed: Callable[[RoutedPrompt, Placement], Watcher | None] | None = None
+        self.watching: Watching | None = None
         self._random = Random()
         self._disaggregation = disaggregation
         self._decode_policy = decode_policy(self._random)
         self._prefill_policy = prefill_policy(self._random)
-        self._standing = Standing(fleet, self._options_by_turn, policy, self._random) if by_turn else None
+        self._standing: Standing | None = None
+        if isinstance(policy, ByTurn):
+            self._standing = Standing(fleet, self._options_by_turn, policy, self._random)
 
     def look_at_prompts(self, wanted: bool) -> None:
         """Somebody wants to know the prompts, although the policy may look at none; or does not any more."""
@@ -263,13 +262,16 @@ class Router:
         assert choice is not None
         return self.reserve(prompt, choice)
 
-    def reserve(self, prompt: RoutedPrompt, chosen: Choice) -> Placement:
-        """Reserve a request's share of its choice's load, in the same step as the choice."""
+    def reserve(self, prompt: RoutedPrompt, chosen: Choice, now: float | None = None) -> Placement:
+        """Reserve a request's share of its choice's load, in the same step as the choice. `now`: by `time.monotonic`,
+        where it was just read."""
+        if now is None:
+            now = time.monotonic()
         if chosen.disaggregation is None:
-            return self._reserve(prompt, chosen)
-        placement = self._reserve(prompt, chosen, computes=chosen.prefill is None)
+            return self._reserve(prompt, chosen, now)
+        placement = self._reserve(prompt, chosen, now, computes=chosen.prefill is None)
         if chosen.prefill is not None:
-            placement.prefill = self._reserve(prompt, chosen.prefill, decodes=False)
+            placement.prefill = self._reserve(prompt, chosen.prefill, now, decodes=False)
             placement.on_release.append(placement.prefill.release)
             placement.attempt.waits_for_another()
         log.info(
@@ -281,7 +283,9 @@ class Router:
         )
         return placement
 
-    def _reserve(self, prompt: RoutedPrompt, chosen: Choice, computes: bool = True, decodes: bool = True) -> Placement:
+    def _reserve(
+        self, prompt: RoutedPrompt, chosen: Choice, now: float, computes: bool = True, decodes: bool = True
+    ) -> Placement:
         """Reserve a share of a worker that `computes` the prompt, or `decodes` the answer, or both."""
         decision, options = chosen.decision, chosen.options
         choice = decision.choice
@@ -298,6 +302,7 @@ class Router:
             prompt.tokens,
             seconds,
             streamed=prompt.streamed and whole,
+            now=now,
         )
         if len(hashes) == 1:
             self._learned.pressure.routed(hashes[0], max([option.candidate.overlap for option in options]))
@@ -319,6 +324,7 @@ class Router:
             choice.target.dp_rank,
             prompt.streamed,
             one_of_many=len(worker.ranks()) > 1,
+            now=now,
         )
         on_release: list[Callable[[], None]] = []
         for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True):
@@ -336,8 +342,8 @@ class Router:
             self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer and whole else None,
             on_release=on_release,
         )
-        if self.on_placed is not None and decodes:
-            placement.seen = self.on_placed(prompt, placement)
+        if self.watching is not None and now >= self.watching.due and decodes:
+            placement.seen = self.watching.placed(prompt, placement)
         return placement
 
     def answered(self, placement: Placement, usage: Usage | None) -> None:
@@ -368,7 +374,8 @@ class Router:
 
     def others(self, prompt: RoutedPrompt, without: Collection[Worker], prefill: bool = False) -> bool:
         """Whether there is any other worker that could take a request now, or compute a prompt for others."""
-        return any(worker not in without and worker.takes(prompt.name, prefill) for worker in self._fleet.workers)
+        able = self._fleet.able(prompt.name, prefill)
+        return len(able) > len(without) or any(worker not in without for worker in able)
 
     def _options(
         self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool = False
@@ -517,12 +524,13 @@ class Router:
             able.setdefault(_Served(served.model, served.adapter) if served else _Served("", None), []).append(worker)
         return able
 
-    def _serving_now(self, name: str | None, without: Collection[Worker], prefill: bool = False) -> list[Worker]:
+    def _serving_now(self, name: str | None, without: Collection[Worker], prefill: bool = False) -> Sequence[Worker]:
         """The workers that answer and serve a name; any will do where it is None.
 
         Those that only compute prompts are apart: it is them that `prefill` asks for.
         """
-        return [worker for worker in self._fleet.workers if worker.takes(name, prefill) and worker not in without]
+        able = self._fleet.able(name, prefill)
+        return [worker for worker in able if worker not in without] if without else able
 
     def _matched(self, served: _Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What targets hold of a prompt, by the index."""

@@ -4,52 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import NamedTuple
 
 from router.fleet.fleet import Fleet
-from router.policies import Candidate, Policy, Request
+from router.policies import ByTurn
 from router.routing.choice import Choice, Option
-
-# Nothing of a request counts.
-_ANY = Request(0)
-
-
-class _Options(NamedTuple):
-    options: list[Option]
-    candidates: list[Candidate]
-    of_candidate: dict[int, Option]
 
 
 class Standing:
-    """The options for each name, as `made`. What became of a worker since then is looked at when its turn has come."""
+    """The choices for each name, one for each of the options as `made`.
+
+    What became of a worker since then is looked at when its turn has come.
+    """
 
     def __init__(
-        self, fleet: Fleet, made: Callable[[str | None], list[Option]], policy: Policy, random: Random
+        self, fleet: Fleet, made: Callable[[str | None], list[Option]], policy: ByTurn, random: Random
     ) -> None:
         self._fleet = fleet
         self._made = made
         self._policy = policy
         self._random = random
         self._version = -1
-        self._known: dict[str | None, _Options] = {}
+        self._known: dict[str | None, list[Choice]] = {}
 
     def choose(self, name: str | None) -> Choice | None:
         """The next one whose worker takes a request of this name; None when it has to be looked for among all."""
         if self._version != self._fleet.version:
             self._version = self._fleet.version
             self._known.clear()
-        options, candidates, of_candidate = self._known.get(name) or self._make(name)
-        for _ in options:
-            decision = self._policy(candidates, _ANY)
-            option = of_candidate[id(decision.choice)]
-            worker = option.worker
-            if worker.takes_now(name, self._random) and worker.health.usable(decision.choice.target.dp_rank):
-                return Choice(decision, options, option)
+        choices = self._known.get(name) or self._make(name)
+        for _ in choices:
+            choice = choices[self._policy.turn(len(choices))]
+            worker = choice.chosen.worker
+            if worker.takes_now(name, self._random) and worker.health.usable(choice.chosen.candidate.target.dp_rank):
+                return choice
         return None
 
-    def _make(self, name: str | None) -> _Options:
+    def _make(self, name: str | None) -> list[Choice]:
         options = self._made(name)
-        made = _Options(options, [each.candidate for each in options], {id(each.candidate): each for each in options})
-        if options:  # else nobody serves it, and there is no end of such names
-            self._known[name] = made
-        return made
+        candidates = [option.candidate for option in options]
+        choices = [Choice(self._policy.decision(candidates, turn), options, o) for turn, o in enumerate(options)]
+        if choices:  # else nobody serves it, and there is no end of such names
+            self._known[name] = choices
+        return choices

@@ -13,10 +13,25 @@ from router.fleet.fleet import Fleet, Worker, WorkerState
 from router.holdings.audit import Basis, HitAudit
 from router.policies import Decision
 from router.routing.load import LoadTable
-from router.telemetry.tallies import Spread, Tally
+from router.telemetry.tallies import Count, Spread, Tally
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class _OfModel:
+    """The series of one model, so that no request looks them up."""
+
+    __slots__ = ("best_overlap_tokens", "costs", "decisions", "first_byte", "overlap_tokens", "prompt_tokens", "queue")
+
+    def __init__(self, model: str, metrics: RequestMetrics) -> None:
+        self.queue = metrics.queue.of(model)
+        self.first_byte = metrics.first_byte.of(model)
+        self.decisions = metrics.decisions.of(model)
+        self.prompt_tokens = metrics.prompt_tokens.of(model)
+        self.overlap_tokens = metrics.overlap_tokens.of(model)
+        self.best_overlap_tokens = metrics.best_overlap_tokens.of(model)
+        self.costs: dict[str, Count] = {}  # by term
 
 
 class RequestMetrics:
@@ -70,33 +85,45 @@ class RequestMetrics:
             registry,
             _SHORT_BUCKETS,
         )
+        self._of_models: dict[str, _OfModel] = {}
+
+    def _of(self, model: str) -> _OfModel:
+        of_model = self._of_models[model] = _OfModel(model, self)
+        return of_model
 
     def placed(self, model: str, waited: float, decision: Decision, matched: bool) -> None:
         """A worker was chosen, `waited` seconds after the request was complete. `matched`: its prompt was looked for in
         the caches."""
-        self.queue.observe(waited, model)
-        self.decisions.add(1, model)
-        if matched and (best := max([candidate.overlap for candidate in decision.candidates])):
-            self.best_overlap_tokens.add(best, model)
+        of_model = self._of_models.get(model) or self._of(model)
+        of_model.queue.observe(waited)
+        of_model.decisions.amount += 1
+        if matched:
+            of_model.best_overlap_tokens.amount += max([candidate.overlap for candidate in decision.candidates])
+        if decision.free:
+            return
         for term, amount in decision.terms(decision.choice).items():
             if amount:
-                self.cost.add(amount, model, term)
+                cost = of_model.costs.get(term)
+                if cost is None:
+                    cost = of_model.costs[term] = self.cost.of(model, term)
+                cost.amount += amount
 
     def begun(self, model: str, worker: str, status: int, tokens: int, overlap: int) -> None:
         """A worker answers a prompt of so many tokens."""
-        self.answered.add(1, model, worker, status)
-        self.prompt_tokens.add(tokens, model)
-        if overlap:
-            self.overlap_tokens.add(overlap, model)
+        of_model = self._of_models.get(model) or self._of(model)
+        self.answered.of(model, worker, status).amount += 1
+        of_model.prompt_tokens.amount += tokens
+        of_model.overlap_tokens.amount += overlap
 
     def first_byte_of(self, model: str, seconds: float) -> None:
         """The first byte of an answer's body came, so long after the end of the request's."""
-        self.first_byte.observe(seconds, model)
+        of_model = self._of_models.get(model) or self._of(model)
+        of_model.first_byte.observe(seconds)
 
     def streamed(self, model: str, seconds: float, usage: Usage | None) -> None:
         """A stream ended, so long after its first byte."""
         if usage is not None and usage.completion > 1:
-            self.token_time.observe(seconds / (usage.completion - 1), model)
+            self.token_time.of(model).observe(seconds / (usage.completion - 1))
 
     def forget(self, worker: Worker) -> None:
         """A worker was removed: its series end."""

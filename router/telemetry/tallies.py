@@ -17,6 +17,15 @@ from prometheus_client.registry import Collector
 Labels = tuple[str | int, ...]
 
 
+class Count:
+    """One series of a counter. Whoever counts adds to `amount`."""
+
+    __slots__ = ("amount",)
+
+    def __init__(self) -> None:
+        self.amount = 0.0
+
+
 class Tally(Collector):
     """A counter."""
 
@@ -24,29 +33,47 @@ class Tally(Collector):
         self._name = name
         self._documentation = documentation
         self._labels = labels
-        self._amounts: dict[Labels, float] = {}
+        self._counts: dict[Labels, Count] = {}
         registry.register(self)
 
-    def add(self, amount: float, *labels: str | int) -> None:
-        """Count an amount, under a value for each label."""
-        amounts = self._amounts
-        amounts[labels] = amounts.get(labels, 0) + amount
+    def of(self, *labels: str | int) -> Count:
+        """The series with a value for each label."""
+        count = self._counts.get(labels)
+        if count is None:
+            count = self._counts[labels] = Count()
+        return count
 
     @property
     def total(self) -> float:
         """The sum of all series."""
-        return sum(self._amounts.values())
+        return sum(count.amount for count in self._counts.values())
 
     def forget(self, value: str) -> None:
-        """End the series that have this value for any label."""
-        for labels in [labels for labels in self._amounts if value in labels]:
-            del self._amounts[labels]
+        """End the series that have this value for any label. What is counted in them from now on is told nobody."""
+        for labels in [labels for labels in self._counts if value in labels]:
+            del self._counts[labels]
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
-        for labels, amount in list(self._amounts.items()):
-            family.add_metric([str(label) for label in labels], amount)
+        for labels, count in list(self._counts.items()):
+            family.add_metric([str(label) for label in labels], count.amount)
         yield family
+
+
+class Distribution:
+    """One series of a histogram: how many values there were up to each bound, and beyond."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
 
 class Spread(Collector):
@@ -64,28 +91,25 @@ class Spread(Collector):
         self._documentation = documentation
         self._labels = labels
         self._bounds = bounds
-        self._counts: dict[Labels, list[int]] = {}
-        self._sums: dict[Labels, float] = {}
+        self._series: dict[Labels, Distribution] = {}
         registry.register(self)
 
-    def observe(self, value: float, *labels: str | int) -> None:
-        """Count a value, under a value for each label."""
-        counts = self._counts.get(labels)
-        if counts is None:
-            counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
-            self._sums[labels] = 0.0
-        counts[bisect_left(self._bounds, value)] += 1
-        self._sums[labels] += value
+    def of(self, *labels: str | int) -> Distribution:
+        """The series with a value for each label."""
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = Distribution(self._bounds)
+        return series
 
     def at_most(self) -> dict[float, int]:
         """By upper bound, how many values of all series were at most so large. Empty before the first."""
-        columns = zip(*self._counts.values(), strict=True)
+        columns = zip(*(series.counts for series in self._series.values()), strict=True)
         return dict(zip((*self._bounds, float("inf")), accumulate(map(sum, columns)), strict=False))
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         names = [*map(str, self._bounds), "+Inf"]
-        for labels, counts in list(self._counts.items()):
-            buckets = list(zip(names, map(float, accumulate(counts)), strict=True))
-            family.add_metric([str(label) for label in labels], buckets, self._sums[labels])
+        for labels, series in list(self._series.items()):
+            buckets = list(zip(names, map(float, accumulate(series.counts)), strict=True))
+            family.add_metric([str(label) for label in labels], buckets, series.sum)
         yield family

@@ -10,13 +10,13 @@ import pytest
 from indexer import Target
 from router.policies import Candidate, Policy, Request, policy_named
 from router.policies.peers import (
-    at_random,
+    AtRandom,
+    RoundRobin,
     cache_aware,
     dynamo,
     least_loaded,
     llm_d,
     lmetric,
-    round_robin,
     session_affinity,
 )
 from router.settings import PolicyName, PolicySettings
@@ -48,7 +48,7 @@ def test_a_single_candidate_is_chosen(name: PolicyName) -> None:
 
 
 def test_round_robin_takes_turns() -> None:
-    policy = round_robin()
+    policy = RoundRobin()
     candidates = [candidate("a", overlap=1000), candidate("b", requests=9), candidate("c")]
     decisions = [policy(candidates, Request(1000)) for _ in range(6)]
     assert [decision.choice.target.worker for decision in decisions] == ["a", "b", "c"] * 2
@@ -57,13 +57,13 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_round_robin_goes_on_when_a_candidate_is_lost() -> None:
-    policy = round_robin()
+    policy = RoundRobin()
     chosen(policy, [candidate("a"), candidate("b"), candidate("c")])
     assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(2)} == {"a", "b"}
 
 
 def test_random_asks_for_nothing() -> None:
-    policy = at_random(Random(0))
+    policy = AtRandom(Random(0))
     counts = Counter(chosen(policy, [candidate("a", requests=99), candidate("b", overlap=1000)]) for _ in range(400))
     assert min(counts["a"], counts["b"]) > 150
 

@@ -11,7 +11,7 @@ from indexer import Target
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
-from router.policies import Candidate, policy_named
+from router.policies import ByTurn, Candidate, policy_named
 from router.routing.choice import Option
 from router.routing.standing import Standing
 from router.settings import PolicyName, PolicySettings, WorkerSettings
@@ -40,7 +40,9 @@ def _standing(fleet: _Fleet, name: PolicyName) -> Standing:
         able = [worker for worker in fleet.workers if worker.takes(model)]
         return [Option(Candidate(Target(worker.url, 0, "m")), worker, [], 0) for worker in able]
 
-    return Standing(cast(Fleet, fleet), made, policy_named(PolicySettings(name=name), Random(1)), Random(2))
+    policy = policy_named(PolicySettings(name=name), Random(1))
+    assert isinstance(policy, ByTurn)
+    return Standing(cast(Fleet, fleet), made, policy, Random(2))
 
 
 def _chosen(standing: Standing, times: int) -> Counter[str]:

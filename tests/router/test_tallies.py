@@ -27,8 +27,8 @@ def test_what_is_told_is_what_the_library_tells(seen: list[tuple[float, str, int
     for value, model, status in seen:
         counter.labels(model, str(status)).inc(value)
         histogram.labels(model, str(status)).observe(value)
-        tally.add(value, model, status)
-        spread.observe(value, model, status)
+        tally.of(model, status).amount += value
+        spread.of(model, status).observe(value)
     assert _told(ours) == _told(theirs)
     at_most = spread.at_most()
     assert at_most == {bound: sum(value <= bound for value, _, _ in seen) for bound in at_most}
@@ -37,7 +37,7 @@ def test_what_is_told_is_what_the_library_tells(seen: list[tuple[float, str, int
 
 def test_series_end() -> None:
     tally = Tally("answers", "Answers", LABELS, CollectorRegistry())
-    tally.add(2, "a", 200)
-    tally.add(3, "b", 200)
+    tally.of("a", 200).amount += 2
+    tally.of("b", 200).amount += 3
     tally.forget("a")
     assert tally.total == 3
