@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import NamedTuple
 
 import structlog
 
@@ -35,19 +34,13 @@ from router.routing.choice import Choice, Option
 from router.routing.load import LoadTable, Reservation
 from router.routing.placement import Placement, Watching
 from router.routing.routed_prompt import RoutedPrompt, tokenized_prompt, unread_prompt
+from router.routing.servers import Rank, Served, Server, Servers
 from router.routing.standing import Standing
 from router.settings import Backend, DisaggregationSettings, Role
 from router.sharing import LoadSharing
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
 log = structlog.get_logger()
-
-
-class _Served(NamedTuple):
-    """What a worker serves under the name a request uses."""
-
-    model: str
-    adapter: str | None
 
 
 @dataclass(slots=True)
@@ -93,6 +86,7 @@ class Router:
         self._tokenizers = tokenizers
         self._policy = policy
         self._load = load
+        self._servers = Servers(fleet, load)
         self._speculation = speculation
         self._learned = learned
         self._history = history
@@ -379,74 +373,92 @@ class Router:
 
     def _options(
         self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool = False
-    ) -> Iterator[Option]:
+    ) -> list[Option]:
         """Every target that could take a prompt now, with what it holds of it and has to do.
 
         `prefill`: those that only compute it, for others to go on.
         """
+        options: list[Option] = []
         eviction = self._learned.pressure.price()
-        for served, workers in self._able(prompt, without, limits, prefill).items():
+        limited = not limits.unlimited
+        for served, servers in self._able(prompt, without, limits, prefill).items():
             hashes = [
                 prompt_hashes(served.model, served.adapter, prompt.cache_salt, identity)
                 for identity in prompt.identities
             ]
             overlaps = self._overlaps(served, prompt, hashes)
             slowest = self._learned.rates.slowest_if_unlike(served.model)
-            limited = not limits.unlimited
-            for worker in workers:  # there may be thousands: what is the same for all is made before
+            for server in servers:  # there may be thousands: what is the same for all is made before
+                worker = server.worker
                 rates = self._learned.rates.of(worker.url, served.model, slowest) if slowest else None
-                for dp_rank in worker.health.usable_ranks(worker.ranks()):
-                    if limited and not self.room(worker, dp_rank, limits, prompt.tokens):
+                for rank in server.ranks:
+                    target = rank.target
+                    if limited and not self.room(worker, target.dp_rank, limits, prompt.tokens):
                         continue
-                    candidate = self._loaded(worker.target(dp_rank, served.model), worker, rates)
+                    overlap = overlaps.get(target)
+                    evicting = eviction and self._learned.pressure.evicting(target)
+                    if not overlap and not evicting:
+                        options.append(Option(self._loaded(rank, worker, rates), worker, hashes, 0))
+                        continue
+                    candidate = self._loaded(rank, worker, rates, shared=False)
+                    if evicting:
+                        candidate.eviction = eviction
                     by_events = 0
-                    if overlap := overlaps.get(candidate.target):
+                    if overlap:
                         candidate.overlap, by_events = overlap.tokens, overlap.by_events
                         candidate.cpu, candidate.disk = overlap.cpu, overlap.disk
-                    if eviction and self._learned.pressure.evicting(candidate.target):
-                        candidate.eviction = eviction
-                    yield Option(candidate, worker, hashes, by_events)
+                    options.append(Option(candidate, worker, hashes, by_events))
+        return options
 
     def _options_by_load(self, name: str | None, without: Collection[Worker]) -> list[Option]:
         """The same where nothing is asked of a prompt and nothing is limited."""
-        options = []
-        for worker in choosable(self._serving_now(name, without), self._random):
-            model = _model(worker, name)
-            for dp_rank in worker.health.usable_ranks(worker.ranks()):
-                options.append(Option(self._loaded(worker.target(dp_rank, model), worker, None), worker, [], 0))
-        return options
+        servers = self._servers.of(name)
+        return [
+            Option(self._loaded(rank, worker), worker, [], 0)
+            for worker in choosable(self._serving_now(name, without), self._random)
+            for rank in servers[worker].ranks
+        ]
 
     def _options_by_turn(self, name: str | None) -> list[Option]:
         """Every target that serves a name, whatever it has to do and however its last requests went."""
         return [
-            Option(Candidate(worker.target(dp_rank, _model(worker, name))), worker, [], 0)
-            for worker in self._serving_now(name, ())
-            for dp_rank in worker.ranks()
+            Option(Candidate(rank.target), worker, [], 0)
+            for worker, server in self._servers.of(name).items()
+            for rank in server.all_ranks
         ]
 
-    def _loaded(self, target: Target, worker: Worker, rates: Rates | None) -> Candidate:
+    def _loaded(self, rank: Rank, worker: Worker, rates: Rates | None = None, *, shared: bool = True) -> Candidate:
         """A target with its load, in proportion to what its worker can bear.
 
         That is what this router and those it shares load with have there, and requests that none of them sent.
+        `shared`: nobody will change it, so that it may be the one of the last request as long as it is right.
         """
-        load = self._load.of(target.worker, target.dp_rank)
-        shared = self._sharing.elsewhere.of(target.worker, target.dp_rank)
+        target, load = rank.target, rank.load
+        elsewhere = self._sharing.elsewhere.of(target.worker, target.dp_rank)
         others = worker.metrics.of(target.dp_rank)
-        candidate = Candidate(
-            target,
-            requests=load.requests + shared.requests + others.unseen,
-            pending=load.pending + shared.pending,
-            context=load.context + shared.context,
-            waiting=len(load.prefills) + shared.waiting + others.waiting,
-            kv_usage=others.kv_usage,
-        )
+        requests = load.requests + elsewhere.requests + others.unseen
+        pending = load.pending + elsewhere.pending
+        context = load.context + elsewhere.context
+        waiting = len(load.prefills) + elsewhere.waiting + others.waiting
+        if (weight := rank.weight) != 1:
+            requests, pending, context = round(requests / weight), round(pending / weight), round(context / weight)
+        last = rank.candidate
+        if (
+            shared
+            and not rates
+            and requests == last.requests
+            and pending == last.pending
+            and context == last.context
+            and waiting == last.waiting
+            and others.kv_usage == last.kv_usage
+        ):
+            return last
+        candidate = Candidate(target, 0, requests, pending, context, waiting, kv_usage=others.kv_usage)
         if rates:
-            elsewhere = self._sharing.elsewhere.backlog(target.worker, target.dp_rank)
-            candidate.rates, candidate.backlog = rates, load.backlog + elsewhere
-        if (weight := worker.settings.weight) != 1:
-            candidate.requests = round(candidate.requests / weight)
-            candidate.pending = round(candidate.pending / weight)
-            candidate.context = round(candidate.context / weight)
+            backlog = self._sharing.elsewhere.backlog(target.worker, target.dp_rank)
+            candidate.rates, candidate.backlog = rates, load.backlog + backlog
+        elif shared:
+            rank.candidate = candidate
         return candidate
 
     def room(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
@@ -465,7 +477,7 @@ class Router:
         )
         return must_wait(streamed / worker.settings.weight)
 
-    def _overlaps(self, served: _Served, prompt: RoutedPrompt, hashes: list[array[int]]) -> dict[Target, _Overlap]:
+    def _overlaps(self, served: Served, prompt: RoutedPrompt, hashes: list[array[int]]) -> dict[Target, _Overlap]:
         """What targets hold of a request's prompts, or will hold once they have seen what is in flight to them.
 
         Targets with nothing of them are left out.
@@ -504,24 +516,25 @@ class Router:
 
     def _able(
         self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool
-    ) -> dict[_Served, list[Worker]]:
+    ) -> dict[Served, list[Server]]:
         """The workers that a request may go to now, by what they serve under its name.
 
         What goes on from a response goes to the worker that made it, as long as that one is there.
         """
-        name, workers = prompt.name, self._serving_now(prompt.name, without, prefill)
+        servers, workers = self._servers.of(prompt.name, prefill), self._serving_now(prompt.name, without, prefill)
         owner = prompt.previous_response and self.responses.of(prompt.previous_response)
-        able: dict[_Served, list[Worker]] = {}
+        able: dict[Served, list[Server]] = {}
 
         def room(worker: Worker) -> bool:
-            return limits.unlimited or any(
-                self.room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks()
-            )
+            return any(self.room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
 
         owners = [each for each in workers if each.url == owner] if owner else []
         for worker in owners or choosable(workers, self._random, None if limits.unlimited else room):
-            served = worker.served(name) if name is not None else None
-            able.setdefault(_Served(served.model, served.adapter) if served else _Served("", None), []).append(worker)
+            server = servers[worker]
+            if server.served in able:
+                able[server.served].append(server)
+            else:
+                able[server.served] = [server]
         return able
 
     def _serving_now(self, name: str | None, without: Collection[Worker], prefill: bool = False) -> Sequence[Worker]:
@@ -532,7 +545,7 @@ class Router:
         able = self._fleet.able(name, prefill)
         return [worker for worker in able if worker not in without] if without else able
 
-    def _matched(self, served: _Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
+    def _matched(self, served: Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What targets hold of a prompt, by the index."""
         try:
             return self._indexer.held(MatchQuery(served.model, token_ids, served.adapter, cache_salt))
@@ -569,12 +582,6 @@ class Router:
 
 
 _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}
-
-
-def _model(worker: Worker, name: str | None) -> str:
-    """The model behind a name, as a worker has it."""
-    served = worker.served(name) if name is not None else None
-    return served.model if served else ""
 
 
 def _unavailable(message: str) -> RequestError:
