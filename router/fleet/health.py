@@ -56,8 +56,8 @@ class Health:
         self.clock = clock
         self.last_byte = clock()
         self.attempts: dict[Attempt, None] = {}  # the oldest first
-        self._results: deque[Result] = deque(maxlen=RECENT)
-        self._first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
+        self.last_results: deque[Result] = deque(maxlen=RECENT)
+        self.last_first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
 
     def begin(
         self,
@@ -110,16 +110,16 @@ class Health:
 
     def first_bytes(self) -> list[FirstByte]:
         """How long the last first bytes took."""
-        return [seen for seen in self._first_bytes if seen.at > self.clock() - RECENT_SECONDS]
+        return [seen for seen in self.last_first_bytes if seen.at > self.clock() - RECENT_SECONDS]
 
     def results(self) -> list[Result]:
         """How the last requests ended."""
-        return [result for result in self._results if result.at > self.clock() - RECENT_SECONDS]
+        return [result for result in self.last_results if result.at > self.clock() - RECENT_SECONDS]
 
     def forget(self) -> None:
         """The worker was restarted, or is given another chance: what it did before counts no more."""
-        self._results.clear()
-        self._first_bytes.clear()
+        self.last_results.clear()
+        self.last_first_bytes.clear()
         self.ranks.clear()
 
     def give_up_waiting(self) -> int:
@@ -132,9 +132,6 @@ class Health:
                 moved += 1
         return moved
 
-    def saw_first_byte(self, seen: FirstByte) -> None:
-        self._first_bytes.append(seen)
-
     def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str, now: float) -> None:
         del self.attempts[attempt]
         if outcome is Outcome.NEITHER:
@@ -145,7 +142,7 @@ class Health:
             self.circuit.failed(number, reason)
         else:
             self.circuit.succeeded(number)
-        self._results.append(Result(failed, now))
+        self.last_results.append(Result(failed, now))
 
 
 class Attempt:
@@ -188,7 +185,7 @@ class Attempt:
             self.waits = False
             seen = FirstByte(self.work, self.streamed, now - self.begun, now)
             for health, _ in self._concerned:
-                health.saw_first_byte(seen)
+                health.last_first_bytes.append(seen)
 
     def end(self, outcome: Outcome, reason: str = "", now: float | None = None) -> None:
         """The request ended. Only the first call counts."""

@@ -48,8 +48,8 @@ class Placement:
     target: Target
     decision: Decision
     reservation: Reservation
-    prediction: Prediction | None  # where its prompts are known
     attempt: Attempt
+    prediction: Prediction | None = None  # where its prompts are known
     timing: RequestTiming | None = None
     seen: Watcher | None = None
     prefill: Placement | None = None  # where the prompt is computed, if that is another worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -281,64 +281,64 @@ class Router:
         self, prompt: RoutedPrompt, chosen: Choice, now: float, computes: bool = True, decodes: bool = True
     ) -> Placement:
         """Reserve a share of a worker that `computes` the prompt, or `decodes` the answer, or both."""
-        decision, options = chosen.decision, chosen.options
-        choice = decision.choice
-        whole = computes and decodes
-        _, worker, hashes, by_events = chosen.chosen
-        load = self._load.of(worker.url, choice.target.dp_rank)
+        choice, worker, hashes, _ = chosen.chosen
+        target = choice.target
         seconds = 0.0
         if self.needs_prompts and computes:
-            rates = self._learned.rates.learner(worker.url, choice.target.model).rates
+            rates = self._learned.rates.learner(worker.url, target.model).rates
             seconds = prefill_seconds(rates, prompt.tokens, choice.overlap, choice.requests, choice.context)
+        load = self._load.of(worker.url, target.dp_rank)
         reservation = Reservation(
             load,
             max(prompt.tokens - choice.overlap, 1) if computes else 0,
             prompt.tokens,
             seconds,
-            streamed=prompt.streamed and whole,
+            streamed=prompt.streamed and computes and decodes,
             now=now,
         )
-        if len(hashes) == 1:
-            self._learned.pressure.routed(hashes[0], max([option.candidate.overlap for option in options]))
-        one_answer = len(prompt.token_ids) == prompt.answers == 1
-        prediction = None
-        if hashes:
-            prediction = Prediction(
-                choice.target,
-                hashes,
-                prompt.tokens,
-                choice.overlap,
-                by_events if self._audit.events_complete(choice.target) else None,
-                comparable=one_answer and prompt.exact and whole,
-                capacity=worker.capacity_tokens,
-            )
-        elsewhere = self._sharing.elsewhere.of(worker.url, choice.target.dp_rank)
+        elsewhere = self._sharing.elsewhere.of(worker.url, target.dp_rank)
         attempt = worker.health.begin(
             load.pending + elsewhere.pending,
-            choice.target.dp_rank,
+            target.dp_rank,
             prompt.streamed,
             one_of_many=len(worker.ranks()) > 1,
             now=now,
         )
-        on_release: list[Callable[[], None]] = []
-        for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True):
-            # No event tells that a target holds what media stand in: that has to last.
-            lasting = identity is not token_ids
-            on_release.append(self._speculation.hold(choice.target, known, lasting=lasting))
-            on_release.append(self._sharing.sent(choice.target, known))
-        placement = Placement(
-            worker,
-            choice.target,
-            decision,
-            reservation,
-            prediction,
-            attempt,
-            self._learned.timing(choice, prompt.tokens) if prompt.streamed and one_answer and whole else None,
-            on_release=on_release,
-        )
+        placement = Placement(worker, target, chosen.decision, reservation, attempt)
+        if hashes:
+            self._hold_prompts(prompt, chosen, placement, now, whole=computes and decodes)
         if self.watching is not None and now >= self.watching.due and decodes:
             placement.seen = self.watching.placed(prompt, placement)
         return placement
+
+    def _hold_prompts(
+        self, prompt: RoutedPrompt, chosen: Choice, placement: Placement, now: float, whole: bool
+    ) -> None:
+        """Count known prompts as held soon, and predict what the answer will tell of them. `whole`: it comes from the
+        worker that computes them."""
+        choice, worker, hashes, by_events = chosen.chosen
+        target = choice.target
+        if len(hashes) == 1:
+            self._learned.pressure.routed(hashes[0], max([option.candidate.overlap for option in chosen.options]))
+        one_answer = len(prompt.token_ids) == prompt.answers == 1
+        placement.prediction = Prediction(
+            target,
+            hashes,
+            prompt.tokens,
+            choice.overlap,
+            by_events if self._audit.events_complete(target) else None,
+            comparable=one_answer and prompt.exact and whole,
+            capacity=worker.capacity_tokens,
+            made_at=now,
+        )
+        for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True):
+            # No event tells that a target holds what media stand in: that has to last.
+            lasting = identity is not token_ids
+            placement.on_release.append(self._speculation.hold(target, known, lasting=lasting))
+            if self._sharing.carriers:
+                placement.on_release.append(self._sharing.sent(target, known))
+        if prompt.streamed and one_answer and whole:
+            placement.timing = self._learned.timing(choice, prompt.tokens)
 
     def answered(self, placement: Placement, usage: Usage | None) -> None:
         """A worker answered a request in full; `usage` is what it says of the tokens."""

@@ -67,6 +67,7 @@ class LoadSharing:
         self._messages = 0
         self._prompts = 0
         self._open: dict[int, None] = {}
+        self.carriers = list(carriers)  # what it is shared over
         self._tellers = [_Teller(self, carrier) for carrier in carriers]
         self._tasks: list[asyncio.Task[None]] = []
         self._nearest: dict[str, float] = {}  # of each router the interval of the carrier that it is heard on
@@ -124,11 +125,6 @@ class LoadSharing:
         """A tenant used something up."""
         for teller in self._tellers:
             teller.spent(tenant, requests, tokens)
-
-    @property
-    def carriers(self) -> list[Carrier]:
-        """What it is shared over."""
-        return [teller.carrier for teller in self._tellers]
 
     def findings(self) -> list[dict[str, Any]]:
         """What is wrong, for /health."""
