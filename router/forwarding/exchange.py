@@ -281,18 +281,19 @@ class Exchange:
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)
             self._body = tenant.with_priority(self._body, prompt.priority)
-        if (left := ticket.left(time.monotonic())) is not None:
+        now = time.monotonic()
+        if (left := ticket.left(now)) is not None:
             self._deadline = forwarding.loop.call_later(left, self._deadline_passed)
-        forwarding.budget.request()
-        self._try_next()
+        forwarding.budget.request(now)
+        self._try_next(now)
 
-    def _try_next(self) -> None:
+    def _try_next(self, now: float | None = None) -> None:
         """Send the request to another worker. Raises RequestError when there is none."""
         if len(self._tried) >= self._attempts:
             self._give_in()
         span = self._visit.trace.span("decide")
         try:
-            placement = self._forwarding.admission.place(self._prompt, self._excluded, self._ticket)
+            placement = self._forwarding.admission.place(self._prompt, self._excluded, self._ticket, now)
         except RequestError as error:
             span.end(type(error).__name__)
             raise
@@ -519,12 +520,13 @@ class Exchange:
         """Learn from what passes."""
         placement = self._placement
         assert placement is not None
+        now = time.monotonic()
         if data:
-            placement.attempt.heard()
+            placement.attempt.heard(now)
             if self._first_byte_at == self._arrived:
-                placement.first_byte()
-                self._first_byte_at = time.monotonic()
-                self._forwarding.metrics.first_byte_of(self._prompt.name or "", self._first_byte_at - self._arrived)
+                self._first_byte_at = now
+                placement.first_byte(now)
+                self._forwarding.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
             if self._beginning is not None:
                 self._beginning += data
                 learned = self._forwarding.router.responses.learn(self._beginning, placement.worker.url)
@@ -533,21 +535,21 @@ class Exchange:
             if self._tail is not None:
                 self._tail.feed(data)
         if ended:
-            self._end(placement)
+            self._end(placement, now)
 
-    def _end(self, placement: Placement) -> None:
+    def _end(self, placement: Placement, now: float) -> None:
         """The answer is complete."""
         head = self._head
         assert head is not None
         self._leg = None
-        placement.attempt.end(_outcome(head.status), f"status {head.status}")
+        placement.attempt.end(_outcome(head.status), f"status {head.status}", now)
         if head.status == HTTPStatus.OK:
             self._usage = usage = self._tail.usage() if self._tail is not None else None
             self._forwarding.router.answered(placement, usage)
             if self._visit.tenant is not None and usage is not None:
                 self._visit.tenant.spend(usage.completion)
             if self._streams:
-                seconds = time.monotonic() - self._first_byte_at
+                seconds = now - self._first_byte_at
                 self._forwarding.metrics.streamed(self._prompt.name or "", seconds, usage)
         self._finish()
 
