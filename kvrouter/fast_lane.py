@@ -27,10 +27,12 @@ from uvicorn.server import ServerState
 from indexer.errors import RequestError
 from kvrouter.http_protocol import HEAD_BYTES, BoundedHttpProtocol
 from router.apis.endpoints import BY_LOAD, PROMPTED
+from router.forwarding.event_stream import ChunkWriter
 from router.forwarding.exchange import Exchange
 from router.forwarding.known_head import KnownHead, Message
 from router.forwarding.proxy import Entrance, too_large, too_slow
 from router.forwarding.visit import Visit
+from router.upstream.chunks import body_size
 from router.upstream.origin import Headers
 
 _PATHS = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
@@ -356,6 +358,12 @@ class FastLaneProtocol(BoundedHttpProtocol):
         if ended:
             self._answered()
 
+    @property
+    def chunks(self) -> ChunkWriter | None:
+        if not self._chunked or self._visit is None:
+            return None
+        return _LoggedChunks(self.transport, self._visit) if self._visit.logged else self.transport
+
     def break_off(self) -> None:
         if self._visit is not None:
             self._done().end()
@@ -421,6 +429,18 @@ class FastLaneProtocol(BoundedHttpProtocol):
             self._refuse(too_slow(self._entrance.settings))
         else:
             super()._late()
+
+
+class _LoggedChunks:
+    """Counts what is written for the line in the log."""
+
+    def __init__(self, transport: asyncio.Transport, visit: Visit) -> None:
+        self._transport = transport
+        self._visit = visit
+
+    def write(self, data: bytes) -> None:
+        self._visit.passed(body_size(data))
+        self._transport.write(data)
 
 
 def _length(headers: Headers) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _TAIL_BYTES = 16 * 1024
+_MAX_PIECES = 64
 # Quotes inside a string are escaped, so `"usage"` without a backslash before it is a string of its own: a key.
 _KEY = b'"usage"'
 _USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
@@ -32,17 +33,20 @@ class UsageTail:
     """The last bytes of an answer that passes."""
 
     def __init__(self) -> None:
-        self._tail = bytearray()
+        self._pieces: list[bytes] = []  # together at least the tail
 
-    def feed(self, chunk: bytes) -> None:
+    def feed(self, piece: bytes) -> None:
         """Bytes that were sent on."""
-        self._tail += chunk[-_TAIL_BYTES:]
-        if len(self._tail) > 2 * _TAIL_BYTES:
-            del self._tail[:-_TAIL_BYTES]
+        self._pieces.append(piece if len(piece) <= _TAIL_BYTES else piece[-_TAIL_BYTES:])
+        if len(self._pieces) > _MAX_PIECES:
+            self._pieces = [self._joined()]
+
+    def _joined(self) -> bytes:
+        return b"".join(self._pieces)[-_TAIL_BYTES:]
 
     def usage(self) -> Usage | None:
         """The last usage that the answer told."""
-        tail = bytes(self._tail[-_TAIL_BYTES:])
+        tail = self._joined()
         place = len(tail)
         while (place := tail.rfind(_KEY, 0, place)) >= 0:
             found = _USAGE.match(tail, place)

@@ -49,7 +49,14 @@ class Health:
     `ranks`: the same of each of its DP ranks, where it has several.
     """
 
-    def __init__(self, limits: CircuitLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: CircuitLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        worker: Health | None = None,
+    ) -> None:
+        """`worker`: the health of all of it, where this is that of a rank."""
+        self._worker = worker
         self.ranks: dict[int, Health] = {}
         self._limits = limits or CircuitLimits()
         self.circuit = Circuit(self._limits, clock)
@@ -75,7 +82,7 @@ class Health:
         if one_of_many:
             rank = self.ranks.get(dp_rank)
             if rank is None:
-                rank = self.ranks[dp_rank] = Health(self._limits, self.clock)
+                rank = self.ranks[dp_rank] = Health(self._limits, self.clock, self)
             concerned += ((rank, rank.circuit.begin()),)
         attempt = Attempt(concerned, max(work, 1), dp_rank, streamed, now)
         for health, _ in concerned:
@@ -132,6 +139,12 @@ class Health:
                 moved += 1
         return moved
 
+    def heard(self) -> None:
+        """Bytes of an answer came."""
+        self.last_byte = now = self.clock()
+        if self._worker is not None:
+            self._worker.last_byte = now
+
     def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str, now: float) -> None:
         del self.attempts[attempt]
         if outcome is Outcome.NEITHER:
@@ -174,6 +187,11 @@ class Attempt:
     def waits_from_now(self) -> None:
         """The other worker is done."""
         self.begun, self.waits = self._clock(), True
+
+    @property
+    def health(self) -> Health:
+        """Of the rank that it is on, where its worker has several; else of the worker."""
+        return self._concerned[-1][0]
 
     def heard(self, now: float | None = None) -> None:
         """Bytes of the answer came."""

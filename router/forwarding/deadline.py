@@ -10,20 +10,29 @@ TICK = 5.0
 
 
 class Deadline:
-    """Calls `late` when nobody moved or cleared it in time; it may be set again afterwards. `close` ends it."""
+    """Calls `late` when nobody moved or cleared it in time; it may be set again afterwards. `close` ends it.
 
-    __slots__ = ("_at", "_late", "_loop", "_rings_at", "_timer")
+    `lives`, where given, is asked at every look whether there was a sign of life since the last one: then the deadline
+    moves as if it were set now, which is a look too late at most.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, late: Callable[[], None]) -> None:
+    __slots__ = ("_at", "_late", "_lives", "_loop", "_rings_at", "_seconds", "_timer")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, late: Callable[[], None], lives: Callable[[], bool] | None = None
+    ) -> None:
         self._loop = loop
         self._late = late
+        self._lives = lives
         self._at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._rings_at = 0.0
+        self._seconds = 0.0
 
     def set(self, seconds: float) -> None:
         """So long from now on, whatever it was."""
         self._at = at = self._loop.time() + seconds
+        self._seconds = seconds
         if self._timer is None:
             self._arm(at)
         elif seconds < TICK and self._rings_at > at:
@@ -49,7 +58,9 @@ class Deadline:
         self._timer = None
         if self._at is None:
             return
-        if self._loop.time() < self._at:
+        if self._lives is not None and self._lives():
+            self.set(self._seconds)
+        elif self._loop.time() < self._at:
             self._arm(self._at)
         else:
             self._at = None

@@ -36,6 +36,7 @@ from router.fleet.fleet import Fleet, Worker
 from router.fleet.health import Outcome
 from router.fleet.retry_budget import RetryBudget
 from router.forwarding.carrier import Carried, Carrier
+from router.forwarding.event_stream import ChunkWriter, EventStream
 from router.forwarding.visit import Visit
 from router.live.request_stream import PassingRequest, RequestStream
 from router.routing.placement import Placement
@@ -46,6 +47,7 @@ from router.telemetry.metrics import RequestMetrics
 from router.telemetry.tracing import Span
 from router.upstream import (
     AnswerHead,
+    Leg,
     UpstreamError,
     Upstreams,
     UpstreamTimeoutError,
@@ -64,6 +66,10 @@ _NOT_TAKEN = frozenset((HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, 
 
 class Client(Protocol):
     """Who waits for an answer. It pauses and resumes the exchange, and tells it when it leaves."""
+
+    @property
+    def chunks(self) -> ChunkWriter | None:
+        """Takes more of the body in whole chunks; None where that is not how it is sent."""
 
     def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:
         """The head of the answer, and what of its body came with it. Names of headers are in lower case."""
@@ -442,8 +448,18 @@ class Exchange:
             else:
                 self._pass(data, ended)
                 self._client.more(data if self._hidden is None else self._hidden.passed(data, ended), ended)
+            if data and not ended and self._begun:
+                self._let_events_pass()
         except Exception:
             self._crash()
+
+    def _let_events_pass(self) -> None:
+        """From here on chunks may pass as they come, when nobody changes them or looks for the answer's id."""
+        if not self._streams or self._hidden is not None or self._beginning is not None:
+            return
+        leg, placement, tail, client = self._leg, self._placement, self._tail, self._client.chunks
+        if isinstance(leg, Leg) and placement is not None and tail is not None and client is not None:
+            leg.pass_on = EventStream(client, placement.attempt.health, tail).pass_on
 
     def failed(self, error: UpstreamError) -> None:
         try:

@@ -63,6 +63,8 @@ class Proxy:
 class _Answer:
     """An answer on its way from the exchange to ASGI's `send`."""
 
+    chunks = None
+
     def __init__(self) -> None:
         self.exchange: Exchange
         self._messages: deque[Message] = deque()

@@ -392,6 +392,8 @@ class PickedRequest:
 
     # The client
 
+    chunks = None
+
     def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:  # noqa: ARG002
         """The exchange passes on a worker's head, or answers itself."""
         assert self._visit is not None

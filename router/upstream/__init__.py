@@ -2,6 +2,7 @@
 
 origin       where a worker listens, and the head of a request to it
 connection   one connection: a request at a time, and what llhttp reads of the answer
+chunks       chunks of events, which need no llhttp
 pool         the connections to a worker, and one request's way over them
 """
 

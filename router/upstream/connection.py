@@ -2,18 +2,21 @@
 
 llhttp, by httptools, reads the answer and refuses what can be read in two ways: several lengths, a length beside a
 transfer coding, bare line feeds, folded headers. Left out here: answers of 1xx, trailers, and what follows an answer.
+Where llhttp stands between two chunks it need not see those that come whole: they change nothing of where it stands.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
 from router.forwarding.deadline import Deadline
 from router.forwarding.known_head import KnownHead
+from router.upstream.chunks import END, body_size
 from router.upstream.origin import HOP_BY_HOP, Headers, end_to_end
 
 if TYPE_CHECKING:
@@ -87,12 +90,38 @@ class Receiver(Protocol):
 class Connection(asyncio.Protocol):
     """A connection to a worker. `leg` is the request it is used for now; None while it is idle."""
 
+    __slots__ = (
+        "_chunk_ended",
+        "_complete",
+        "_deadline",
+        "_early_bytes",
+        "_followed",
+        "_framed",
+        "_headers",
+        "_heard",
+        "_home",
+        "_loop",
+        "_parser",
+        "_pass_on",
+        "_paused",
+        "_pieces",
+        "_quiet",
+        "_reusable",
+        "_status",
+        "_told",
+        "_trailer_bytes",
+        "_transport",
+        "_used",
+        "idle_since",
+        "leg",
+    )
+
     def __init__(self, home: Upstream) -> None:
         self.leg: Leg | None = None
         self.idle_since = 0.0
         self._home = home
         self._loop = asyncio.get_running_loop()
-        self._deadline = Deadline(self._loop, self._late)
+        self._deadline = Deadline(self._loop, self._late, self._lives)
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._paused = False
@@ -106,6 +135,9 @@ class Connection(asyncio.Protocol):
         self._trailer_bytes = self._early_bytes = 0
         self._pieces: list[bytes] = []
         self._framed = self._reusable = self._complete = self._followed = self._told = False
+        self._chunk_ended = False
+        self._pass_on: Callable[[bytes], None] | None = None
+        self._quiet = True  # since the deadline was set
 
     def send(self, leg: Leg) -> None:
         """Write a request; its leg is told of the answer."""
@@ -138,7 +170,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once. Nobody is told."""
-        self.leg = None
+        self.leg = self._pass_on = None
         self._deadline.close()
         self._transport.abort()
 
@@ -152,6 +184,12 @@ class Connection(asyncio.Protocol):
         self._home.opened(self)
 
     def data_received(self, data: bytes) -> None:
+        pass_on = self._pass_on
+        if pass_on is not None and body_size(data):
+            self._quiet = False
+            pass_on(data)
+            return
+        self._pass_on = None
         leg = self.leg
         if leg is None:
             self._transport.abort()  # nothing was asked
@@ -185,9 +223,16 @@ class Connection(asyncio.Protocol):
             if first and self._complete and self._reusable and not self._followed:
                 self._remember(data)
             self._tell(passed, self._complete)
+            self._let_pass(data)
         else:
             self._tell(passed, False)
             self._fail(UpstreamError(problem))
+
+    def _let_pass(self, data: bytes) -> None:
+        """From here on chunks may pass as they come, when a line, its chunk and what was read end here."""
+        # Only the size of the next chunk could have begun; when that line came whole, the parser has told of the chunk.
+        if self._chunk_ended and self.leg is not None and data.endswith(END):
+            self._pass_on = self.leg.pass_on
 
     def _remember(self, data: bytes) -> None:
         """All of an answer came at once. The next one may begin in the same way."""
@@ -235,11 +280,16 @@ class Connection(asyncio.Protocol):
         error = UpstreamError(str(exc) or type(exc).__name__ if exc else "the worker hung up")
         self._fail(error, unheard=self._used and not self._heard)
 
+    def _lives(self) -> bool:
+        """Whether something came since the last look, or since the deadline was set."""
+        quiet, self._quiet = self._quiet, True
+        return not quiet
+
     def _late(self) -> None:
         self._fail(UpstreamTimeoutError(f"no byte within {self._home.idle_timeout:g} s"))
 
     def _fail(self, error: UpstreamError, unheard: bool = False) -> None:
-        leg, self.leg = self.leg, None
+        leg, self.leg, self._pass_on = self.leg, None, None
         self._deadline.close()
         self._transport.abort()
         if leg is not None:
@@ -288,7 +338,14 @@ class Connection(asyncio.Protocol):
         if not self._complete:
             self._pieces.append(data)
 
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = True
+
     def on_message_complete(self) -> None:
+        self._chunk_ended = False
         if self._status:
             self._complete = True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from contextvars import Context
 
 from router.forwarding.deadline import Deadline
@@ -28,9 +29,12 @@ MAX_IDLE = 1024
 
 
 class Leg:
-    """One request on its way to one worker."""
+    """One request on its way to one worker.
 
-    __slots__ = ("_connecting", "_connection", "_paused", "_upstream", "body", "head", "method", "receiver")
+    `pass_on` gets whole chunks of whole lines of the answer's body as they come; None while all is the receiver's.
+    """
+
+    __slots__ = ("_connecting", "_connection", "_paused", "_upstream", "body", "head", "method", "pass_on", "receiver")
 
     def __init__(self, upstream: Upstream, receiver: Receiver, method: str, head: bytes, body: bytes) -> None:
         self.method = method
@@ -38,6 +42,7 @@ class Leg:
         self.body = body
         self._upstream = upstream
         self.receiver: Receiver | None = receiver
+        self.pass_on: Callable[[bytes], None] | None = None
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._paused = False

@@ -62,3 +62,16 @@ def test_what_is_cleared_or_closed_is_not_late(end: str) -> None:
 def test_it_can_be_set_again() -> None:
     assert run(0.03, -0.1, 0.03, -0.1) == 2
     assert run(0.03, "clear", -0.1, 0.03, -0.1) == 1
+
+
+def test_signs_of_life_are_looked_for_before_it_is_late() -> None:
+    async def main() -> None:
+        late, looks = asyncio.Event(), [True, True]
+        watched = Deadline(asyncio.get_running_loop(), late.set, lambda: bool(looks) and looks.pop())
+        began = asyncio.get_running_loop().time()
+        watched.set(0.05)
+        async with asyncio.timeout(5):
+            await late.wait()
+        assert asyncio.get_running_loop().time() - began >= 0.02 + 0.02 + 0.05
+
+    asyncio.run(main())

@@ -1,0 +1,38 @@
+"""The rest of a stream once nobody looks at it: the worker's chunks of events, passed on as they came.
+
+Between two chunks of a stream nothing stays in the processor's caches, and each object that is touched costs more than
+what is done with it. So there is one here for all of it, and it touches few.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from router.apis.usage import UsageTail
+from router.fleet.health import Health
+
+
+class ChunkWriter(Protocol):
+    """Where whole chunks are written, as HTTP/1.1 frames them."""
+
+    def write(self, data: bytes) -> None:
+        """Send these on."""
+
+
+class EventStream:
+    """A stream from a worker to a client."""
+
+    __slots__ = ("_client", "_health", "_tail")
+
+    def __init__(self, client: ChunkWriter, health: Health, tail: UsageTail) -> None:
+        """`health` hears that the worker lives, and `tail` gets the chunks that tell of usage."""
+        self._client = client
+        self._health = health
+        self._tail = tail
+
+    def pass_on(self, chunks: bytes) -> None:
+        """Whole chunks of whole lines came."""
+        self._health.heard()
+        if b'"usage"' in chunks and b'"usage":null' not in chunks:
+            self._tail.feed(chunks)
+        self._client.write(chunks)

@@ -1,0 +1,35 @@
+"""Chunks of an event stream that can be told without a parser: whole ones, of whole lines, as engines write events.
+
+A chunk is its size in hexadecimal digits, CRLF, so many bytes, CRLF (RFC 9112, 7.1).
+"""
+
+from __future__ import annotations
+
+_LARGEST = 4096
+# The sizes as they are written. What is not among them is left to a parser: extensions, zeros before, the last chunk.
+_SIZES = {form % size: size for size in range(1, _LARGEST + 1) for form in (b"%x", b"%X")}
+_LONGEST_LINE = len(b"%x\r\n" % _LARGEST)
+END = b"\n\r\n"  # of the last line in a chunk, and of the chunk
+
+
+def body_size(data: bytes) -> int:
+    """How many bytes of a body these are when they are whole chunks of whole lines; 0 when they may not be."""
+    end = data.find(b"\r\n", 0, _LONGEST_LINE)
+    size = _SIZES.get(data[:end], 0)
+    if end + size + 4 == len(data) and data.endswith(END):
+        return size
+    return _size_of_many(data)
+
+
+def _size_of_many(data: bytes) -> int:
+    total = place = 0
+    while place < len(data):
+        end = data.find(b"\r\n", place, place + _LONGEST_LINE)
+        size = _SIZES.get(data[place:end], 0) if end > 0 else 0
+        if not size:
+            return 0
+        place = end + size + 4
+        if data[place - 3 : place] != END:
+            return 0
+        total += size
+    return total

@@ -1,0 +1,206 @@
+"""Chunks of events that pass as they come: what is read of them is what llhttp reads, whatever the pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from itertools import pairwise
+
+import httptools
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from router.apis.usage import Usage, UsageTail
+from router.fleet.health import Health
+from router.forwarding.event_stream import EventStream
+from router.upstream import AnswerHead, Leg, Upstream, UpstreamError
+from router.upstream.chunks import body_size
+from router.upstream.connection import Connection
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+TLS = ssl.create_default_context()
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}\n\n'
+
+
+def chunk(body: bytes, form: bytes = b"%x\r\n") -> bytes:
+    return form % len(body) + body + b"\r\n"
+
+
+class Transport(asyncio.Transport):
+    closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.closed = True
+
+    close = abort
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+class Receiver:
+    """Lets chunks pass as soon as the answer has begun, and remembers what came either way."""
+
+    def __init__(self, passes: bool) -> None:
+        self.leg: Leg | None = None
+        self.body = b""
+        self.passed: list[bytes] = []
+        self.ended = self.failed_ = False
+        self._passes = passes
+
+    def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:  # noqa: ARG002
+        self.more(data, ended)
+        if self._passes and self.leg is not None:
+            self.leg.pass_on = self.pass_on
+
+    def more(self, data: bytes, ended: bool) -> None:
+        self.body += data
+        self.ended = ended
+
+    def pass_on(self, chunks: bytes) -> None:
+        self.passed.append(chunks)
+        self.body += read_by_llhttp(chunks)
+
+    def failed(self, error: UpstreamError) -> None:  # noqa: ARG002
+        self.failed_ = True
+
+
+def read_by_llhttp(chunks: bytes) -> bytes:
+    """The body of whole chunks. Raises when they are no whole chunks, or the last one is among them."""
+    body, ended, open_chunks = [], [], []
+
+    class Read:
+        def on_body(self, data: bytes) -> None:
+            body.append(data)
+
+        def on_chunk_header(self) -> None:
+            open_chunks.append(1)
+
+        def on_chunk_complete(self) -> None:
+            open_chunks.pop()
+
+        def on_message_complete(self) -> None:
+            ended.append(1)
+
+    parser = httptools.HttpResponseParser(Read())
+    parser.feed_data(HEAD + chunks)
+    assert not ended
+    assert not open_chunks
+    parser.feed_data(b"0\r\n\r\n")  # it stands between two chunks
+    assert ended
+    return b"".join(body)
+
+
+def received(pieces: list[bytes], passes: bool) -> Receiver:
+    """What a leg hears of an answer that comes in these pieces."""
+
+    async def main() -> Receiver:
+        upstream = Upstream("http://127.0.0.1:1", TLS, 5.0, 5.0)
+        connection, transport = Connection(upstream), Transport()
+        connection.connection_made(transport)
+        receiver = Receiver(passes)
+        receiver.leg = leg = Leg(upstream, receiver, "POST", b"", b"")
+        leg.over(connection)
+        for piece in pieces:
+            if connection.leg is not None and not transport.closed:
+                connection.data_received(piece)
+        connection.connection_lost(None)
+        upstream.retire()
+        return receiver
+
+    return asyncio.run(main())
+
+
+lines = st.binary(max_size=40).map(lambda text: text + b"\n") | st.sampled_from(
+    [b"data: a\n\n", b"\n", b"\r\n", b"0\r\n"]
+)
+bodies = lines | st.binary(min_size=1, max_size=40) | st.integers(1, 5000).map(lambda size: b"x" * (size - 1) + b"\n")
+forms = st.sampled_from(
+    [b"%x\r\n", b"%x\r\n", b"%x\r\n", b"%X\r\n", b"00%x\r\n", b"%x;a=b\r\n", b"%x \r\n", b"0x%x\r\n", b"+%x\r\n"]
+)
+parts = st.builds(chunk, bodies, forms) | st.sampled_from(
+    [b"0\r\n\r\n", b"0\r\nA: b\r\n\r\n", b"zz\r\n", b"5\r\n", b"\r\n"]
+)
+
+
+@given(st.lists(parts, max_size=12), st.lists(st.integers(0, 10_000), max_size=8), st.booleans())
+@example(
+    parts=[chunk(b"a\n"), chunk(b"b\n"), b"3", b"2\r\nx\n\r\n", b"x" * (0x32 - 4) + b"\r\n"], cuts=[], by_part=True
+)
+@example(parts=[chunk(b"a\n"), chunk(b"b\n") + b"9\r\na\n\r\n", b"2\r\nc\n\r\n"], cuts=[], by_part=True)
+def test_what_passes_is_what_the_parser_would_have_read(parts: list[bytes], cuts: list[int], by_part: bool) -> None:
+    answer = b"".join(parts)
+    if by_part:
+        pieces = [HEAD, *parts]
+    else:
+        places = [0, *sorted(cut % (len(answer) + 1) for cut in cuts), len(answer)]
+        pieces = [HEAD, *(answer[start:end] for start, end in pairwise(places) if start < end)]
+    passed, read = received(pieces, passes=True), received(pieces, passes=False)
+    assert (passed.body, passed.ended, passed.failed_) == (read.body, read.ended, read.failed_)
+    assert all(each.endswith(b"\n\r\n") for each in passed.passed)
+
+
+def test_chunks_of_events_pass_without_being_touched() -> None:
+    events = [chunk(b"data: %d\n\n" % number) for number in range(9)]
+    receiver = received([HEAD, events[0], *events[1:4], events[4] + events[5], *events[6:], b"0\r\n\r\n"], passes=True)
+    assert receiver.passed == [*events[1:4], events[4] + events[5], *events[6:]]
+    assert receiver.ended
+
+
+def test_what_follows_half_a_chunk_passes_again() -> None:
+    event = chunk(b"data: 1\n\n")
+    receiver = received([HEAD, event, event, event[:5], event[5:], event, event + event[:4]], passes=True)
+    assert receiver.passed == [event, event]
+    assert receiver.body == b"data: 1\n\n" * 5 + b"d"
+    assert receiver.failed_
+
+
+@given(st.lists(parts, max_size=4))
+def test_sizes(parts: list[bytes]) -> None:
+    data = b"".join(parts)
+    if size := body_size(data):
+        assert len(read_by_llhttp(data)) == size
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\r\n",
+        b"2\r\na\n",
+        b"2\r\na\n\r",
+        b"2\r\nab\r\n",
+        b"2\r\na\n\r\n2",
+        b"2\r\na\n\r\n2\r",
+        b"0\r\n\r\n",
+        b"5a",
+    ],
+)
+def test_what_is_not_whole_has_no_size(data: bytes) -> None:
+    assert body_size(data) == 0
+
+
+def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
+    written: list[bytes] = []
+
+    class Client:
+        def write(self, data: bytes) -> None:
+            written.append(data)
+
+    now = 1.0
+    worker = Health(clock=lambda: now)
+    rank = worker.begin(10, dp_rank=1, one_of_many=True).health
+    tail = UsageTail()
+    stream = EventStream(Client(), rank, tail)
+    now = 5.0
+    chunks = [chunk(b'data: {"usage":null}\n\n'), chunk(USAGE), chunk(b"data: [DONE]\n\n")]
+    for each in chunks:
+        stream.pass_on(each)
+    assert written == chunks
+    assert tail.usage() == Usage(9, 2, None)
+    assert worker.last_byte == rank.last_byte == 5.0
+    assert worker.begin(10).health is worker
