@@ -225,6 +225,10 @@ class Indexer:
         """Forget what a target holds and learn it again from its events. False when nobody could replay them."""
         return self._reader.resync(target)
 
+    def stream(self, target: Target) -> Stream | None:
+        """A target's stream, to be looked at; None when it has none. A fraction of the cost of `stream_status`."""
+        return self._reader.stream(target)
+
     def stream_status(self, target: Target) -> StreamStatus | None:
         """How a target's stream stands; None when it has none."""
         return self._reader.status(target)

@@ -101,6 +101,10 @@ class Stream:
     refused: bool = False
     connect_at: float | None = None  # (monotonic) again, because ZeroMQ gave up
 
+    @property
+    def state(self) -> StreamState:
+        return self.sequence.state
+
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [self.live, self.monitor, *([self.replay] if self.replay else [])]
 
@@ -210,6 +214,10 @@ class StreamReader:
 
         self._tell(resync)
         return True
+
+    def stream(self, target: Target) -> Stream | None:
+        """A target's stream, to be looked at; None when it has none."""
+        return self._streams.get(target)
 
     def status(self, target: Target) -> StreamStatus | None:
         """How a target's stream stands; None when it has none."""

@@ -165,7 +165,7 @@ class Attempt:
     `now`: the time by the health's clock, where it was just read.
     """
 
-    __slots__ = ("_concerned", "begun", "dp_rank", "ended", "give_up", "streamed", "waits", "work")
+    __slots__ = ("_concerned", "begun", "dp_rank", "ended", "failed", "give_up", "streamed", "waits", "work")
 
     def __init__(
         self, concerned: tuple[tuple[Health, int], ...], work: int, dp_rank: int, streamed: bool, now: float
@@ -177,7 +177,7 @@ class Attempt:
         self.streamed = streamed
         self.waits = True
         self.give_up: Callable[[], None] | None = None
-        self.ended = False
+        self.ended = self.failed = False
         self._concerned = concerned
 
     def waits_for_another(self) -> None:
@@ -210,6 +210,7 @@ class Attempt:
         if self.ended:
             return
         self.ended = True
+        self.failed = outcome is Outcome.FAILED
         if now is None:
             now = self._clock()
         for health, number in self._concerned:

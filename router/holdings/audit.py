@@ -142,7 +142,7 @@ class HitAudit:
 
     def events_complete(self, target: Target) -> bool:
         """Whether a target's events so far were read, as far as they can be had."""
-        stream = self._indexer.stream_status(target)
+        stream = self._indexer.stream(target)
         return stream is not None and stream.state in (StreamState.LIVE, StreamState.LOST)
 
     def answered(self, prediction: Prediction, usage: Usage | None) -> None:
@@ -157,7 +157,7 @@ class HitAudit:
 
     def basis(self, target: Target) -> Basis:
         """What a target's holdings are predicted from now."""
-        stream = self._indexer.stream_status(target)
+        stream = self._indexer.stream(target)
         if stream is None or stream.state is StreamState.CONNECTING:
             return Basis.HISTORY
         audit = self._audits.get(target)
@@ -191,7 +191,7 @@ class HitAudit:
 
     def _known_since(self, target: Target, audit: TargetAudit) -> float:
         """Predictions made before this say nothing of the events as they are read now."""
-        stream = self._indexer.stream_status(target)
+        stream = self._indexer.stream(target)
         return max(stream.began_at if stream else 0.0, audit.judged_at)
 
     def _judge(self, target: Target, audit: TargetAudit) -> None:

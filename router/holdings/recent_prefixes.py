@@ -22,17 +22,20 @@ class RecentPrefixes(Holder):
         self._prefixes = prefixes
         self._ends: OrderedDict[Edge[RecentPrefixes], None] = OrderedDict()  # the least recently seen first
 
-    def remember(self, hashes: array[int], most: int) -> None:
-        """See a prompt. Of all prefixes `most` are kept."""
+    def remember(self, hashes: array[int], most: int) -> int:
+        """See a prompt. Of all prefixes `most` are kept. Returns how many of this prompt's were known."""
         if not hashes:
-            return
+            return 0
+        before = self.chunks
         end = self._prefixes.hold(self, hashes)
+        known = len(hashes) - (self.chunks - before)
         if end in self._ends:
             self._prefixes.let_go(self, end)  # it counts once
         self._ends[end] = None
         self._ends.move_to_end(end)
         while self.chunks > most:
             self._forget_some(self.chunks - most)
+        return known
 
     def forget(self) -> None:
         """Nothing is known any more."""

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
@@ -38,8 +38,15 @@ LASTING_SECONDS = 600.0
 MAX_ENDED = 1 << 20
 
 
+class Ending(Protocol):
+    """To be called when a request ended. `failed`: its worker did not compute the prompt."""
+
+    def __call__(self, failed: bool = False) -> None: ...
+
+
 class SpeculativeHoldings:
-    """The prompts in flight, by target. A prompt is let go `linger` seconds after it ended, a lasting one later.
+    """The prompts in flight, by target. A prompt is let go `linger` seconds after it ended, a lasting one later, and
+    at once where it failed.
 
     `stride`: of so many prefixes of a prompt one is held.
     """
@@ -54,7 +61,7 @@ class SpeculativeHoldings:
         self._ended_lasting: deque[_Ended] = deque()
         self._ended_prefixes = 0
 
-    def hold(self, target: Target, hashes: array[int], *, lasting: bool = False) -> Callable[[], None]:
+    def hold(self, target: Target, hashes: array[int], *, lasting: bool = False) -> Ending:
         """Hold a prompt for a target. Returns what to call when the request ended."""
         holder = self._targets.get(target)
         if holder is None:
@@ -81,7 +88,10 @@ class SpeculativeHoldings:
         self._expire(self._clock())
         return sum(holder.chunks for holder in self._targets.values())
 
-    def _end(self, holder: _Target, edge: Edge[_Target], lasting: bool) -> None:
+    def _end(self, holder: _Target, edge: Edge[_Target], lasting: bool, failed: bool = False) -> None:
+        if failed:
+            self._prefixes.let_go(holder, edge)
+            return
         now = self._clock()
         if lasting:
             self._ended_lasting.append((now + max(self._linger, LASTING_SECONDS), holder, edge))

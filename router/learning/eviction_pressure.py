@@ -58,8 +58,7 @@ class EvictionPressure:
         self._stride = stride
         self._remembered = remembered
         self._clock = clock
-        self._prefixes: SharedPrefixes[RecentPrefixes] = SharedPrefixes()
-        self._routed = RecentPrefixes(self._prefixes)
+        self._routed = RecentPrefixes(SharedPrefixes())
         self._lost = DecayingSum(HORIZON)
         self._evicted = DecayingSum(HORIZON)
         self._removed: dict[Target, int] = {}
@@ -67,14 +66,12 @@ class EvictionPressure:
 
     def routed(self, hashes: Sequence[int], held: int) -> None:
         """A prompt was routed: the hashes of its prefixes, and the most tokens of it that any worker held."""
-        sampled = array("Q", hashes[self._stride - 1 :: self._stride])
-        if not sampled:
+        if len(hashes) < self._stride:
             return
-        known = self._prefixes.longest(sampled).get(self._routed, 0)
+        known = self._routed.remember(array("Q", hashes[self._stride - 1 :: self._stride]), self._remembered)
         unit = self._chunk * self._stride
         if (lost := known - held // unit) > 0:
             self._lost.add(lost * unit, self._clock())
-        self._routed.remember(sampled, self._remembered)
 
     def removed(self, tokens: Mapping[Target, int]) -> None:
         """How many tokens each target that tells of its cache has removed since it became known."""

@@ -11,6 +11,7 @@ from router.apis.usage import Usage
 from router.fleet.health import Attempt, Outcome
 from router.fleet.worker import Worker
 from router.holdings.audit import Prediction
+from router.holdings.speculation import Ending
 from router.learning.learned import RequestTiming
 from router.policies import Decision
 from router.routing.load import Reservation
@@ -53,6 +54,7 @@ class Placement:
     timing: RequestTiming | None = None
     seen: Watcher | None = None
     prefill: Placement | None = None  # where the prompt is computed, if that is another worker
+    expected: list[Ending] = field(default_factory=list)  # that the target soon holds the prompts
     on_release: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -78,5 +80,7 @@ class Placement:
         self.reservation.release(now)
         if not self.attempt.ended:
             self.attempt.end(Outcome.NEITHER, now=now)
+        while self.expected:
+            self.expected.pop()(self.attempt.failed)
         while self.on_release:
             self.on_release.pop()()

@@ -334,9 +334,9 @@ class Router:
         for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True):
             # No event tells that a target holds what media stand in: that has to last.
             lasting = identity is not token_ids
-            placement.on_release.append(self._speculation.hold(target, known, lasting=lasting))
-            if self._sharing.carriers:
-                placement.on_release.append(self._sharing.sent(target, known))
+            placement.expected.append(self._speculation.hold(target, known, lasting=lasting))
+            if ended := self._sharing.sent(target, known):
+                placement.on_release.append(ended)
         if prompt.streamed and one_answer and whole:
             placement.timing = self._learned.timing(choice, prompt.tokens)
 

@@ -97,11 +97,13 @@ class LoadSharing:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def sent(self, target: Target, hashes: array[int]) -> Callable[[], None]:
-        """A prompt was sent to a target: the hash of each of its chunks. Returns what to call when it ended."""
-        prefixes = told(hashes)
-        if not self._tellers or not prefixes:
-            return lambda: None
+    def sent(self, target: Target, hashes: array[int]) -> Callable[[], None] | None:
+        """A prompt was sent to a target: the hash of each of its chunks.
+
+        Returns what to call when it ended; None where nobody is told.
+        """
+        if not self._tellers or not (prefixes := told(hashes)):
+            return None
         self._prompts = number = self._prompts + 1
         self._open[number] = None
         prompt = SentPrompt(number, target.worker, target.dp_rank, target.model, prefixes.tobytes())

@@ -35,17 +35,17 @@ class Stream:
 class Streams:
     """What the audit asks of an indexer."""
 
-    stream: Stream | None = field(default_factory=Stream)
+    known: Stream | None = field(default_factory=Stream)
     replays: bool = True
     resyncs: int = 0
 
-    def stream_status(self, target: Target) -> Stream | None:  # noqa: ARG002
-        return self.stream
+    def stream(self, target: Target) -> Stream | None:  # noqa: ARG002
+        return self.known
 
     def resync(self, target: Target) -> bool:  # noqa: ARG002
-        assert self.stream is not None
+        assert self.known is not None
         self.resyncs += self.replays
-        self.stream.began_at = time.monotonic()
+        self.known.began_at = time.monotonic()
         return self.replays
 
     def registered(self) -> list[Any]:
@@ -137,7 +137,7 @@ def test_predictions_made_before_a_resync_do_not_count_after_it(audit: HitAudit)
 
 def test_predictions_while_events_are_missing_do_not_count(audit: HitAudit, streams: Streams) -> None:
     assert audit.events_complete(TARGET)
-    streams.stream = Stream(StreamState.REPLAYING)
+    streams.known = Stream(StreamState.REPLAYING)
     assert not audit.events_complete(TARGET)
     for _ in range(3 * SAMPLES):
         audit.answered(predicted(0, None), Usage(100, 1, 64))
@@ -147,12 +147,12 @@ def test_predictions_while_events_are_missing_do_not_count(audit: HitAudit, stre
 def test_a_target_without_events_is_predicted_by_history(
     audit: HitAudit, streams: Streams, history: RoutingHistory
 ) -> None:
-    streams.stream = None
+    streams.known = None
     audit.answered(predicted(0, None, comparable=False), None)
     assert (audit.basis(TARGET), history.overlaps(HASHES[0]).get(TARGET, 0)) == (Basis.HISTORY, 96)
-    streams.stream = Stream(StreamState.CONNECTING)
+    streams.known = Stream(StreamState.CONNECTING)
     assert audit.basis(TARGET) is Basis.HISTORY
-    streams.stream = Stream()
+    streams.known = Stream()
     audit.answered(predicted(0, 0), None)
     assert (audit.basis(TARGET), len(history)) == (Basis.EVENTS, 0)
 
@@ -160,7 +160,7 @@ def test_a_target_without_events_is_predicted_by_history(
 def test_a_history_that_promises_too_much_is_forgotten(
     audit: HitAudit, streams: Streams, history: RoutingHistory
 ) -> None:
-    streams.stream = None
+    streams.known = None
     other = prompt_hashes("m", None, None, [7] * 160)
     history.remember(TARGET, other, None)
     for _ in range(SAMPLES):
@@ -198,7 +198,7 @@ def test_prompts_of_another_length_are_a_finding_of_their_own(audit: HitAudit) -
 
 
 def test_targets_that_are_gone_are_forgotten(audit: HitAudit, streams: Streams, history: RoutingHistory) -> None:
-    streams.stream = None
+    streams.known = None
     for number in range(50):
         audit.answered(predicted(0, None, Target(f"http://w{number}", 0, "m")), Usage(100, 1, 0))
     assert len(audit.audits()) == 1

@@ -150,3 +150,13 @@ def test_the_indexs_hashes_are_used_where_blocks_are_as_large_as_chunks() -> Non
     assert known == prompt_hashes("m", None, "pepper", PROMPT)
     # A secret's hashes are nobody else's.
     assert prompt.hashes(namespace_hash(namespace, "secret"), CHUNK_TOKENS, 3) != known[:3]
+
+
+def test_what_failed_is_let_go_at_once() -> None:
+    holdings = SpeculativeHoldings(LINGER, Clock())
+    failed = holdings.hold(HERE, hashes(PROMPT))
+    ended = holdings.hold(HERE, hashes(PROMPT[: 3 * CHUNK_TOKENS]))
+    failed(True)
+    assert overlap(holdings, HERE, hashes(PROMPT)) == 3 * CHUNK_TOKENS
+    ended()
+    assert overlap(holdings, HERE, hashes(PROMPT)) == 3 * CHUNK_TOKENS

@@ -1,0 +1,139 @@
+"""What a router's candidates are from request to request: a real router over workers that nobody asks."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Coroutine
+from random import Random
+
+import aiohttp
+
+from indexer import Indexer
+from indexer.hashing import PackedPrompt
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.fleet import Fleet
+from router.fleet.health import Outcome
+from router.holdings.audit import HitAudit
+from router.holdings.history import RoutingHistory
+from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings
+from router.learning.learned import Learned
+from router.learning.rates import Rates
+from router.policies import Candidate, policy_named
+from router.routing.load import LoadTable
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
+from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
+from router.sharing import Elsewhere, LoadSharing
+from router.tokens.tokenizers import Tokenizers
+
+MODEL = "m"
+URLS = ["http://a:1", "http://b:1"]
+SHARED = 8 * CHUNK_TOKENS
+
+
+def prompt(last: int) -> RoutedPrompt:
+    """A prompt that shares its start with all others."""
+    packed = PackedPrompt.of(array("I", [*range(SHARED), *[last] * CHUNK_TOKENS]))
+    return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True)
+
+
+def with_router(play: Callable[[Router, Fleet], Coroutine[None, None, None]], **more: float) -> None:
+    async def run() -> None:
+        async def nothing(*_: object) -> None: ...
+
+        async with aiohttp.ClientSession() as session:
+            indexer = Indexer()
+            workers = [WorkerSettings.model_validate({"url": url, **more}) for url in URLS]
+            fleet = Fleet(workers, FleetSettings(), indexer, session, nothing)
+            for worker in fleet.workers:
+                worker.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
+                worker.problem = None
+            loads, history = LoadTable(), RoutingHistory()
+            router = Router(
+                fleet,
+                indexer,
+                Tokenizers(),
+                policy_named(PolicySettings(), Random(1)),
+                loads,
+                SpeculativeHoldings(60.0),
+                Learned(Rates()),
+                history,
+                HitAudit(indexer, history, AuditSettings()),
+                LoadSharing(loads, Elsewhere(5.0, 2.0), []),
+                DisaggregationSettings(),
+            )
+            try:
+                await play(router, fleet)
+            finally:
+                indexer.stop()
+
+    asyncio.run(run())
+
+
+def candidates(router: Router, asked: RoutedPrompt) -> dict[str, Candidate]:
+    choice = router.choose(asked)
+    assert choice is not None
+    return {option.worker.url: option.candidate for option in choice.options}
+
+
+def test_what_was_sent_is_expected_until_it_failed() -> None:
+    async def play(router: Router, _: Fleet) -> None:
+        ended, failed = router.place(prompt(1)), router.place(prompt(1))
+        assert failed.worker is ended.worker
+        failed.attempt.end(Outcome.FAILED, "no answer")
+        failed.release()
+        assert candidates(router, prompt(2))[ended.worker.url].overlap == SHARED
+        ended.release()
+        assert candidates(router, prompt(2))[ended.worker.url].overlap == SHARED
+        other = PackedPrompt.of(range(900, 964))
+        alone = router.place(RoutedPrompt(MODEL, 64, [other], [other]))
+        alone.attempt.end(Outcome.FAILED, "no answer")
+        alone.release()
+        again = candidates(router, RoutedPrompt(MODEL, 64, [other], [other]))
+        assert not any(candidate.overlap for candidate in again.values())
+
+    with_router(play)
+
+
+def test_a_decision_keeps_what_it_was_made_with() -> None:
+    async def play(router: Router, _: Fleet) -> None:
+        first = router.place(prompt(1))
+        made = first.decision
+        assert [candidate.requests for candidate in made.candidates] == [0, 0]
+        now = candidates(router, prompt(2))
+        assert now[first.worker.url].requests == 1
+        assert [candidate.requests for candidate in made.candidates] == [0, 0]
+        assert [candidate.overlap for candidate in made.candidates] == [0, 0]
+        first.release()
+        after = candidates(router, prompt(3))
+        assert [candidate.requests for candidate in after.values()] == [0, 0]
+        assert now[first.worker.url].requests == 1
+
+    with_router(play)
+
+
+def test_loads_count_by_what_a_worker_can_bear() -> None:
+    async def play(router: Router, _: Fleet) -> None:
+        for _number in range(4):
+            router.place(prompt(1))
+        requests = {url: candidate.requests for url, candidate in candidates(router, prompt(1)).items()}
+        assert sorted(requests.values()) == [0, 2]
+
+    with_router(play, weight=2.0)
+
+
+def test_workers_that_come_and_go_are_candidates_at_once() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        assert set(candidates(router, prompt(1))) == set(URLS)
+        fleet.report_failure(fleet.workers[0], "gone")
+        assert set(candidates(router, prompt(1))) == {URLS[1]}
+        await fleet.assign("config", [WorkerSettings.model_validate({"url": url}) for url in [*URLS, "http://c:1"]])
+        new = fleet.workers[2]
+        assert set(candidates(router, prompt(1))) == {URLS[1]}
+        new.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
+        new.problem = None
+        fleet.drain(new, False)
+        assert set(candidates(router, prompt(1))) == {URLS[1], new.url}
+
+    with_router(play)
