@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from copy import copy
 from http import HTTPStatus
 
 from uvicorn.config import Config
@@ -29,9 +28,11 @@ from kvrouter.http_protocol import HEAD_BYTES, BoundedHttpProtocol
 from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.event_stream import ChunkWriter
 from router.forwarding.exchange import Exchange
-from router.forwarding.known_head import KnownHead, Message
+from router.forwarding.known_head import KnownHead
 from router.forwarding.proxy import Entrance, too_large, too_slow
+from router.forwarding.request_head import RequestHead
 from router.forwarding.visit import Visit
+from router.upstream.answer_head import WITHOUT_BODY, AnswerHead
 from router.upstream.chunks import body_size
 from router.upstream.origin import Headers
 
@@ -47,50 +48,27 @@ _ONE_BUFFER = 64 * 1024
 class _Request:
     """A request as it comes. It can stand in for the parser when uvicorn is told of it."""
 
-    __slots__ = (
-        "body",
-        "complete",
-        "expects",
-        "handed_over",
-        "headers",
-        "keeps_alive",
-        "method",
-        "path",
-        "size",
-        "upgrades",
-        "url",
-        "version",
-    )
+    # What a request whose head is known does not change stands here, so that it is not made for each.
+    method = b""
+    url = b""
+    version = ""
+    size = 0
+    keeps_alive = False
+    upgrades = False
+    expects = False
+    complete = False
+    handed_over = False
+    head: RequestHead | None = None  # once it is known to be ours
 
     def __init__(self) -> None:
-        self.method = b""
-        self.url = b""
-        self.path = b""
-        self.version = ""
         self.headers: Headers = []
         self.body: list[bytes] = []
-        self.size = 0
-        self.keeps_alive = self.upgrades = self.expects = self.complete = self.handed_over = False
 
-    @property
-    def is_ours(self) -> bool:
-        return self.method == b"POST" and self.path in _PATHS and not self.upgrades and b"#" not in self.url
-
-    def without_length(self) -> _Request:
-        """The same of any body."""
-        request = copy(self)
-        request.headers = [header for header in self.headers if header[0] != b"content-length"]
-        request.body = []
-        return request
-
-    def again(self, message: Message) -> _Request:
-        """The request with this head, which tells of no length, and that body."""
-        request = _Request()
-        request.method, request.url, request.path, request.version = self.method, self.url, self.path, self.version
-        request.headers = [*self.headers, (b"content-length", message.length)]
-        request.body, request.size = [message.body], len(message.body)
-        request.keeps_alive = request.complete = True
-        return request
+    def told(self) -> None:
+        """The head is complete."""
+        path = self.url.partition(b"?")[0]
+        if self.method == b"POST" and path in _PATHS and not self.upgrades and b"#" not in self.url:
+            self.head = RequestHead("POST", path.decode(), self.url, self.headers)
 
     def get_method(self) -> bytes:
         return self.method
@@ -103,6 +81,17 @@ class _Request:
 
     def should_upgrade(self) -> bool:
         return self.upgrades
+
+
+def _again(head: RequestHead, body: bytes) -> _Request:
+    """A request that came at once, over a connection that stays: of a head that is known, and any body."""
+    request = _Request()
+    request.head = head
+    request.version = "1.1"
+    request.body = [body]
+    request.size = len(body)
+    request.keeps_alive = request.complete = True
+    return request
 
 
 class FastLaneProtocol(BoundedHttpProtocol):
@@ -126,18 +115,18 @@ class FastLaneProtocol(BoundedHttpProtocol):
         self._exchange: Exchange | None = None
         self._keeps_alive = True
         self._chunked = self._until_close = self._lingering = False
-        self._known: KnownHead[_Request] | None = None  # of the last request that came at once
+        self._known: KnownHead[RequestHead] | None = None  # of the last request that came at once
         self._between = True  # the parser is before a request
 
     def data_received(self, data: bytes) -> None:
         known, begins, last = self._known, self._between, self._reading
-        if known is not None and begins and self._expects_a_request and (message := known.read(data)) is not None:
-            self._take(known.said.again(message))
+        if known is not None and begins and self._expects_a_request and (body := known.read(data)) is not None:
+            self._take(_again(known.said, body))
             return
         super().data_received(data)
         request = self._reading
-        if begins and request is not last and request.complete and request.keeps_alive and request.is_ours:
-            self._known = KnownHead.of(data, request.without_length()) or known
+        if begins and request is not last and request.complete and request.keeps_alive and request.head is not None:
+            self._known = KnownHead.of(data, _of_any_length(request.head)) or known
 
     # The parser
 
@@ -161,7 +150,6 @@ class FastLaneProtocol(BoundedHttpProtocol):
         request = self._reading
         self._end_head(request.url)
         request.method = self.parser.get_method()
-        request.path = request.url.partition(b"?")[0]
         request.version = self.parser.get_http_version()
         request.keeps_alive = self.parser.should_keep_alive() and request.version == "1.1"
         request.expects = any(name == b"expect" and value.lower() == b"100-continue" for name, value in request.headers)
@@ -169,10 +157,12 @@ class FastLaneProtocol(BoundedHttpProtocol):
             return
         if self._busy or self._queue:
             # Whatever it would upgrade to, it is too late for that: others were before it.
+            request.told()
             self._queue.append(request)
             self.flow.pause_reading()
         else:
             request.upgrades = self.parser.should_upgrade()
+            request.told()
             self._take(request)
 
     def on_body(self, body: bytes) -> None:
@@ -233,13 +223,14 @@ class FastLaneProtocol(BoundedHttpProtocol):
         return self.cycle is None or self.cycle.response_complete or self.cycle.keep_alive
 
     def _take(self, request: _Request) -> None:
-        if not request.is_ours:
+        head = request.head
+        if head is None:
             self._hand_over(request)
             return
         self._current = request
         self._chunked = self._until_close = False
         self._keeps_alive = request.keeps_alive
-        self._visit = visit = self._entrance.visits.begin("POST", request.path.decode(), request.headers)
+        self._visit = visit = self._entrance.visits.begin(head)
         settings = self._entrance.settings
         try:
             visit.admit()
@@ -259,7 +250,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
     def _start(self, request: _Request) -> None:
         self._deadline.clear()
         assert self._visit is not None
-        self._exchange = Exchange(self._entrance.forwarding, self._visit, request.url, self)
+        self._exchange = Exchange(self._entrance.forwarding, self._visit, self)
         body = request.body
         self._exchange.start(body[0] if len(body) == 1 else b"".join(body))
 
@@ -283,7 +274,8 @@ class FastLaneProtocol(BoundedHttpProtocol):
     def _refuse(self, error: RequestError) -> None:
         """Answer a request without sending it anywhere."""
         assert self._visit is not None
-        self.begin(error.status, *self._visit.refusal(error), True)
+        headers, body = self._visit.refusal(error)
+        self.begin(AnswerHead(error.status, headers), [], body, True)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -308,8 +300,8 @@ class FastLaneProtocol(BoundedHttpProtocol):
 
     # The answer
 
-    def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:
-        request, visit = self._current, self._visit
+    def begin(self, head: AnswerHead, ours: Headers, data: bytes, ended: bool) -> None:
+        request, visit, status = self._current, self._visit, head.status
         assert request is not None
         assert visit is not None
         if not request.complete:
@@ -317,12 +309,13 @@ class FastLaneProtocol(BoundedHttpProtocol):
         _common.read(self.server_state)
         if _common.closes:
             self._keeps_alive = False
-        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, _common.lines]
-        has_length = False
-        for name, value in visit.answered(status, headers):
-            has_length = has_length or name == b"content-length"
-            lines.append(b"%b: %b\r\n" % (name, value))
-        if not has_length and status not in (204, 304):
+        visit.answered(status, ours)
+        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, _common.lines, head.lines]
+        lines += [b"%b: %b\r\n" % header for header in ours]
+        lines.append(b"x-request-id: %b\r\n" % visit.id)
+        if head.length:
+            lines.append(b"content-length: %b\r\n" % head.length)
+        elif status not in WITHOUT_BODY:
             if ended:
                 lines.append(b"content-length: %d\r\n" % len(data))
             elif request.version == "1.1":
@@ -441,6 +434,12 @@ class _LoggedChunks:
     def write(self, data: bytes) -> None:
         self._visit.passed(body_size(data))
         self._transport.write(data)
+
+
+def _of_any_length(head: RequestHead) -> RequestHead:
+    """The same of any body that comes at once."""
+    headers = [header for header in head.headers if header[0] != b"content-length"]
+    return RequestHead(head.method, head.path, head.target, headers)
 
 
 def _length(headers: Headers) -> int:

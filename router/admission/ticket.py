@@ -55,6 +55,11 @@ class Ticket:
         return None if self.deadline is None else max(self.deadline - now, 0.0)
 
 
+def urgent(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """The headers that a ticket is made of."""
+    return [header for header in headers if header[0] in _HEADERS]
+
+
 def read_ticket(
     headers: Headers,
     priority: int,
@@ -74,7 +79,7 @@ def read_ticket(
     priority = priority or best_priority or 0
     deadlines: list[float] = []
     give_up: list[float] = []
-    for name, value in [header for header in headers if header[0] in _HEADERS]:
+    for name, value in urgent(headers):
         if name == PRIORITY_HEADER:
             priority = _priority(value)
         elif name == TIMEOUT_HEADER:

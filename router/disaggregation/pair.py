@@ -17,7 +17,7 @@ from router.fleet.health import Outcome
 from router.forwarding.carrier import Carried, Carrier
 from router.routing.placement import Placement
 from router.upstream import AnswerHead, Leg, Receiver, UpstreamError, Upstreams
-from router.upstream.origin import Headers
+from router.upstream.origin import Headers, forwarded_lines
 
 _MAX_ANSWER = 16 * 2**20  # of a prefill, where it is read
 
@@ -101,8 +101,9 @@ class Pair:
         ]
         self._close()
         if ended and (part := self._adapter.abort) is not None:
+            lines = forwarded_lines(part.headers)
             for url in ended:
-                self._upstreams.of(url).send(_Nobody(), "POST", b"/abort_request", part.headers, part.body)
+                self._upstreams.of(url).send(_Nobody(), "POST", b"/abort_request", lines, part.body)
 
     def _ask(self, question: str) -> None:
         place = urlsplit(question)
@@ -124,7 +125,7 @@ class Pair:
             self._asking = None
             self._prefill_failed(f"{question}: {reason}")
 
-        self._asking = upstream.send(_Collected(learned, failed), "GET", place.path.encode(), [], b"")
+        self._asking = upstream.send(_Collected(learned, failed), "GET", place.path.encode(), b"", b"")
 
     def _send_first(self) -> None:
         adapter = self._adapter
@@ -147,7 +148,8 @@ class Pair:
             self._decode.pause()
 
     def _send(self, url: str, part: Part, receiver: Receiver) -> Leg:
-        return self._upstreams.of(url).send(receiver, "POST", self._target, self._headers_of(part), part.body)
+        lines = forwarded_lines(self._headers_of(part))
+        return self._upstreams.of(url).send(receiver, "POST", self._target, lines, part.body)
 
     def _headers_of(self, part: Part) -> Headers:
         return [each for each in self._headers if each[0] not in {name for name, _ in part.headers}] + part.headers

@@ -52,13 +52,11 @@ from router.upstream import (
     Upstreams,
     UpstreamTimeoutError,
 )
-from router.upstream.origin import Headers
+from router.upstream.origin import Headers, forwarded_lines
 
 log = structlog.get_logger()
 
-_EXPLAIN = b"x-kvrouter-explain"
 _RANK_HEADER = b"x-data-parallel-rank"  # vLLM and SGLang read it
-_OUR_OWN = (b"date", b"server")
 
 # A worker that answers so did not take the request.
 _NOT_TAKEN = frozenset((HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT))
@@ -71,8 +69,11 @@ class Client(Protocol):
     def chunks(self) -> ChunkWriter | None:
         """Takes more of the body in whole chunks; None where that is not how it is sent."""
 
-    def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:
-        """The head of the answer, and what of its body came with it. Names of headers are in lower case."""
+    def begin(self, head: AnswerHead, ours: Headers, data: bytes, ended: bool) -> None:
+        """The head of the answer with headers of ours beside it, and what of its body came with it.
+
+        Names of headers are in lower case. Where all of an answer came, its length may be left to say.
+        """
 
     def more(self, data: bytes, ended: bool) -> None:
         """More of the body."""
@@ -136,20 +137,18 @@ class Exchange:
         self,
         forwarding: Forwarding,
         visit: Visit,
-        target: bytes,
         client: Client,
         carrier: Carrier | None = None,
         without: Collection[Worker] = (),
     ) -> None:
-        """`target` is the path with its query, as the worker gets it. `without`: workers it may not go to."""
+        """`without`: workers it may not go to."""
         self._forwarding = forwarding
         self._carrier = carrier
         self._without = without
         self._visit = visit
-        self._target = target
         self._client = client
         self._tried: list[Worker] = []
-        if visit.path == RESPONSES:
+        if visit.head.path == RESPONSES:
             self._beginning = b""
 
     def start(self, body: bytes) -> None:
@@ -166,7 +165,7 @@ class Exchange:
         """Answer with an error. Nothing of an answer was passed on yet."""
         headers, body = self._visit.refusal(error)
         self._finish(error.type)
-        self._client.begin(error.status, headers, body, True)
+        self._client.begin(AnswerHead(error.status, headers), [], body, True)
 
     @property
     def placement(self) -> Placement | None:
@@ -224,16 +223,16 @@ class Exchange:
     def _read(self, body: bytes) -> None:
         visit, forwarding = self._visit, self._forwarding
         if visit.tenant is not None:
-            body = visit.tenant.isolated(visit.path, body)
+            body = visit.tenant.isolated(visit.head.path, body)
         asks = forwarding.settings.ask_usage or forwarding.passing.listening
         if self._carrier is not None:
             asks = False  # the answer's bytes are not ours to change
-        if asks and (asking := asking_for_usage(visit.path, body)):
+        if asks and (asking := asking_for_usage(visit.head.path, body)):
             body, self._hidden = asking, HiddenUsage()
         self._body = body
         span = visit.trace.span("tokenize")
         try:
-            call = Call(visit.method, visit.path, visit.headers, body)
+            call = Call(visit.head.method, visit.head.path, visit.head.headers, body)
             request = read_call(call, with_prompt=forwarding.router.needs_prompts)
             prompt = forwarding.router.read_now(request, len(body))
         except RequestError as error:
@@ -271,13 +270,13 @@ class Exchange:
         span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
         span.end()
         if self._forwarding.fleet.disaggregated:
-            prompt = replace(prompt, path=self._visit.path)
+            prompt = replace(prompt, path=self._visit.head.path)
         self._prompt = prompt
         forwarding, tenant = self._forwarding, self._visit.tenant
         if forwarding.passing.listening:
             self._passing = forwarding.passing.began(prompt, self._arrived)
         self._ticket = ticket = read_ticket(
-            self._visit.headers,
+            self._visit.head.urgency,
             prompt.priority,
             tenant=tenant.name if tenant else "",
             best_priority=tenant.priority if tenant else None,
@@ -338,32 +337,35 @@ class Exchange:
         if placement.prefill is None:
             self._may_be_given_up(placement)
         self._span = visit.trace.span("upstream", worker=worker.url)
-        headers = visit.headers_for_workers()
-        if len(worker.ranks()) > 1:
+        if placement.prefill is not None:
+            self._send_pair(placement, placement.prefill)
+        elif self._carrier is not None:
+            self._leg = self._carrier.send(worker, self, self._headers_to(placement), self._body)
+        else:
+            changed = visit.trace.id is not None or len(worker.ranks()) > 1
+            lines = forwarded_lines(self._headers_to(placement)) if changed else visit.lines_for_workers()
+            upstream = forwarding.upstreams.of(worker.url)
+            self._leg = upstream.send(self, visit.head.method, visit.head.target, lines, self._body)
+
+    def _headers_to(self, placement: Placement) -> Headers:
+        headers = self._visit.headers_for_workers()
+        if len(placement.worker.ranks()) > 1:
             headers = [header for header in headers if header[0] != _RANK_HEADER]
             headers.append((_RANK_HEADER, b"%d" % placement.target.dp_rank))
-        headers = self._span.inject(headers)
-        if placement.prefill is not None:
-            self._send_pair(placement, placement.prefill, headers)
-            return
-        if self._carrier is not None:
-            self._leg = self._carrier.send(worker, self, headers, self._body)
-            return
-        upstream = forwarding.upstreams.of(worker.url)
-        self._leg = upstream.send(self, visit.method, self._target, headers, self._body)
+        return self._span.inject(headers)
 
     def _may_be_given_up(self, placement: Placement) -> None:
         # A request that hung one worker may be why; it does not get to hang them all.
         if self._others and not self._hung:
             placement.attempt.give_up = self._give_up
 
-    def _send_pair(self, placement: Placement, prefill: Placement, headers: Headers) -> None:
+    def _send_pair(self, placement: Placement, prefill: Placement) -> None:
         """Send the prompt to be computed on one worker and answered by another. Raises RequestError."""
         forwarding = self._forwarding
         adapter = forwarding.router.adapter_of(placement.worker)
         assert adapter is not None
         ends = (_end(each.worker, each.target.dp_rank) for each in (prefill, placement))
-        requests = adapter(self._visit.path, self._body, *ends)
+        requests = adapter(self._visit.head.path, self._body, *ends)
         if forwarding.router.others(self._prompt, [*self._tried, prefill.worker], prefill=True) and not self._hung:
             prefill.attempt.give_up = self._give_up_prefill
 
@@ -371,7 +373,8 @@ class Exchange:
             placement.attempt.waits_from_now()
             self._may_be_given_up(placement)
 
-        pair = Pair(self, forwarding.upstreams, placement, requests, self._target, headers, prefilled, self._carrier)
+        target, headers = self._visit.head.target, self._headers_to(placement)
+        pair = Pair(self, forwarding.upstreams, placement, requests, target, headers, prefilled, self._carrier)
         self._leg = pair
         pair.start()
 
@@ -528,9 +531,9 @@ class Exchange:
         forwarding.metrics.begun(prompt.name or "", placement.worker.url, head.status, prompt.tokens, placement.overlap)
         if self._hidden is not None and not HiddenUsage.hides(head.headers):
             self._hidden = None
-        headers = self._client_headers(head, placement)
+        ours = self._our_headers(placement)
         self._pass(data, ended)
-        self._client.begin(head.status, headers, self._shown(data, ended), ended)
+        self._client.begin(head, ours, self._shown(data, ended), ended)
 
     def _pass(self, data: bytes, ended: bool) -> None:
         """Learn from what passes."""
@@ -584,23 +587,25 @@ class Exchange:
         head = self._head
         if head is not None and head.is_stream and not head.first(b"content-length"):
             # What came last may have been half an event.
-            self._client.more(self._shown(b"\n\n" + error_event(self._visit.path, failure), True), True)
+            self._client.more(self._shown(b"\n\n" + error_event(self._visit.head.path, failure), True), True)
         else:
             self._client.break_off()
 
-    def _client_headers(self, head: AnswerHead, placement: Placement) -> Headers:
-        returned = [header for header in head.end_to_end if header[0] not in _OUR_OWN]
-        returned.append((b"x-kvrouter-worker", placement.target.worker.encode()))
-        returned.append((b"x-kvrouter-overlap-tokens", b"%d" % placement.overlap))
+    def _our_headers(self, placement: Placement) -> Headers:
+        """What an answer says of where it came from."""
+        ours = [
+            (b"x-kvrouter-worker", placement.target.worker.encode()),
+            (b"x-kvrouter-overlap-tokens", b"%d" % placement.overlap),
+        ]
         if len(self._tried) > 1:
-            returned.append((b"x-kvrouter-attempts", b"%d" % len(self._tried)))
+            ours.append((b"x-kvrouter-attempts", b"%d" % len(self._tried)))
         if placement.prefill is not None:
-            returned.append((b"x-kvrouter-prefill-worker", placement.prefill.target.worker.encode()))
+            ours.append((b"x-kvrouter-prefill-worker", placement.prefill.target.worker.encode()))
         if len(placement.worker.ranks()) > 1:
-            returned.append((b"x-kvrouter-dp-rank", b"%d" % placement.target.dp_rank))
-        if (_EXPLAIN, b"1") in self._visit.headers:
-            returned.append((_EXPLAIN, compact(placement.decision).encode()))
-        return returned
+            ours.append((b"x-kvrouter-dp-rank", b"%d" % placement.target.dp_rank))
+        if self._visit.head.wants_explanation:
+            ours.append((b"x-kvrouter-explain", compact(placement.decision).encode()))
+        return ours
 
     def _shown(self, data: bytes, ended: bool) -> bytes:
         """What the client sees of it."""

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})(?=\r\n)", re.IGNORECASE)
 _END = b"\r\n\r\n"
-
-
-class Message(NamedTuple):
-    """A head that is known, and all of its body."""
-
-    length: bytes
-    body: bytes
 
 
 class KnownHead(Generic[T]):
@@ -40,8 +33,8 @@ class KnownHead(Generic[T]):
             return None
         return cls(data[: lengths[0].start(1)], data[lengths[0].end(1) : end], said)
 
-    def read(self, data: bytes) -> Message | None:
-        """The message, when it is all of `data` and has this head; None when the parser has to look."""
+    def read(self, data: bytes) -> bytes | None:
+        """The message's body, when `data` is a message with this head; None when the parser has to look."""
         before, after = self._before, self._after
         if not data.startswith(before):
             return None
@@ -50,4 +43,4 @@ class KnownHead(Generic[T]):
         if end < 0 or not data.startswith(after, end):
             return None
         length, body = data[start:end], data[end + len(after) :]
-        return Message(length, body) if length.isdigit() and int(length) == len(body) else None
+        return body if length.isdigit() and int(length) == len(body) else None

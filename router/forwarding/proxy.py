@@ -12,6 +12,8 @@ from indexer.errors import RequestError
 from router.forwarding.exchange import Exchange, Forwarding
 from router.forwarding.visit import Visits, visit_of
 from router.settings import ServerSettings
+from router.upstream import AnswerHead
+from router.upstream.answer_head import LENGTH, WITHOUT_BODY
 from router.upstream.origin import Headers
 
 # An answer of which more is held for a client that does not read is not read on.
@@ -35,10 +37,8 @@ class Proxy:
         self._settings = entrance.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        query = scope["query_string"]
-        target = scope["raw_path"] + (b"?" + query if query else b"")
         answer = _Answer()
-        exchange = Exchange(self._forwarding, visit_of(scope), target, answer)
+        exchange = Exchange(self._forwarding, visit_of(scope), answer)
         answer.exchange = exchange
         try:
             body = await _read_body(receive, self._settings)
@@ -73,8 +73,11 @@ class _Answer:
         self._over = False
         self._something = asyncio.Event()
 
-    def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:
-        self._messages.append({"type": "http.response.start", "status": status, "headers": headers})
+    def begin(self, head: AnswerHead, ours: Headers, data: bytes, ended: bool) -> None:
+        headers = [*head.passed_on, *ours]
+        if ended and not head.length and head.status not in WITHOUT_BODY:
+            headers.append((LENGTH, b"%d" % len(data)))
+        self._messages.append({"type": "http.response.start", "status": head.status, "headers": headers})
         self.more(data, ended)
 
     def more(self, data: bytes, ended: bool) -> None:

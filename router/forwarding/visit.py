@@ -14,9 +14,10 @@ from structlog.contextvars import bound_contextvars
 from indexer.errors import RequestError, error_headers
 from router.access import AccessControl, Tenant, without_credentials
 from router.apis.endpoints import call_error_body
+from router.forwarding.request_head import RequestHead
 from router.telemetry.access_log import AccessLine
 from router.telemetry.metrics import RequestMetrics
-from router.telemetry.request_id import request_id, with_id
+from router.telemetry.request_id import new_id, with_id
 from router.telemetry.tracing import RequestTrace, Tracing
 
 Headers = list[tuple[bytes, bytes]]
@@ -24,27 +25,20 @@ _VISIT = "kvrouter.visit"
 
 
 class Visit:
-    """One request, from its head to the end of its answer. `headers` have its id; their names are in lower case.
+    """One request, from its head to the end of its answer. `logged`: it gets a line in the log."""
 
-    `logged`: it gets a line in the log.
-    """
-
-    __slots__ = ("_access", "_line", "_metrics", "headers", "id", "logged", "method", "path", "tenant", "trace")
+    __slots__ = ("_access", "_line", "_metrics", "head", "id", "logged", "tenant", "trace")
 
     def __init__(
         self,
-        method: str,
-        path: str,
-        headers: Headers,
+        head: RequestHead,
         trace: RequestTrace,
         line: AccessLine | None,
         access: AccessControl | None,
         metrics: RequestMetrics,
     ) -> None:
-        self.method = method
-        self.path = path
-        self.id = request_id(headers)
-        self.headers = with_id(headers, self.id)
+        self.head = head
+        self.id = head.id or new_id()
         self.trace = trace
         self.tenant: Tenant | None = None
         self.logged = line is not None
@@ -55,29 +49,37 @@ class Visit:
     def admit(self) -> None:
         """Raise RequestError (401, 403) when whoever asks may not."""
         if self._access is not None:
-            self.tenant = self._access.check(self.path, self.headers)
+            self.tenant = self._access.check(self.head.path, self.head.headers)
 
     def refusal(self, error: RequestError) -> tuple[Headers, bytes]:
         """The headers and the body of an answer that refuses the request, which is counted."""
-        body = call_error_body(self.path, error)
+        body = call_error_body(self.head.path, error)
         headers = error_headers(error, body)
         if error.status == 401 or error.code == "not_allowed":
             headers.append((b"www-authenticate", b"Bearer"))
         self._metrics.refused.labels(str(error.status)).inc()
         return headers, body
 
+    @property
+    def headers(self) -> Headers:
+        """The request's headers, with its id; names are in lower case."""
+        return self.head.with_id(self.id)
+
     def headers_for_workers(self) -> Headers:
-        """The headers, without the key when it was meant for us."""
+        """The same, without the key when it was meant for us."""
         return self.headers if self._access is None else without_credentials(self.headers)
 
-    def answered(self, status: int, headers: Headers) -> Headers:
-        """The head of the answer is sent: its headers, with the id."""
+    def lines_for_workers(self) -> bytes:
+        """Those of them that are about the message, as they are sent."""
+        return b"%bx-request-id: %b\r\n" % (self.head.lines(self._access is None), self.id)
+
+    def answered(self, status: int, headers: Headers) -> None:
+        """The head of the answer is sent, with these headers of ours."""
         if self.tenant is not None:
             self._metrics.of_tenant.labels(self.tenant.name, str(status)).inc()
         self.trace.set(http_response_status_code=status)
         if self._line is not None:
             self._line.head(status, headers)
-        return with_id(headers, self.id)
 
     def passed(self, size: int) -> None:
         """So many bytes of the answer's body are sent."""
@@ -108,14 +110,12 @@ class Visits:
         self._metrics = metrics
         self._log = log
 
-    def begin(self, method: str, path: str, headers: Headers) -> Visit:
-        """A request came; the path is without its query."""
+    def begin(self, head: RequestHead) -> Visit:
+        """A request came."""
         return Visit(
-            method,
-            path,
-            headers,
-            self._tracing.request(method, path, headers),
-            AccessLine(method, path) if self._log else None,
+            head,
+            self._tracing.request(head.method, head.path, head.headers),
+            AccessLine(head.method, head.path) if self._log else None,
             self._access,
             self._metrics,
         )
@@ -132,14 +132,15 @@ class VisitedApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = self._visits.begin(scope["method"], scope["path"], scope["headers"])
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        visit = self._visits.begin(RequestHead(scope["method"], scope["path"], target, scope["headers"]))
 
         async def told_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {
-                    **message,
-                    "headers": visit.answered(message["status"], _lowered(message.get("headers", ()))),
-                }
+                headers = _lowered(message.get("headers", ()))
+                visit.answered(message["status"], headers)
+                message = {**message, "headers": with_id(headers, visit.id)}
             else:
                 visit.passed(len(message.get("body", b"")))
             await send(message)

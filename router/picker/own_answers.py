@@ -22,12 +22,12 @@ class OwnAnswers:
 
     def to(self, visit: Visit) -> bytes | None:
         """The answer's body; None when the request is for a worker. Raises RequestError (404)."""
-        if visit.method != "GET" or not visit.path.startswith(_MODELS):
+        if visit.head.method != "GET" or not visit.head.path.startswith(_MODELS):
             return None
-        if visit.path == _MODELS:
+        if visit.head.path == _MODELS:
             cards = model_cards(self._fleet, self._started, visit.tenant)
             return msgspec.json.encode({"object": "list", "data": list(cards.values())})
-        if visit.path.startswith(_MODELS + "/"):
-            name = visit.path.removeprefix(_MODELS + "/")
+        if visit.head.path.startswith(_MODELS + "/"):
+            name = visit.head.path.removeprefix(_MODELS + "/")
             return msgspec.json.encode(model_card(self._fleet, self._started, name, visit.tenant))
         return None

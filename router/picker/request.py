@@ -26,12 +26,14 @@ from router.access import OPEN
 from router.fleet.fleet import Fleet, Worker
 from router.forwarding.exchange import Exchange
 from router.forwarding.proxy import Entrance, too_large, too_slow
+from router.forwarding.request_head import RequestHead
 from router.forwarding.visit import Visit
 from router.picker import ext_proc_pb2 as pb
 from router.picker import messages
 from router.picker.addresses import Addresses
 from router.picker.own_answers import OwnAnswers
 from router.settings import PickerSettings
+from router.telemetry.request_id import with_id
 from router.upstream import AnswerHead, Origin, Receiver, UnreachableError, UpstreamTimeoutError
 from router.upstream.origin import Headers
 
@@ -161,23 +163,24 @@ class PickedRequest:
         method, target = pseudo.get(":method", "GET"), pseudo.get(":path", "/")
         path = target.partition("?")[0]
         self._came = headers
-        self._visit = visit = desk.entrance.visits.begin(method, path, headers)
+        request = RequestHead(method, path, target.encode("latin-1"), headers)
+        self._visit = visit = desk.entrance.visits.begin(request)
         try:
             visit.admit()
             if path in OPEN:
                 raise _of_the_picker(path)
             if (own := desk.own_answers.to(visit)) is not None:
-                self.begin(200, [(b"content-type", b"application/json")], own, True)
+                self.begin(AnswerHead(200, [(b"content-type", b"application/json")]), [], own, True)
                 return
             if not head.end_of_stream:
                 self._expect_body()
             self._subset = messages.read_subset(message, headers)
         except RequestError as error:
-            self.begin(error.status, *visit.refusal(error), True)
+            refusal, body = visit.refusal(error)
+            self.begin(AnswerHead(error.status, refusal), [], body, True)
             return
         self._path = target
-        carried = target.encode("latin-1")
-        self._exchange = Exchange(desk.entrance.forwarding, visit, carried, self, self, self._outside())
+        self._exchange = Exchange(desk.entrance.forwarding, visit, self, self, self._outside())
         if head.end_of_stream:
             self._start()
             return
@@ -394,10 +397,11 @@ class PickedRequest:
 
     chunks = None
 
-    def begin(self, status: int, headers: Headers, data: bytes, ended: bool) -> None:  # noqa: ARG002
+    def begin(self, head: AnswerHead, ours: Headers, data: bytes, ended: bool) -> None:  # noqa: ARG002
         """The exchange passes on a worker's head, or answers itself."""
         assert self._visit is not None
-        headers = self._visit.answered(status, headers)
+        self._visit.answered(head.status, ours)
+        headers = with_id([*head.passed_on, *ours], self._visit.id)
         if self._passing:
             assert self._head is not None
             mode = None
@@ -405,7 +409,7 @@ class PickedRequest:
                 mode = None if self._wants_usage() else _NO_BODY
             self._send(messages.answer_head(self._head.headers, headers, mode))
         else:
-            self._refuse(status, headers, data)
+            self._refuse(head.status, headers, data)
 
     def more(self, data: bytes, ended: bool) -> None:  # noqa: ARG002
         """Envoy has these bytes already, unless they are the router's: then the answer ends here."""

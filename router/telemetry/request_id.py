@@ -11,10 +11,15 @@ _USABLE = re.compile(rb"[!-~]{1,128}")  # what may stand in a log line and in a 
 Headers = list[tuple[bytes, bytes]]
 
 
-def request_id(headers: Headers) -> bytes:
-    """The id of a request with these headers; names are in lower case."""
+def given_id(headers: Headers) -> bytes | None:
+    """The id that a client gave its request, if it is usable; names are in lower case."""
     given = [value for name, value in headers if name == HEADER]
-    return given[0] if len(given) == 1 and _USABLE.fullmatch(given[0]) else b"%032x" % getrandbits(128)
+    return given[0] if len(given) == 1 and _USABLE.fullmatch(given[0]) else None
+
+
+def new_id() -> bytes:
+    """An id for a request without one."""
+    return b"%032x" % getrandbits(128)
 
 
 def with_id(headers: Headers, request_id: bytes) -> Headers:

@@ -16,8 +16,9 @@ import httptools
 
 from router.forwarding.deadline import Deadline
 from router.forwarding.known_head import KnownHead
+from router.upstream.answer_head import WITHOUT_BODY, AnswerHead
 from router.upstream.chunks import END, body_size
-from router.upstream.origin import HOP_BY_HOP, Headers, end_to_end
+from router.upstream.origin import Headers
 
 if TYPE_CHECKING:
     from router.upstream.pool import Leg, Upstream
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 64 * 1024
 # A body that is larger is written beside its head, not copied behind it.
 _ONE_BUFFER = 64 * 1024
-_LENGTH = b"content-length"
-_WITHOUT_BODY = (204, 304)
-_EVENT_STREAM = b"text/event-stream"
 
 
 class UpstreamError(Exception):
@@ -45,33 +43,6 @@ class UpstreamTimeoutError(UpstreamError):
 
 class _RefusedAnswerError(Exception):
     """An answer that is not read any further."""
-
-
-class AnswerHead:
-    """The head of an answer; names are in lower case. `is_stream`: of events. `end_to_end`: the headers that are about
-    the message, not about the connection."""
-
-    __slots__ = ("end_to_end", "headers", "is_stream", "status")
-
-    def __init__(self, status: int, headers: Headers) -> None:
-        self.status = status
-        self.headers = headers
-        self.is_stream = self.first(b"content-type").startswith(_EVENT_STREAM)
-        self.end_to_end = end_to_end(headers, HOP_BY_HOP)
-
-    def first(self, name: bytes) -> bytes:
-        """The first value of a header; empty when there is none."""
-        return next((value for known, value in self.headers if known == name), b"")
-
-    def without_length(self) -> AnswerHead:
-        """The same of any body."""
-        return AnswerHead(self.status, [header for header in self.headers if header[0] != _LENGTH])
-
-    def with_length(self, length: bytes) -> AnswerHead:
-        """The same of a body of so many bytes, where this one tells of none."""
-        head = AnswerHead(self.status, [*self.headers, (_LENGTH, length)])
-        head.end_to_end = [*self.end_to_end, (_LENGTH, length)]
-        return head
 
 
 class Receiver(Protocol):
@@ -196,10 +167,10 @@ class Connection(asyncio.Protocol):
             return
         known, first = self._home.known_head, not self._heard
         self._heard = True
-        if first and known is not None and leg.method != "HEAD" and (message := known.read(data)) is not None:
+        if first and known is not None and leg.method != "HEAD" and (body := known.read(data)) is not None:
             self._reusable = True
             self._release()
-            leg.answered(known.said.with_length(message.length), message.body, True)
+            leg.answered(known.said, body, True)
             return
         if not self._status:
             self._early_bytes += len(data)
@@ -236,7 +207,7 @@ class Connection(asyncio.Protocol):
 
     def _remember(self, data: bytes) -> None:
         """All of an answer came at once. The next one may begin in the same way."""
-        if self._status not in _WITHOUT_BODY and data.startswith(b"HTTP/1.1 %d" % self._status):  # and none of 1xx
+        if self._status not in WITHOUT_BODY and data.startswith(b"HTTP/1.1 %d" % self._status):  # and none of 1xx
             head = AnswerHead(self._status, self._headers).without_length()
             self._home.known_head = KnownHead.of(data, head) or self._home.known_head
 
@@ -328,7 +299,7 @@ class Connection(asyncio.Protocol):
         if self._early_bytes > MAX_HEAD_BYTES and sum(map(_size, self._headers)) > MAX_HEAD_BYTES:
             raise _RefusedAnswerError("the head is too large")
         self._status = status
-        without_body = status in _WITHOUT_BODY
+        without_body = status in WITHOUT_BODY
         self._framed = self._framed or without_body
         self._reusable = self._framed and self._parser.should_keep_alive()
         if self.leg is not None and self.leg.method == "HEAD":  # the parser waits for a body that will not come

@@ -16,7 +16,7 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
 _NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
 _METHODS_WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 _PORTS = {"http": 80, "https": 443}
@@ -49,16 +49,36 @@ class Origin:
             b"Basic " + b64encode(userinfo) if userinfo else None,
         )
 
-    def request_head(self, method: str, target: bytes, headers: Headers, body_bytes: int) -> bytes:
-        """The head of a request with a body of this size: the headers that are about the message, as they came."""
-        lines = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method.encode(), self.path, target, self.host_header)]
-        lines += [b"%b: %b\r\n" % header for header in end_to_end(headers, _NOT_FORWARDED)]
-        if self.authorization is not None and not any(name == b"authorization" for name, _ in headers):
-            lines.append(b"authorization: %b\r\n" % self.authorization)
-        if body_bytes or method in _METHODS_WITH_BODY:
-            lines.append(b"content-length: %d\r\n" % body_bytes)
-        lines.append(b"\r\n")
-        return b"".join(lines)
+    def request_head(self, method: str, target: bytes, lines: bytes, body_bytes: int) -> bytes:
+        """The head of a request with a body of this size. `lines`: the headers that are about the message."""
+        if self.authorization is not None and b"\r\nauthorization:" not in b"\r\n" + lines:
+            lines += b"authorization: %b\r\n" % self.authorization
+        if not body_bytes and method not in _METHODS_WITH_BODY:
+            return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (
+                method.encode(),
+                self.path,
+                target,
+                self.host_header,
+                lines,
+            )
+        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (
+            method.encode(),
+            self.path,
+            target,
+            self.host_header,
+            lines,
+            body_bytes,
+        )
+
+
+def forwarded_lines(headers: Headers) -> bytes:
+    """The headers that are about the message, as they are sent."""
+    return lines_of(end_to_end(headers, NOT_FORWARDED))
+
+
+def lines_of(headers: Headers) -> bytes:
+    """Headers as they are sent."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:

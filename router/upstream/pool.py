@@ -13,14 +13,14 @@ from contextvars import Context
 
 from router.forwarding.deadline import Deadline
 from router.forwarding.known_head import KnownHead
+from router.upstream.answer_head import AnswerHead
 from router.upstream.connection import (
-    AnswerHead,
     Connection,
     Receiver,
     UnreachableError,
     UpstreamError,
 )
-from router.upstream.origin import Headers, Origin
+from router.upstream.origin import Origin
 
 # vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
 KEEPALIVE_SECONDS = 4.0
@@ -133,9 +133,9 @@ class Upstream:
         self._connecting: set[asyncio.Task[None]] = set()
         self._sweep = Deadline(self._loop, self._drop_old)
 
-    def send(self, receiver: Receiver, method: str, target: bytes, headers: Headers, body: bytes) -> Leg:
-        """Send a request. `target` is a path with its query; names of headers are in lower case."""
-        leg = Leg(self, receiver, method, self.origin.request_head(method, target, headers, len(body)), body)
+    def send(self, receiver: Receiver, method: str, target: bytes, lines: bytes, body: bytes) -> Leg:
+        """Send a request. `target` is a path with its query; `lines` are the headers that are about the message."""
+        leg = Leg(self, receiver, method, self.origin.request_head(method, target, lines, len(body)), body)
         leg.go()
         return leg
 

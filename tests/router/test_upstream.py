@@ -12,6 +12,7 @@ import pytest
 
 from router.upstream import AnswerHead, Origin, UnreachableError, UpstreamError, Upstreams, UpstreamTimeoutError
 from router.upstream import pool as pool_module
+from router.upstream.origin import forwarded_lines
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -74,7 +75,7 @@ async def _gone(upstreams: Upstreams) -> bool:
 
 async def ask(upstreams: Upstreams, url: str) -> Receiver:
     receiver = Receiver()
-    upstreams.of(url).send(receiver, "GET", b"/x", [], b"")
+    upstreams.of(url).send(receiver, "GET", b"/x", b"", b"")
     async with asyncio.timeout(10):
         await receiver.over
     return receiver
@@ -159,7 +160,7 @@ def test_who_calls_off_a_request_hears_nothing_more() -> None:
                 if sent:
                     await ask(upstreams, url)  # an idle connection: the request is written at once
                 receiver = Receiver()
-                upstreams.of(url).send(receiver, "GET", b"/x", [], b"").abort()
+                upstreams.of(url).send(receiver, "GET", b"/x", b"", b"").abort()
                 await asyncio.sleep(0.05)
                 assert not receiver.over.done()
 
@@ -186,16 +187,16 @@ def test_the_head_of_a_request(url: str, host: bytes, target: bytes) -> None:
         (b"expect", b"100-continue"),
         (b"transfer-encoding", b"chunked"),
     ]
-    assert Origin.of(url).request_head("POST", b"/v1/x?a=b", headers, 5) == (
+    assert Origin.of(url).request_head("POST", b"/v1/x?a=b", forwarded_lines(headers), 5) == (
         b"POST %b HTTP/1.1\r\nhost: %b\r\nx-end: 2\r\ncontent-length: 5\r\n\r\n" % (target, host)
     )
-    assert b"content-length" not in Origin.of(url).request_head("GET", b"/", [], 0)
-    assert b"content-length: 0\r\n" in Origin.of(url).request_head("POST", b"/", [], 0)
+    assert b"content-length" not in Origin.of(url).request_head("GET", b"/", b"", 0)
+    assert b"content-length: 0\r\n" in Origin.of(url).request_head("POST", b"/", b"", 0)
 
 
 def test_who_a_url_names_is_told_unless_the_client_says_otherwise() -> None:
     origin = Origin.of("http://user:pass@worker")
-    assert b"authorization: Basic dXNlcjpwYXNz\r\n" in origin.request_head("GET", b"/", [], 0)
-    head = origin.request_head("GET", b"/", [(b"authorization", b"Bearer x")], 0)
+    assert b"authorization: Basic dXNlcjpwYXNz\r\n" in origin.request_head("GET", b"/", b"", 0)
+    head = origin.request_head("GET", b"/", b"authorization: Bearer x\r\n", 0)
     assert head.count(b"authorization") == 1
     assert b"user" not in head

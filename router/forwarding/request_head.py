@@ -1,0 +1,44 @@
+"""The head of a request, and what is made of it: once for all requests of a connection that have the same."""
+
+from __future__ import annotations
+
+from router.access import without_credentials
+from router.admission.ticket import urgent
+from router.telemetry.request_id import HEADER as REQUEST_ID
+from router.telemetry.request_id import given_id, with_id
+from router.upstream.origin import NOT_FORWARDED, Headers, end_to_end, lines_of
+
+_EXPLAIN = (b"x-kvrouter-explain", b"1")
+
+
+class RequestHead:
+    """What a head says. `path` is without the query, `target` with it; names of headers are in lower case.
+
+    `id`: the client's own name for the request, if it has one. `urgency`: the headers that a ticket is made of.
+    """
+
+    __slots__ = ("_lines", "headers", "id", "method", "path", "target", "urgency", "wants_explanation")
+
+    def __init__(self, method: str, path: str, target: bytes, headers: Headers) -> None:
+        self.method = method
+        self.path = path
+        self.target = target
+        self.headers = headers
+        self.id = given_id(headers)
+        self.urgency = urgent(headers)
+        self.wants_explanation = _EXPLAIN in headers
+        self._lines: bytes | None = None
+
+    def with_id(self, request_id: bytes) -> Headers:
+        """The headers with this id and no other."""
+        return with_id(self.headers, request_id)
+
+    def lines(self, credentials: bool) -> bytes:
+        """The headers that a worker gets but for the id, as they are sent. `credentials`: with the client's key, which
+        is the same for all requests."""
+        lines = self._lines
+        if lines is None:
+            headers = [header for header in self.headers if header[0] != REQUEST_ID]
+            lines = lines_of(end_to_end(headers if credentials else without_credentials(headers), NOT_FORWARDED))
+            self._lines = lines
+        return lines
