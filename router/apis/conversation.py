@@ -37,6 +37,17 @@ def prepare_tools(tools: list[Any] | None) -> list[Any] | None:
 
 def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Message:
     role, content = message["role"], message.get("content")
+    # Most messages are a text and nothing else, for which all that follows would come to this.
+    if (
+        len(message) == 2
+        and isinstance(content, str)
+        and role != "developer"
+        and not content.startswith(_BILLING_HEADER)
+    ):
+        return {
+            "role": role,
+            "content": [{"type": "text", "text": content}] if wraps_parts and role != "tool" else content,
+        }
     parts = [content] if isinstance(content, str) else content or []
     if role == "system":
         parts = _without_billing_header(parts)

@@ -73,20 +73,52 @@ class ChatTemplate:
         )
         variables = {"tools": prepare_tools(chat.tools)} | template_variables(chat)
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tools=variables.pop("tools"),
-                documents=variables.pop("documents", None),
-                chat_template=self._source,
-                add_generation_prompt=variables.pop("add_generation_prompt"),
-                continue_final_message=variables.pop("continue_final_message"),
-                tokenize=False,
-                **{name: value for name, value in variables.items() if name in self._variables},
-            )
+            return self._rendered(messages, variables)
         except Exception as error:
             # A template may fail in any way on messages it was not written for; vLLM answers 400 to all of them.
             raise RequestError(f"The chat template refuses this: {_reason(error)}", param="messages") from error
+
+    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        tools, documents = variables.pop("tools"), variables.pop("documents", None)
+        add_generation_prompt = variables.pop("add_generation_prompt")
+        continue_final_message = variables.pop("continue_final_message")
+        others = {name: value for name, value in variables.items() if name in self._variables}
+        text: str
+        if documents is None and not continue_final_message and _plain(messages) and _plain_tools(tools):
+            # What transformers does beside rendering, such as copying all of it, makes no difference to JSON's types.
+            text = self._compiled.render(
+                self._special_tokens | others,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        else:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                documents=documents,
+                chat_template=self._source,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **others,
+            )
         return text
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        """The template as transformers reads it."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        compiled: jinja2.Template = _compile_jinja_template(self._source)
+        return compiled
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, str]:
+        """The names that a template may call the tokenizer's special tokens by."""
+        names: dict[str, str] = self._tokenizer.special_tokens_map
+        return names
 
 
 def template_variables(chat: ChatPrompt) -> dict[str, Any]:
@@ -94,6 +126,11 @@ def template_variables(chat: ChatPrompt) -> dict[str, Any]:
 
     As in vLLM, null and "auto" stand for a variable that is not set.
     """
+    if chat.chat_template_kwargs is None and chat.documents is None and chat.reasoning_effort is None:  # as of most
+        return {
+            "add_generation_prompt": chat.add_generation_prompt,
+            "continue_final_message": chat.continue_final_message,
+        }
     variables = dict(chat.chat_template_kwargs or {})
     fields = {
         "add_generation_prompt": chat.add_generation_prompt,
@@ -105,6 +142,22 @@ def template_variables(chat: ChatPrompt) -> dict[str, Any]:
         fields["enable_thinking"] = chat.reasoning_effort != "none"
     variables |= {name: value for name, value in fields.items() if value is not None}
     return {name: value for name, value in variables.items() if value is not None and value != "auto"}
+
+
+def _plain(messages: list[dict[str, Any]]) -> bool:
+    """Whether transformers hands messages to the template as they are.
+
+    It leaves out what is null, and says a message's reasoning by other names, too.
+    """
+    for message in messages:
+        if len(message) > 2 and ("reasoning" in message or None in message.values()):
+            return False
+    return bool(messages)
+
+
+def _plain_tools(tools: list[Any] | None) -> bool:
+    """Likewise of tools. It refuses those that are no objects."""
+    return tools is None or all(isinstance(tool, dict) for tool in tools)
 
 
 def _reason(error: BaseException) -> str:
