@@ -7,11 +7,13 @@ one is found that was remembered last, and what they have in common beyond that 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
+from dataclasses import dataclass
 from threading import Lock
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-Whole = TypeVar("Whole", str, bytes)
+Whole = TypeVar("Whole", str, bytes, covariant=True)
 
 # The places: some near the start, then every so many characters.
 _FIRST_PLACES = (1024, 2048, 4096)
@@ -20,15 +22,26 @@ _CHARACTERS = 32
 # What it takes to remember something under one place.
 _PLACE_BYTES = 300
 
+_Key: TypeAlias = tuple[int, str | bytes]
+
 
 class Remembered(Protocol[Whole]):
     """A text or the bytes that were seen, with what was made of it. `size` in bytes, about."""
 
-    whole: Whole
-    size: int
+    @property
+    def whole(self) -> Whole: ...
+    @property
+    def size(self) -> int: ...
 
 
-Known = TypeVar("Known", bound=Remembered)  # type: ignore[type-arg]
+Known = TypeVar("Known", bound=Remembered[Any])
+
+
+@dataclass(slots=True)
+class _Entry(Generic[Known]):
+    known: Known
+    keys: list[_Key]  # those of its places, from the first on
+    bytes: int
 
 
 class Beginnings(Generic[Known]):
@@ -36,8 +49,8 @@ class Beginnings(Generic[Known]):
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._by_place: dict[tuple[int, str | bytes], Known] = {}
-        self._known: OrderedDict[int, Known] = OrderedDict()  # by id
+        self._by_place: dict[_Key, Known] = {}
+        self._entries: OrderedDict[int, _Entry[Known]] = OrderedDict()  # by the id of what is known
         self._lock = Lock()
         self.bytes = 0
 
@@ -47,36 +60,40 @@ class Beginnings(Generic[Known]):
             for place in reversed(_places(whole)):
                 known = self._by_place.get((place, whole[place - _CHARACTERS : place]))
                 if known is not None and whole.startswith(known.whole[:place]):
-                    self._known.move_to_end(id(known))
+                    self._entries.move_to_end(id(known))
                     return known
         return None
 
-    def put(self, new: Known, instead_of: Known | None = None) -> None:
-        """Remember something, as far as there is room for it; and forget what nobody needs any more beside it."""
-        whole = new.whole
+    def put(self, new: Known, like: Known | None = None, common: int = 0, *, instead: bool = False) -> None:
+        """Remember something, as far as there is room for it.
+
+        `like`: something known, whose first `common` characters are those of the new; it is forgotten if nobody needs
+        it any more beside the new, which then stands `instead` of it.
+        """
         with self._lock:
-            size = _size(new)
-            if size <= self._limit:
-                for place in _places(whole):
-                    self._by_place[place, whole[place - _CHARACTERS : place]] = new
-                self._known[id(new)] = new
-                self.bytes += size
-            if instead_of is not None:
-                self._forget(instead_of)
+            old = self._entries.get(id(like))
+            whole, places = new.whole, _places(new.whole)
+            keys = old.keys[: bisect_right(places, common)] if old else []
+            keys += [(place, whole[place - _CHARACTERS : place]) for place in places[len(keys) :]]
+            entry = _Entry(new, keys, new.size + _PLACE_BYTES * len(keys))
+            if entry.bytes <= self._limit:
+                self._by_place.update(dict.fromkeys(keys, new))
+                self._entries[id(new)] = entry
+                self.bytes += entry.bytes
+            if instead and old:
+                self._forget(old)
             while self.bytes > self._limit:
-                self._forget(next(iter(self._known.values())))
+                self._forget(next(iter(self._entries.values())))
 
     def __len__(self) -> int:
         """The number of things."""
-        return len(self._known)
+        return len(self._entries)
 
-    def _forget(self, known: Known) -> None:
-        if self._known.pop(id(known), None) is None:
-            return
-        self.bytes -= _size(known)
-        whole = known.whole
-        for place in _places(whole):
-            key = place, whole[place - _CHARACTERS : place]
+    def _forget(self, entry: _Entry[Known]) -> None:
+        known = entry.known
+        del self._entries[id(known)]
+        self.bytes -= entry.bytes
+        for key in entry.keys:
             if self._by_place.get(key) is known:
                 del self._by_place[key]
 
@@ -84,7 +101,3 @@ class Beginnings(Generic[Known]):
 def _places(whole: str | bytes) -> list[int]:
     length = len(whole)
     return [*(place for place in _FIRST_PLACES if place <= length), *range(_STEP, length + 1, _STEP)]
-
-
-def _size(known: Known) -> int:
-    return known.size + _PLACE_BYTES * len(_places(known.whole))

@@ -12,6 +12,7 @@ import msgspec
 
 from indexer.errors import RequestError, error_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
+from router.apis.conversations import Conversations
 from router.apis.fields import lenient, optional_string, read_body
 from router.apis.generate import decode_generate
 from router.apis.multipart import form_field
@@ -22,6 +23,7 @@ from router.apis.sessions import Headers, SessionFields, session_of
 
 Decode = Callable[[bytes, Headers], RoutedRequest]
 
+CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 _ANTHROPIC = "/v1/messages"
 
@@ -45,7 +47,7 @@ def decode_named(body: bytes, headers: Headers = ()) -> RoutedRequest:
 
 # The endpoints whose prompt decides.
 PROMPTED: dict[str, Decode] = {
-    "/v1/chat/completions": decode_chat,
+    CHAT: decode_chat,
     "/v1/completions": decode_completion,
     RESPONSES: decode_responses,
     _ANTHROPIC: decode_messages,
@@ -68,7 +70,7 @@ BY_LOAD = (
     "/v1/audio/speech",
 )
 _DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_named)
-_NAMES = _DECODERS | dict.fromkeys(("/v1/chat/completions", "/v1/completions", _ANTHROPIC), decode_named)
+_NAMES = _DECODERS | dict.fromkeys((CHAT, "/v1/completions", _ANTHROPIC), decode_named)
 
 
 class Call(NamedTuple):
@@ -80,11 +82,14 @@ class Call(NamedTuple):
     body: bytes
 
 
-def read_call(call: Call, with_prompt: bool = True) -> RoutedRequest:
+def read_call(call: Call, with_prompt: bool = True, seen: Conversations | None = None) -> RoutedRequest:
     """What routing needs of a call. Raises RequestError (400) naming the field at fault.
 
-    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it.
+    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the chats from
+    before, of which one may begin as this one does.
     """
+    if with_prompt and call.path == CHAT and call.method == "POST":
+        return decode_chat(call.body, call.headers, seen)
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return decode(call.body, call.headers)
     session = session_of(call.headers, SessionFields())

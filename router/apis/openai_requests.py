@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from indexer.errors import RequestError
+from router.apis.conversations import Conversations
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
-from router.apis.requests import ChatPrompt, MatchRequest, Prompt, RoutedRequest, TextPrompts, TokenPrompts, Truncation
+from router.apis.requests import (
+    ChatPrompt,
+    Conversation,
+    MatchRequest,
+    Prompt,
+    RoutedRequest,
+    TextPrompts,
+    TokenPrompts,
+    Truncation,
+)
 from router.apis.sessions import Headers, SessionFields, session_of
 
 # OpenAI's default for /v1/completions. A chat has none.
@@ -52,11 +62,19 @@ class _MatchFields(_PromptFields):
     tenant_id: Any = None
 
 
-def decode_chat(body: bytes, headers: Headers = ()) -> RoutedRequest:
-    """What routing needs of a chat. Raises RequestError (400) naming the field at fault."""
-    fields = read_body(body, _GenerationFields)
+def decode_chat(body: bytes, headers: Headers = (), seen: Conversations | None = None) -> RoutedRequest:
+    """What routing needs of a chat. Raises RequestError (400) naming the field at fault.
+
+    `seen`: the chats from before, of which one may begin as this one does.
+    """
+    conversation = None
+    if seen is None:
+        fields = read_body(body, _GenerationFields)
+        _check_chat(fields)
+    else:
+        fields, conversation = seen.read(body, _GenerationFields, _check_chat)
     max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
-    return _request(fields, headers, model_name(fields.model), _chat_prompt(fields), max_tokens)
+    return _request(fields, headers, fields.model, _chat_prompt(fields, conversation), max_tokens)
 
 
 def decode_completion(body: bytes, headers: Headers = ()) -> RoutedRequest:
@@ -80,6 +98,7 @@ def decode_match(body: bytes) -> MatchRequest:
         )
     prompt: Prompt
     if fields.messages is not None:
+        _check_chat(fields)
         prompt = _chat_prompt(fields)
     elif fields.prompt is not None:
         prompt = _prompt(fields)
@@ -109,9 +128,9 @@ def _request(
     )
 
 
-def _chat_prompt(fields: _PromptFields) -> ChatPrompt:
+def _chat_prompt(fields: _PromptFields, conversation: Conversation | None = None) -> ChatPrompt:
     return ChatPrompt(
-        messages=_messages(fields.messages),
+        messages=fields.messages,
         tools=fields.tools if isinstance(fields.tools, list) else None,
         documents=fields.documents if isinstance(fields.documents, list) else None,
         reasoning_effort=fields.reasoning_effort if isinstance(fields.reasoning_effort, str) else None,
@@ -121,16 +140,20 @@ def _chat_prompt(fields: _PromptFields) -> ChatPrompt:
         continue_final_message=lenient(fields.continue_final_message, bool, False),
         add_special_tokens=lenient(fields.add_special_tokens, bool, False),
         truncation=_truncation(fields),
+        conversation=conversation,
     )
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _check_chat(fields: _PromptFields, known: int = 0) -> None:
+    """Refuse what cannot be routed. The first `known` messages are known to be right."""
+    model_name(fields.model)
+    messages = fields.messages
     if not isinstance(messages, list) or not messages:
         raise RequestError(
             f'messages is {kind_of(messages)}. Send a list of messages: [{{"role": "user", "content": "…"}}].',
             param="messages",
         )
-    for index, message in enumerate(messages):
+    for index, message in enumerate(messages[known:], known):
         if not isinstance(message, dict):
             raise RequestError(
                 f'messages[{index}] is {kind_of(message)}. Send an object: {{"role": "user", "content": "…"}}.',
@@ -158,7 +181,6 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
                     'Send an object: {"type": "text", "text": "…"}.',
                     param=f"messages[{index}].content[{place}]",
                 )
-    return messages
 
 
 _PROMPT_FORMS = "Send a string, a list of strings, a list of token ids, or a list of lists of token ids."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 
@@ -35,12 +35,40 @@ class TokenPrompts:
     param: str = "prompt"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class Rendering:
+    """How a conversation was rendered: `by` a chat template, with `variables`, the request's fields but the messages.
+
+    `ends`: where in the text each message's part ends, after the end of what comes before the first.
+    """
+
+    by: object
+    variables: bytes
+    text: str
+    ends: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """What is known of a chat's messages, of which the first `shared` were seen before, in an earlier chat.
+
+    `has_media`: whether one of them is or has an image or the like. `earlier`: how that earlier chat was rendered;
+    `rendering`: how this one was, once it is, for those that go on from it.
+    """
+
+    has_media: bool
+    shared: int = 0
+    earlier: Rendering | None = None
+    rendering: Rendering | None = None
+
+
+@dataclass(slots=True)  # a frozen one takes four times as long to make
 class ChatPrompt:
     """A conversation and all that changes how the chat template renders it. The messages are kept whole.
 
     `merges_system`: where the template takes a system message only as the first, the others become part of it.
-    `thinking_off`: the client wants no thinking, which templates are told in two ways.
+    `thinking_off`: the client wants no thinking, which templates are told in two ways. `conversation`: what is known
+    of the messages, if anything is; it changes nothing but how long things take.
     """
 
     messages: list[dict[str, Any]]
@@ -55,6 +83,7 @@ class ChatPrompt:
     truncation: Truncation | None = None
     merges_system: bool = False
     thinking_off: bool = False
+    conversation: Conversation | None = field(default=None, compare=False, repr=False)
 
 
 Prompt: TypeAlias = TextPrompts | TokenPrompts | ChatPrompt

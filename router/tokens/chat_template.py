@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -14,12 +15,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from indexer.errors import RequestError
 from router.apis.conversation import prepare_messages, prepare_tools
-from router.apis.requests import ChatPrompt
+from router.apis.requests import ChatPrompt, Conversation, Rendering
 from router.tokens.content_format import loops_over_parts
+from router.tokens.message_loop import MessageLoop
 
 # What the renderer itself fills in.
 _NOT_THE_CLIENTS = frozenset({"messages", "conversation", "chat_template", "tokenize"})
+# What transformers takes as arguments.
+_ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
+_encode = msgspec.json.Encoder().encode
 
 
 class ChatTemplate:
@@ -65,46 +71,76 @@ class ChatTemplate:
 
         `media_as_text`: with a text of their own in the place of images and the like.
         """
-        messages = prepare_messages(
-            chat.messages,
-            wraps_parts=self._wraps_parts,
-            knows_developer=self._knows_developer,
-            media_as_text=media_as_text,
-        )
         variables = {"tools": prepare_tools(chat.tools)} | template_variables(chat)
         try:
-            return self._rendered(messages, variables)
+            if chat.conversation is not None and not media_as_text:
+                text = self._by_message(chat, chat.conversation, variables)
+                if text is not None:
+                    return text
+            return self._whole(self._prepared(chat.messages, media_as_text), variables)
         except Exception as error:
             # A template may fail in any way on messages it was not written for; vLLM answers 400 to all of them.
             raise RequestError(f"The chat template refuses this: {_reason(error)}", param="messages") from error
 
-    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        tools, documents = variables.pop("tools"), variables.pop("documents", None)
-        add_generation_prompt = variables.pop("add_generation_prompt")
-        continue_final_message = variables.pop("continue_final_message")
-        others = {name: value for name, value in variables.items() if name in self._variables}
-        text: str
-        if documents is None and not continue_final_message and _plain(messages) and _plain_tools(tools):
-            # What transformers does beside rendering, such as copying all of it, makes no difference to JSON's types.
-            text = self._compiled.render(
-                self._special_tokens | others,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        else:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                documents=documents,
-                chat_template=self._source,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **others,
-            )
+    def _prepared(self, messages: list[dict[str, Any]], media_as_text: bool = False) -> list[dict[str, Any]]:
+        return prepare_messages(
+            messages,
+            wraps_parts=self._wraps_parts,
+            knows_developer=self._knows_developer,
+            media_as_text=media_as_text,
+        )
+
+    def _by_message(self, chat: ChatPrompt, conversation: Conversation, variables: dict[str, Any]) -> str | None:
+        """The text of a conversation that goes on from an earlier one: what is new of it is rendered.
+
+        None where that is not sure to be the same.
+        """
+        loop = self._message_loop
+        if loop is None or not _bare(variables):
+            return None
+        key = _encode(variables)
+        known, count = conversation.rendering, len(chat.messages)
+        if known is None:
+            known, count = conversation.earlier, conversation.shared
+        if known is None or known.by is not self or known.variables != key:
+            known, count = None, 0
+        messages = chat.messages[count:]
+        if not self._knows_developer and any(message["role"] == "developer" for message in messages):
+            return None
+        messages = self._prepared(messages)
+        if not _plain(messages):
+            return None
+        text, ends = loop.render(messages, self._all_variables(variables), known, count)
+        conversation.rendering, conversation.earlier = Rendering(self, key, text, ends), None
         return text
+
+    def _whole(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        if messages and _bare(variables) and _plain(messages):
+            return self._compiled.render(self._all_variables(variables), messages=messages)
+        text: str = self._tokenizer.apply_chat_template(
+            messages,
+            tools=variables["tools"],
+            documents=variables.get("documents"),
+            chat_template=self._source,
+            add_generation_prompt=variables["add_generation_prompt"],
+            continue_final_message=variables["continue_final_message"],
+            tokenize=False,
+            **self._others(variables),
+        )
+        return text
+
+    def _all_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """What the template may read, but for the messages."""
+        return {
+            **self._special_tokens,
+            **self._others(variables),
+            "tools": variables["tools"],
+            "documents": None,
+            "add_generation_prompt": variables["add_generation_prompt"],
+        }
+
+    def _others(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in variables.items() if name in self._variables and name not in _ARGUMENTS}
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -113,6 +149,10 @@ class ChatTemplate:
 
         compiled: jinja2.Template = _compile_jinja_template(self._source)
         return compiled
+
+    @cached_property
+    def _message_loop(self) -> MessageLoop | None:
+        return MessageLoop.of(self._source, self._compiled)
 
     @cached_property
     def _special_tokens(self) -> dict[str, str]:
@@ -144,20 +184,23 @@ def template_variables(chat: ChatPrompt) -> dict[str, Any]:
     return {name: value for name, value in variables.items() if value is not None and value != "auto"}
 
 
+# What transformers does beside rendering, such as copying all of it, makes no difference to JSON's types. The rest it
+# does is left to it.
+
+
+def _bare(variables: dict[str, Any]) -> bool:
+    """Whether transformers does nothing with the variables but hand them to the template."""
+    tools = variables["tools"]
+    return (
+        not variables["continue_final_message"]
+        and "documents" not in variables
+        and (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)))
+    )
+
+
 def _plain(messages: list[dict[str, Any]]) -> bool:
-    """Whether transformers hands messages to the template as they are.
-
-    It leaves out what is null, and says a message's reasoning by other names, too.
-    """
-    for message in messages:
-        if len(message) > 2 and ("reasoning" in message or None in message.values()):
-            return False
-    return bool(messages)
-
-
-def _plain_tools(tools: list[Any] | None) -> bool:
-    """Likewise of tools. It refuses those that are no objects."""
-    return tools is None or all(isinstance(tool, dict) for tool in tools)
+    """Likewise of messages. It leaves out what is null, and says a message's reasoning by other names, too."""
+    return not any(len(message) > 2 and ("reasoning" in message or None in message.values()) for message in messages)
 
 
 def _reason(error: BaseException) -> str:

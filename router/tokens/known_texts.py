@@ -85,7 +85,7 @@ class KnownTexts:
         elif begun.whole:
             return known.prompt
         else:
-            before = known.prompt.tokens[: begun.tokens * TOKEN_BYTES]
+            before = memoryview(known.prompt.tokens)[: begun.tokens * TOKEN_BYTES]
             prompt = known.prompt.extended(b"".join([before, *token_ids]), begun.tokens)
         if len(text) >= MIN_CHARACTERS:
             self._remember(text, prompt, begun, pieces, token_ids)
@@ -102,8 +102,9 @@ class KnownTexts:
         # Every prompt is hashed once more, in chunks: a byte for each token, about.
         size = sys.getsizeof(text) + len(prompt.tokens) + len(prompt) + prompt.hash_bytes + len(cuts) * 8
         # What goes on from all of a known text but its very end knows all that others could go on from as well.
-        continued = known is not None and begun.pieces >= len(known.cuts) - 2
-        self._known.put(KnownText(text, prompt, cuts, tokens_before, size), known if continued else None)
+        instead = known is not None and begun.pieces >= len(known.cuts) - 2
+        new = KnownText(text, prompt, cuts, tokens_before, size)
+        self._known.put(new, known, begun.characters, instead=instead)
 
 
 def _starts(first: int, lengths: Iterable[int]) -> Iterable[int]:

@@ -110,7 +110,7 @@ class LocalTokenizer:
             chat = replace(chat, reasoning_effort=self._template.effort_without_thinking)
         templates = (self._template, self._tools_template)
         if chat.merges_system and any(template and template.takes_system_first for template in templates):
-            chat = replace(chat, messages=_with_one_system(chat.messages))
+            chat = replace(chat, messages=_with_one_system(chat.messages), conversation=None)
         return chat
 
     def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[PackedPrompt]:

@@ -124,13 +124,17 @@ class Tokenizers:
 
 def _tokenized(tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt, at_most: int = sys.maxsize) -> Tokenized:
     """A prompt as tokens. Raises TooLongForNowError when more than `at_most` characters of it are new."""
-    media = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
+    media = isinstance(prompt, ChatPrompt) and _has_media(prompt)
     if isinstance(prompt, TextPrompts):
         texts = prompt.texts
     else:
         texts = _around_media(tokenizer, prompt) if media else [tokenizer.render(prompt)]
     token_ids = tokenizer.encode(texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
     return Tokenized(token_ids[:1], token_ids[1:]) if media else _same(token_ids, prompt)
+
+
+def _has_media(chat: ChatPrompt) -> bool:
+    return chat.conversation.has_media if chat.conversation else has_media(chat.messages)
 
 
 def _around_media(tokenizer: LocalTokenizer, chat: ChatPrompt) -> list[str]:

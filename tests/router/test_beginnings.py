@@ -71,7 +71,7 @@ def test_what_takes_the_place_of_another_is_found_in_its_stead() -> None:
     known.put(turn)
     for length in range(4000, 40_000, 1000):
         longer = Seen(text(1, length))
-        known.put(longer, instead_of=turn)
+        known.put(longer, turn, length - 1000, instead=True)
         assert len(known) == 1
         assert known.find(str(longer.whole) + "x") is longer
         turn = longer
@@ -86,6 +86,10 @@ def test_what_is_found_begins_alike(asked: list[tuple[int, int, int, bool]]) -> 
         found = known.find(whole)
         if found is not None:
             assert whole[:1024] == found.whole[:1024]
-        known.put(Seen(whole, len(whole)), found if replace else None)
+        common = 0
+        if found is not None:
+            same = (place for place in range(min(len(whole), len(found.whole))) if whole[place] != found.whole[place])
+            common = next(same, min(len(whole), len(found.whole)))
+        known.put(Seen(whole, len(whole)), found, common, instead=replace)
         assert known.bytes <= 60_000
         assert known.find(whole) is not None or len(known) == 0 or len(whole) > 50_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from indexer.errors import RequestError
+from router.apis.conversation import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
 from router.tokens.chat_template import ChatTemplate
 
@@ -333,3 +335,49 @@ def test_whatever_a_client_sends_is_rendered_or_refused(
 ) -> None:
     with contextlib.suppress(RequestError):
         ChatTemplate(source, tokenizer).render(ChatPrompt(messages, tools=tools, chat_template_kwargs=variables))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    messages=st.lists(MESSAGE, min_size=1, max_size=3),
+    tools=st.none() | st.lists(TOOL, max_size=2),
+    color=ANY_JSON,
+    add_generation_prompt=st.booleans(),
+    wraps_parts=st.booleans(),
+)
+def test_the_text_is_that_of_transformers(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    color: Any,
+    add_generation_prompt: bool,
+    wraps_parts: bool,
+) -> None:
+    source = (SHOW_PARTS if wraps_parts else SHOW) + "{{ [tools, color, bos_token, add_generation_prompt] | tojson }}"
+    chat = ChatPrompt(
+        messages,
+        tools=tools,
+        chat_template_kwargs={"color": color},
+        add_generation_prompt=add_generation_prompt,
+    )
+    prepared = prepare_messages(messages, wraps_parts=wraps_parts, knows_developer=False)
+    shown = {} if color is None or color == "auto" else {"color": color}
+
+    def expected() -> str:
+        text: str = tokenizer.apply_chat_template(
+            prepared,
+            tools=prepare_tools(tools),
+            chat_template=source,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **shown,
+        )
+        return text
+
+    def outcome(render: Callable[[], str]) -> str | None:
+        try:
+            return render()
+        except Exception:  # whatever the template makes of what it was not written for
+            return None
+
+    assert outcome(lambda: ChatTemplate(source, tokenizer).render(chat)) == outcome(expected)

@@ -1,0 +1,228 @@
+"""Bodies of chats that were seen before: of a conversation's next turn only what is new is decoded.
+
+A body that has the bytes of a known one up to the end of one of its messages means the same up to there, since JSON is
+read from its first byte to its last: the same fields before the messages, and the same messages. The rest is decoded as
+if the messages began with it. Where that is not sure to come to the same as decoding all of it, all of it is decoded.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from bisect import bisect_left
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import msgspec
+
+from router.apis.fields import read_body
+from router.apis.media import has_media
+from router.apis.requests import Conversation
+from router.beginnings import Beginnings
+
+# Shorter bodies are decoded sooner than looked up.
+MIN_BYTES = 2048
+CACHE_BYTES = 64 * 2**20
+
+F = TypeVar("F", bound=msgspec.Struct)
+# Raises RequestError for the fields of a body that cannot be routed. The first so many messages are known to be right.
+Check = Callable[[F, int], None]
+
+
+@dataclass(slots=True, eq=False)
+class _KnownBody:
+    """A body whose messages are all right, and what was read from it: its `fields`, and its messages.
+
+    `before`: the fields that come before the messages. `ends`: where in it the messages end, as far as that is known:
+    those it shares with an earlier body, or `all_ends`. `weights`: what the first messages take, so many, in bytes;
+    `others`: likewise the other fields.
+    """
+
+    whole: bytes
+    fields: Any
+    messages: list[Any]
+    conversation: Conversation
+    others: int
+    weights: list[int]
+    before: Any = None
+    ends: list[int] = field(default_factory=list)
+    all_ends: bool = False
+
+    @property
+    def size(self) -> int:
+        """The body and what was decoded of it, and once more what the messages take: they become a text."""
+        return len(self.whole) + self.others + 2 * self.weights[-1]
+
+
+class Conversations:
+    """Bodies of chats, the least recently used forgotten first. Any number of threads may use one."""
+
+    def __init__(self, limit_bytes: int = CACHE_BYTES) -> None:
+        self._known: Beginnings[_KnownBody] = Beginnings(limit_bytes)
+
+    @property
+    def size(self) -> int:
+        """What they take, in bytes, about: with the texts that become of them."""
+        return self._known.bytes
+
+    def read(self, body: bytes, kind: type[F], check: Check[F]) -> tuple[F, Conversation | None]:
+        """The fields of a body, as `read_body` tells them, and what is known of its messages.
+
+        Raises as `read_body` and `check` do.
+        """
+        if len(body) < MIN_BYTES:
+            fields = read_body(body, kind)
+            check(fields, 0)
+            return fields, None
+        known = self._known.find(body)
+        if known is not None and type(known.fields) is not kind:
+            known = None
+        if known is not None and known.whole == body:
+            return known.fields, known.conversation
+        new = known and _going_on(known, body)
+        if new is None:
+            fields = read_body(body, kind)
+            check(fields, 0)
+            new = _anew(body, fields)
+        else:
+            check(new.fields, new.conversation.shared)
+        # What goes on from all messages of a body knows all that others could go on from as well.
+        shared = new.conversation.shared
+        instead = known is not None and shared == len(known.messages)
+        self._known.put(new, known, new.ends[-1] if shared else 0, instead=instead)
+        return new.fields, new.conversation
+
+
+def _anew(body: bytes, fields: Any) -> _KnownBody:
+    messages = fields.messages
+    others = sum(
+        _weight(value) for value in msgspec.structs.astuple(fields) if value is not None and value is not messages
+    )
+    return _KnownBody(body, fields, messages, Conversation(has_media(messages)), others, _weights(messages))
+
+
+def _going_on(known: _KnownBody, body: bytes) -> _KnownBody | None:
+    """A body that begins with messages of a known one; None when it has none of them, or nobody can tell."""
+    if not known.all_ends:
+        _find_ends(known)
+    ends, start = known.ends, memoryview(known.whole)
+    # A message ends with a brace, so nothing after it can be a part of it.
+    shared = len(ends)
+    if not shared or not body.startswith(start[: ends[-1]]):
+        shared = bisect_left(range(shared), True, key=lambda place: not body.startswith(start[: ends[place]]))
+    if not shared:
+        return None
+    end, others = ends[shared - 1], known.others
+    try:
+        after = start[ends[-1] :]
+        if body.endswith(after) and end + len(after) <= len(body):
+            # Nothing is new but messages. When these are whole, what follows means what it meant after the known ones.
+            new = _decode_list(b"[{}%b]" % body[end : len(body) - len(after)])[1:]
+            fields = copy(known.fields)
+        else:
+            rest = _decode_rest(_OPENING + body[end:])
+            new = rest.pop(_OWN_KEY)[1:]
+            if "messages" in rest:  # and the last ones count
+                return None
+            fields = copy(known.before)
+            for name in rest.keys() & set(fields.__struct_fields__):
+                setattr(fields, name, rest[name])
+            others += _weight(rest)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    fields.messages = messages = known.messages[:shared] + new
+    earlier = known.conversation
+    conversation = Conversation(has_media(messages if earlier.has_media else new), shared, earlier.rendering)
+    weights = known.weights[: shared + 1]
+    weights += _weights(new, weights.pop())
+    return _KnownBody(body, fields, messages, conversation, others, weights, known.before, ends[:shared])
+
+
+_decode_list = msgspec.json.Decoder(list[Any]).decode
+# A key that no client can know, for the messages that are new; and an empty one in the place of those that are not.
+_OWN_KEY = secrets.token_hex()
+_OPENING = b'{"%b":[{}' % _OWN_KEY.encode()
+_decode_rest = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class _RawRest(msgspec.Struct, rename={"messages": _OWN_KEY}):
+    messages: list[msgspec.Raw]
+
+
+_decode_raw_rest = msgspec.json.Decoder(_RawRest).decode
+
+
+class _RawMessages(msgspec.Struct):
+    messages: msgspec.Raw
+
+
+_decode_raw_messages = msgspec.json.Decoder(_RawMessages).decode
+_decode_each_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_between = re.compile(rb"[ \t\n\r]*,?[ \t\n\r]*").match
+
+
+def _find_ends(known: _KnownBody) -> None:
+    """Find where each message of a body ends, and what is before them. Nowhere, if that cannot be told for sure."""
+    known.all_ends = True
+    body = known.whole
+    try:
+        if known.ends:
+            end = known.ends[-1]
+            each = _decode_raw_rest(_OPENING + body[end:]).messages[1:]
+        else:
+            kind = type(known.fields)
+            msgspec.json.decode(body, type=kind)  # some bodies only Python's own decoder takes
+            messages = bytes(_decode_raw_messages(body).messages)
+            start = _only_place(messages, body)
+            if start is None:
+                return
+            known.before = msgspec.json.decode(body[:start] + b"[]}", type=kind)
+            each, end = _decode_each_raw(messages), start + 1
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return
+    ends = list(known.ends)
+    for message in each:
+        between = _between(body, end)
+        assert between is not None
+        end = between.end() + len(memoryview(message))
+        ends.append(end)
+    known.ends = ends
+
+
+def _only_place(part: bytes, whole: bytes) -> int | None:
+    """Where a part is of something; None when it is there more than once, or may be."""
+    found: list[int] = []
+    place = -1
+    for _ in range(_LOOKS):
+        place = whole.find(part[:_LOOK_BYTES], place + 1)  # for all of it at once this takes longer
+        if place == -1:
+            return found[0] if len(found) == 1 else None
+        if whole.startswith(part, place):
+            found.append(place)
+    return None
+
+
+_LOOKS = 8
+_LOOK_BYTES = 64
+
+
+def _weights(messages: list[Any], before: int = 0) -> list[int]:
+    """What the first of some messages take, so many, in bytes, with those before them."""
+    return list(accumulate(map(_weight, messages), initial=before))
+
+
+def _weight(value: Any) -> int:
+    """What a decoded value takes, in bytes."""
+    values, total = [value], 0
+    while values:
+        each = values.pop()
+        total += sys.getsizeof(each)
+        if isinstance(each, dict):
+            values += each.values()
+        elif isinstance(each, list):
+            values += each
+    return total
