@@ -109,6 +109,7 @@ async def running_router(
             sharing,
             settings.disaggregation,
             needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
+            seen_bytes=settings.tokenizer.cache_bytes,
         )
         router.responses.on_learned.append(sharing.made)
         sharing.on_made.append(router.responses.remember)

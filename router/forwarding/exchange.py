@@ -233,8 +233,9 @@ class Exchange:
         span = visit.trace.span("tokenize")
         try:
             call = Call(visit.head.method, visit.head.path, visit.head.headers, body)
-            request = read_call(call, with_prompt=forwarding.router.needs_prompts)
-            prompt = forwarding.router.read_now(request, len(body))
+            router = forwarding.router
+            request = read_call(call, with_prompt=router.needs_prompts, seen=router.seen)
+            prompt = router.read_now(request, len(body))
         except RequestError as error:
             span.end(type(error).__name__)
             raise

@@ -16,6 +16,7 @@ from indexer.hashing import PackedPrompt
 from kvevents import Tier
 from router.admission.late_binding import must_wait
 from router.admission.limits import NO_LIMITS, Limits
+from router.apis.conversations import CACHE_BYTES, Conversations
 from router.apis.requests import RoutedRequest
 from router.apis.response_owners import ResponseOwners
 from router.apis.usage import Usage
@@ -78,9 +79,14 @@ class Router:
         sharing: LoadSharing,
         disaggregation: DisaggregationSettings,
         needs_prompts: bool = True,
+        seen_bytes: int = CACHE_BYTES,
     ) -> None:
-        """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched."""
+        """`needs_prompts`: false when the policy looks at no prompt, so that nothing is tokenized or matched.
+
+        `seen_bytes` bounds what is kept of the chats seen before.
+        """
         self.needs_prompts = self._policy_needs_prompts = needs_prompts
+        self.seen = Conversations(seen_bytes)
         self._fleet = fleet
         self._indexer = indexer
         self._tokenizers = tokenizers
