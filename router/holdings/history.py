@@ -35,6 +35,8 @@ class RoutingHistory:
 
     def overlaps(self, hashes: array[int]) -> dict[Target, int]:
         """How many tokens of a prompt, from its start on, each target has seen and not forgotten, if any."""
+        if not self._sent:
+            return {}
         return {self._targets[sent]: CHUNK_TOKENS * chunks for sent, chunks in self._prefixes.longest(hashes).items()}
 
     def forget(self, target: Target) -> None:

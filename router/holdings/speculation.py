@@ -70,12 +70,14 @@ class SpeculativeHoldings:
 
     def overlaps(self, hashes: array[int]) -> dict[Target, int]:
         """How many tokens of a prompt, from its start on, other prompts in flight share, by target: those with any."""
+        if not self._targets:
+            return {}
         self._expire(self._clock())
         if self._stride > 1:
             hashes = hashes[self._stride - 1 :: self._stride]
         tokens = CHUNK_TOKENS * self._stride
-        found = self._prefixes.longest(hashes)
-        return {holder.target: tokens * chunks for holder, chunks in found.items() if not holder.forgotten}
+        found = self._prefixes.longest(hashes).items()
+        return {holder.target: tokens * chunks for holder, chunks in found if not holder.forgotten}
 
     def forget(self, target: Target) -> None:
         """Nothing is expected of a target any more, because its cache was reset."""

@@ -41,7 +41,7 @@ class DecayingSum:
         self._at = now
 
     def at(self, now: float) -> float:
-        return self._sum * exp((self._at - now) / self._horizon)
+        return self._sum and self._sum * exp((self._at - now) / self._horizon)
 
 
 class EvictionPressure:
@@ -88,9 +88,11 @@ class EvictionPressure:
 
     def price(self) -> float:
         """g / (1 - g) now; 0 while nobody tells of evictions."""
+        if not self._removed:
+            return 0.0
         now = self._clock()
         lost_share = min(self._lost.at(now) / max(self._evicted.at(now), LEAST_EVICTED), MOST_LOST)
-        return lost_share / (1 - lost_share) if self._removed else 0.0
+        return lost_share / (1 - lost_share)
 
     def evicting(self, target: Target) -> bool:
         """Whether a target evicts now, or does not tell."""

@@ -493,19 +493,25 @@ class Router:
             matches = self._matched(served, token_ids, prompt.cache_salt)
             own, others = self._speculation.overlaps(known), self._sharing.elsewhere.overlaps(known)
             seen = self._history.overlaps(known)
-            for target in {*matches, *own, *others, *seen}:
-                expected = max(own.get(target, 0), others.get(target, 0))
-                in_flight = self._full_blocks(target, expected, len(identity))
-                sent = self._full_blocks(target, seen.get(target, 0), len(identity))
+            tokens = len(identity)
+            for target in {*matches, *own, *others, *seen}:  # there may be thousands here too
+                in_flight, sent = own.get(target, 0), seen.get(target, 0)
+                if others:
+                    in_flight = max(in_flight, others.get(target, 0))
+                if in_flight:
+                    in_flight = self._full_blocks(target, in_flight, tokens)
+                if sent:
+                    sent = self._full_blocks(target, sent, tokens)
                 match = matches.get(target)
                 held = match.matched_tokens if match else 0
-                told = max(held, in_flight)
+                told = held if held > in_flight else in_flight
                 overlap = max(sent, in_flight if self._audit.distrusts(target) else told)
                 total = found.get(target)
                 if total is None:
-                    total = found[target] = _Overlap()
-                total.tokens += overlap
-                total.by_events += told
+                    total = found[target] = _Overlap(overlap, told)
+                else:
+                    total.tokens += overlap
+                    total.by_events += told
                 if match and overlap == held > in_flight:  # else it is being computed there
                     total.cpu += match.tiers[Tier.CPU]
                     total.disk += match.tiers[Tier.DISK] + match.tiers[Tier.UNKNOWN]
@@ -516,7 +522,8 @@ class Router:
         first = options[0]
         session = prompt.session
         if session is None and first.hashes and first.hashes[0]:
-            session = str(first.hashes[0][:_SESSION_CHUNKS][-1])
+            known = first.hashes[0]
+            session = str(known[min(len(known), _SESSION_CHUNKS) - 1])
         expected = self._learned.outputs.expected(first.candidate.target.model, prompt.max_tokens)
         return Request(prompt.tokens, expected * prompt.answers, session)
 
@@ -561,7 +568,7 @@ class Router:
     def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:
         """What a target reuses of a prompt when it has seen so many tokens of it."""
         shared = min(shared, tokens - 1)
-        return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS) if shared else 0
+        return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS)
 
     def _only_model(self) -> str | None:
         """The model, where the workers serve but one."""
