@@ -33,6 +33,7 @@ class RecentPrefixes(Holder):
             self._prefixes.let_go(self, end)  # it counts once
         self._ends[end] = None
         self._ends.move_to_end(end)
+        self._forget_ends_before(end)
         while self.chunks > most:
             self._forget_some(self.chunks - most)
         return known
@@ -43,14 +44,23 @@ class RecentPrefixes(Holder):
             self._prefixes.let_go(self, end)
         self._ends.clear()
 
+    def _forget_ends_before(self, end: Edge[RecentPrefixes]) -> None:
+        """What ended on the way to an end that was just seen is seen with it."""
+        edge = end.parent
+        while edge is not None:
+            before = edge.parent
+            if edge in self._ends:
+                del self._ends[edge]
+                self._prefixes.let_go(self, edge)
+            edge = before
+
     def _forget_some(self, chunks: int) -> None:
         """Forget so many chunks at most, of the end that was not seen the longest."""
         end = next(iter(self._ends))
-        if end.counts[self] == 1:  # else it is the start of what was seen later
-            before = self._prefixes.split(end, chunks) if chunks < len(end.hashes) else end.parent
-            if before is not None and before.counts.get(self) == 1:  # nobody else needs it: it is the next to go
-                self._prefixes.hold_edge(self, before)
-                self._ends[before] = None
-                self._ends.move_to_end(before, last=False)
+        before = self._prefixes.split(end, chunks) if chunks < len(end.hashes) else end.parent
+        if before is not None and before.counts.get(self) == 1:  # nothing else needs it: it is the next to go
+            self._prefixes.hold_edge(self, before)
+            self._ends[before] = None
+            self._ends.move_to_end(before, last=False)
         del self._ends[end]
         self._prefixes.let_go(self, end)

@@ -78,15 +78,18 @@ class SharedPrefixes(Generic[HolderT]):
     def let_go(self, holder: HolderT, edge: Edge[HolderT]) -> None:
         """What `hold` or `hold_edge` did is undone."""
         while edge.parent is not None:
-            count = edge.counts[holder]
+            parent, count = edge.parent, edge.counts[holder]
             if count > 1:
                 edge.counts[holder] = count - 1
+                self._join(edge)
                 return
             del edge.counts[holder]
             holder.chunks -= len(edge.hashes)
-            if not edge.counts:
-                del edge.parent.longer[edge.hashes[0]]
-            edge = edge.parent
+            if edge.counts:
+                self._join(edge)
+            else:
+                del parent.longer[edge.hashes[0]]
+            edge = parent
 
     def split(self, edge: Edge[HolderT], chunks: int) -> Edge[HolderT]:
         """Make an edge of so many last chunks of one, and another of those before, which is returned."""
@@ -109,6 +112,16 @@ class SharedPrefixes(Generic[HolderT]):
             if len(edge.counts) > len(found):  # else they are those of the edge after it
                 found = dict.fromkeys(edge.counts, min(edge.end, shared)) | found
         return found
+
+    def _join(self, edge: Edge[HolderT]) -> None:
+        """Make one edge of this and the one after it, if there is but one and no prompt ends between them."""
+        if len(edge.longer) != 1 or edge.parent is None:
+            return
+        (after,) = edge.longer.values()
+        if len(edge.counts) == len(after.counts) == sum(edge.counts.values()):
+            after.hashes = edge.hashes + after.hashes
+            after.parent = edge.parent
+            edge.parent.longer[edge.hashes[0]] = after
 
     def _walk(self, hashes: array[int]) -> tuple[list[Edge[HolderT]], int]:
         """The edges that a prompt goes along, and how many of its chunks they have: of the last perhaps a part."""

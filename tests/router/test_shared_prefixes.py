@@ -39,6 +39,8 @@ def edges(prefixes: SharedPrefixes[Holder] | SharedPrefixes[RecentPrefixes]) -> 
             assert longer.counts, "an edge that nobody holds"
             assert all(count > 0 for count in longer.counts.values())
             assert edge.parent is None or longer.counts.keys() <= edge.counts.keys()
+            single = edge.parent is not None and len(edge.longer) == 1
+            assert not (single and all(edge.counts[each] == 1 and each in longer.counts for each in edge.counts))
             stack.append(longer)  # type: ignore[arg-type]
             seen += 1
     return seen
@@ -139,6 +141,16 @@ def test_a_long_prompt_that_grows_is_kept_in_few_edges() -> None:
     assert prefixes.longest(known) == {holder: 5000}
     for end in ends[:-1]:
         prefixes.let_go(holder, end)
-    assert holder.chunks == 5000
+    assert (edges(prefixes), holder.chunks) == (1, 5000)
     prefixes.let_go(holder, ends[-1])
     assert (edges(prefixes), holder.chunks) == (0, 0)
+
+
+def test_a_conversation_that_is_remembered_is_one_edge() -> None:
+    prefixes: SharedPrefixes[RecentPrefixes] = SharedPrefixes()
+    holder = RecentPrefixes(prefixes)
+    known = hashes([7] * 500)
+    assert [holder.remember(known[:length], 450) for length in (100, 200, 200, 400)] == [0, 100, 200, 200]
+    assert (edges(prefixes), holder.chunks) == (1, 400)
+    holder.remember(known, 450)
+    assert prefixes.longest(known) == {holder: 450}
