@@ -1,14 +1,15 @@
 """What was seen before and begins as something new does, found at once: a conversation's next turn begins as its last.
 
-Each thing is remembered under a few of its characters at certain places. What has the same characters at one of them
-is compared up to there, by the C library, from the last place to the first. So of several things that begin alike the
-one is found that was remembered last, and what they have in common beyond that place is for the finder to see.
+Each thing is remembered under a few of its characters at certain places. What has the same characters at one of them,
+looked at from the last place to the first, may begin alike; whether it does is for the finder to see, by a comparison
+that is the C library's. Of several things that begin alike the one is found that was remembered last.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -19,6 +20,8 @@ Whole = TypeVar("Whole", str, bytes, covariant=True)
 _FIRST_PLACES = (1024, 2048, 4096)
 _STEP = 8192
 _CHARACTERS = 32
+# So many things that only seemed to begin alike are looked at.
+_TRIES = 4
 # What it takes to remember something under one place.
 _PLACE_BYTES = 300
 
@@ -35,6 +38,7 @@ class Remembered(Protocol[Whole]):
 
 
 Known = TypeVar("Known", bound=Remembered[Any])
+Found = TypeVar("Found")
 
 
 @dataclass(slots=True)
@@ -54,14 +58,25 @@ class Beginnings(Generic[Known]):
         self._lock = Lock()
         self.bytes = 0
 
-    def find(self, whole: str | bytes) -> Known | None:
-        """Something that begins as this does, the further the better; None when nothing is known to."""
-        with self._lock:
-            for place in reversed(_places(whole)):
-                known = self._by_place.get((place, whole[place - _CHARACTERS : place]))
-                if known is not None and whole.startswith(known.whole[:place]):
-                    self._entries.move_to_end(id(known))
-                    return known
+    def find(self, whole: str | bytes, begun: Callable[[Known], Found | None]) -> Found | None:
+        """What `begun` makes of something that may begin as this does, the further the better.
+
+        It makes None of what does not; that is also the answer when nothing is known to.
+        """
+        tried: list[Known] = []
+        for place in reversed(_places(whole)):
+            known = self._by_place.get((place, whole[place - _CHARACTERS : place]))
+            if known is None or known in tried:
+                continue
+            found = begun(known)
+            if found is not None:
+                with self._lock:
+                    if id(known) in self._entries:
+                        self._entries.move_to_end(id(known))
+                return found
+            tried.append(known)
+            if len(tried) == _TRIES:
+                break
         return None
 
     def put(self, new: Known, like: Known | None = None, common: int = 0, *, instead: bool = False) -> None:

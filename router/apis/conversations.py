@@ -78,22 +78,19 @@ class Conversations:
             fields = read_body(body, kind)
             check(fields, 0)
             return fields, None
-        known = self._known.find(body)
-        if known is not None and type(known.fields) is not kind:
-            known = None
-        if known is not None and known.whole == body:
-            return known.fields, known.conversation
-        new = known and _going_on(known, body)
-        if new is None:
+        found = self._known.find(body, lambda known: _begun(known, body, kind))
+        if found is None:
             fields = read_body(body, kind)
             check(fields, 0)
             new = _anew(body, fields)
-        else:
-            check(new.fields, new.conversation.shared)
-        # What goes on from all messages of a body knows all that others could go on from as well.
-        shared = new.conversation.shared
-        instead = known is not None and shared == len(known.messages)
-        self._known.put(new, known, new.ends[-1] if shared else 0, instead=instead)
+            self._known.put(new)
+            return fields, new.conversation
+        known, new = found
+        if new is not known:
+            shared = new.conversation.shared
+            check(new.fields, shared)
+            # What goes on from all messages of a body knows all that others could go on from as well.
+            self._known.put(new, known, new.ends[-1], instead=shared == len(known.messages))
         return new.fields, new.conversation
 
 
@@ -105,8 +102,12 @@ def _anew(body: bytes, fields: Any) -> _KnownBody:
     return _KnownBody(body, fields, messages, Conversation(has_media(messages)), others, _weights(messages))
 
 
-def _going_on(known: _KnownBody, body: bytes) -> _KnownBody | None:
-    """A body that begins with messages of a known one; None when it has none of them, or nobody can tell."""
+def _begun(known: _KnownBody, body: bytes, kind: type[msgspec.Struct]) -> tuple[_KnownBody, _KnownBody] | None:
+    """A known body, and one that begins with messages of it; None when it has none of them, or nobody can tell."""
+    if type(known.fields) is not kind:
+        return None
+    if body == known.whole:
+        return known, known
     if not known.all_ends:
         _find_ends(known)
     ends, start = known.ends, memoryview(known.whole)
@@ -122,7 +123,7 @@ def _going_on(known: _KnownBody, body: bytes) -> _KnownBody | None:
         if body.endswith(after) and end + len(after) <= len(body):
             # Nothing is new but messages. When these are whole, what follows means what it meant after the known ones.
             new = _decode_list(b"[{}%b]" % body[end : len(body) - len(after)])[1:]
-            fields = copy(known.fields)
+            fields: Any = copy(known.fields)
         else:
             rest = _decode_rest(_OPENING + body[end:])
             new = rest.pop(_OWN_KEY)[1:]
@@ -139,7 +140,7 @@ def _going_on(known: _KnownBody, body: bytes) -> _KnownBody | None:
     conversation = Conversation(has_media(messages if earlier.has_media else new), shared, earlier.rendering)
     weights = known.weights[: shared + 1]
     weights += _weights(new, weights.pop())
-    return _KnownBody(body, fields, messages, conversation, others, weights, known.before, ends[:shared])
+    return known, _KnownBody(body, fields, messages, conversation, others, weights, known.before, ends[:shared])
 
 
 _decode_list = msgspec.json.Decoder(list[Any]).decode

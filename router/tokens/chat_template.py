@@ -17,7 +17,7 @@ from indexer.errors import RequestError
 from router.apis.conversation import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt, Conversation, Rendering
 from router.tokens.content_format import loops_over_parts
-from router.tokens.message_loop import MessageLoop
+from router.tokens.message_loop import MessageLoop, pieces_of
 
 # What the renderer itself fills in.
 _NOT_THE_CLIENTS = frozenset({"messages", "conversation", "chat_template", "tokenize"})
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     def _whole(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         if messages and _bare(variables) and _plain(messages):
-            return self._compiled.render(self._all_variables(variables), messages=messages)
+            return "".join(pieces_of(self._compiled, {**self._all_variables(variables), "messages": messages}))
         text: str = self._tokenizer.apply_chat_template(
             messages,
             tools=variables["tools"],
@@ -132,7 +132,7 @@ class ChatTemplate:
     def _all_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
         """What the template may read, but for the messages."""
         return {
-            **self._special_tokens,
+            **self._fixed,
             **self._others(variables),
             "tools": variables["tools"],
             "documents": None,
@@ -155,10 +155,9 @@ class ChatTemplate:
         return MessageLoop.of(self._source, self._compiled)
 
     @cached_property
-    def _special_tokens(self) -> dict[str, str]:
-        """The names that a template may call the tokenizer's special tokens by."""
-        names: dict[str, str] = self._tokenizer.special_tokens_map
-        return names
+    def _fixed(self) -> dict[str, Any]:
+        """What is the same for every request: the environment's globals, and the special tokens by their names."""
+        return {**self._compiled.globals, **self._tokenizer.special_tokens_map}
 
 
 def template_variables(chat: ChatPrompt) -> dict[str, Any]:

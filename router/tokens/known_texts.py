@@ -61,18 +61,19 @@ class KnownTexts:
 
     def beginning(self, text: str) -> Beginning:
         """What is known of a text."""
-        if len(text) < MIN_CHARACTERS or (known := self._known.find(text)) is None:
+        if len(text) < MIN_CHARACTERS:
             return _NOTHING
-        if text == known.whole:
-            return Beginning(known, whole=True)
+        return self._known.find(text, lambda known: self._begun(text, known)) or _NOTHING
+
+    def _begun(self, text: str, known: KnownText) -> Beginning | None:
         cuts, whole, longest = known.cuts, known.whole, self._longest
         # Cuts that could be others if the known text went on otherwise are left out.
         sure = bisect_right(cuts, len(whole) - longest)
-        if not sure or not text.startswith(whole[: cuts[sure - 1] + longest]):
+        if not text.startswith(whole):
             sure = bisect_left(range(sure), True, key=lambda place: not text.startswith(whole[: cuts[place] + longest]))
-        if not sure:
-            return _NOTHING
-        return Beginning(known, sure - 1, cuts[sure - 1], known.tokens_before[sure - 1])
+        elif len(text) == len(whole):
+            return Beginning(known, whole=True)
+        return Beginning(known, sure - 1, cuts[sure - 1], known.tokens_before[sure - 1]) if sure else None
 
     def tokenized(self, text: str, begun: Beginning, pieces: list[str], token_ids: list[bytes]) -> PackedPrompt:
         """The prompt of a text, which is remembered.

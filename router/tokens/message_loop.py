@@ -90,14 +90,20 @@ class MessageLoop:
                 yield message
             marks.append(len(pieces))
 
-        context = template.new_context(variables | {_MESSAGES: marked()})
-        for piece in template.root_render_func(context):  # what came of a message is here before the next is asked for
-            pieces.append(piece)
+        for piece in pieces_of(template, {**variables, _MESSAGES: marked()}):
+            pieces.append(piece)  # so what came of a message is here before the next one is asked for
         before = "".join(pieces[: marks[0]]) if known is None else known.text[: known.ends[count]]
         parts = ["".join(pieces[start:end]) for start, end in pairwise(marks)]
         ends = [] if known is None else known.ends[:count]
         ends += accumulate(map(len, parts), initial=len(before))
         return "".join([before, *parts, *pieces[marks[-1] :]]), ends
+
+
+def pieces_of(template: jinja2.Template, variables: dict[str, Any]) -> Iterator[str]:
+    """What a template renders, piece by piece. `variables` are with the environment's globals."""
+    # The template's own `new_context` puts its globals together anew each time, which takes longer than a short chat.
+    context = template.environment.context_class(template.environment, variables, template.name, template.blocks)
+    return template.root_render_func(context)
 
 
 def _message_loop(root: nodes.Template, environment: jinja2.Environment) -> int | None:
