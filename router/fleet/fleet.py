@@ -46,6 +46,7 @@ class Fleet:
     ) -> None:
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
         self.version = 0  # grows whenever other workers may get requests, or for other names
+        self.scrapes = 0  # of any worker's metrics, so far
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.elsewhere: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
@@ -204,6 +205,7 @@ class Fleet:
             else:
                 worker.metrics.answered()
                 worker.metrics.read(text, before | self._in_flight(worker))
+                self.scrapes += 1
                 self._tell_changed()
             await asyncio.sleep(self._settings.metrics_interval)
 

@@ -51,6 +51,23 @@ class Candidate:
     backlog: float = 0.0
     rates: Rates | None = None
 
+    def copy(self) -> Candidate:
+        """Another that is the same."""
+        return Candidate(
+            self.target,
+            self.overlap,
+            self.requests,
+            self.pending,
+            self.context,
+            self.waiting,
+            self.cpu,
+            self.disk,
+            self.eviction,
+            self.kv_usage,
+            self.backlog,
+            self.rates,
+        )
+
 
 @dataclass(slots=True)
 class Request:

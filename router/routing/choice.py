@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from indexer import Target
 from router.disaggregation.decision import Disaggregation
 from router.fleet.worker import Worker
 from router.policies import Candidate, Decision
+from router.routing.servers import Rank, Served, Serving
 
 
-class Option(NamedTuple):
-    """A target that could take a request, and the prefix hashes of the prompts it would get.
+class Chosen(NamedTuple):
+    """The target that a request goes to, and the prefix hashes of its prompts there.
 
     `by_events`: the overlap by events and prompts in flight, whether or not it is the one used.
     """
@@ -22,6 +23,36 @@ class Option(NamedTuple):
     worker: Worker
     hashes: list[array[int]]
     by_events: int
+
+
+class Options:
+    """What a request has to choose from. `candidates` are all targets that could take it.
+
+    `hashes`: the prefix hashes of its prompts, by what is served under the name it asks for. `by_events`: the overlap
+    by events and prompts in flight of the targets that have any, whether or not it is the one used.
+    """
+
+    __slots__ = ("_serving", "by_events", "candidates", "hashes")
+
+    def __init__(self, serving: Serving) -> None:
+        self.candidates: list[Candidate] = []
+        self.hashes: dict[Served, list[array[int]]] = {}
+        self.by_events: dict[Target, int] = {}
+        self._serving = serving
+
+    def rank_of(self, candidate: Candidate) -> Rank:
+        """The rank that a candidate is."""
+        return self._serving.of_target[candidate.target]
+
+    def hashes_for(self, candidate: Candidate) -> list[array[int]]:
+        """The prefix hashes of the prompts that a candidate would get."""
+        return self.hashes.get(self.rank_of(candidate).served, [])
+
+    def choose(self, decision: Decision) -> Choice:
+        """The choice that a policy has decided for."""
+        candidate = decision.choice
+        worker, by_events = self.rank_of(candidate).worker, self.by_events.get(candidate.target, 0)
+        return Choice(decision, Chosen(candidate, worker, self.hashes_for(candidate), by_events))
 
 
 @dataclass(slots=True)
@@ -33,18 +64,9 @@ class Choice:
     """
 
     decision: Decision
-    options: Sequence[Option]
-    chosen: Option
+    chosen: Chosen
     disaggregation: Disaggregation | None = None
     prefill: Choice | None = None
-
-    @classmethod
-    def of(cls, decision: Decision, options: Sequence[Option]) -> Choice:
-        """A decision for the candidate of one of these options."""
-        for option in options:
-            if option.candidate is decision.choice:
-                return cls(decision, options, option)
-        raise ValueError("a policy must choose one of its candidates")
 
     @property
     def worker(self) -> Worker:

@@ -13,14 +13,15 @@ class TargetLoad:
 
     `prefills` are the requests without a first byte, the oldest first, with the seconds each is expected to take.
     `streamed`: how much of `pending` is that of streamed answers. Only their first byte comes when their prefill ends.
-    `on_first_byte` and `on_ended` are told when a prefill or a request ended and something got less, `on_change` the
-    worker and rank after every change.
+    `changes` counts them. `on_first_byte` and `on_ended` are told when a prefill or a request ended and something got
+    less, `on_change` the worker and rank after every change.
     """
 
     requests: int = 0
     pending: int = 0
     context: int = 0
     streamed: int = 0
+    changes: int = field(default=0, compare=False)
     worker: str = field(default="", compare=False)
     dp_rank: int = field(default=0, compare=False)
     on_first_byte: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
@@ -74,6 +75,7 @@ class Reservation:
         if not load.prefills:
             load.head_since = load.clock() if now is None else now
         load.prefills[self] = prefill_seconds
+        load.changes += 1
         for told in load.on_change:
             told(load.worker, load.dp_rank)
 
@@ -87,6 +89,7 @@ class Reservation:
         load = self._load
         if self in load.prefills:
             self._end_prefill(load, now)
+            load.changes += 1
             for changed in load.on_change:
                 changed(load.worker, load.dp_rank)
             for told in load.on_first_byte:
@@ -102,6 +105,7 @@ class Reservation:
             self._end_prefill(load, now)
         load.requests -= 1
         load.context -= self._context
+        load.changes += 1
         for changed in load.on_change:
             changed(load.worker, load.dp_rank)
         for told in load.on_ended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -31,11 +31,11 @@ from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings, promp
 from router.learning.learned import Learned
 from router.learning.rates import Rates, prefill_seconds
 from router.policies import ByTurn, Candidate, Policy, Request
-from router.routing.choice import Choice, Option
+from router.routing.choice import Choice, Options
 from router.routing.load import LoadTable, Reservation
 from router.routing.placement import Placement, Watching
 from router.routing.routed_prompt import RoutedPrompt, tokenized_prompt, unread_prompt
-from router.routing.servers import Rank, Served, Server, Servers
+from router.routing.servers import Rank, Served, Servers, Serving
 from router.routing.standing import Standing
 from router.settings import Backend, DisaggregationSettings, Role
 from router.sharing import LoadSharing
@@ -60,6 +60,8 @@ class _Overlap:
 
 # Prompts that begin with so many equal chunks are taken for one session when nobody names theirs.
 _SESSION_CHUNKS = 32
+# After so long what an engine told of its load may be too old to count.
+_STALE_SECONDS = 0.25
 
 
 class Router:
@@ -93,6 +95,7 @@ class Router:
         self._policy = policy
         self._load = load
         self._servers = Servers(fleet, load)
+        self._looked: tuple[int, int, int] | None = None  # what all ranks were last looked at with
         self._speculation = speculation
         self._learned = learned
         self._history = history
@@ -106,7 +109,7 @@ class Router:
         self._prefill_policy = prefill_policy(self._random)
         self._standing: Standing | None = None
         if isinstance(policy, ByTurn):
-            self._standing = Standing(fleet, self._options_by_turn, policy, self._random)
+            self._standing = Standing(fleet, self._servers, policy, self._random)
 
     def look_at_prompts(self, wanted: bool) -> None:
         """Somebody wants to know the prompts, although the policy may look at none; or does not any more."""
@@ -186,36 +189,39 @@ class Router:
                 return choice
         if not by_load:
             self._learned.look_at_evictions(self._indexer)
-            options = list(self._options(prompt, without, limits))
+            options = self._options(prompt, without, limits)
         else:
             options = self._options_by_load(prompt.name, without)
-        if options:
+        if options.candidates:
             if self._fleet.disaggregated:
                 return self._disaggregated(prompt, without, options)
-            candidates = [option.candidate for option in options]
-            return Choice.of(self._policy(candidates, self._request(prompt, options)), options)
+            return options.choose(self._policy(options.candidates, self._request(prompt, options)))
         if self._serving_now(prompt.name, without):
             return None
         if prompt.name is not None and not self._fleet.serving(prompt.name):
             raise self._unknown_model(prompt.name)
         raise _unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
 
-    def _disaggregated(self, prompt: RoutedPrompt, without: Collection[Worker], options: list[Option]) -> Choice:
+    def _disaggregated(self, prompt: RoutedPrompt, without: Collection[Worker], options: Options) -> Choice:
         """The choice in a fleet with workers for prefill or decode alone."""
-        candidates, request = [option.candidate for option in options], self._request(prompt, options)
-        if not any(option.worker.role is Role.DECODE for option in options):
-            return Choice.of(self._policy(candidates, request), options)
-        choice = Choice.of(self._decode_policy(candidates, request), options)
+        candidates, request = options.candidates, self._request(prompt, options)
+        if not any(options.rank_of(candidate).worker.role is Role.DECODE for candidate in candidates):
+            return options.choose(self._policy(candidates, request))
+        choice = options.choose(self._decode_policy(candidates, request))
         adapter = self.adapter_of(choice.worker)
         if choice.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
             return choice
-        prefills = list(self._options(prompt, without, NO_LIMITS, prefill=True))
-        able = [option.candidate for option in prefills]
+        prefills = self._options(prompt, without, NO_LIMITS, prefill=True)
         found = disaggregate(
-            choice.decision.choice, able, request, self._prefill_policy, self._disaggregation, adapter.decodes_alone
+            choice.decision.choice,
+            prefills.candidates,
+            request,
+            self._prefill_policy,
+            self._disaggregation,
+            adapter.decodes_alone,
         )
         if found.prefill is not None:
-            return replace(choice, disaggregation=found, prefill=Choice.of(found.prefill, prefills))
+            return replace(choice, disaggregation=found, prefill=prefills.choose(found.prefill))
         if not adapter.decodes_alone:
             raise _unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
         return replace(choice, disaggregation=found)
@@ -232,7 +238,8 @@ class Router:
 
         Where there is no other target there is nothing to wait for.
         """
-        return len(choice.options) > 1 and self._must_wait(choice.worker, choice.decision.choice.target.dp_rank)
+        decision = choice.decision
+        return len(decision.candidates) > 1 and self._must_wait(choice.worker, decision.choice.target.dp_rank)
 
     def has_room(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, late_binding: bool) -> bool:
         """Whether any target could take a request now: it may be worth choosing again."""
@@ -252,7 +259,7 @@ class Router:
             choice = None
         if choice is None:
             return prefill_seconds(self._learned.rates.start, prompt.tokens, 0, 0, 0)
-        best = max((option.candidate for option in choice.options), key=lambda candidate: candidate.overlap)
+        best = max(choice.decision.candidates, key=lambda candidate: candidate.overlap)
         rates = self._learned.rates.learner(best.target.worker, best.target.model).rates
         return prefill_seconds(rates, prompt.tokens, best.overlap, best.requests, best.context)
 
@@ -325,7 +332,7 @@ class Router:
         choice, worker, hashes, by_events = chosen.chosen
         target = choice.target
         if len(hashes) == 1:
-            self._learned.pressure.routed(hashes[0], max([option.candidate.overlap for option in chosen.options]))
+            self._learned.pressure.routed(hashes[0], max([each.overlap for each in chosen.decision.candidates]))
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         placement.prediction = Prediction(
             target,
@@ -379,92 +386,92 @@ class Router:
 
     def _options(
         self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool = False
-    ) -> list[Option]:
+    ) -> Options:
         """Every target that could take a prompt now, with what it holds of it and has to do.
 
         `prefill`: those that only compute it, for others to go on.
         """
-        options: list[Option] = []
+        serving = self._servers.of(prompt.name, prefill)
+        options = Options(serving)
         eviction = self._learned.pressure.price()
-        limited = not limits.unlimited
-        for served, servers in self._able(prompt, without, limits, prefill).items():
-            hashes = [
+        for served, ranks in self._able(serving, prompt, without, limits).items():
+            hashes = options.hashes[served] = [
                 prompt_hashes(served.model, served.adapter, prompt.cache_salt, identity)
                 for identity in prompt.identities
             ]
+            candidates = self._loaded(ranks)
+            if slowest := self._learned.rates.slowest_if_unlike(served.model):
+                candidates = [self._rated(*each, slowest) for each in zip(ranks, candidates, strict=True)]
+            if eviction:
+                candidates = [self._evicting(candidate, eviction) for candidate in candidates]
             overlaps = self._overlaps(served, prompt, hashes)
-            slowest = self._learned.rates.slowest_if_unlike(served.model)
-            for server in servers:  # there may be thousands: what is the same for all is made before
-                worker = server.worker
-                rates = self._learned.rates.of(worker.url, served.model, slowest) if slowest else None
-                for rank in server.ranks:
-                    target = rank.target
-                    if limited and not self.room(worker, target.dp_rank, limits, prompt.tokens):
-                        continue
-                    overlap = overlaps.get(target)
-                    evicting = eviction and self._learned.pressure.evicting(target)
-                    if not overlap and not evicting:
-                        options.append(Option(self._loaded(rank, worker, rates), worker, hashes, 0))
-                        continue
-                    candidate = self._loaded(rank, worker, rates, shared=False)
-                    if evicting:
-                        candidate.eviction = eviction
-                    by_events = 0
-                    if overlap:
-                        candidate.overlap, by_events = overlap.tokens, overlap.by_events
-                        candidate.cpu, candidate.disk = overlap.cpu, overlap.disk
-                    options.append(Option(candidate, worker, hashes, by_events))
+            known = {serving.of_target[each]: overlaps[each] for each in overlaps if each in serving.of_target}
+            for place, rank in enumerate(ranks) if known else ():
+                if overlap := known.get(rank):
+                    candidates[place] = candidate = candidates[place].copy()
+                    candidate.overlap, candidate.cpu, candidate.disk = overlap.tokens, overlap.cpu, overlap.disk
+                    options.by_events[rank.target] = overlap.by_events
+            options.candidates += candidates
         return options
 
-    def _options_by_load(self, name: str | None, without: Collection[Worker]) -> list[Option]:
+    def _options_by_load(self, name: str | None, without: Collection[Worker]) -> Options:
         """The same where nothing is asked of a prompt and nothing is limited."""
-        servers = self._servers.of(name)
-        return [
-            Option(self._loaded(rank, worker), worker, [], 0)
-            for worker in choosable(self._serving_now(name, without), self._random)
-            for rank in servers[worker].ranks
-        ]
+        serving = self._servers.of(name)
+        options = Options(serving)
+        if not without and serving.all_usable:
+            options.candidates = self._loaded(serving.of_target.values())
+        else:
+            able = choosable(_but(serving.workers, without), self._random)
+            options.candidates = self._loaded(serving.usable(able))
+        return options
 
-    def _options_by_turn(self, name: str | None) -> list[Option]:
-        """Every target that serves a name, whatever it has to do and however its last requests went."""
-        return [
-            Option(Candidate(rank.target), worker, [], 0)
-            for worker, server in self._servers.of(name).items()
-            for rank in server.all_ranks
-        ]
+    def _loaded(self, ranks: Iterable[Rank]) -> list[Candidate]:
+        """Targets with what they have to do. They are shared with other requests, and not to be changed.
 
-    def _loaded(self, rank: Rank, worker: Worker, rates: Rates | None = None, *, shared: bool = True) -> Candidate:
+        A target is looked at again only when its load has changed; all of them when anything else may have.
+        """
+        looked = (self._fleet.scrapes, self._sharing.elsewhere.changes, int(time.monotonic() / _STALE_SECONDS))
+        if looked != self._looked:
+            self._looked = looked
+            self._servers.look_again()
+        return [rank.candidate if rank.as_of == rank.load.changes else self._look_at(rank) for rank in ranks]
+
+    def _look_at(self, rank: Rank) -> Candidate:
         """A target with its load, in proportion to what its worker can bear.
 
         That is what this router and those it shares load with have there, and requests that none of them sent.
-        `shared`: nobody will change it, so that it may be the one of the last request as long as it is right.
         """
         target, load = rank.target, rank.load
         elsewhere = self._sharing.elsewhere.of(target.worker, target.dp_rank)
-        others = worker.metrics.of(target.dp_rank)
-        requests = load.requests + elsewhere.requests + others.unseen
-        pending = load.pending + elsewhere.pending
-        context = load.context + elsewhere.context
-        waiting = len(load.prefills) + elsewhere.waiting + others.waiting
+        others = rank.worker.metrics.of(target.dp_rank)
+        rank.candidate = candidate = Candidate(
+            target,
+            requests=load.requests + elsewhere.requests + others.unseen,
+            pending=load.pending + elsewhere.pending,
+            context=load.context + elsewhere.context,
+            waiting=len(load.prefills) + elsewhere.waiting + others.waiting,
+            kv_usage=others.kv_usage,
+        )
         if (weight := rank.weight) != 1:
-            requests, pending, context = round(requests / weight), round(pending / weight), round(context / weight)
-        last = rank.candidate
-        if (
-            shared
-            and not rates
-            and requests == last.requests
-            and pending == last.pending
-            and context == last.context
-            and waiting == last.waiting
-            and others.kv_usage == last.kv_usage
-        ):
-            return last
-        candidate = Candidate(target, 0, requests, pending, context, waiting, kv_usage=others.kv_usage)
-        if rates:
-            backlog = self._sharing.elsewhere.backlog(target.worker, target.dp_rank)
-            candidate.rates, candidate.backlog = rates, load.backlog + backlog
-        elif shared:
-            rank.candidate = candidate
+            candidate.requests = round(candidate.requests / weight)
+            candidate.pending = round(candidate.pending / weight)
+            candidate.context = round(candidate.context / weight)
+        rank.as_of = load.changes
+        return candidate
+
+    def _rated(self, rank: Rank, candidate: Candidate, slowest: Rates) -> Candidate:
+        """A target with its rates."""
+        target, rated = rank.target, candidate.copy()
+        rated.rates = self._learned.rates.of(target.worker, target.model, slowest)
+        rated.backlog = rank.load.backlog + self._sharing.elsewhere.backlog(target.worker, target.dp_rank)
+        return rated
+
+    def _evicting(self, candidate: Candidate, price: float) -> Candidate:
+        """A target with what its evictions cost, if it evicts."""
+        if not self._learned.pressure.evicting(candidate.target):
+            return candidate
+        candidate = candidate.copy()
+        candidate.eviction = price
         return candidate
 
     def room(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
@@ -517,46 +524,40 @@ class Router:
                     total.disk += match.tiers[Tier.DISK] + match.tiers[Tier.UNKNOWN]
         return found
 
-    def _request(self, prompt: RoutedPrompt, options: list[Option]) -> Request:
+    def _request(self, prompt: RoutedPrompt, options: Options) -> Request:
         """What the policy is told of a prompt. Without a session, those that begin alike are taken for one."""
-        first = options[0]
-        session = prompt.session
-        if session is None and first.hashes and first.hashes[0]:
-            known = first.hashes[0]
-            session = str(known[min(len(known), _SESSION_CHUNKS) - 1])
-        expected = self._learned.outputs.expected(first.candidate.target.model, prompt.max_tokens)
+        first = options.candidates[0]
+        hashes, session = options.hashes_for(first), prompt.session
+        if session is None and hashes and hashes[0]:
+            session = str(hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1])
+        expected = self._learned.outputs.expected(first.target.model, prompt.max_tokens)
         return Request(prompt.tokens, expected * prompt.answers, session)
 
     def _able(
-        self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool
-    ) -> dict[Served, list[Server]]:
-        """The workers that a request may go to now, by what they serve under its name.
+        self, serving: Serving, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits
+    ) -> dict[Served, list[Rank]]:
+        """The ranks that a request may go to now, by what they serve under its name.
 
         What goes on from a response goes to the worker that made it, as long as that one is there.
         """
-        servers, workers = self._servers.of(prompt.name, prefill), self._serving_now(prompt.name, without, prefill)
+        if not without and limits.unlimited and not prompt.previous_response and serving.all_usable:
+            return serving.of_served
+        workers = _but(serving.workers, without)
         owner = prompt.previous_response and self.responses.of(prompt.previous_response)
-        able: dict[Served, list[Server]] = {}
+        owners = [each for each in workers if each.url == owner] if owner else []
 
         def room(worker: Worker) -> bool:
             return any(self.room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
 
-        owners = [each for each in workers if each.url == owner] if owner else []
-        for worker in owners or choosable(workers, self._random, None if limits.unlimited else room):
-            server = servers[worker]
-            if server.served in able:
-                able[server.served].append(server)
-            else:
-                able[server.served] = [server]
+        able: dict[Served, list[Rank]] = {}
+        for rank in serving.usable(owners or choosable(workers, self._random, None if limits.unlimited else room)):
+            if limits.unlimited or self.room(rank.worker, rank.target.dp_rank, limits, prompt.tokens):
+                able.setdefault(rank.served, []).append(rank)
         return able
 
-    def _serving_now(self, name: str | None, without: Collection[Worker], prefill: bool = False) -> Sequence[Worker]:
-        """The workers that answer and serve a name; any will do where it is None.
-
-        Those that only compute prompts are apart: it is them that `prefill` asks for.
-        """
-        able = self._fleet.able(name, prefill)
-        return [worker for worker in able if worker not in without] if without else able
+    def _serving_now(self, name: str | None, without: Collection[Worker]) -> Sequence[Worker]:
+        """The workers that answer and serve a name; any will do where it is None."""
+        return _but(self._fleet.able(name), without)
 
     def _matched(self, served: Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What targets hold of a prompt, by the index."""
@@ -595,6 +596,10 @@ class Router:
 
 
 _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}
+
+
+def _but(workers: Sequence[Worker], without: Collection[Worker]) -> Sequence[Worker]:
+    return [worker for worker in workers if worker not in without] if without else workers
 
 
 def _unavailable(message: str) -> RequestError:

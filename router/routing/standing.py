@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 from router.fleet.fleet import Fleet
-from router.policies import ByTurn
-from router.routing.choice import Choice, Option
+from router.policies import ByTurn, Candidate
+from router.routing.choice import Choice, Chosen
+from router.routing.servers import Servers
 
 
 class Standing:
-    """The choices for each name, one for each of the options as `made`.
+    """The choices for each name, one for each of the targets that serve it.
 
     What became of a worker since then is looked at when its turn has come.
     """
 
-    def __init__(
-        self, fleet: Fleet, made: Callable[[str | None], list[Option]], policy: ByTurn, random: Random
-    ) -> None:
+    def __init__(self, fleet: Fleet, servers: Servers, policy: ByTurn, random: Random) -> None:
         self._fleet = fleet
-        self._made = made
+        self._servers = servers
         self._policy = policy
         self._random = random
         self._version = -1
@@ -40,9 +38,12 @@ class Standing:
         return None
 
     def _make(self, name: str | None) -> list[Choice]:
-        options = self._made(name)
-        candidates = [option.candidate for option in options]
-        choices = [Choice(self._policy.decision(candidates, turn), options, o) for turn, o in enumerate(options)]
+        ranks = list(self._servers.of(name).of_target.values())
+        candidates = [Candidate(rank.target) for rank in ranks]
+        choices = [
+            Choice(self._policy.decision(candidates, turn), Chosen(candidates[turn], rank.worker, [], 0))
+            for turn, rank in enumerate(ranks)
+        ]
         if choices:  # else nobody serves it, and there is no end of such names
             self._known[name] = choices
         return choices

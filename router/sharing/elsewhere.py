@@ -49,6 +49,7 @@ class Elsewhere:
 
     def __init__(self, expiry: float, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.expiry = expiry
+        self.changes = 0  # of what any of them has in flight
         self._clock = clock
         self._others: dict[str, _Other] = {}
         self._sums: dict[tuple[str, int], LoadElsewhere] = {}
@@ -125,6 +126,7 @@ class Elsewhere:
             ended()
 
     def _set(self, other: _Other, rank: tuple[str, int], load: RankLoad | None) -> None:
+        self.changes += 1
         before = other.loads.pop(rank, None)
         total = self._sums.setdefault(rank, LoadElsewhere())
         if before is not None:

@@ -47,6 +47,34 @@ def test_the_backlog_is_what_is_expected_less_what_the_first_has_had() -> None:
     assert (load.waiting, load.backlog) == (0, 0)
 
 
+def test_who_listens_is_told_once_of_everything_that_happens() -> None:
+    table, seen = LoadTable(), list[object]()
+    table.on_change.append(lambda worker, dp_rank: seen.append((worker, dp_rank)))
+    table.on_first_byte.append(lambda: seen.append("first byte"))
+    table.on_ended.append(lambda: seen.append("ended"))
+    reservation = Reservation(table.of("w", 1), 30, 100)
+    reservation.first_byte()
+    reservation.first_byte()
+    reservation.release()
+    reservation.release()
+    assert seen == [("w", 1), ("w", 1), "first byte", ("w", 1), "ended"]
+    seen.clear()
+    unanswered = Reservation(table.of("w", 1), 30, 100)
+    unanswered.release()
+    assert seen == [("w", 1), ("w", 1), "ended"]
+
+
+def test_the_load_of_a_worker_that_is_gone_concerns_nobody_but_those_who_wait() -> None:
+    table, changed, ended = LoadTable(), list[str](), list[bool]()
+    table.on_change.append(lambda worker, _: changed.append(worker))
+    table.on_ended.append(lambda: ended.append(True))
+    reservation = Reservation(table.of("w", 0), 30, 100)
+    table.forget("w")
+    reservation.release()
+    assert (changed, ended) == (["w"], [True])
+    assert table.of("w", 0).requests == 0
+
+
 tokens = st.integers(0, 10_000)
 requests_lists = st.lists(st.tuples(tokens, tokens, st.lists(st.sampled_from(["first byte", "release"]))), max_size=8)
 

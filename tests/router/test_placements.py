@@ -25,6 +25,7 @@ from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
 from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
 from router.sharing import Elsewhere, LoadSharing
+from router.sharing.messages import Kind, Message, RankLoad
 from router.tokens.tokenizers import Tokenizers
 
 MODEL = "m"
@@ -38,7 +39,9 @@ def prompt(last: int) -> RoutedPrompt:
     return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True)
 
 
-def with_router(play: Callable[[Router, Fleet], Coroutine[None, None, None]], **more: float) -> None:
+def with_router(
+    play: Callable[[Router, Fleet], Coroutine[None, None, None]], elsewhere: Elsewhere | None = None, **more: float
+) -> None:
     async def run() -> None:
         async def nothing(*_: object) -> None: ...
 
@@ -60,7 +63,7 @@ def with_router(play: Callable[[Router, Fleet], Coroutine[None, None, None]], **
                 Learned(Rates()),
                 history,
                 HitAudit(indexer, history, AuditSettings()),
-                LoadSharing(loads, Elsewhere(5.0, 2.0), []),
+                LoadSharing(loads, elsewhere or Elsewhere(5.0, 2.0), []),
                 DisaggregationSettings(),
             )
             try:
@@ -74,7 +77,7 @@ def with_router(play: Callable[[Router, Fleet], Coroutine[None, None, None]], **
 def candidates(router: Router, asked: RoutedPrompt) -> dict[str, Candidate]:
     choice = router.choose(asked)
     assert choice is not None
-    return {option.worker.url: option.candidate for option in choice.options}
+    return {candidate.target.worker: candidate for candidate in choice.decision.candidates}
 
 
 def test_what_was_sent_is_expected_until_it_failed() -> None:
@@ -135,5 +138,63 @@ def test_workers_that_come_and_go_are_candidates_at_once() -> None:
         new.problem = None
         fleet.drain(new, False)
         assert set(candidates(router, prompt(1))) == {URLS[1], new.url}
+
+    with_router(play)
+
+
+def test_what_other_routers_have_there_counts_as_soon_as_it_is_told() -> None:
+    elsewhere = Elsewhere(5.0, 2.0)
+
+    async def play(router: Router, _: Fleet) -> None:
+        assert candidates(router, prompt(1))[URLS[0]].requests == 0
+        elsewhere.hear(Message("other", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
+        now = candidates(router, prompt(1))
+        assert (now[URLS[0]].requests, now[URLS[0]].pending, now[URLS[0]].context) == (3, 40, 50)
+        assert now[URLS[1]].requests == 0
+        elsewhere.forget("other")
+        assert candidates(router, prompt(1))[URLS[0]].requests == 0
+
+    with_router(play, elsewhere)
+
+
+def test_a_worker_that_fails_is_chosen_again_once_it_is_the_only_one() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        fleet.workers[0].health.circuit.open("it fails")
+        assert set(candidates(router, prompt(1))) == {URLS[1]}
+        assert router.others(prompt(1), [fleet.workers[1]])
+        fleet.workers[1].health.circuit.open("it fails")
+        assert set(candidates(router, prompt(1))) == set(URLS)
+        fleet.report_failure(fleet.workers[1], "gone")
+        assert set(candidates(router, prompt(1))) == {URLS[0]}
+        assert not router.others(prompt(1), [fleet.workers[0]])
+
+    with_router(play)
+
+
+def test_a_rank_that_hangs_is_left_out_alone() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        for worker in fleet.workers:
+            worker.describe(
+                WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16, ranks=(0, 1))
+            )
+        fleet.drain(fleet.workers[1], True)
+        placed = [router.place(prompt(1)) for _ in range(8)]
+        assert {placement.target.dp_rank for placement in placed} == {0, 1}
+        fleet.workers[0].health.ranks[0].circuit.open("it hangs")
+        choice = router.choose(prompt(1))
+        assert choice is not None
+        assert [candidate.target.dp_rank for candidate in choice.decision.candidates] == [1]
+        for placement in placed:
+            placement.release()
+
+    with_router(play)
+
+
+def test_prompts_that_were_read_for_somebody_else_are_placed_by_load() -> None:
+    async def play(router: Router, _: Fleet) -> None:
+        router.needs_prompts = False  # whoever wanted the prompts looks at them no more
+        placed = router.place(prompt(1))
+        assert placed.prediction is None
+        placed.release()
 
     with_router(play)

@@ -7,12 +7,13 @@ from typing import cast
 
 import pytest
 
-from indexer import Target
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
-from router.policies import ByTurn, Candidate, policy_named
-from router.routing.choice import Option
+from router.policies import ByTurn, policy_named
+from router.policies.peers import RoundRobin
+from router.routing.load import LoadTable
+from router.routing.servers import Servers
 from router.routing.standing import Standing
 from router.settings import PolicyName, PolicySettings, WorkerSettings
 
@@ -21,6 +22,9 @@ from router.settings import PolicyName, PolicySettings, WorkerSettings
 class _Fleet:
     workers: list[Worker]
     version: int = 0
+
+    def able(self, name: str | None, prefill: bool) -> list[Worker]:
+        return [worker for worker in self.workers if worker.takes(name, prefill)]
 
 
 def _worker(number: int) -> Worker:
@@ -36,13 +40,10 @@ def fleet() -> _Fleet:
 
 
 def _standing(fleet: _Fleet, name: PolicyName) -> Standing:
-    def made(model: str | None) -> list[Option]:
-        able = [worker for worker in fleet.workers if worker.takes(model)]
-        return [Option(Candidate(Target(worker.url, 0, "m")), worker, [], 0) for worker in able]
-
     policy = policy_named(PolicySettings(name=name), Random(1))
     assert isinstance(policy, ByTurn)
-    return Standing(cast(Fleet, fleet), made, policy, Random(2))
+    servers = Servers(cast(Fleet, fleet), LoadTable())
+    return Standing(cast(Fleet, fleet), servers, policy, Random(2))
 
 
 def _chosen(standing: Standing, times: int) -> Counter[str]:
@@ -93,3 +94,19 @@ def test_nothing_is_left_to_choose(fleet: _Fleet) -> None:
     for worker in fleet.workers:
         worker.problem = "does not answer"
     assert standing.choose("m") is None
+
+
+class _CountedTurns(RoundRobin):
+    taken = 0
+
+    def turn(self, candidates: int) -> int:
+        self.taken += 1
+        return super().turn(candidates)
+
+
+def test_a_turn_among_thousands_looks_at_one(fleet: _Fleet) -> None:
+    fleet.workers += [_worker(number) for number in range(4, 4096)]
+    policy = _CountedTurns()
+    standing = Standing(cast(Fleet, fleet), Servers(cast(Fleet, fleet), LoadTable()), policy, Random(2))
+    assert len(_chosen(standing, 8)) == 8
+    assert policy.taken == 8
