@@ -5,6 +5,8 @@ workers     light workers that answer at once (nginx where there is one), and on
 sides       the routers: how each is started
 load        whole answers: wrk where there is one, else a client of our own
 streams     many streams at once
+first_event one stream after the other
+relay       a relay of bytes: the limit of what a router in Python can reach
 run         every measurement, the sides in turn
 report      the tables
 """

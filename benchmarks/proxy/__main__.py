@@ -28,11 +28,18 @@ _HOW = """\
 
 The router under test has one core, workers and load ({tool}) another. The routers take turns, in an order that changes;
 the figures are medians of {rounds}. Latencies are what the router adds to those without one. Chats of 64 KB are
-conversations, four turns of each. A stream is {chunks} events, {pause:.0f} ms apart.
+conversations, four turns of each. A stream is {chunks} events, {pause:.0f} ms apart; {streams} begin at once, {bursts}
+times a round. One request at a time goes over one connection; of the conversation of 30k tokens only the last message
+changes, so that all before it was seen, by ours and by the peers.
+
+*raw relay* is no router: a relay of bytes on uvloop (`benchmarks/proxy/relay.py`), which knows where a request and an
+answer end and nothing else. It is the limit of what a router in Python could reach on this machine, in this run.
+
+Processor times are those of all threads, as the scheduler counts them in nanoseconds.
 
 Round robin looks at no prompt, in any of them. Cache aware is `cache_aware` of the peers, which know what they routed;
-ours has the model's tokenizer, an index of {blocks:,} blocks of {block} tokens that events filled, the default policy
-and the audit.
+ours has the model's tokenizer, an index of {blocks:,} blocks of {block} tokens that events filled before, the default
+policy and the audit.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after. The run took {minutes:.0f} min."""
 
@@ -71,6 +78,8 @@ def main(
         tool=tool(),
         rounds=f"{scale.rounds} rounds" if scale.rounds > 1 else "one round",
         chunks=CHUNKS,
+        streams=scale.streams,
+        bursts=scale.bursts,
         pause=PAUSE * 1000,
         blocks=scale.blocks,
         block=BLOCK_SIZE,

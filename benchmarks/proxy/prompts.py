@@ -10,11 +10,37 @@ PATH = "/v1/chat/completions"
 # Distinct chats of a size; every fourth begins another conversation.
 CHATS = 64
 _TURNS = 4
+_MESSAGES = 31  # of a long conversation: the last is the user's
 _WORDS = ("the", "of", "and", "to", "in", "that", "for", "was", "with", "not", "but", "are", "this", "have", "from")
 
 
 def bodies(size: int, stream: bool = False) -> list[bytes]:
     """Chats of about so many bytes: conversations, four turns of each, with all but the last message in common."""
+    return [_body(chat, stream, 16) for chat in _chats(size)]
+
+
+def one_token_streams(size: int) -> list[bytes]:
+    """The same chats, but a stream of one token each."""
+    return [_body(chat, True, 1) for chat in _chats(size)]
+
+
+def turns(tokens: int, count: int) -> list[bytes]:
+    """Turns of a conversation of about so many tokens, with all but the last message in common: streams of a token."""
+    random = Random(f"conversation {tokens}")
+    share = tokens // _MESSAGES
+    said = [" ".join(random.choices(_WORDS, k=share)) for _ in range(_MESSAGES - 1)]
+    roles = ("user", "assistant") * _MESSAGES
+    before = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    asked = [_text(Random(f"turn {number}"), 200) for number in range(count)]
+    return [_body([*before, {"role": "user", "content": text}], True, 1) for text in asked]
+
+
+def _body(messages: list[dict[str, str]], stream: bool, max_tokens: int) -> bytes:
+    chat = {"model": MODEL, "messages": messages, "max_tokens": max_tokens}
+    return json.dumps(chat | ({"stream": True} if stream else {})).encode()
+
+
+def _chats(size: int) -> list[list[dict[str, str]]]:
     made = []
     for number in range(CHATS):
         conversation = Random(f"{size} {number // _TURNS}")
@@ -22,8 +48,7 @@ def bodies(size: int, stream: bool = False) -> list[bytes]:
         share = max(size // 16, 16)
         messages = [{"role": role, "content": _text(conversation, share)} for role in roles[:-1]] if size > 4096 else []
         last = _text(Random(f"{size} turn {number}"), share if messages else size - 100)
-        chat = {"model": MODEL, "messages": [*messages, {"role": "user", "content": last}], "max_tokens": 16}
-        made.append(json.dumps(chat | ({"stream": True} if stream else {})).encode())
+        made.append([*messages, {"role": "user", "content": last}])
     return made
 
 

@@ -1,12 +1,14 @@
 """A worker that does as little as a worker can: python -m benchmarks.proxy.raw_worker CORE PORT…
 
-It tells its model, and answers every POST: whole with a few words, or streamed in `CHUNKS` events, `PAUSE` apart.
+It tells its model, and answers every POST: whole with a few words, or streamed in `CHUNKS` events, `PAUSE` apart, or in
+one where one token is asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 
 import uvloop
@@ -27,6 +29,7 @@ EVENT = (
     b'{"content":" word"},"finish_reason":null}]}\n\n'
 )
 _DONE = b"data: [DONE]\n\n"
+_ONE_TOKEN = re.compile(rb'"max_tokens": ?1[,}]')
 
 
 def _chunk(data: bytes) -> bytes:
@@ -58,7 +61,7 @@ class _Worker(asyncio.Protocol):
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"post") and (b'"stream": true' in body or b'"stream":true' in body):  # some write it anew
             self._transport.write(_STREAM + _chunk(EVENT))
-            self._loop.call_later(PAUSE, self._next, CHUNKS - 1)
+            self._loop.call_later(PAUSE, self._next, 0 if _ONE_TOKEN.search(body) else CHUNKS - 1)
         elif head.startswith(b"post"):
             self._transport.write(_whole(ANSWER))
         elif b"/v1/models" in head:

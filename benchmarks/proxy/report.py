@@ -1,10 +1,11 @@
-"""The figures of a run: medians over its rounds, a column for each router, and ours as a ratio to the best peer's."""
+"""The figures of a run: medians over its rounds, a column for each router, and ours as ratios: to the best peer's, and
+to those of a relay of bytes."""
 
 from __future__ import annotations
 
 from statistics import median
 
-OURS, NONE = "kvrouter", "no router"
+OURS, NONE, LIMIT = "kvrouter", "no router", "raw relay"
 
 
 class Table:
@@ -24,21 +25,25 @@ class Table:
         if not self._values:
             return ""
         routers = list(dict.fromkeys(router for row in self._values.values() for router in row))
-        routers.sort(key=lambda router: (router != OURS, router != NONE))
-        lines = [[self.title, *routers, "kvrouter / best peer"]]
+        routers.sort(key=lambda router: (router != OURS, router != NONE, router != LIMIT))
+        lines = [[self.title, *routers, f"{OURS} / best peer", f"{OURS} / {LIMIT}"]]
         for name, row in self._values.items():
             medians = {router: median(values) for router, values in row.items()}
-            peers = [value for router, value in medians.items() if router not in (OURS, NONE)]
+            peers = [value for router, value in medians.items() if router not in (OURS, NONE, LIMIT)]
             best = (max(peers) if self._more else min(peers)) if peers else 0.0
-            ours = medians.get(OURS, 0.0)
-            ratio = f"{ours / best:.2f}" if min(ours, best) > 0 else ""  # noise may add less than nothing
-            lines.append([name, *(_number(medians[r]) if r in medians else "" for r in routers), ratio])
+            ours, limit = medians.get(OURS, 0.0), medians.get(LIMIT, 0.0)
+            figures = [_number(medians[router]) if router in medians else "" for router in routers]
+            lines.append([name, *figures, _ratio(ours, best), _ratio(ours, limit)])
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
         return "\n".join(
             "| " + " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + " |"
             for line in lines
         )
+
+
+def _ratio(ours: float, other: float) -> str:
+    return f"{ours / other:.2f}" if min(ours, other) > 0 else ""  # noise may add less than nothing
 
 
 def _number(value: float) -> str:

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
+from benchmarks.proxy.first_event import LONG, SHORT, first_event
 from benchmarks.proxy.load import LoadError, loaded
 from benchmarks.proxy.processes import StartError, cpu_of, memory_of
 from benchmarks.proxy.report import Table
-from benchmarks.proxy.sides import Nothing, RunningRouter, Side
+from benchmarks.proxy.sides import Nothing, Relay, RunningRouter, Side
 from benchmarks.proxy.streams import streamed
 from benchmarks.proxy.workers import stream_workers, whole_workers
 
@@ -20,16 +22,19 @@ CONNECTIONS = (1, 16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured: seconds of each load, streams at once, blocks in our index."""
+    """How much is measured: seconds of each load, streams at once and how often, requests one after the other, and
+    blocks in our index."""
 
     rounds: int = 3
-    seconds: float = 5.0
+    seconds: float = 3.0
     streams: int = 200
+    bursts: int = 5
+    requests: int = 150
     blocks: int = 1_000_000
 
 
 FULL = Scale()
-QUICK = Scale(rounds=1, seconds=1.0, streams=50, blocks=100_000)
+QUICK = Scale(rounds=1, seconds=1.0, streams=100, bursts=2, requests=30, blocks=100_000)
 
 
 class Run:
@@ -49,16 +54,16 @@ class Run:
 
     def do(self) -> None:
         """Every round."""
-        nothing = Nothing()
+        nothing, relay = Nothing(), Relay()
         for number in range(self._scale.rounds):
             turn = number % len(self._sides)
             sides = [*self._sides[turn:], *self._sides[:turn]]
             with whole_workers(self._folder) as workers:
-                for side in (nothing, *sides):
+                for side in (nothing, relay, *sides):
                     self._say(number, side, "whole answers")
                     self._measure(self._whole, side, workers)
             with stream_workers(self._folder) as workers:
-                for side in (nothing, *sides):
+                for side in (nothing, relay, *sides):
                     self._say(number, side, "streams")
                     self._measure(self._streams, side, workers)
 
@@ -92,18 +97,28 @@ class Run:
             self._add(side, "resident memory afterwards, MB", "after whole answers", memory_of(running.pid) / 2**20)
 
     def _streams(self, side: Side, running: RunningRouter) -> None:
-        streamed(running.url, 16)
-        before = cpu_of(running.pid) if running.pid else 0.0
-        result = streamed(running.url, self._scale.streams)
+        streamed(running.url, self._scale.streams)  # connections, caches
+        results, spent = [], []
+        for _ in range(self._scale.bursts):
+            before = cpu_of(running.pid) if running.pid else 0.0
+            results.append(streamed(running.url, self._scale.streams))
+            spent.append((cpu_of(running.pid) - before) / self._scale.streams if running.pid else 0.0)
         row = f"{self._scale.streams} streams at once"
+        p50, p99 = median(result.p50 for result in results), median(result.p99 for result in results)
         if running.pid is None:
-            self._base[row] = (result.p50, result.p99)
-            return
-        base50, base99 = self._base[row]
-        self._add(side, "first event added, p50, ms", row, (result.p50 - base50) * 1e3)
-        self._add(side, "first event added, p99, ms", row, (result.p99 - base99) * 1e3)
-        spent = (cpu_of(running.pid) - before) / self._scale.streams
-        self._add(side, "processor time of a stream, µs", row, spent * 1e6)
+            self._base[row] = (p50, p99)
+        else:
+            base50, base99 = self._base[row]
+            self._add(side, "first event added, p50, ms", row, (p50 - base50) * 1e3)
+            self._add(side, "first event added, p99, ms", row, (p99 - base99) * 1e3)
+            self._add(side, "processor time of a stream, µs", row, median(spent) * 1e6)
+        for row in (SHORT, LONG):
+            took = first_event(running.url, row, self._scale.requests)
+            if running.pid is None:
+                self._base[row] = (took, took)
+            else:
+                figure = "first event added, one request at a time, p50, ms"
+                self._add(side, figure, row, (took - self._base[row][0]) * 1e3)
 
     def _add(self, side: Side, figure: str, row: str, value: float, more: bool = False) -> None:
         modes = [side.mode] if side.mode else list(dict.fromkeys(each.mode for each in self._sides))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +15,13 @@ from pathlib import Path
 
 from benchmarks.index.machine import INDEXER_CORE
 from benchmarks.index.publisher import Publisher
-from benchmarks.proxy.processes import answers, free_port, started
+from benchmarks.proxy.processes import StartError, answers, free_port, started
 from benchmarks.proxy.prompts import MODEL
+from benchmarks.proxy.report import LIMIT, NONE
 from worker.simulated.settings import BUNDLED_MODEL
 
 ROUTER_CORE = INDEXER_CORE
+_FILL_SECONDS = 60.0
 ROUND_ROBIN, CACHE_AWARE = "round robin", "cache aware"
 
 
@@ -43,22 +47,22 @@ class Side(ABC):
         url = f"http://127.0.0.1:{port}"
         log = folder / f"{self.name}-{self.mode}.log".replace(" ", "-")
         with started(self.command(workers, port, folder), ROUTER_CORE, log, lambda: answers(f"{url}/v1/models")) as pid:
-            self.warm()
+            self.warm(url)
             yield RunningRouter(url, pid)
 
     @abstractmethod
     def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:
         """How to start it."""
 
-    def warm(self) -> None:  # noqa: B027 - most need nothing
-        """Let it know what it must know before it is measured."""
+    def warm(self, url: str) -> None:  # noqa: B027 - most need nothing
+        """Let it know what it must know before it is measured. Raises StartError."""
 
 
 class Nothing(Side):
     """No router: what the workers and the load allow."""
 
     def __init__(self) -> None:
-        super().__init__("no router", "")
+        super().__init__(NONE, "")
 
     @contextmanager
     def running(self, workers: Sequence[str], folder: Path) -> Iterator[RunningRouter]:  # noqa: ARG002
@@ -66,6 +70,17 @@ class Nothing(Side):
 
     def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:
         raise NotImplementedError
+
+
+class Relay(Side):
+    """A relay of bytes, in Python as ours: what no router in Python can fall below."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMIT, "")
+
+    def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:  # noqa: ARG002
+        ports = [url.rpartition(":")[2] for url in workers]
+        return [sys.executable, "-m", "benchmarks.proxy.relay", str(port), *ports]
 
 
 class Kvrouter(Side):
@@ -92,9 +107,21 @@ class Kvrouter(Side):
         config.write_text(json.dumps(settings))
         return [sys.executable, "-m", "kvrouter", "serve", "--config", str(config)]
 
-    def warm(self) -> None:
-        if self._publisher is not None:
-            self._publisher.start()
+    def warm(self, url: str) -> None:
+        if self._publisher is None:
+            return
+        self._publisher.start()
+        deadline = time.monotonic() + _FILL_SECONDS
+        while _blocks_held(url) < self._publisher.workload.blocks:
+            if time.monotonic() > deadline:
+                raise StartError(f"{self.name}: the index was not filled within {_FILL_SECONDS:.0f} s")
+            time.sleep(0.2)
+
+
+def _blocks_held(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("kvrouter_index_blocks{"))
 
 
 class Peer(Side):
