@@ -44,7 +44,7 @@ from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
 from router.settings import ProxySettings
 from router.telemetry.metrics import RequestMetrics
-from router.telemetry.tracing import Span
+from router.telemetry.tracing import NO_SPAN, Span
 from router.upstream import (
     AnswerHead,
     Leg,
@@ -120,8 +120,6 @@ class Exchange:
     _hung = False
     _others = False
     _placement: Placement | None = None
-    _leg: Carried | None = None
-    _span = Span()  # of the attempt
     _head: AnswerHead | None = None
     _begun = False
     _over = False
@@ -148,6 +146,8 @@ class Exchange:
         self._visit = visit
         self._client = client
         self._tried: list[Worker] = []
+        self._leg: Carried | None = None
+        self._span = NO_SPAN  # of the attempt
         if visit.head.path == RESPONSES:
             self._beginning = b""
 

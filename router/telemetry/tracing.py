@@ -40,7 +40,7 @@ class RequestTrace(Span):
 
     def span(self, name: str, **attributes: Any) -> Span:  # noqa: ARG002
         """A span in it that begins now."""
-        return _NO_SPAN
+        return NO_SPAN
 
 
 class Tracing:
@@ -54,7 +54,7 @@ class Tracing:
         """Nothing more is traced."""
 
 
-_NO_SPAN = Span()
+NO_SPAN = Span()
 _NO_TRACE = RequestTrace()
 
 
