@@ -20,7 +20,7 @@ class Chosen(NamedTuple):
     """
 
     candidate: Candidate
-    worker: Worker
+    rank: Rank
     hashes: list[array[int]]
     by_events: int
 
@@ -51,8 +51,9 @@ class Options:
     def choose(self, decision: Decision) -> Choice:
         """The choice that a policy has decided for."""
         candidate = decision.choice
-        worker, by_events = self.rank_of(candidate).worker, self.by_events.get(candidate.target, 0)
-        return Choice(decision, Chosen(candidate, worker, self.hashes_for(candidate), by_events))
+        rank = self.rank_of(candidate)
+        hashes, by_events = self.hashes.get(rank.served, []), self.by_events.get(candidate.target, 0)
+        return Choice(decision, Chosen(candidate, rank, hashes, by_events))
 
 
 @dataclass(slots=True)
@@ -70,4 +71,4 @@ class Choice:
 
     @property
     def worker(self) -> Worker:
-        return self.chosen.worker
+        return self.chosen.rank.worker

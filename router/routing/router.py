@@ -238,17 +238,17 @@ class Router:
 
         Where there is no other target there is nothing to wait for.
         """
-        decision = choice.decision
-        return len(decision.candidates) > 1 and self._must_wait(choice.worker, decision.choice.target.dp_rank)
+        return len(choice.decision.candidates) > 1 and self._must_wait(choice.chosen.rank)
 
     def has_room(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, late_binding: bool) -> bool:
         """Whether any target could take a request now: it may be worth choosing again."""
-        targets = [(each, rank) for each in self._serving_now(prompt.name, without) for rank in each.ranks()]
-        late_binding = late_binding and len(targets) > 1
+        of_target = self._servers.of(prompt.name).of_target
+        ranks = [rank for rank in of_target.values() if rank.worker not in without]
+        late_binding = late_binding and len(ranks) > 1
         return any(
-            self.room(worker, dp_rank, limits, prompt.tokens)
-            and not (late_binding and self._must_wait(worker, dp_rank))
-            for worker, dp_rank in targets
+            self.room(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
+            and not (late_binding and self._must_wait(rank))
+            for rank in ranks
         )
 
     def prefill_seconds(self, prompt: RoutedPrompt) -> float:
@@ -294,13 +294,12 @@ class Router:
         self, prompt: RoutedPrompt, chosen: Choice, now: float, computes: bool = True, decodes: bool = True
     ) -> Placement:
         """Reserve a share of a worker that `computes` the prompt, or `decodes` the answer, or both."""
-        choice, worker, hashes, _ = chosen.chosen
-        target = choice.target
+        choice, rank, hashes, _ = chosen.chosen
+        worker, target, load = rank.worker, rank.target, rank.load
         seconds = 0.0
         if self.needs_prompts and computes:
             rates = self._learned.rates.learner(worker.url, target.model).rates
             seconds = prefill_seconds(rates, prompt.tokens, choice.overlap, choice.requests, choice.context)
-        load = self._load.of(worker.url, target.dp_rank)
         reservation = Reservation(
             load,
             max(prompt.tokens - choice.overlap, 1) if computes else 0,
@@ -309,14 +308,10 @@ class Router:
             streamed=prompt.streamed and computes and decodes,
             now=now,
         )
-        elsewhere = self._sharing.elsewhere.of(worker.url, target.dp_rank)
-        attempt = worker.health.begin(
-            load.pending + elsewhere.pending,
-            target.dp_rank,
-            prompt.streamed,
-            one_of_many=len(worker.ranks()) > 1,
-            now=now,
-        )
+        work = load.pending
+        if self._sharing.carriers:
+            work += self._sharing.elsewhere.of(worker.url, target.dp_rank).pending
+        attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
         placement = Placement(worker, target, chosen.decision, reservation, attempt)
         if hashes:
             self._hold_prompts(prompt, chosen, placement, now, whole=computes and decodes)
@@ -329,8 +324,8 @@ class Router:
     ) -> None:
         """Count known prompts as held soon, and predict what the answer will tell of them. `whole`: it comes from the
         worker that computes them."""
-        choice, worker, hashes, by_events = chosen.chosen
-        target = choice.target
+        choice, rank, hashes, by_events = chosen.chosen
+        worker, target = rank.worker, rank.target
         if len(hashes) == 1:
             self._learned.pressure.routed(hashes[0], max([each.overlap for each in chosen.decision.candidates]))
         one_answer = len(prompt.token_ids) == prompt.answers == 1
@@ -483,12 +478,10 @@ class Router:
         requests = load.requests + shared.requests + worker.metrics.of(dp_rank).unseen
         return limits.room(requests / weight, (load.context + shared.context) / weight, tokens)
 
-    def _must_wait(self, worker: Worker, dp_rank: int) -> bool:
+    def _must_wait(self, rank: Rank) -> bool:
         """Late binding's rule. It counts only prefills whose end will be seen."""
-        streamed = (
-            self._load.of(worker.url, dp_rank).streamed + self._sharing.elsewhere.of(worker.url, dp_rank).streamed
-        )
-        return must_wait(streamed / worker.settings.weight)
+        elsewhere = self._sharing.elsewhere.of(rank.worker.url, rank.target.dp_rank)
+        return must_wait((rank.load.streamed + elsewhere.streamed) / rank.weight)
 
     def _overlaps(self, served: Served, prompt: RoutedPrompt, hashes: list[array[int]]) -> dict[Target, _Overlap]:
         """What targets hold of a request's prompts, or will hold once they have seen what is in flight to them.

@@ -23,14 +23,15 @@ class Served(NamedTuple):
 class Rank:
     """One of a worker's ranks as the target for what it serves under a name.
 
-    `weight`: that of its worker. `candidate`: it with nothing of a prompt, as it was when its load had changed
-    `as_of` times; -1 when that is known not to be so any more.
+    `one_of_many`: its worker has others. `weight`: that of its worker. `candidate`: it with nothing of a prompt, as it
+    was when its load had changed `as_of` times; -1 when that is known not to be so any more.
     """
 
     worker: Worker
     served: Served
     target: Target
     load: TargetLoad
+    one_of_many: bool
     weight: float
     candidate: Candidate
     as_of: int = -1
@@ -103,5 +104,6 @@ class Servers:
 
 
 def _rank(worker: Worker, dp_rank: int, served: Served, load: LoadTable) -> Rank:
-    target = worker.target(dp_rank, served.model)
-    return Rank(worker, served, target, load.of(worker.url, dp_rank), worker.settings.weight, Candidate(target))
+    target, one_of_many = worker.target(dp_rank, served.model), len(worker.ranks()) > 1
+    loaded, weight = load.of(worker.url, dp_rank), worker.settings.weight
+    return Rank(worker, served, target, loaded, one_of_many, weight, Candidate(target))

@@ -32,8 +32,11 @@ class Standing:
         choices = self._known.get(name) or self._make(name)
         for _ in choices:
             choice = choices[self._policy.turn(len(choices))]
-            worker = choice.chosen.worker
-            if worker.takes_now(name, self._random) and worker.health.usable(choice.chosen.candidate.target.dp_rank):
+            rank = choice.chosen.rank
+            worker = rank.worker
+            if worker.takes_now(name, self._random) and (
+                not rank.one_of_many or worker.health.usable(rank.target.dp_rank)
+            ):
                 return choice
         return None
 
@@ -41,7 +44,7 @@ class Standing:
         ranks = list(self._servers.of(name).of_target.values())
         candidates = [Candidate(rank.target) for rank in ranks]
         choices = [
-            Choice(self._policy.decision(candidates, turn), Chosen(candidates[turn], rank.worker, [], 0))
+            Choice(self._policy.decision(candidates, turn), Chosen(candidates[turn], rank, [], 0))
             for turn, rank in enumerate(ranks)
         ]
         if choices:  # else nobody serves it, and there is no end of such names
