@@ -20,7 +20,8 @@ _HOW = (
     "`make bench-tokenize` lets conversations grow turn by turn to 30,000 tokens, and measures what a turn costs "
     "before it can be routed: decoding the body, rendering it with the chat template, tokenizing, and hashing all of "
     "it in blocks of 16 tokens. *Whole* is with the model's own tokenizer on the whole text, *new* with our way of "
-    "tokenizing and nothing kept, *known* after the conversation's earlier turns, with its parts. "
+    "tokenizing and nothing kept, *known* after the conversation's earlier turns, with its parts; the last row is the "
+    "same body once more. "
     "Milliseconds of CPU time (nothing here waits or runs in parallel), medians of {conversations} conversations; the "
     "ways take turns."
 )

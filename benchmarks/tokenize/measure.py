@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from benchmarks.tokenize.conversations import bodies
 from indexer.hashing import PackedPrompt
+from router.apis.conversations import Conversations
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt
 from router.holdings.speculation import prompt_hashes
@@ -62,7 +63,7 @@ def compare(loaded: Any, conversations: int) -> Comparison:
     """
     found = Comparison()
     for seed in range(conversations):
-        known, anew = LocalTokenizer(loaded), LocalTokenizer(loaded, cache_bytes=0)
+        known, anew, seen = LocalTokenizer(loaded), LocalTokenizer(loaded, cache_bytes=0), Conversations()
         before, sizes = 0, list(SIZES)
         for body in bodies(seed, _CHARACTERS):
             expected = _whole(known, known.render(_prompt(body)))
@@ -73,24 +74,24 @@ def compare(loaded: Any, conversations: int) -> Comparison:
                 if side and timed:
                     _time_anew(costs, known, anew, body)
                 elif not side:
-                    _check(_time_known(costs, known, body), expected)
+                    _check(_time_known(costs, known, seen, body), expected)
             found.prompts += 1
             found.tokens += len(expected)
             costs.tokens.append(len(expected))
             costs.new_tokens.append(len(expected) - before)
             before = len(expected)
             if not sizes:
-                _check(_time_known(found.again, known, body), expected)
+                _check(_time_known(found.again, known, seen, body), expected)
                 found.again.tokens.append(len(expected))
                 found.again.new_tokens.append(0)
                 break
     return found
 
 
-def _time_known(costs: Costs, tokenizer: LocalTokenizer, body: bytes) -> PackedPrompt:
+def _time_known(costs: Costs, tokenizer: LocalTokenizer, seen: Conversations, body: bytes) -> PackedPrompt:
     """The steps of a request, with what earlier turns left."""
     begun = time.process_time()
-    prompt = _timed(costs, "decode", lambda: _prompt(body))
+    prompt = _timed(costs, "decode", lambda: _prompt(body, seen))
     text = _timed(costs, "render", lambda: tokenizer.render(prompt))
     token_ids = _timed(costs, "tokenize", lambda: tokenizer.encode([text], add_special_tokens=False)[0])
     _timed(costs, "hash", lambda: _hash(token_ids))
@@ -104,8 +105,8 @@ def _time_anew(costs: Costs, known: LocalTokenizer, anew: LocalTokenizer, body: 
     _timed(costs, "new", lambda: _hash(anew.encode([anew.render(_prompt(body))], add_special_tokens=False)[0]))
 
 
-def _prompt(body: bytes) -> ChatPrompt:
-    prompt = decode_chat(body).prompt
+def _prompt(body: bytes, seen: Conversations | None = None) -> ChatPrompt:
+    prompt = decode_chat(body, (), seen).prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
 

@@ -25,7 +25,7 @@ from router.apis.requests import Conversation
 from router.beginnings import Beginnings
 
 # Shorter bodies are decoded sooner than looked up.
-MIN_BYTES = 2048
+MIN_BYTES = 4096
 CACHE_BYTES = 64 * 2**20
 
 F = TypeVar("F", bound=msgspec.Struct)

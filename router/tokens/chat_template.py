@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -38,6 +39,9 @@ class ChatTemplate:
         self._wraps_parts = loops_over_parts(root)
         self._knows_developer = '"developer"' in source or "'developer'" in source
         self._variables = meta.find_undeclared_variables(root) - _NOT_THE_CLIENTS
+        self._message_loop: MessageLoop | None = None
+        with contextlib.suppress(jinja2.TemplateError):  # which every rendering tells
+            self._message_loop = MessageLoop.of(source, self._compiled)
 
     @cached_property
     def takes_system_first(self) -> bool:
@@ -149,10 +153,6 @@ class ChatTemplate:
 
         compiled: jinja2.Template = _compile_jinja_template(self._source)
         return compiled
-
-    @cached_property
-    def _message_loop(self) -> MessageLoop | None:
-        return MessageLoop.of(self._source, self._compiled)
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:

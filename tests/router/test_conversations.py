@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import RequestError
-from router.apis.conversations import Conversations
+from router.apis.conversations import MIN_BYTES, Conversations
 from router.apis.media import has_media
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt, RoutedRequest
 
-# Beyond the first places at which bodies are remembered.
-LONG = "You hold the cache of the prefix. " * 70
+# Enough for a body to be remembered.
+LONG = "You hold the cache of the prefix. " * (MIN_BYTES // 30)
 
 
 def alone(body: bytes) -> RoutedRequest | str:

@@ -14,13 +14,13 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from indexer.errors import RequestError
-from router.apis.conversations import Conversations
+from router.apis.conversations import MIN_BYTES, Conversations
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt
 from router.tokens.chat_template import ChatTemplate
 from worker.simulated.model.train import CHAT_TEMPLATE
 
-LONG = "You hold the cache of the prefix. " * 70
+LONG = "You hold the cache of the prefix. " * (MIN_BYTES // 30)
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 BY_MESSAGE = [
     CHAT_TEMPLATE,
