@@ -39,6 +39,10 @@ class HiddenUsage:
         is_events = known.get(b"content-type", b"").startswith(b"text/event-stream")
         return is_events and not {b"content-length", b"content-encoding"} & set(known)
 
+    def lets_pass(self, chunks: bytes) -> bool:
+        """Whether these whole chunks, as they are framed, are whole events and none of usage."""
+        return not self._begun and b'"usage"' not in chunks and chunks.endswith(b"\n\n\r\n")
+
     def passed(self, chunk: bytes, ended: bool) -> bytes:
         """What to pass on now that this came."""
         *events, self._begun = (self._begun + chunk).split(b"\n\n")

@@ -88,6 +88,11 @@ class Pair:
         if self._decode is not None:
             self._decode.resume()
 
+    @property
+    def answering(self) -> Carried | None:
+        """The request whose answer is the client's; None while there is none."""
+        return self._decode
+
     def abort(self) -> None:
         """Call both off. The receiver hears nothing more."""
         self._receiver = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from router.apis.asked_usage import HiddenUsage
 from router.apis.usage import UsageTail
 from router.fleet.health import Health
 
@@ -22,17 +23,22 @@ class ChunkWriter(Protocol):
 class EventStream:
     """A stream from a worker to a client."""
 
-    __slots__ = ("_client", "_health", "_tail")
+    __slots__ = ("_client", "_health", "_hidden", "_tail")
 
-    def __init__(self, client: ChunkWriter, health: Health, tail: UsageTail) -> None:
-        """`health` hears that the worker lives, and `tail` gets the chunks that tell of usage."""
+    def __init__(self, client: ChunkWriter, health: Health, tail: UsageTail, hidden: HiddenUsage | None) -> None:
+        """`health` hears that the worker lives, and `tail` gets the chunks that tell of usage. What is `hidden` of the
+        stream does not pass here."""
         self._client = client
         self._health = health
         self._tail = tail
+        self._hidden = hidden
 
-    def pass_on(self, chunks: bytes) -> None:
-        """Whole chunks of whole lines came."""
+    def pass_on(self, chunks: bytes) -> bool:
+        """Whole chunks of whole lines came; false when they have to be looked at, and were not passed on."""
+        if self._hidden is not None and not self._hidden.lets_pass(chunks):
+            return False
         self._health.heard()
         if b'"usage"' in chunks and b'"usage":null' not in chunks:
             self._tail.feed(chunks)
         self._client.write(chunks)
+        return True

@@ -452,18 +452,19 @@ class Exchange:
             else:
                 self._pass(data, ended)
                 self._client.more(data if self._hidden is None else self._hidden.passed(data, ended), ended)
-            if data and not ended and self._begun:
-                self._let_events_pass()
+                if not ended:
+                    self._let_events_pass()
         except Exception:
             self._crash()
 
     def _let_events_pass(self) -> None:
-        """From here on chunks may pass as they come, when nobody changes them or looks for the answer's id."""
-        if not self._streams or self._hidden is not None or self._beginning is not None:
+        """From here on chunks may pass as they come, unless the answer's id is still looked for."""
+        if not self._streams or self._beginning is not None:
             return
-        leg, placement, tail, client = self._leg, self._placement, self._tail, self._client.chunks
+        leg = self._leg.answering if isinstance(self._leg, Pair) else self._leg
+        placement, tail, client = self._placement, self._tail, self._client.chunks
         if isinstance(leg, Leg) and placement is not None and tail is not None and client is not None:
-            leg.pass_on = EventStream(client, placement.attempt.health, tail).pass_on
+            leg.pass_on = EventStream(client, placement.attempt.health, tail, self._hidden).pass_on
 
     def failed(self, error: UpstreamError) -> None:
         try:
@@ -535,6 +536,8 @@ class Exchange:
         ours = self._our_headers(placement)
         self._pass(data, ended)
         self._client.begin(head, ours, self._shown(data, ended), ended)
+        if data and not ended:
+            self._let_events_pass()
 
     def _pass(self, data: bytes, ended: bool) -> None:
         """Learn from what passes."""

@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._framed = self._reusable = self._complete = self._followed = self._told = False
         self._chunk_ended = False
-        self._pass_on: Callable[[bytes], None] | None = None
+        self._pass_on: Callable[[bytes], bool] | None = None
         self._quiet = True  # since the deadline was set
 
     def send(self, leg: Leg) -> None:
@@ -156,9 +156,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         pass_on = self._pass_on
-        if pass_on is not None and body_size(data):
+        if pass_on is not None and body_size(data) and pass_on(data):
             self._quiet = False
-            pass_on(data)
             return
         self._pass_on = None
         leg = self.leg

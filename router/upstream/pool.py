@@ -31,7 +31,8 @@ MAX_IDLE = 1024
 class Leg:
     """One request on its way to one worker.
 
-    `pass_on` gets whole chunks of whole lines of the answer's body as they come; None while all is the receiver's.
+    `pass_on` gets whole chunks of whole lines of the answer's body as they come, and tells whether it took them; None
+    while all is the receiver's.
     """
 
     __slots__ = ("_connecting", "_connection", "_paused", "_upstream", "body", "head", "method", "pass_on", "receiver")
@@ -42,7 +43,7 @@ class Leg:
         self.body = body
         self._upstream = upstream
         self.receiver: Receiver | None = receiver
-        self.pass_on: Callable[[bytes], None] | None = None
+        self.pass_on: Callable[[bytes], bool] | None = None
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._paused = False

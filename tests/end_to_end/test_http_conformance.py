@@ -549,6 +549,62 @@ async def test_an_answer_that_breaks_off_never_seems_whole(worker: ScriptedWorke
         assert not rest.endswith(b"0\r\n\r\n")
 
 
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+# What a worker sends, a piece after the other, and what its client gets: by the fast lane chunks of events pass as they
+# came, with the worker's capital letters; else all is framed anew.
+PIECES = [
+    (EVENTS + b"9\r\ndata: 1\n\n\r\n", b"9\r\ndata: 1\n\n\r\n", b"9\r\ndata: 1\n\n\r\n"),
+    (b"B\r\ndata: 234\n\n\r\n", b"B\r\ndata: 234\n\n\r\n", b"b\r\ndata: 234\n\n\r\n"),
+    (b"3\r\n:a\n\r\n3\r\n:b\n\r\n", b"3\r\n:a\n\r\n3\r\n:b\n\r\n", b"6\r\n:a\n:b\n\r\n"),
+    (b"B\r\ndata", b"4\r\ndata\r\n", b"4\r\ndata\r\n"),
+    (b": 901\n\n\r\n", b"7\r\n: 901\n\n\r\n", b"7\r\n: 901\n\n\r\n"),
+    (b"B\r\ndata: 234\n\n\r\n", b"B\r\ndata: 234\n\n\r\n", b"b\r\ndata: 234\n\n\r\n"),
+    (b"00B;a=b\r\ndata: 567\n\n\r\n", b"b\r\ndata: 567\n\n\r\n", b"b\r\ndata: 567\n\n\r\n"),
+    (b"0\r\nx-trailer: 1\r\n\r\n", b"0\r\n\r\n", b"0\r\n\r\n"),
+]
+
+
+async def see_in_steps(client: Wire, worker: ScriptedWorker, pieces: list[bytes], shown: list[bytes]) -> None:
+    """Have a worker send each piece when its client has seen what is `shown` of the one before."""
+    seen = asyncio.Semaphore(1)
+
+    async def script(exchange: Exchange) -> None:
+        for piece in pieces:
+            await seen.acquire()
+            await exchange.send(piece)
+        exchange.writer.close()
+
+    worker.script = script
+    await client.send(WHOLE)
+    assert (await client.head()).status == 200
+    for expected in shown:
+        async with asyncio.timeout(10):
+            assert await client.reader.readexactly(len(expected)) == expected
+        seen.release()
+
+
+async def test_chunks_of_events_pass_as_they_came(worker: ScriptedWorker, url: str, lane: bool) -> None:
+    async with wire(url) as client:
+        shown = [by_lane if lane else anew for _, by_lane, anew in PIECES]
+        await see_in_steps(client, worker, [sent for sent, _, _ in PIECES], shown)
+
+
+@pytest.mark.parametrize("end", [b"", b"9\r\nda", b"9\r\n", b"9", b"zz\r\ndata: 1\n\n\r\n", b"9\r\ndata: 1\n\nXX"])
+async def test_a_stream_that_breaks_off_after_chunks_that_passed_stays_framed(
+    worker: ScriptedWorker, url: str, lane: bool, end: bytes
+) -> None:
+    (first, *_), (second, *_) = PIECES[:2]
+    shown = [by_lane if lane else anew for _, by_lane, anew in PIECES[:2]]
+    async with wire(url) as client:
+        await see_in_steps(client, worker, [first, second, end], shown)
+        body = b""
+        async with asyncio.timeout(10):
+            while size := int(await client.reader.readline(), 16):
+                body += (await client.reader.readexactly(size + 2))[:-2]
+            assert await client.reader.readexactly(2) == b"\r\n"
+    assert b"upstream_error" in body
+
+
 async def test_a_connection_that_the_worker_had_closed_is_no_failure(worker: ScriptedWorker, url: str) -> None:
     async def script(exchange: Exchange) -> None:
         if sum(each.connection == exchange.connection for each in worker.exchanges) > 1:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from router.apis.asked_usage import HiddenUsage
 from router.apis.usage import Usage, UsageTail
 from router.fleet.health import Health
 from router.forwarding.event_stream import EventStream
@@ -61,9 +62,12 @@ class Receiver:
         self.body += data
         self.ended = ended
 
-    def pass_on(self, chunks: bytes) -> None:
+    def pass_on(self, chunks: bytes) -> bool:
+        if b"no" in chunks:
+            return False
         self.passed.append(chunks)
         self.body += read_by_llhttp(chunks)
+        return True
 
     def failed(self, error: UpstreamError) -> None:  # noqa: ARG002
         self.failed_ = True
@@ -151,6 +155,14 @@ def test_chunks_of_events_pass_without_being_touched() -> None:
     assert receiver.ended
 
 
+def test_chunks_that_are_not_taken_are_read_as_ever() -> None:
+    yes, no = chunk(b"data: yes\n\n"), chunk(b"data: no\n\n")
+    receiver = received([HEAD, yes, yes, no, no, yes, yes + no, yes], passes=True)
+    assert receiver.passed == [yes, yes, yes]
+    said = ["yes", "yes", "no", "no", "yes", "yes", "no", "yes"]
+    assert receiver.body.decode() == "".join(f"data: {word}\n\n" for word in said)
+
+
 def test_what_follows_half_a_chunk_passes_again() -> None:
     event = chunk(b"data: 1\n\n")
     receiver = received([HEAD, event, event, event[:5], event[5:], event, event + event[:4]], passes=True)
@@ -195,12 +207,32 @@ def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
     worker = Health(clock=lambda: now)
     rank = worker.begin(10, dp_rank=1, one_of_many=True).health
     tail = UsageTail()
-    stream = EventStream(Client(), rank, tail)
+    stream = EventStream(Client(), rank, tail, None)
     now = 5.0
     chunks = [chunk(b'data: {"usage":null}\n\n'), chunk(USAGE), chunk(b"data: [DONE]\n\n")]
     for each in chunks:
-        stream.pass_on(each)
+        assert stream.pass_on(each)
     assert written == chunks
     assert tail.usage() == Usage(9, 2, None)
     assert worker.last_byte == rank.last_byte == 5.0
     assert worker.begin(10).health is worker
+
+
+def test_what_hides_usage_passes_whole_events_that_have_none() -> None:
+    written: list[bytes] = []
+
+    class Client:
+        def write(self, data: bytes) -> None:
+            written.append(data)
+
+    hidden = HiddenUsage()
+    stream = EventStream(Client(), Health(), UsageTail(), hidden)
+    event = chunk(b"data: 1\n\n")
+    assert stream.pass_on(event)
+    assert not stream.pass_on(chunk(USAGE))
+    assert not stream.pass_on(chunk(b"data: half of an event\n"))
+    hidden.passed(b"data: half of an event\n", False)
+    assert not stream.pass_on(event)
+    hidden.passed(b"\n", False)
+    assert stream.pass_on(event)
+    assert written == [event, event]
