@@ -37,13 +37,12 @@ def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
     following: Collection[Holdings] | None = None
     for run, _, count in spans:
         held: dict[Holdings, _Held] = {}
-        for holder, bits in run.held.items():
-            owner = holder.owner
-            if owner.alive:
-                if owner in held:
-                    held[owner].append((holder, bits))
-                else:
-                    held[owner] = [(holder, bits)]
+        for pair in run.held.items():  # there may be thousands
+            owner = pair[0].owner
+            if owner in held:
+                held[owner].append(pair)
+            elif owner.alive:
+                held[owner] = [pair]
         if following is None:
             following = held
             trails = {owner: [] for owner in held}
@@ -61,7 +60,7 @@ def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
             break
     matches = []
     for owner, trail in trails.items():
-        blocks = sum([reach for reach, _ in trail])
+        blocks = trail[0][0] if len(trail) == 1 else sum([reach for reach, _ in trail])
         if owner.hybrid and blocks:
             blocks = _within_windows(owner.windows, trail, blocks)
         if blocks:
@@ -106,7 +105,7 @@ def _tiers(trail: list[tuple[int, _Held]], blocks: int, block_size: int) -> dict
     """The matched tokens by the fastest tier that has them."""
     tokens = _NONE.copy()
     for reach, held in trail:
-        matched = min(reach, blocks)
+        matched = reach if reach < blocks else blocks
         blocks -= matched
         if len(held) == 1:  # who else would have it
             tokens[held[0][0].tier] += matched * block_size
