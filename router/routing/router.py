@@ -344,7 +344,7 @@ class Router:
             lasting = identity is not token_ids
             placement.expected.append(self._speculation.hold(target, known, lasting=lasting))
             if ended := self._sharing.sent(target, known):
-                placement.on_release.append(ended)
+                placement.expected.append(ended)
         if prompt.streamed and one_answer and whole:
             placement.timing = self._learned.timing(choice, prompt.tokens)
 

@@ -58,6 +58,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
     `number` counts its messages. `ended`: prompts that were told before. `oldest`: all prompts before it have ended.
     `made`: responses, each with its worker's URL. `spent`: by tenants since the last message, requests and tokens.
+    `failed`: those of `ended` that their workers did not compute.
     """
 
     router: str
@@ -69,6 +70,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     oldest: int = 0
     made: list[tuple[str, str]] = []
     spent: list[tuple[str, int, int]] = []
+    failed: list[int] = []
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from indexer import Target
+from router.holdings.speculation import Ending
 from router.routing.load import LoadTable
 from router.sharing.elsewhere import Elsewhere
 from router.sharing.messages import Kind, Message, RankLoad, SentPrompt, decode, encode, told
@@ -97,7 +98,7 @@ class LoadSharing:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def sent(self, target: Target, hashes: array[int]) -> Callable[[], None] | None:
+    def sent(self, target: Target, hashes: array[int]) -> Ending | None:
         """A prompt was sent to a target: the hash of each of its chunks.
 
         Returns what to call when it ended; None where nobody is told.
@@ -110,11 +111,11 @@ class LoadSharing:
         for teller in self._tellers:
             teller.sent(prompt)
 
-        def ended() -> None:
+        def ended(failed: bool = False) -> None:
             if number in self._open:
                 del self._open[number]
                 for teller in self._tellers:
-                    teller.ended(number)
+                    teller.ended(number, failed)
 
         return ended
 
@@ -143,7 +144,7 @@ class LoadSharing:
         loads = [self._load(*rank) for rank in news.ranks]
         spent = [(tenant, requests, tokens) for tenant, (requests, tokens) in news.spent.items()]
         head = self.router, self._messages, kind
-        return encode(Message(*head, loads, news.sent, news.ended, oldest, news.made, spent))
+        return encode(Message(*head, loads, news.sent, news.ended, oldest, news.made, spent, news.failed))
 
     def in_flight(self) -> list[tuple[str, int]]:
         """The ranks that have anything."""
@@ -206,6 +207,7 @@ class _News:
     ranks: dict[tuple[str, int], None] = field(default_factory=dict)
     sent: list[SentPrompt] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
     made: list[tuple[str, str]] = field(default_factory=list)
     spent: dict[str, tuple[int, int]] = field(default_factory=dict)
     bytes: int = 0
@@ -228,8 +230,10 @@ class _Teller:
         self._news.sent.append(prompt)
         self._soon(len(prompt.prefixes))
 
-    def ended(self, number: int) -> None:
+    def ended(self, number: int, failed: bool) -> None:
         self._news.ended.append(number)
+        if failed:
+            self._news.failed.append(number)
         self._soon(8)
 
     def made(self, response: str, worker: str) -> None:

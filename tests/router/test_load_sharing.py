@@ -181,6 +181,24 @@ def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> 
     asyncio.run(play())
 
 
+def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
+    async def play() -> None:
+        wire = Wire()
+        here, there = LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER), [wire]), Elsewhere(EXPIRY, LINGER)
+        target, other = Target("http://w", 0, "m"), Target("http://v", 0, "m")
+        prompt = array("Q", range(1, 9))
+        for ended, failed in [(here.sent(target, prompt), True), (here.sent(other, prompt), False)]:
+            here.tell_everything()
+            hear_all(wire, there)
+            assert ended is not None
+            ended(failed)
+            here.tell_everything()
+            hear_all(wire, there)
+        assert there.overlaps(prompt) == {other: TOLD_TOKENS}
+
+    asyncio.run(play())
+
+
 def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
     async def play() -> None:
         clock, wire = Clock(), Wire()
