@@ -103,9 +103,10 @@ class ChatTemplate:
         if loop is None or not _bare(variables):
             return None
         key = _encode(variables)
-        known, count = conversation.rendering, len(chat.messages)
-        if known is None:
-            known, count = conversation.earlier, conversation.shared
+        known = conversation.rendering
+        if known is not None and known.by is self and known.variables == key:
+            return known.text
+        known, count = conversation.earlier, conversation.shared
         if known is None or known.by is not self or known.variables != key:
             known, count = None, 0
         messages = chat.messages[count:]

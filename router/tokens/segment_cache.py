@@ -23,15 +23,15 @@ class SegmentCache:
         """The packed token ids of the texts that are known, and the texts that are not, each once."""
         found: dict[str, bytes] = {}
         missing: dict[str, None] = {}
-        known = self._known
+        get, move_to_end = self._known.get, self._known.move_to_end
         with self._lock:
             for text in texts:
-                token_ids = known.get(text)
+                token_ids = get(text)
                 if token_ids is None:
                     missing[text] = None
                 else:
                     found[text] = token_ids
-                    known.move_to_end(text)
+                    move_to_end(text)
         return found, list(missing)
 
     def put(self, new: Mapping[str, bytes]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from indexer.hashing import PackedPrompt, pack_tokens
@@ -70,8 +71,10 @@ class Cutter:
         starts = [match.start() for match in self._raw.finditer(text, start) if match.group() in self._boundaries]
         if not starts:
             return [text[start:]]
-        pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
-        return pieces if starts[0] == start else [text[start : starts[0]], *pieces]
+        if starts[0] != start:
+            starts.insert(0, start)
+        starts.append(len(text))
+        return [text[start:end] for start, end in pairwise(starts)]
 
     def special_token(self, piece: str) -> str:
         """The special token that a piece begins with; empty when it begins with none."""
@@ -111,18 +114,18 @@ class SegmentedEncoder:
         Raises TooLongForNowError when more than `at_most` characters of them are new, not counting ASCII in full where
         that is faster.
         """
-        begun = [self._texts.beginning(text) for text in texts]
+        begun = list(map(self._texts.beginning, texts))
         cut = [
             [] if beginning.whole else self._cut(text, beginning.characters)
             for text, beginning in zip(texts, begun, strict=True)
         ]
-        known, new = self._pieces.get(piece for pieces in cut for piece in pieces)
+        known, new = self._pieces.get(cut[0] if len(cut) == 1 else list(chain.from_iterable(cut)))
         if new:
             if sum(map(self._work, new)) > at_most:
                 raise TooLongForNowError
             known |= self._encoded(new)
         prompts = [
-            self._texts.tokenized(text, beginning, pieces, [known[piece] for piece in pieces])
+            self._texts.tokenized(text, beginning, pieces, list(map(known.__getitem__, pieces)))
             for text, beginning, pieces in zip(texts, begun, cut, strict=True)
         ]
         if add_special_tokens and (self._before or self._after):
