@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from indexer import Target
+from router.fleet.discovery import WorkerDescription
 from router.fleet.fleet import Fleet, Worker
 from router.policies import Candidate
 from router.routing.load import LoadTable, TargetLoad
+from router.settings import WorkerSettings
 
 
 class Served(NamedTuple):
@@ -41,17 +43,32 @@ class Serving:
     """The workers that take requests of a name, as `Fleet.able` has them, and their ranks: by worker, by target, and by
     what they serve."""
 
-    def __init__(self, workers: Sequence[Worker], name: str | None, load: LoadTable) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], name: str | None, load: LoadTable, before: Serving | None = None
+    ) -> None:
+        """`before`: what was found of the name the last time. The ranks of workers that are as they were stay."""
         self.workers = workers
         self.of_worker: dict[Worker, list[Rank]] = {}
         self.of_target: dict[Target, Rank] = {}
         self.of_served: dict[Served, list[Rank]] = {}
+        self._found: dict[Worker, tuple[WorkerDescription | None, WorkerSettings]] = {}
         for worker in workers:
-            known = worker.served(name) if name is not None else None
-            served = Served(known.model, known.adapter) if known else Served("", None)
-            ranks = self.of_worker[worker] = [_rank(worker, dp_rank, served, load) for dp_rank in worker.ranks()]
-            self.of_served.setdefault(served, []).extend(ranks)
-            self.of_target.update((rank.target, rank) for rank in ranks)
+            ranks = before.ranks_as_found(worker) if before is not None else None
+            if ranks is None:
+                ranks = _ranks(worker, name, load)
+            self._found[worker] = (worker.description, worker.settings)
+            self.of_worker[worker] = ranks
+            self.of_served.setdefault(ranks[0].served, []).extend(ranks)
+            for rank in ranks:
+                self.of_target[rank.target] = rank
+                rank.as_of = -1
+
+    def ranks_as_found(self, worker: Worker) -> list[Rank] | None:
+        """The ranks of a worker, if it is as it was when they were found."""
+        description, settings = self._found.get(worker, (None, None))
+        if settings is not worker.settings or description is not worker.description:
+            return None
+        return self.of_worker[worker]
 
     @property
     def all_usable(self) -> bool:
@@ -83,15 +100,17 @@ class Servers:
         self._load = load
         self._version = -1
         self._known: dict[tuple[str | None, bool], Serving] = {}
+        self._before: dict[tuple[str | None, bool], Serving] = {}  # of the last version
 
     def of(self, name: str | None, prefill: bool = False) -> Serving:
         """Those that take requests of a name."""
         if self._version != self._fleet.version:
             self._version = self._fleet.version
-            self._known.clear()
+            self._before, self._known = self._known, {}
         serving = self._known.get((name, prefill))
         if serving is None:
-            serving = Serving(self._fleet.able(name, prefill), name, self._load)
+            before = self._before.pop((name, prefill), None)
+            serving = Serving(self._fleet.able(name, prefill), name, self._load, before)
             if serving.workers:  # else nobody serves it, and there is no end of such names
                 self._known[name, prefill] = serving
         return serving
@@ -103,7 +122,12 @@ class Servers:
                 rank.as_of = -1
 
 
-def _rank(worker: Worker, dp_rank: int, served: Served, load: LoadTable) -> Rank:
-    target, one_of_many = worker.target(dp_rank, served.model), len(worker.ranks()) > 1
-    loaded, weight = load.of(worker.url, dp_rank), worker.settings.weight
-    return Rank(worker, served, target, loaded, one_of_many, weight, Candidate(target))
+def _ranks(worker: Worker, name: str | None, load: LoadTable) -> list[Rank]:
+    known = worker.served(name) if name is not None else None
+    served = Served(known.model, known.adapter) if known else Served("", None)
+    targets = [worker.target(dp_rank, served.model) for dp_rank in worker.ranks()]
+    of_many, weight = len(targets) > 1, worker.settings.weight
+    return [
+        Rank(worker, served, target, load.of(worker.url, target.dp_rank), of_many, weight, Candidate(target))
+        for target in targets
+    ]

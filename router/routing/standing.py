@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from random import Random
+from typing import NamedTuple
 
 from router.fleet.fleet import Fleet
 from router.policies import ByTurn, Candidate
 from router.routing.choice import Choice, Chosen
-from router.routing.servers import Servers
+from router.routing.servers import Rank, Servers
+
+
+class _Turns(NamedTuple):
+    """The targets of a name, and the choice of each that was chosen before: it is the same each time."""
+
+    ranks: list[Rank]
+    candidates: list[Candidate]
+    choices: list[Choice | None]
 
 
 class Standing:
-    """The choices for each name, one for each of the targets that serve it.
+    """The targets of each name, and of those whose turn has come the choice.
 
-    What became of a worker since then is looked at when its turn has come.
+    What became of a worker since they were found is looked at when its turn has come.
     """
 
     def __init__(self, fleet: Fleet, servers: Servers, policy: ByTurn, random: Random) -> None:
@@ -22,31 +31,32 @@ class Standing:
         self._policy = policy
         self._random = random
         self._version = -1
-        self._known: dict[str | None, list[Choice]] = {}
+        self._known: dict[str | None, _Turns] = {}
 
     def choose(self, name: str | None) -> Choice | None:
         """The next one whose worker takes a request of this name; None when it has to be looked for among all."""
         if self._version != self._fleet.version:
             self._version = self._fleet.version
             self._known.clear()
-        choices = self._known.get(name) or self._make(name)
-        for _ in choices:
-            choice = choices[self._policy.turn(len(choices))]
-            rank = choice.chosen.rank
+        turns = self._known.get(name) or self._find(name)
+        for _ in turns.ranks:
+            turn = self._policy.turn(len(turns.ranks))
+            rank = turns.ranks[turn]
             worker = rank.worker
             if worker.takes_now(name, self._random) and (
                 not rank.one_of_many or worker.health.usable(rank.target.dp_rank)
             ):
-                return choice
+                return turns.choices[turn] or self._choose(turns, turn)
         return None
 
-    def _make(self, name: str | None) -> list[Choice]:
+    def _find(self, name: str | None) -> _Turns:
         ranks = list(self._servers.of(name).of_target.values())
-        candidates = [Candidate(rank.target) for rank in ranks]
-        choices = [
-            Choice(self._policy.decision(candidates, turn), Chosen(candidates[turn], rank, [], 0))
-            for turn, rank in enumerate(ranks)
-        ]
-        if choices:  # else nobody serves it, and there is no end of such names
-            self._known[name] = choices
-        return choices
+        turns = _Turns(ranks, [Candidate(rank.target) for rank in ranks], [None] * len(ranks))
+        if ranks:  # else nobody serves it, and there is no end of such names
+            self._known[name] = turns
+        return turns
+
+    def _choose(self, turns: _Turns, turn: int) -> Choice:
+        chosen = Chosen(turns.candidates[turn], turns.ranks[turn], [], 0)
+        choice = turns.choices[turn] = Choice(self._policy.decision(turns.candidates, turn), chosen)
+        return choice

@@ -198,3 +198,40 @@ def test_prompts_that_were_read_for_somebody_else_are_placed_by_load() -> None:
         placed.release()
 
     with_router(play)
+
+
+def test_a_worker_that_serves_something_else_or_bears_more_is_seen_as_it_is_now() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        placed = [router.place(prompt(1)) for _ in range(4)]
+        assert sorted(each.requests for each in candidates(router, prompt(1)).values()) == [0, 4]
+        busy = placed[0].worker
+        given = [WorkerSettings.model_validate({"url": url, "weight": 2}) for url in URLS]
+        await fleet.assign("config", given)
+        assert candidates(router, prompt(1))[busy.url].requests == 2
+        busy.describe(WorkerDescription(Engine.VLLM, {"other": ServedModel("other", "other")}, block_size=16))
+        fleet.drain(busy, False)
+        assert busy.url not in candidates(router, prompt(1))
+        asked = RoutedPrompt("other", 40)
+        assert candidates(router, asked)[busy.url].target == busy.target(0, "other")
+        assert candidates(router, asked)[busy.url].requests == 2
+        for placement in placed:
+            placement.release()
+        assert candidates(router, asked)[busy.url].requests == 0
+
+    with_router(play)
+
+
+def test_loads_told_while_nobody_asked_for_a_name_count_when_somebody_does() -> None:
+    elsewhere = Elsewhere(5.0, 2.0)
+
+    async def play(router: Router, fleet: Fleet) -> None:
+        models = {name: ServedModel(name, name) for name in (MODEL, "other")}
+        for worker in fleet.workers:
+            worker.describe(WorkerDescription(Engine.VLLM, models, block_size=16))
+        names = RoutedPrompt(MODEL, 40), RoutedPrompt("other", 40)
+        assert [candidates(router, each)[URLS[0]].requests for each in names] == [0, 0]
+        fleet.drain(fleet.workers[1], True)
+        elsewhere.hear(Message("a", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
+        assert [candidates(router, each)[URLS[0]].requests for each in names] == [3, 3]
+
+    with_router(play, elsewhere)
