@@ -42,7 +42,7 @@ class Rendering:
     `ends`: where in the text each message's part ends, after the end of what comes before the first.
     """
 
-    by: object
+    by: Any
     variables: bytes
     text: str
     ends: list[int]

@@ -57,7 +57,7 @@ class SpeculativeHoldings:
         self._stride = stride
         self._prefixes: SharedPrefixes[_Target] = SharedPrefixes()
         self._targets: dict[Target, _Target] = {}
-        self._ended: deque[_Ended] = deque()  # the first to be let go is the first
+        self._ended: deque[_Ended] = deque()
         self._ended_lasting: deque[_Ended] = deque()
         self._ended_prefixes = 0
 
@@ -92,22 +92,29 @@ class SpeculativeHoldings:
 
     def _end(self, holder: _Target, edge: Edge[_Target], lasting: bool, failed: bool = False) -> None:
         if failed:
-            self._prefixes.let_go(holder, edge)
+            self._let_go(holder, edge)
             return
         now = self._clock()
-        if lasting:
-            self._ended_lasting.append((now + max(self._linger, LASTING_SECONDS), holder, edge))
-        else:
-            self._ended.append((now + self._linger, holder, edge))
+        (self._ended_lasting if lasting else self._ended).append((now, holder, edge))
         self._ended_prefixes += edge.end
         self._expire(now)
 
     def _expire(self, now: float) -> None:
-        for ended in self._ended, self._ended_lasting:
-            while ended and (ended[0][0] <= now or self._ended_prefixes > MAX_ENDED):
-                _, holder, edge = ended.popleft()
-                self._ended_prefixes -= edge.end
-                self._prefixes.let_go(holder, edge)
+        for ended, linger in (self._ended, self._linger), (self._ended_lasting, max(self._linger, LASTING_SECONDS)):
+            while ended and ended[0][0] + linger <= now:
+                self._let_go_first(ended)
+        while self._ended_prefixes > MAX_ENDED:
+            self._let_go_first(min(filter(None, (self._ended, self._ended_lasting)), key=lambda ended: ended[0][0]))
+
+    def _let_go_first(self, ended: deque[_Ended]) -> None:
+        _, holder, edge = ended.popleft()
+        self._ended_prefixes -= edge.end
+        self._let_go(holder, edge)
+
+    def _let_go(self, holder: _Target, edge: Edge[_Target]) -> None:
+        self._prefixes.let_go(holder, edge)
+        if not holder.chunks and not holder.forgotten:
+            self.forget(holder.target)  # who knows whether it will be heard of again
 
 
 class _Target(Holder):
@@ -121,5 +128,5 @@ class _Target(Holder):
         self.forgotten = False
 
 
-# When a prompt is let go, by whom, and where it ends.
+# When a prompt ended, who holds it, and where in the tree it ends.
 _Ended: TypeAlias = tuple[float, _Target, Edge[_Target]]

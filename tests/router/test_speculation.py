@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
+from router.holdings import speculation
 from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 
 LINGER = 2.0
@@ -112,6 +114,28 @@ def test_a_reset_target_is_expected_to_hold_only_what_came_after() -> None:
     before()
     clock.now += LINGER + 1
     assert overlap(holdings, HERE, hashes(PROMPT)) == len(PROMPT)
+
+
+def test_no_more_is_kept_of_prompts_that_ended_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "MAX_ENDED", 25)
+    clock = Clock()
+    holdings = SpeculativeHoldings(LINGER, clock)
+    for number in range(10):
+        clock.now += 0.01
+        prompt = hashes([number, *PROMPT[1:]])
+        holdings.hold(HERE, prompt, lasting=number % 2 == 0)()
+        assert overlap(holdings, HERE, prompt) == len(PROMPT)
+        assert len(holdings) <= 25
+
+
+def test_targets_that_hold_nothing_any_more_are_forgotten() -> None:
+    clock = Clock()
+    holdings = SpeculativeHoldings(LINGER, clock)
+    for number in range(100):
+        ended = holdings.hold(Target(f"http://{number}", 0, "m"), hashes(PROMPT))
+        clock.now += LINGER
+        ended()
+    assert len(holdings._targets) == 1
 
 
 lengths = st.integers(0, 12 * CHUNK_TOKENS)
