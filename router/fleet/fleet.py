@@ -57,8 +57,10 @@ class Fleet:
         self._limits = CircuitLimits(settings.failures, settings.backoff, settings.longest_backoff)
         self._given: dict[str, dict[str, WorkerSettings]] = {source: {} for source in SOURCES}
         self._workers: dict[str, Worker] = {}
-        self._able: dict[tuple[str | None, bool], list[Worker]] = {}  # as of a version
-        self._able_version = -1
+        # What was asked of a version.
+        self._asked_version = -1
+        self._able: dict[tuple[str | None, bool], list[Worker]] = {}
+        self._models: dict[str, str] = {}
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
         self._judge = Judge(settings, indexer)
         self._judging: asyncio.Task[None] | None = None
@@ -116,9 +118,8 @@ class Fleet:
 
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
         """The workers that may get new requests for a name, as `Worker.takes` says, however their last ones went."""
-        if self._able_version != self.version:
-            self._able_version = self.version
-            self._able.clear()
+        if self._asked_version != self.version:
+            self._forget_answers()
         able = self._able.get((name, prefill))
         if able is None:
             able = [worker for worker in self._workers.values() if worker.takes(name, prefill)]
@@ -128,8 +129,13 @@ class Fleet:
 
     def model_of(self, name: str) -> str | None:
         """The model behind the name of a model or adapter; None when nobody serves it."""
+        if self._asked_version != self.version:
+            self._forget_answers()
+        if (model := self._models.get(name)) is not None:
+            return model
         for worker in self._workers.values():
             if (served := worker.served(name)) is not None:
+                self._models[name] = served.model
                 return served.model
         return None
 
@@ -241,6 +247,11 @@ class Fleet:
         for model in description.base_models():
             await self._on_model(worker, model)
         self._tell_changed()
+
+    def _forget_answers(self) -> None:
+        self._asked_version = self.version
+        self._able.clear()
+        self._models.clear()
 
     def _changed(self) -> None:
         """Other workers may get requests."""
