@@ -12,7 +12,7 @@ from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-from router.policies.records import ByTurn, Candidate, Decision, Policy, Request, cheapest, known_usage
+from router.policies.records import ByTurn, Candidate, Decision, Policy, Request, cheapest, known_usage, one_of_lowest
 
 _SGLANG_THRESHOLD = 0.3
 _SGLANG_DIFFERENCE = 64
@@ -59,7 +59,8 @@ def least_loaded(random: Random) -> Policy:
     """The fewest requests in flight; what the caches hold plays no part."""
 
     def choose(candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG001
-        return cheapest(candidates, lambda candidate: {"requests": candidate.requests}, random)
+        choice = one_of_lowest(candidates, [candidate.requests for candidate in candidates], random)
+        return Decision(choice, candidates, lambda candidate: {"requests": candidate.requests})
 
     return choose
 

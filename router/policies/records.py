@@ -137,7 +137,7 @@ def cheapest(
 
 def one_of_lowest(
     candidates: Sequence[Candidate],
-    totals: list[float],
+    totals: Sequence[float],
     random: Random,
     near: float = 0.0,
 ) -> Candidate:
