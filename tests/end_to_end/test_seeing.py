@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -185,6 +186,25 @@ async def test_an_id_is_forwarded_returned_and_logged(
         "overlap": "0",
         "bytes": 2,
     }
+
+
+async def test_the_bytes_of_a_stream_are_counted_without_its_chunks(
+    worker: ScriptedWorker, routed: RouterUnderTest, logs: list[Any]
+) -> None:
+    events = [b"data: %d\n\n" % number for number in range(5)]
+
+    async def slowly(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        for event in events:
+            await exchange.chunk(event)
+            await asyncio.sleep(0.01)
+        await exchange.chunk(b"")
+
+    worker.script = slowly
+    reply = await routed.call(PATH, BODY)
+    (line,) = await request_lines(logs)
+    assert reply.body == b"".join(events)
+    assert line["bytes"] == len(reply.body)
 
 
 @pytest.mark.parametrize("given", ["", "with space", "x" * 129, "é"])
