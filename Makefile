@@ -7,7 +7,7 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
+.PHONY: demo test test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-index bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
 
 demo: .venv/installed
@@ -15,6 +15,10 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/pytest --numprocesses 4 $(ARGS)
+
+# The same tests, of what is compiled. With -P nothing is imported from the clone itself.
+test-compiled: .compiled/tests
+	PYTHONSAFEPATH=1 .compiled/bin/pytest --numprocesses 4 tests/indexer tests/router tests/kvrouter tests/end_to_end $(ARGS)
 
 test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
@@ -56,6 +60,7 @@ bench-reporter: .venv/installed
 	$(BIN)/python -m benchmarks.reporter $(ARGS)
 
 bench-proxy: .venv/installed .bench/smg/installed .bench/sglang-router/installed .bench/vllm-router/installed
+	@$(MAKE) compiled || echo "It can't be compiled here: only the interpreted one is measured"
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
 
 soak: .venv/installed
@@ -113,6 +118,10 @@ lint: .venv/installed
 	rm -f .compiled/kvrouter-*.tar.gz
 	.compiled/bin/hatchling build --target sdist --directory .compiled
 	HATCH_BUILD_HOOKS_ENABLE=1 .compiled/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .compiled/kvrouter-*.tar.gz
+	@touch $@
+
+.compiled/tests: .compiled/installed
+	.compiled/bin/pip install --quiet 'kvrouter[dev]'
 	@touch $@
 
 .venv/envoy-test: pyproject.toml .venv/installed

@@ -19,7 +19,7 @@ from benchmarks.index.workload import BLOCK_SIZE, Workload
 from benchmarks.proxy.load import tool
 from benchmarks.proxy.raw_worker import CHUNKS, PAUSE
 from benchmarks.proxy.run import FULL, QUICK, Run
-from benchmarks.proxy.sides import CACHE_AWARE, ROUND_ROBIN, Kvrouter, Side, peers
+from benchmarks.proxy.sides import CACHE_AWARE, ROUND_ROBIN, Kvrouter, Side, is_compiled, peers
 from benchmarks.proxy.workers import WORKERS, nginx
 
 _HOW = """\
@@ -35,6 +35,8 @@ changes, so that all before it was seen, by ours and by the peers.
 *raw relay* is no router: a relay of bytes on uvloop (`benchmarks/proxy/relay.py`), which knows where a request and an
 answer end and nothing else. It is the limit of what a router in Python could reach on this machine, in this run.
 
+{ours}
+
 Processor times are those of all threads, as the scheduler counts them in nanoseconds.
 
 Round robin looks at no prompt, in any of them. Cache aware is `cache_aware` of the peers, which know what they routed;
@@ -42,6 +44,11 @@ ours has the model's tokenizer, an index of {blocks:,} blocks of {block} tokens 
 policy and the audit.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after. The run took {minutes:.0f} min."""
+
+
+_COMPILED = """\
+*kvrouter* is what `make compiled` makes, as in the image; *interpreted* is the same code as Python runs it."""
+_INTERPRETED = "*kvrouter* is interpreted: there is no C compiler here for `make compiled`."
 
 
 def main(
@@ -61,12 +68,12 @@ def main(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-proxy-")))
         folder.chmod(0o755)
         sides: list[Side] = []
-        if ROUND_ROBIN in modes:
-            sides.append(Kvrouter(ROUND_ROBIN))
-        if CACHE_AWARE in modes:
-            prompts = scale.blocks // (WORKERS * 512)
-            workload = Workload(workers=WORKERS, prompts=prompts, prompt_blocks=512, event_blocks=32)
-            sides.append(Kvrouter(CACHE_AWARE, stack.enter_context(publisher_of(workload))))
+        prompts = scale.blocks // (WORKERS * 512)
+        workload = Workload(workers=WORKERS, prompts=prompts, prompt_blocks=512, event_blocks=32)
+        for each in modes:
+            for interpreted in (False, True) if is_compiled() else (False,):
+                publisher = stack.enter_context(publisher_of(workload)) if each == CACHE_AWARE else None
+                sides.append(Kvrouter(each, publisher, interpreted=interpreted))
         others = [] if no_peers else [peer for each in modes for peer in peers(each)]
         sides += others
         run = Run(sides, scale, folder)
@@ -78,6 +85,7 @@ def main(
         tool=tool(),
         rounds=f"{scale.rounds} rounds" if scale.rounds > 1 else "one round",
         chunks=CHUNKS,
+        ours=_COMPILED if is_compiled() else _INTERPRETED,
         streams=scale.streams,
         bursts=scale.bursts,
         pause=PAUSE * 1000,

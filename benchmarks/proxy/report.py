@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from statistics import median
 
-OURS, NONE, LIMIT = "kvrouter", "no router", "raw relay"
+OURS, INTERPRETED, NONE, LIMIT = "kvrouter", "interpreted", "no router", "raw relay"
 
 
 class Table:
@@ -25,11 +25,11 @@ class Table:
         if not self._values:
             return ""
         routers = list(dict.fromkeys(router for row in self._values.values() for router in row))
-        routers.sort(key=lambda router: (router != OURS, router != NONE, router != LIMIT))
+        routers.sort(key=lambda router: (router != OURS, router != INTERPRETED, router != NONE, router != LIMIT))
         lines = [[self.title, *routers, f"{OURS} / best peer", f"{OURS} / {LIMIT}"]]
         for name, row in self._values.items():
             medians = {router: median(values) for router, values in row.items()}
-            peers = [value for router, value in medians.items() if router not in (OURS, NONE, LIMIT)]
+            peers = [value for router, value in medians.items() if router not in (OURS, INTERPRETED, NONE, LIMIT)]
             best = (max(peers) if self._more else min(peers)) if peers else 0.0
             ours, limit = medians.get(OURS, 0.0), medians.get(LIMIT, 0.0)
             figures = [_number(medians[router]) if router in medians else "" for router in routers]

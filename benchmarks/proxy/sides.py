@@ -17,12 +17,18 @@ from benchmarks.index.machine import INDEXER_CORE
 from benchmarks.index.publisher import Publisher
 from benchmarks.proxy.processes import StartError, answers, free_port, started
 from benchmarks.proxy.prompts import MODEL
-from benchmarks.proxy.report import LIMIT, NONE
+from benchmarks.proxy.report import INTERPRETED, LIMIT, NONE, OURS
 from worker.simulated.settings import BUNDLED_MODEL
 
 ROUTER_CORE = INDEXER_CORE
 _FILL_SECONDS = 60.0
+_COMPILED = Path(".compiled/bin/python").absolute()
 ROUND_ROBIN, CACHE_AWARE = "round robin", "cache aware"
+
+
+def is_compiled() -> bool:
+    """Whether `make compiled` has been there."""
+    return _COMPILED.exists() and (_COMPILED.parent.parent / "installed").exists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +92,11 @@ class Relay(Side):
 class Kvrouter(Side):
     """Ours. Cache aware is all of it: tokenizer, an index filled by events, the default policy, the audit."""
 
-    def __init__(self, mode: str, publisher: Publisher | None = None) -> None:
-        super().__init__("kvrouter", mode)
+    def __init__(self, mode: str, publisher: Publisher | None = None, *, interpreted: bool = False) -> None:
+        """`interpreted`: as Python runs it, although `make compiled` has been there."""
+        super().__init__(INTERPRETED if interpreted else OURS, mode)
         self._publisher = publisher
+        self._python = sys.executable if interpreted or not is_compiled() else str(_COMPILED)
 
     def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:
         settings: dict[str, object] = {"server": {"port": port}, "workers": [{"url": url} for url in workers]}
@@ -105,7 +113,9 @@ class Kvrouter(Side):
             settings["events"] = {"catch_up_timeout": 0}
         config = folder / f"{self.mode}.yaml".replace(" ", "-")
         config.write_text(json.dumps(settings))
-        return [sys.executable, "-m", "kvrouter", "serve", "--config", str(config)]
+        # With -P the compiled one is imported, not what lies in this directory.
+        path = [] if self._python == sys.executable else ["-P"]
+        return [self._python, *path, "-m", "kvrouter", "serve", "--config", str(config)]
 
     def warm(self, url: str) -> None:
         if self._publisher is None:
