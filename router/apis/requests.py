@@ -39,11 +39,13 @@ class TokenPrompts:
 class Rendering:
     """How a conversation was rendered: `by` a chat template, with `variables`, the request's fields but the messages.
 
-    `ends`: where in the text each message's part ends, after the end of what comes before the first.
+    `prepared`: the messages as the template takes them. `ends`: where in the text each message's part ends, after the
+    end of what comes before the first.
     """
 
     by: Any
     variables: bytes
+    prepared: list[dict[str, Any]]
     text: str
     ends: list[int]
 

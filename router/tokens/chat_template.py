@@ -41,7 +41,7 @@ class ChatTemplate:
         self._variables = meta.find_undeclared_variables(root) - _NOT_THE_CLIENTS
         self._message_loop: MessageLoop | None = None
         with contextlib.suppress(jinja2.TemplateError):  # which every rendering tells
-            self._message_loop = MessageLoop.of(source, self._compiled)
+            self._message_loop = MessageLoop.of(source, self._compiled.environment)
 
     @cached_property
     def takes_system_first(self) -> bool:
@@ -106,17 +106,23 @@ class ChatTemplate:
         known = conversation.rendering
         if known is not None and known.by is self and known.variables == key:
             return known.text
-        known, count = conversation.earlier, conversation.shared
-        if known is None or known.by is not self or known.variables != key:
+        known, count = conversation.earlier, conversation.shared - loop.looks_ahead
+        if known is None or count < 1 or known.by is not self or known.variables != key:
             known, count = None, 0
-        messages = chat.messages[count:]
-        if not self._knows_developer and any(message["role"] == "developer" for message in messages):
+        new = chat.messages[count:]
+        if not self._knows_developer and any(message["role"] == "developer" for message in new):
             return None
-        messages = self._prepared(messages)
-        if not _plain(messages):
+        prepared = self._prepared(new)
+        if not _plain(prepared):
             return None
-        text, ends = loop.render(messages, self._all_variables(variables), known, count)
-        conversation.rendering, conversation.earlier = Rendering(self, key, text, ends), None
+        if known is not None:
+            prepared = known.prepared[:count] + prepared
+        try:
+            text, ends = loop.render(prepared, self._all_variables(variables), known, count)
+        except Exception:
+            return None  # a rendering of the whole says why, in the template's words
+        if ends is not None:
+            conversation.rendering, conversation.earlier = Rendering(self, key, prepared, text, ends), None
         return text
 
     def _whole(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:

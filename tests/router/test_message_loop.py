@@ -22,6 +22,36 @@ from worker.simulated.model.train import CHAT_TEMPLATE
 
 LONG = "You hold the cache of the prefix. " * (MIN_BYTES // 30)
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+# As many models have it: a system message of its own, and the answers of tools put together.
+CHATML_WITH_TOOLS = """\
+{%- if tools %}{{ '<|im_start|>system\\n' }}
+{%- if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}
+{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}{{ '<|im_start|>assistant' }}
+{%- if message.content %}{{ '\\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls %}
+{%- if call.function is defined %}{% set call = call.function %}{% endif %}
+{{- '\\n<tool_call>' + call.name + (call.arguments | tojson) }}
+{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>' + message.content }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+ALTERNATING = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Alternate') }}"
+    "{% endif %}{% set role = 'model' if m.role == 'assistant' else m.role %}<{{ role }}>{{ m.content | trim }}"
+    "{% endfor %}"
+)
 BY_MESSAGE = [
     CHAT_TEMPLATE,
     EACH,
@@ -31,22 +61,48 @@ BY_MESSAGE = [
     # What is set in the loop is gone with its message.
     "{% for m in messages %}{% if m.role == 'user' %}{% set last = m.content %}{% endif %}{{ last }},{% endfor %}",
     "{% set hello = 'hi' %}{{ hello }}{% for m in messages %}{% set x = color %}{{ x }}{{ m.content }}{% endfor %}",
-    "{% for m in messages if m.role != 'system' %}{{ m.content | trim | upper }}{% endfor %}{{ color }}",
+    "{% for m in messages %}{{ m.content | trim | upper }}{% endfor %}{{ color }}",
     "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{% for part in [1, 2] %}{{ loop.index }}{{ part }}{% endfor %}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('') }}{% endif %}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{% endfor %}nothing",
+    # Where in the conversation a message stands, and the first message.
+    "{% for m in messages %}{{ loop.index }}/{{ loop.index0 % 2 }}{{ loop.first }}{{ m.content }}{% endfor %}",
+    "{{ messages[0].role }}"
+    + EACH
+    + "{{ messages | length }}{{ messages[-1].role }}{% for m in messages[1:] %}.{% endfor %}",
+    "{% for m in messages %}{{ messages[0].content }}{% endfor %}",
+    "{% for m in messages %}{% for n in m.content if n %}{{ loop.index0 }}{% endfor %}{{ loop.first }}{% endfor %}",
+    # The message before, and the one after.
+    "{% for m in messages %}{{ m.content }}{% if loop.last %}.{% else %},{% endif %}{% endfor %}{{ color }}",
+    "{% for m in messages %}{{ m.content }}{% if not loop.last %}{{ loop.nextitem.role }}"
+    "{{ messages[loop.index].role }}{% endif %}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% if messages[loop.index0 + 1] is defined %},{% endif %}{% endfor %}",
+    "{% for m in messages %}{% for part in [loop.last] %}{{ part }}{% endfor %}{% endfor %}",
+    "{% for m in messages %}{% if loop.last %}.{% endif %}{% for n in [1] %}{{ loop.index }}{% endfor %}{% endfor %}",
+    CHATML_WITH_TOOLS,
+    ALTERNATING,
 ]
 WHOLE = [
     "{{ messages | tojson }}",
-    "{{ messages[0].role }}" + EACH,
-    EACH + "{{ messages | length }}",
-    EACH + EACH,
+    "{{ messages[1].role }}" + EACH,
+    "{{ messages[-1].role }}" + EACH,
+    "{{ messages | length }}" + EACH,
+    "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ loop.length }}{% endfor %}",
+    "{% for m in messages %}{{ loop.previtem }}{% endfor %}",
+    "{% for m in messages %}{{ loop['index'] }}{% endfor %}",
+    "{% for m in messages %}{{ loop }}{% endfor %}",
+    "{% for m in messages %}{{ loop.cycle(1, 2) }}{% endfor %}",
+    "{% for m in messages %}{{ messages[-1].role }}{% endfor %}",
+    "{% for m in messages %}{{ messages[loop.index0 - 1].role }}{% endfor %}",
+    "{% for m in messages %}{{ messages[loop.index + 1].role }}{% endfor %}",
+    "{% for m in messages %}{{ messages[1:] | length }}{% endfor %}",
+    "{% for m in messages %}{{ messages.count }}{% endfor %}",
+    "{% for m in messages %}{% set messages = [] %}{% endfor %}",
+    "{% for m in messages %}{{ kvrouter_skipped }}{% endfor %}",
+    "{% for m in messages %}{% for n in [1] if loop %}{{ n }}{% endfor %}{% endfor %}",
     "{% for m in messages[1:] %}{{ m.content }}{% endfor %}",
-    "{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}",
-    "{% for m in messages %}{% for part in [loop.last] %}{{ part }}{% endfor %}{% endfor %}",
-    "{% for m in messages %}{% if loop.last %}.{% endif %}{% for n in [1] %}{{ loop.index }}{% endfor %}{% endfor %}",
-    "{% for m in messages %}{{ messages[0].content }}{% endfor %}",
     "{% set all = messages %}{% for m in all %}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{{ m.content }}{% else %}nobody{% endfor %}",
     "{% for m in messages recursive %}{{ m.content }}{% endfor %}",
@@ -94,8 +150,9 @@ def text(source: str, chat: ChatPrompt) -> str:
 
 @pytest.mark.parametrize(("source", "by_message"), [(s, True) for s in BY_MESSAGE] + [(s, False) for s in WHOLE])
 def test_which_templates_render_message_by_message(source: str, by_message: bool) -> None:
-    chat = prompt(Conversations(), [{"role": "user", "content": LONG}])
-    template(source).render(chat)
+    roles = ("user", "assistant", "user")
+    chat = prompt(Conversations(), [{"role": role, "content": LONG} for role in roles])
+    text(source, chat)
     assert chat.conversation is not None
     assert (chat.conversation.rendering is not None) == by_message
 
