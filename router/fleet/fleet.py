@@ -32,7 +32,8 @@ class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
     `on_model` is told of every model of a worker that answers, each time it does; `on_removed` of each that is gone;
-    `on_change` whenever more may be known of a worker, or it may take more than before.
+    `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` of each whose
+    metrics were read.
     `elsewhere` tells how many requests each of some ranks of a worker has from other routers.
     """
 
@@ -46,9 +47,9 @@ class Fleet:
     ) -> None:
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
         self.version = 0  # grows whenever other workers may get requests, or for other names
-        self.scrapes = 0  # of any worker's metrics, so far
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
+        self.on_scrape: list[Callable[[Worker], None]] = []
         self.elsewhere: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
         self._settings = settings
         self._indexer = indexer
@@ -211,7 +212,8 @@ class Fleet:
             else:
                 worker.metrics.answered()
                 worker.metrics.read(text, before | self._in_flight(worker))
-                self.scrapes += 1
+                for told in self.on_scrape:
+                    told(worker)
                 self._tell_changed()
             await asyncio.sleep(self._settings.metrics_interval)
 

@@ -13,8 +13,8 @@ class TargetLoad:
 
     `prefills` are the requests without a first byte, the oldest first, with the seconds each is expected to take.
     `streamed`: how much of `pending` is that of streamed answers. Only their first byte comes when their prefill ends.
-    `changes` counts them. `on_first_byte` and `on_ended` are told when a prefill or a request ended and something got
-    less, `on_change` the worker and rank after every change.
+    `changes` counts them, and what others change there. `on_first_byte` and `on_ended` are told when a prefill or a
+    request ended and something got less, `on_change` the worker and rank after every change.
     """
 
     requests: int = 0
@@ -146,6 +146,12 @@ class LoadTable:
                 on_change=self.on_change,
             )
         return load
+
+    def changed(self, worker: str, dp_rank: int) -> None:
+        """Something else than requests of ours changed what a rank has to do."""
+        load = self._loads.get((worker, dp_rank))
+        if load is not None:
+            load.changes += 1
 
     def in_flight(self) -> list[tuple[str, int]]:
         """The ranks that have any load."""

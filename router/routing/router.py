@@ -60,8 +60,8 @@ class _Overlap:
 
 # Prompts that begin with so many equal chunks are taken for one session when nobody names theirs.
 _SESSION_CHUNKS = 32
-# After so long what an engine told of its load may be too old to count.
-_STALE_SECONDS = 0.25
+# How often all targets are looked at: what an engine told of its load may be too old to count any more.
+_LOOK_SECONDS = 0.5
 
 
 class Router:
@@ -95,7 +95,9 @@ class Router:
         self._policy = policy
         self._load = load
         self._servers = Servers(fleet, load)
-        self._looked: tuple[int, int, int] | None = None  # what all ranks were last looked at with
+        self._look_again_at = 0.0
+        fleet.on_scrape.append(self._scraped)
+        sharing.elsewhere.on_change.append(load.changed)
         self._speculation = speculation
         self._learned = learned
         self._history = history
@@ -374,6 +376,10 @@ class Router:
             self._history.forget(target)
             self._audit.forget(target)
 
+    def _scraped(self, worker: Worker) -> None:
+        for dp_rank in worker.ranks():
+            self._load.changed(worker.url, dp_rank)
+
     def others(self, prompt: RoutedPrompt, without: Collection[Worker], prefill: bool = False) -> bool:
         """Whether there is any other worker that could take a request now, or compute a prompt for others."""
         able = self._fleet.able(prompt.name, prefill)
@@ -423,11 +429,11 @@ class Router:
     def _loaded(self, ranks: Iterable[Rank]) -> list[Candidate]:
         """Targets with what they have to do. They are shared with other requests, and not to be changed.
 
-        A target is looked at again only when its load has changed; all of them when anything else may have.
+        A target is looked at again only when its load has changed, or what others have there; all of them now and then.
         """
-        looked = (self._fleet.scrapes, self._sharing.elsewhere.changes, int(time.monotonic() / _STALE_SECONDS))
-        if looked != self._looked:
-            self._looked = looked
+        now = time.monotonic()
+        if now >= self._look_again_at:
+            self._look_again_at = now + _LOOK_SECONDS
             self._servers.look_again()
         return [rank.candidate if rank.as_of == rank.load.changes else self._look_at(rank) for rank in ranks]
 

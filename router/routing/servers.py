@@ -116,7 +116,7 @@ class Servers:
         return serving
 
     def look_again(self) -> None:
-        """More may have changed of any rank than its load."""
+        """Something may have changed of any rank."""
         for serving in self._known.values():
             for rank in serving.of_target.values():
                 rank.as_of = -1

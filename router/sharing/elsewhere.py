@@ -49,7 +49,7 @@ class Elsewhere:
 
     def __init__(self, expiry: float, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.expiry = expiry
-        self.changes = 0  # of what any of them has in flight
+        self.on_change: list[Callable[[str, int], None]] = []  # told the worker and rank of what they have in flight
         self._clock = clock
         self._others: dict[str, _Other] = {}
         self._sums: dict[tuple[str, int], LoadElsewhere] = {}
@@ -126,7 +126,6 @@ class Elsewhere:
             ended()
 
     def _set(self, other: _Other, rank: tuple[str, int], load: RankLoad | None) -> None:
-        self.changes += 1
         before = other.loads.pop(rank, None)
         total = self._sums.setdefault(rank, LoadElsewhere())
         if before is not None:
@@ -136,6 +135,8 @@ class Elsewhere:
             _add(total, load, 1)
         elif total == NOTHING:
             del self._sums[rank]
+        for told in self.on_change:
+            told(*rank)
 
     def _hold(self, other: _Other, prompt: SentPrompt) -> None:
         if len(other.prompts) >= MAX_PROMPTS or len(prompt.prefixes) % 8 or len(prompt.prefixes) > 8 * MAX_TOLD:

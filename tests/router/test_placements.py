@@ -235,3 +235,16 @@ def test_loads_told_while_nobody_asked_for_a_name_count_when_somebody_does() -> 
         assert [candidates(router, each)[URLS[0]].requests for each in names] == [3, 3]
 
     with_router(play, elsewhere)
+
+
+def test_what_came_by_other_ways_counts_as_soon_as_the_engine_tells_of_it() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        assert candidates(router, prompt(1))[URLS[0]].requests == 0
+        worker = fleet.workers[0]
+        worker.metrics.read('vllm:num_requests_running{engine="0"} 5\nvllm:num_requests_waiting{engine="0"} 2\n', {})
+        for told in fleet.on_scrape:
+            told(worker)
+        now = candidates(router, prompt(1))[URLS[0]]
+        assert (now.requests, now.waiting) == (7, 2)
+
+    with_router(play)
