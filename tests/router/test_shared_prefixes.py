@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from xxhash import xxh3_64_intdigest
@@ -154,3 +154,20 @@ def test_a_conversation_that_is_remembered_is_one_edge() -> None:
     assert (edges(prefixes), holder.chunks) == (1, 400)
     holder.remember(known, 450)
     assert prefixes.longest(known) == {holder: 450}
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=12), st.booleans()), max_size=30))
+def test_hashes_that_no_prompts_have_do_no_harm(told: list[tuple[list[int], bool]]) -> None:
+    """Other routers may tell anything."""
+    prefixes: SharedPrefixes[Holder] = SharedPrefixes()
+    holder = Holder()
+    held: list[Edge[Holder]] = []
+    for known, ends in told:
+        held.append(prefixes.hold(holder, array("Q", known)))
+        assert prefixes.longest(array("Q", known)).get(holder, 0) <= len(known)
+        if ends:
+            prefixes.let_go(holder, held.pop(0))
+        assert edges(prefixes) <= holder.chunks
+    for edge in held:
+        prefixes.let_go(holder, edge)
+    assert (edges(prefixes), holder.chunks) == (0, 0)
