@@ -200,3 +200,32 @@ def test_who_a_url_names_is_told_unless_the_client_says_otherwise() -> None:
     head = origin.request_head("GET", b"/", b"authorization: Bearer x\r\n", 0)
     assert head.count(b"authorization") == 1
     assert b"user" not in head
+
+
+def test_a_stream_whose_chunks_passed_is_still_missed_when_it_stops() -> None:
+    event = b"9\r\ndata: 1\n\n\r\n"
+
+    async def stops(reader: StreamReader, writer: StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + event)
+        for _ in range(4):
+            await asyncio.sleep(0.15)
+            writer.write(event)
+        await reader.read()
+
+    async def main() -> None:
+        async with served(stops, patience=0.5) as (upstreams, url):
+            receiver, passed = Receiver(), []
+            leg = upstreams.of(url).send(receiver, "GET", b"/x", b"", b"")
+
+            def pass_on(chunks: bytes) -> bool:
+                passed.append(chunks)
+                return True
+
+            leg.pass_on = pass_on
+            async with asyncio.timeout(10):
+                await receiver.over
+            assert isinstance(receiver.error, UpstreamTimeoutError)
+            assert b"".join(passed) == event * 4
+
+    asyncio.run(main())
