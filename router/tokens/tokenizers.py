@@ -28,6 +28,8 @@ __all__ = ["TokenizerUnavailableError", "Tokenizers"]
 INLINE_CHARACTERS = 2048
 # What is rendered and looked up at once, in bytes of the body: two milliseconds' work at most.
 INLINE_BYTES = 2**18
+# So many times as much of a chat that goes on from one which was rendered: most of it is only compared and copied.
+KNOWN_TIMES = 4
 # Requests whose texts wait for a thread or are in one.
 MAX_WAITING = 256
 
@@ -87,7 +89,7 @@ class Tokenizers:
             return _same([PackedPrompt.of(ids) for ids in prompt.token_ids], prompt)
         if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
-        if isinstance(tokenizer, RemoteTokenizer) or body_bytes > INLINE_BYTES:
+        if isinstance(tokenizer, RemoteTokenizer) or body_bytes > INLINE_BYTES * (KNOWN_TIMES if _known(prompt) else 1):
             return None
         try:
             return _tokenized(tokenizer, prompt, INLINE_CHARACTERS)
@@ -131,6 +133,12 @@ def _tokenized(tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt, at_m
         texts = _around_media(tokenizer, prompt) if media else [tokenizer.render(prompt)]
     token_ids = tokenizer.encode(texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
     return Tokenized(token_ids[:1], token_ids[1:]) if media else _same(token_ids, prompt)
+
+
+def _known(prompt: Prompt) -> bool:
+    """Whether a prompt is a chat that begins as one which was rendered by message, and kept."""
+    conversation = prompt.conversation if isinstance(prompt, ChatPrompt) else None
+    return conversation is not None and bool(conversation.earlier or conversation.rendering)
 
 
 def _has_media(chat: ChatPrompt) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -16,11 +17,20 @@ from prometheus_client import CollectorRegistry
 import worker.simulated
 from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
+from router.apis.conversations import Conversations
+from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.remote_tokenizer import RemoteTokenizer
 from router.tokens.tokenizer_metrics import TokenizerCollector
-from router.tokens.tokenizers import INLINE_BYTES, INLINE_CHARACTERS, MAX_WAITING, Tokenizers, TokenizerUnavailableError
+from router.tokens.tokenizers import (
+    INLINE_BYTES,
+    INLINE_CHARACTERS,
+    KNOWN_TIMES,
+    MAX_WAITING,
+    Tokenizers,
+    TokenizerUnavailableError,
+)
 
 T = TypeVar("T")
 
@@ -201,6 +211,29 @@ def test_what_is_short_or_known_is_tokenized_at_once(local: LocalTokenizer) -> N
         # Looking up takes time, too.
         assert tokenizers.tokenize_now("m", longer, INLINE_BYTES + 1) is None
         assert await tokenizers.tokenize("m", longer, INLINE_BYTES + 1) == at_once
+
+    using(act)
+
+
+def test_a_long_conversation_that_is_known_is_tokenized_at_once(local: LocalTokenizer) -> None:
+    seen, messages = Conversations(), [USER | {"content": f"{number} {LONG}"} for number in range(INLINE_BYTES // 5000)]
+
+    def chat() -> ChatPrompt:
+        found = decode_chat(json.dumps({"model": "m", "messages": messages}).encode(), (), seen).prompt
+        assert isinstance(found, ChatPrompt)
+        return found
+
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        first = chat()
+        assert tokenizers.tokenize_now("m", first, INLINE_BYTES + 1) is None
+        await tokenizers.tokenize_aside("m", first)
+        messages.append(USER)
+        next_turn = chat()
+        assert tokenizers.tokenize_now("m", next_turn, INLINE_BYTES * KNOWN_TIMES + 1) is None
+        at_once = tokenizers.tokenize_now("m", next_turn, INLINE_BYTES * KNOWN_TIMES)
+        assert at_once is not None
+        assert at_once.token_ids == local.encode([local.render(ChatPrompt(messages))], add_special_tokens=False)
 
     using(act)
 
