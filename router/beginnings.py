@@ -91,10 +91,11 @@ class Beginnings(Generic[Known]):
             keys = old.keys[: bisect_right(places, common)] if old else []
             keys += [(place, whole[place - _CHARACTERS : place]) for place in places[len(keys) :]]
             entry = _Entry(new, keys, new.size + _PLACE_BYTES * len(keys))
-            if entry.bytes <= self._limit:
-                self._by_place.update(dict.fromkeys(keys, new))
-                self._entries[id(new)] = entry
-                self.bytes += entry.bytes
+            if entry.bytes > self._limit:
+                return
+            self._by_place.update(dict.fromkeys(keys, new))
+            self._entries[id(new)] = entry
+            self.bytes += entry.bytes
             if instead and old:
                 self._forget(old)
             while self.bytes > self._limit:

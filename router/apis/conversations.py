@@ -54,8 +54,8 @@ class _KnownBody:
 
     @property
     def size(self) -> int:
-        """The body and what was decoded of it, and once more what the messages take: they become a text."""
-        return len(self.whole) + self.others + 2 * self.weights[-1]
+        """The body and what was decoded of it; and once more the body and the messages, for the text they become."""
+        return 2 * (len(self.whole) + self.weights[-1]) + self.others
 
 
 class Conversations:
@@ -78,7 +78,7 @@ class Conversations:
             fields = read_body(body, kind)
             check(fields, 0)
             return fields, None
-        found = self._known.find(body, lambda known: _begun(known, body, kind))
+        found = self._known.find(body, lambda known: _begun(known, body, kind, check))
         if found is None:
             fields = read_body(body, kind)
             check(fields, 0)
@@ -87,10 +87,9 @@ class Conversations:
             return fields, new.conversation
         known, new = found
         if new is not known:
-            shared = new.conversation.shared
-            check(new.fields, shared)
             # What goes on from all messages of a body knows all that others could go on from as well.
-            self._known.put(new, known, new.ends[-1], instead=shared == len(known.messages))
+            instead = new.conversation.shared == len(known.messages)
+            self._known.put(new, known, new.ends[-1], instead=instead)
         return new.fields, new.conversation
 
 
@@ -102,8 +101,11 @@ def _anew(body: bytes, fields: Any) -> _KnownBody:
     return _KnownBody(body, fields, messages, Conversation(has_media(messages)), others, _weights(messages))
 
 
-def _begun(known: _KnownBody, body: bytes, kind: type[msgspec.Struct]) -> tuple[_KnownBody, _KnownBody] | None:
-    """A known body, and one that begins with messages of it; None when it has none of them, or nobody can tell."""
+def _begun(known: _KnownBody, body: bytes, kind: type[F], check: Check[F]) -> tuple[_KnownBody, _KnownBody] | None:
+    """A known body, and one that begins with messages of it; None when it has none of them, or nobody can tell.
+
+    Raises as `check` does.
+    """
     if type(known.fields) is not kind:
         return None
     if body == known.whole:
@@ -120,7 +122,7 @@ def _begun(known: _KnownBody, body: bytes, kind: type[msgspec.Struct]) -> tuple[
     end, others = ends[shared - 1], known.others
     try:
         after = start[ends[-1] :]
-        if body.endswith(after) and end + len(after) <= len(body):
+        if len(ends) == len(known.messages) and body.endswith(after) and end + len(after) <= len(body):
             # Nothing is new but messages. When these are whole, what follows means what it meant after the known ones.
             new = _decode_list(b"[{}%b]" % body[end : len(body) - len(after)])[1:]
             fields: Any = copy(known.fields)
@@ -136,6 +138,7 @@ def _begun(known: _KnownBody, body: bytes, kind: type[msgspec.Struct]) -> tuple[
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
     fields.messages = messages = known.messages[:shared] + new
+    check(fields, shared)
     earlier = known.conversation
     conversation = Conversation(has_media(messages if earlier.has_media else new), shared, earlier.rendering)
     weights = known.weights[: shared + 1]

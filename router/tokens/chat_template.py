@@ -102,7 +102,10 @@ class ChatTemplate:
         loop = self._message_loop
         if loop is None or not _bare(variables):
             return None
-        key = _encode(variables)
+        try:
+            key = _encode(variables)
+        except (ValueError, OverflowError, RecursionError):  # as of half of a surrogate pair
+            return None
         known = conversation.rendering
         if known is not None and known.by is self and known.variables == key:
             return known.text

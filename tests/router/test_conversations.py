@@ -140,6 +140,15 @@ def test_the_next_turn_shares_all_messages_of_the_last() -> None:
     assert shared(seen, chat(LONG + LONG, "a", "bb", "c", max_tokens=9)) == 0
 
 
+@pytest.mark.parametrize("bad", ["5", "null", "[]", '{"content":"no role"}', '{"role":"user","content":7}', "{}"])
+@pytest.mark.parametrize("tail", ["]}", '],"n":2}', '],"model":""}'])
+def test_a_new_message_that_is_none_is_refused_by_its_place(bad: str, tail: str) -> None:
+    seen = Conversations()
+    start = chat(LONG, "a").decode().removesuffix("]}")
+    for body in (f"{start}]}}", f'{start},{{"role":"user","content":"b"}},{bad}{tail}'):
+        assert after(seen, body.encode()) == alone(body.encode())
+
+
 def test_fields_before_and_after_the_messages() -> None:
     seen, turns = Conversations(), [{"role": "user", "content": LONG}]
     for turn in range(4):

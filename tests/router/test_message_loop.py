@@ -62,6 +62,8 @@ BY_MESSAGE = [
     "{% for m in messages %}{% if m.role == 'user' %}{% set last = m.content %}{% endif %}{{ last }},{% endfor %}",
     "{% set hello = 'hi' %}{{ hello }}{% for m in messages %}{% set x = color %}{{ x }}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{{ m.content | trim | upper }}{% endfor %}{{ color }}",
+    "{% for m in messages %}{% set color = (color or '') ~ 'x' %}{{ color }}{% endfor %}{{ color }}",
+    "{% for m in messages %}{{ n }}{% for n in 'a' %}{% set p = n %}{% endfor %}{{ p }}{% set n = 2 %}{% endfor %}",
     "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{% for part in [1, 2] %}{{ loop.index }}{{ part }}{% endfor %}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('') }}{% endif %}{{ m.content }}{% endfor %}",
