@@ -64,10 +64,20 @@ class Errors:
 
     def add(self, error: int, total: int) -> None:
         """`error` is above 0 for a prediction that was too high."""
-        if self.enough:
-            self._count(*self._recent[0], -1)
-        self._recent.append((error, total))
-        self._count(error, total, 1)
+        recent = self._recent
+        if len(recent) == recent.maxlen:
+            old, old_total = recent[0]
+            self._total -= old_total
+            if old > 0:
+                self._high -= old
+            else:
+                self._low += old
+        recent.append((error, total))
+        self._total += total
+        if error > 0:
+            self._high += error
+        else:
+            self._low -= error
 
     def clear(self) -> None:
         """Begin anew."""
@@ -88,13 +98,6 @@ class Errors:
     def excess(self) -> float:
         """The errors of predictions that were too high."""
         return self._high / (self._total or 1)
-
-    def _count(self, error: int, total: int, times: int) -> None:
-        self._total += times * total
-        if error > 0:
-            self._high += times * error
-        else:
-            self._low -= times * error
 
 
 @dataclass(slots=True)
