@@ -15,6 +15,7 @@ from yarl import URL
 from benchmarks.index.machine import LOAD_CORE, pin
 from benchmarks.proxy.load import LoadError
 from benchmarks.proxy.prompts import PATH, one_token_streams, turns
+from benchmarks.proxy.raw_worker import STREAM_ENDS
 
 SHORT, LONG = "1 KB", "30k tokens, all but the last message seen"
 _DEADLINE = 120.0
@@ -49,7 +50,7 @@ class _Client(asyncio.Protocol):
         self._received += data
         if not self._first and b"data:" in self._received:
             self._first = time.perf_counter()
-        if self._received.endswith(b"0\r\n\r\n") and not self._over.done():
+        if self._received.endswith(STREAM_ENDS) and not self._over.done():
             if self._received.startswith(b"HTTP/1.1 200 "):
                 self._over.set_result(None)
             else:

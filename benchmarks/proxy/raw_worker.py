@@ -29,6 +29,8 @@ EVENT = (
     b'{"content":" word"},"finish_reason":null}]}\n\n'
 )
 _DONE = b"data: [DONE]\n\n"
+# The end of a stream on the wire: in chunks, or with a length when all of it came at once.
+STREAM_ENDS = (b"0\r\n\r\n", _DONE)
 _ONE_TOKEN = re.compile(rb'"max_tokens": ?1[,}]')
 
 

@@ -16,6 +16,7 @@ from yarl import URL
 from benchmarks.index.machine import LOAD_CORE, pin
 from benchmarks.proxy.load import LoadError
 from benchmarks.proxy.prompts import PATH, bodies
+from benchmarks.proxy.raw_worker import STREAM_ENDS
 
 _DEADLINE = 60.0
 
@@ -53,7 +54,7 @@ class _Client(asyncio.Protocol):
         if self.first is None and b"data:" in data:
             self.first = time.perf_counter() - self._sent
         self._tail = (self._tail + data)[-64:]
-        if self._tail.endswith(b"0\r\n\r\n") and not self.over.done():
+        if self._tail.endswith(STREAM_ENDS) and not self.over.done():
             self.over.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
