@@ -16,9 +16,10 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/pytest --numprocesses 4 $(ARGS)
 
-# The same tests, of what is compiled. With -P nothing is imported from the clone itself.
+# The same tests, of what is compiled: from there, where nothing is imported from the clone itself.
+TESTED = indexer router kvrouter end_to_end
 test-compiled: .compiled/tests
-	PYTHONSAFEPATH=1 .compiled/bin/pytest --numprocesses 4 tests/indexer tests/router tests/kvrouter tests/end_to_end $(ARGS)
+	cd .compiled && bin/pytest --config-file ../pyproject.toml --numprocesses 4 $(TESTED:%=../tests/%) $(ARGS)
 
 test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
@@ -122,6 +123,7 @@ lint: .venv/installed
 
 .compiled/tests: .compiled/installed
 	.compiled/bin/pip install --quiet 'kvrouter[dev]'
+	ln -sfn $(CURDIR)/benchmarks "$$(.compiled/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
 .venv/envoy-test: pyproject.toml .venv/installed

@@ -553,12 +553,14 @@ def hashed(index: Index, tokens: list[int]) -> int:
     return count
 
 
+@pytest.mark.derives
 def test_a_cold_prompt_costs_one_block(index: Index) -> None:
     assert hashed(index, [9] * 1000) == 1
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     assert hashed(index, [9] * 1000) == 1
 
 
+@pytest.mark.derives
 def test_hashing_stops_soon_after_the_last_match(index: Index) -> None:
     tokens = list(range(2 * 300))
     apply(index, A, stored(list(range(100)), tokens[:200]))
@@ -567,6 +569,7 @@ def test_hashing_stops_soon_after_the_last_match(index: Index) -> None:
     assert hashed(index, tokens[:20] + [9] * 1000) <= 4 * 10
 
 
+@pytest.mark.derives
 def test_what_no_target_can_use_any_more_is_not_hashed(index: Index) -> None:
     tokens = list(range(2 * 2 * RUN_BLOCKS))
     apply(index, A, stored(list(range(2 * RUN_BLOCKS)), tokens))
@@ -577,6 +580,7 @@ def test_what_no_target_can_use_any_more_is_not_hashed(index: Index) -> None:
     assert hashed(index, tokens) == RUN_BLOCKS
 
 
+@pytest.mark.derives
 def test_a_prompt_is_hashed_once_for_each_block_size(index: Index) -> None:
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     apply(index, B, BlockStored([1, 2], None, PROMPT, 4))

@@ -174,6 +174,7 @@ def test_a_tokenizer_whose_special_tokens_do_not_separate_is_used_whole(capsys: 
         tokenizer.encode(["three"], add_special_tokens=True, at_most=4)
 
 
+@pytest.mark.derives
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trial_finds_cuts_that_do_not_separate(kind: str) -> None:
     tokenizer = local(kind)
