@@ -16,11 +16,13 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import structlog
 
-from indexer import Indexer, Target
+from indexer import Registration, Target
 from indexer.sequence import StreamState
+from indexer.streams import Stream
 from router.apis.usage import Usage
 from router.holdings.history import RoutingHistory
 from router.settings import AuditSettings
@@ -123,10 +125,23 @@ class TargetAudit:
     lengths_wrong: int = 0
 
 
+class Streams(Protocol):
+    """What is asked of the indexer."""
+
+    def stream(self, target: Target) -> Stream | None:
+        """A target's event stream; None when it has none."""
+
+    def resync(self, target: Target) -> bool:
+        """Learn a target's holdings again from its events. False when nobody could replay them."""
+
+    def registered(self) -> list[Registration]:
+        """All that is known of."""
+
+
 class HitAudit:
     """Judges every target by its answers, and chooses what it is predicted from."""
 
-    def __init__(self, indexer: Indexer, history: RoutingHistory, settings: AuditSettings) -> None:
+    def __init__(self, indexer: Streams, history: RoutingHistory, settings: AuditSettings) -> None:
         self._indexer = indexer
         self._history = history
         self._samples = settings.samples
