@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from indexer.errors import RequestError
+from router.apis.body_fields import SessionFields
 from router.apis.fields import kind_of, lenient, model_name, optional_string, read_body
 from router.apis.requests import ChatPrompt, RoutedRequest
-from router.apis.sessions import Headers, SessionFields, session_of
+from router.apis.sessions import Headers, session_of
 
 Message = dict[str, Any]
 Block = dict[str, Any]

@@ -6,12 +6,13 @@ A path that is not known here is passed through: it goes to the least loaded wor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from indexer.errors import RequestError, error_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
+from router.apis.body_fields import NamedFields, SessionFields
 from router.apis.conversations import Conversations
 from router.apis.fields import lenient, optional_string, read_body
 from router.apis.generate import decode_generate
@@ -19,7 +20,7 @@ from router.apis.multipart import form_field
 from router.apis.openai_requests import decode_chat, decode_completion
 from router.apis.requests import RoutedRequest
 from router.apis.responses import decode_responses
-from router.apis.sessions import Headers, SessionFields, session_of
+from router.apis.sessions import Headers, session_of
 
 Decode = Callable[[bytes, Headers], RoutedRequest]
 
@@ -28,15 +29,9 @@ RESPONSES = "/v1/responses"
 _ANTHROPIC = "/v1/messages"
 
 
-class _NamedFields(SessionFields):
-    model: Any = None
-    stream: Any = None
-    priority: Any = None
-
-
 def decode_named(body: bytes, headers: Headers = ()) -> RoutedRequest:
     """What routing by load needs of a JSON body: the model. Raises RequestError (400) when that is no name."""
-    fields = read_body(body, _NamedFields)
+    fields = read_body(body, NamedFields)
     return RoutedRequest(
         optional_string(fields.model, "model"),
         stream=lenient(fields.stream, bool, False),
@@ -97,7 +92,7 @@ def read_call(call: Call, with_prompt: bool = True, seen: Conversations | None =
     if content_type.startswith("multipart/form-data"):
         return RoutedRequest(form_field(content_type, call.body, "model"), session=session)
     try:
-        name = msgspec.json.decode(call.body, type=_NamedFields).model
+        name = msgspec.json.decode(call.body, type=NamedFields).model
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         name = None  # it may carry anything
     return RoutedRequest(

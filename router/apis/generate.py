@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from indexer.errors import RequestError
+from router.apis.body_fields import SessionFields
 from router.apis.fields import kind_of, kinds_of, lenient, optional_string, read_body, token_ids
 from router.apis.requests import Prompt, RoutedRequest, TextPrompts, TokenPrompts
-from router.apis.sessions import Headers, SessionFields, session_of
+from router.apis.sessions import Headers, session_of
 
 _TEXTS = ("text", "prompt")
 _TOKENS = ("input_ids", "token_ids")

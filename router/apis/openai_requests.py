@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from indexer.errors import RequestError
+from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
 from router.apis.conversations import Conversations
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
 from router.apis.requests import (
@@ -17,49 +16,10 @@ from router.apis.requests import (
     TokenPrompts,
     Truncation,
 )
-from router.apis.sessions import Headers, SessionFields, session_of
+from router.apis.sessions import Headers, session_of
 
 # OpenAI's default for /v1/completions. A chat has none.
 COMPLETION_MAX_TOKENS = 16
-
-
-class _PromptFields(SessionFields):
-    """The fields that make a prompt."""
-
-    model: Any = None
-    prompt: Any = None
-    prompt_embeds: Any = None
-    token_ids: Any = None
-    messages: Any = None
-    tools: Any = None
-    documents: Any = None
-    reasoning_effort: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-    add_special_tokens: Any = None
-    truncate_prompt_tokens: Any = None
-    truncation_side: Any = None
-    cache_salt: Any = None
-
-
-class _GenerationFields(_PromptFields):
-    """And those that say what to do with it."""
-
-    stream: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    n: Any = None
-    best_of: Any = None
-    priority: Any = None
-
-
-class _MatchFields(_PromptFields):
-    """And those that say what is asked of it."""
-
-    lora_name: Any = None
-    tenant_id: Any = None
 
 
 def decode_chat(body: bytes, headers: Headers = (), seen: Conversations | None = None) -> RoutedRequest:
@@ -69,17 +29,17 @@ def decode_chat(body: bytes, headers: Headers = (), seen: Conversations | None =
     """
     conversation = None
     if seen is None:
-        fields = read_body(body, _GenerationFields)
+        fields = read_body(body, GenerationFields)
         _check_chat(fields)
     else:
-        fields, conversation = seen.read(body, _GenerationFields, _check_chat)
+        fields, conversation = seen.read(body, GenerationFields, _check_chat)
     max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
     return _request(fields, headers, fields.model, _chat_prompt(fields, conversation), max_tokens)
 
 
 def decode_completion(body: bytes, headers: Headers = ()) -> RoutedRequest:
     """What routing needs of a completion. Raises RequestError (400) naming the field at fault."""
-    fields = read_body(body, _GenerationFields)
+    fields = read_body(body, GenerationFields)
     model = model_name(fields.model)
     embedded = fields.prompt is None and fields.prompt_embeds is not None
     prompt = TokenPrompts([]) if embedded else _prompt(fields)
@@ -88,7 +48,7 @@ def decode_completion(body: bytes, headers: Headers = ()) -> RoutedRequest:
 
 def decode_match(body: bytes) -> MatchRequest:
     """What a `/match` body asks. Raises RequestError (400) naming the field at fault."""
-    fields = read_body(body, _MatchFields)
+    fields = read_body(body, MatchFields)
     model = model_name(fields.model)
     given = [name for name in ("token_ids", "prompt", "messages") if getattr(fields, name) is not None]
     if len(given) != 1:
@@ -114,7 +74,7 @@ def decode_match(body: bytes) -> MatchRequest:
 
 
 def _request(
-    fields: _GenerationFields, headers: Headers, model: str, prompt: Prompt, max_tokens: int | None
+    fields: GenerationFields, headers: Headers, model: str, prompt: Prompt, max_tokens: int | None
 ) -> RoutedRequest:
     return RoutedRequest(
         model=model,
@@ -128,7 +88,7 @@ def _request(
     )
 
 
-def _chat_prompt(fields: _PromptFields, conversation: Conversation | None = None) -> ChatPrompt:
+def _chat_prompt(fields: PromptFields, conversation: Conversation | None = None) -> ChatPrompt:
     return ChatPrompt(
         messages=fields.messages,
         tools=fields.tools if isinstance(fields.tools, list) else None,
@@ -144,7 +104,7 @@ def _chat_prompt(fields: _PromptFields, conversation: Conversation | None = None
     )
 
 
-def _check_chat(fields: _PromptFields, known: int = 0) -> None:
+def _check_chat(fields: PromptFields, known: int = 0) -> None:
     """Refuse what cannot be routed. The first `known` messages are known to be right."""
     model_name(fields.model)
     messages = fields.messages
@@ -186,7 +146,7 @@ def _check_chat(fields: _PromptFields, known: int = 0) -> None:
 _PROMPT_FORMS = "Send a string, a list of strings, a list of token ids, or a list of lists of token ids."
 
 
-def _prompt(fields: _PromptFields) -> TextPrompts | TokenPrompts:
+def _prompt(fields: PromptFields) -> TextPrompts | TokenPrompts:
     prompt, truncation = fields.prompt, _truncation(fields)
     add_special_tokens = lenient(fields.add_special_tokens, bool, True)
     if isinstance(prompt, str) and prompt:
@@ -204,7 +164,7 @@ def _prompt(fields: _PromptFields) -> TextPrompts | TokenPrompts:
     return TokenPrompts([token_ids(prompt, "prompt", _PROMPT_FORMS)], truncation)
 
 
-def _truncation(fields: _PromptFields) -> Truncation | None:
+def _truncation(fields: PromptFields) -> Truncation | None:
     tokens = lenient(fields.truncate_prompt_tokens, int, None)
     # -1 stands for all that the model's context holds, and a longer prompt is refused by the worker.
     if tokens is None or tokens < 0:

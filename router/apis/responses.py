@@ -9,9 +9,10 @@ import json
 from typing import Any
 
 from indexer.errors import RequestError
+from router.apis.body_fields import SessionFields
 from router.apis.fields import kind_of, lenient, optional_string, read_body
 from router.apis.requests import ChatPrompt, RoutedRequest
-from router.apis.sessions import Headers, SessionFields, session_of
+from router.apis.sessions import Headers, session_of
 
 Message = dict[str, Any]
 

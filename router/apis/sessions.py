@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-import msgspec
+from router.apis.body_fields import SessionFields
 
 # As ASGI has them: names in lower case.
 Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
@@ -23,16 +23,6 @@ _NOTHING = (None, None, None)
 
 # The longest session that is kept.
 MAX_LENGTH = 512
-
-
-class SessionFields(msgspec.Struct):
-    """The fields of a body that may name its session."""
-
-    session_id: Any = None
-    vllm_xargs: Any = None
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    user: Any = None
 
 
 def session_of(headers: Headers, fields: SessionFields) -> str | None:

@@ -1,0 +1,64 @@
+"""Which fields of a JSON body are read, whatever is in them: the rest is skipped by msgspec, and is the worker's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class SessionFields(msgspec.Struct):
+    """The fields of a body that may name its session."""
+
+    session_id: Any = None
+    vllm_xargs: Any = None
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    user: Any = None
+
+
+class PromptFields(SessionFields):
+    """The fields that make a prompt."""
+
+    model: Any = None
+    prompt: Any = None
+    prompt_embeds: Any = None
+    token_ids: Any = None
+    messages: Any = None
+    tools: Any = None
+    documents: Any = None
+    reasoning_effort: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    add_special_tokens: Any = None
+    truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+    cache_salt: Any = None
+
+
+class GenerationFields(PromptFields):
+    """And those that say what to do with it."""
+
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
+    best_of: Any = None
+    priority: Any = None
+
+
+class MatchFields(PromptFields):
+    """And those that say what is asked of it."""
+
+    lora_name: Any = None
+    tenant_id: Any = None
+
+
+class NamedFields(SessionFields):
+    """What routing by load needs."""
+
+    model: Any = None
+    stream: Any = None
+    priority: Any = None
