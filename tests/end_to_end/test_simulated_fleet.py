@@ -88,6 +88,17 @@ async def until_held(routed: RouterUnderTest, reply: Reply, **prompt: Any) -> in
     return tokens
 
 
+async def until_answer_held(routed: RouterUnderTest, reply: Reply, messages: list[dict[str, Any]]) -> None:
+    """Wait for the events of what was generated, too."""
+    computed = reply.json()["usage"]["total_tokens"] - 1  # of its last token there is no KV state
+
+    async def held() -> bool:
+        best = (await match(routed, messages=messages))["matches"][0]
+        return bool(best["matched_tokens"] >= computed // BLOCK * BLOCK)
+
+    await until(held)
+
+
 async def complete(routed: RouterUnderTest, prompt: Any, **options: Any) -> Reply:
     reply = await routed.call("/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 4} | options)
     assert reply.status == 200, reply.body
@@ -172,6 +183,7 @@ async def test_a_conversation_stays_with_its_worker_answers_included(routed: Rou
         replies.append(reply)
         await until_held(routed, reply, messages=messages)
         messages.append({"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]})
+        await until_answer_held(routed, reply, messages)
     assert len({reply.worker for reply in replies}) == 1
     assert [reply.overlap for reply in replies] == [reply.cached for reply in replies]
     prompts = [reply.json()["usage"]["prompt_tokens"] for reply in replies]
