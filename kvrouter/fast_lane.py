@@ -34,7 +34,7 @@ from router.forwarding.request_head import RequestHead
 from router.forwarding.visit import Visit
 from router.upstream.answer_head import WITHOUT_BODY, AnswerHead
 from router.upstream.chunks import body_size
-from router.upstream.origin import Headers
+from router.upstream.origin import Headers, lines_of
 
 _PATHS = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
 _STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
@@ -126,7 +126,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
         super().data_received(data)
         request = self._reading
         if begins and request is not last and request.complete and request.keeps_alive and request.head is not None:
-            self._known = KnownHead.of(data, _of_any_length(request.head)) or known
+            self._known = KnownHead.of(data, request.head.without_length()) or known
 
     # The parser
 
@@ -311,7 +311,7 @@ class FastLaneProtocol(BoundedHttpProtocol):
             self._keeps_alive = False
         visit.answered(status, ours)
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, _common.lines, head.lines]
-        lines += [b"%b: %b\r\n" % header for header in ours]
+        lines.append(lines_of(ours))
         lines.append(b"x-request-id: %b\r\n" % visit.id)
         if head.length:
             lines.append(b"content-length: %b\r\n" % head.length)
@@ -436,12 +436,6 @@ class _LoggedChunks:
         self._transport.write(data)
 
 
-def _of_any_length(head: RequestHead) -> RequestHead:
-    """The same of any body that comes at once."""
-    headers = [header for header in head.headers if header[0] != b"content-length"]
-    return RequestHead(head.method, head.path, head.target, headers)
-
-
 def _length(headers: Headers) -> int:
     for name, value in headers:
         if name == b"content-length":
@@ -460,7 +454,7 @@ class _Common:
         """Take note of what changed."""
         if state.default_headers is not self.headers:
             self.headers = state.default_headers
-            self.lines = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"connection")
+            self.lines = lines_of([header for header in self.headers if header[0] != b"connection"])
             self.closes = (b"connection", b"close") in self.headers
 
 

@@ -56,7 +56,7 @@ class Ticket:
 
 
 def urgent(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers that a ticket is made of."""
+    """The headers that a ticket is made of: all others are passed over."""
     return [header for header in headers if header[0] in _HEADERS]
 
 
@@ -79,7 +79,7 @@ def read_ticket(
     priority = priority or best_priority or 0
     deadlines: list[float] = []
     give_up: list[float] = []
-    for name, value in urgent(headers):
+    for name, value in headers:
         if name == PRIORITY_HEADER:
             priority = _priority(value)
         elif name == TIMEOUT_HEADER:

@@ -589,7 +589,7 @@ class Exchange:
     def _end_unfinished(self, failure: RequestError) -> None:
         """Tell the client that its answer will not be finished: in the stream, or by closing the connection."""
         head = self._head
-        if head is not None and head.is_stream and not head.first(b"content-length"):
+        if head is not None and head.is_stream and not head.length:
             # What came last may have been half an event.
             self._client.more(self._shown(b"\n\n" + error_event(self._visit.head.path, failure), True), True)
         else:

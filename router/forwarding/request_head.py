@@ -6,7 +6,8 @@ from router.access import without_credentials
 from router.admission.ticket import urgent
 from router.telemetry.request_id import HEADER as REQUEST_ID
 from router.telemetry.request_id import given_id, with_id
-from router.upstream.origin import NOT_FORWARDED, Headers, end_to_end, lines_of
+from router.upstream.answer_head import LENGTH
+from router.upstream.origin import Headers, forwarded_lines
 
 _EXPLAIN = (b"x-kvrouter-explain", b"1")
 
@@ -33,12 +34,16 @@ class RequestHead:
         """The headers with this id and no other."""
         return with_id(self.headers, request_id)
 
+    def without_length(self) -> RequestHead:
+        """The same of any body that comes at once."""
+        headers = [header for header in self.headers if header[0] != LENGTH]
+        return RequestHead(self.method, self.path, self.target, headers)
+
     def lines(self, credentials: bool) -> bytes:
         """The headers that a worker gets but for the id, as they are sent. `credentials`: with the client's key, which
         is the same for all requests."""
         lines = self._lines
         if lines is None:
             headers = [header for header in self.headers if header[0] != REQUEST_ID]
-            lines = lines_of(end_to_end(headers if credentials else without_credentials(headers), NOT_FORWARDED))
-            self._lines = lines
+            lines = self._lines = forwarded_lines(headers if credentials else without_credentials(headers))
         return lines

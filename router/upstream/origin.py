@@ -16,7 +16,7 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
 _NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
 _METHODS_WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 _PORTS = {"http": 80, "https": 443}
@@ -53,27 +53,20 @@ class Origin:
         """The head of a request with a body of this size. `lines`: the headers that are about the message."""
         if self.authorization is not None and b"\r\nauthorization:" not in b"\r\n" + lines:
             lines += b"authorization: %b\r\n" % self.authorization
-        if not body_bytes and method not in _METHODS_WITH_BODY:
-            return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (
-                method.encode(),
-                self.path,
-                target,
-                self.host_header,
-                lines,
-            )
-        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (
+        length = b"content-length: %d\r\n" % body_bytes if body_bytes or method in _METHODS_WITH_BODY else b""
+        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (
             method.encode(),
             self.path,
             target,
             self.host_header,
             lines,
-            body_bytes,
+            length,
         )
 
 
 def forwarded_lines(headers: Headers) -> bytes:
     """The headers that are about the message, as they are sent."""
-    return lines_of(end_to_end(headers, NOT_FORWARDED))
+    return lines_of(end_to_end(headers, _NOT_FORWARDED))
 
 
 def lines_of(headers: Headers) -> bytes:
