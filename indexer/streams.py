@@ -85,7 +85,10 @@ class StreamStatus:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """The sockets and the order of one target's stream."""
+    """The sockets and the order of one target's stream.
+
+    `state`, `last_seq` and `confirmed_at` are those of the sequence once the index shows them: other threads ask.
+    """
 
     target: Target
     source: EventSource
@@ -93,6 +96,9 @@ class Stream:
     live: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     replay: zmq.Socket[bytes] | None
+    state: StreamState = StreamState.CONNECTING
+    last_seq: int | None = None
+    confirmed_at: float | None = None
     counters: StreamCounters = field(default_factory=StreamCounters)
     received_at: float | None = None
     lag: float | None = None
@@ -101,9 +107,11 @@ class Stream:
     refused: bool = False
     connect_at: float | None = None  # (monotonic) again, because ZeroMQ gave up
 
-    @property
-    def state(self) -> StreamState:
-        return self.sequence.state
+    def shown(self) -> None:
+        """The index shows all that the sequence has seen."""
+        self.state = self.sequence.state
+        self.last_seq = self.sequence.last_seq
+        self.confirmed_at = self.sequence.confirmed_at
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [self.live, self.monitor, *([self.replay] if self.replay else [])]
@@ -226,11 +234,11 @@ class StreamReader:
             return None
         sequence = stream.sequence
         return StreamStatus(
-            sequence.state,
-            sequence.last_seq,
+            stream.state,
+            stream.last_seq,
             stream.received_at,
             stream.lag,
-            None if sequence.confirmed_at is None else time.monotonic() - sequence.confirmed_at,
+            None if stream.confirmed_at is None else time.monotonic() - stream.confirmed_at,
             stream.began_at,
             sequence.pending,
             sequence.counters,
@@ -290,6 +298,7 @@ class StreamReader:
 
     def _follow(self, stream: Stream) -> None:
         self._leave(stream.target)
+        stream.shown()  # it may go on from what was saved
         self._streams[stream.target] = stream
         self._handlers[stream.live] = lambda: self._read_live(stream)
         self._handlers[stream.monitor] = lambda: self._read_monitor(stream)
@@ -376,6 +385,7 @@ class StreamReader:
                     _discard(stream.replay)
                 case AskReplay(start):
                     self._ask(stream, start)
+        stream.shown()
 
     def _apply(self, stream: Stream, frame: StreamFrame) -> None:
         try:

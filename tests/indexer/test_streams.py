@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from threading import Thread
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import structlog
 import zmq
 from engine_publisher import Publisher, eventually
 from structlog.testing import capture_logs
@@ -164,6 +165,31 @@ def test_a_restart_is_noticed_before_the_new_life_says_anything(
     caught_up(TARGET, None)
     eventually(lambda: matched(indexer) == 0)
     assert stream(TARGET).sequence.restarts == 1
+
+
+def test_a_stream_is_where_the_index_is(
+    indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
+) -> None:
+    register(publisher)
+    for number in range(10):
+        publisher.publish(block(number))
+    caught_up(TARGET, 9)
+    seen = []
+
+    def look(_logger: object, _method: str, event: MutableMapping[str, Any]) -> NoReturn:
+        if event["event"] == "event stream read anew":  # the sequence knows of it, the index not yet
+            seen.append((stream(TARGET).last_seq, matched(indexer)))
+        raise structlog.DropEvent
+
+    processors = structlog.get_config()["processors"]
+    usual, processors[:] = list(processors), [look]
+    try:
+        publisher.restart()
+        caught_up(TARGET, None)
+    finally:
+        processors[:] = usual
+    assert matched(indexer) == 0
+    assert seen == [(9, 10)]
 
 
 def test_a_restart_that_passed_the_old_number_meanwhile_is_noticed(

@@ -148,7 +148,7 @@ def test_decode_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_prefill_that_stood_still_writes_nothing_into_reused_pages(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
-    room = stall_at_prefill(site, decode_timeout=1.0)
+    room = stall_at_prefill(site, decode_timeout=3.0)
     state, reason, reusable = site.decode.call("wait", 0, room)
     assert (state, reusable) == ("Failed", True)
     assert "timed out" in reason
@@ -165,7 +165,7 @@ def test_a_prefill_that_stood_still_writes_nothing_into_reused_pages(pair: list[
 @pytest.mark.parametrize("engine", LARGE_ENGINES)
 def test_a_decode_that_stood_still_ends_failed(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
-    room = stall(site, prefill_timeout=0.5)
+    room = stall(site, prefill_timeout=3.0)
     state, reason, reusable = site.prefill.call("wait", 0, room)
     assert (state, reusable) == ("Failed", True)
     assert reason
