@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import resource
 import signal
 import socket
@@ -21,6 +20,7 @@ from indexer.app import indexer_app
 from indexer.errors import RequestError
 from kvrouter.fast_lane import FastLaneProtocol, uvicorn_fits
 from kvrouter.http_protocol import BoundedHttpProtocol
+from kvrouter.memory import collect_rarely, keep_freed_memory
 from router.apis.match_requests import match_reader
 from router.app import running_router
 from router.embedded_index import running_indexer
@@ -183,19 +183,10 @@ def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol]:
     return partial(FastLaneProtocol, entrance)
 
 
-def _collect_rarely() -> None:
-    """Look for cycles of garbage less often: requests make none, and what was made until now stays.
-
-    The default looks after 700 objects that are in use at once, which any load has.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
-
-
 async def _run_app(app: FastAPI, listening: socket.socket, settings: ServerSettings, name: str) -> None:
     """Serve on a listening socket until SIGINT or SIGTERM."""
-    _collect_rarely()
+    collect_rarely()
+    keep_freed_memory()
     server = HttpServer(app, settings.shutdown_timeout, settings.certificate, settings.key)
     with _stopped_by_signals(server, app, settings.drain_seconds):
         host, port = listening.getsockname()[:2]

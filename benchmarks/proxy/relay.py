@@ -13,6 +13,8 @@ from itertools import cycle
 
 import uvloop
 
+from kvrouter.memory import keep_freed_memory
+
 _END_OF_HEAD = b"\r\n\r\n"
 _LENGTH = b"content-length:"
 
@@ -110,4 +112,5 @@ async def _serve(port: int, workers: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     uvloop.run(_serve(int(sys.argv[1]), [int(each) for each in sys.argv[2:]]))
