@@ -111,10 +111,17 @@ class Index:
         """
         block_size = namespace.block_size
         limit = len(prompt) // block_size if blocks is None else blocks
-        seed = namespace_hash(namespace, self._secret)
-        hashes = prompt.hashes(seed, block_size)
+        return self.match_from(namespace_hash(namespace, self._secret), block_size, prompt, limit)
+
+    def match_from(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> list[Match]:
+        """The same in the namespace whose hash is `root`. `block_size` in tokens."""
+        if blocks <= 0:
+            return []
+        hashes = prompt.hashes(root, block_size, 1)
+        if not self._tree.begins_with(hashes[0]):
+            return []
         with self._lock:
-            return follow(self._tree.walk(hashes, limit, partial(prompt.hashes, seed, block_size)), block_size)
+            return follow(self._tree.walk(hashes, blocks, partial(prompt.hashes, root, block_size)), block_size)
 
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
         """The same for a prompt whose prefix hashes are known. `block_size` in tokens."""

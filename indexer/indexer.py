@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from indexer.dump import DumpedStream, DumpError, TargetDump, write_dump
-from indexer.hashing import Namespace, PackedPrompt
+from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import Target
 from indexer.index import Index, TargetStatus
 from indexer.matching import Match
@@ -42,15 +42,22 @@ class Registration:
     capacity: int | None = None
 
 
-@dataclass(slots=True)  # a frozen one takes four times as long to make
 class MatchQuery:
     """A tokenized prompt and all that tells its blocks from others with the same tokens."""
 
-    model: str
-    token_ids: Sequence[int] | PackedPrompt
-    adapter: str | None = None
-    cache_salt: str | None = None
-    tenant: str = DEFAULT_TENANT
+    def __init__(
+        self,
+        model: str,
+        token_ids: Sequence[int] | PackedPrompt,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+    ) -> None:
+        self.model = model
+        self.token_ids = token_ids
+        self.adapter = adapter
+        self.cache_salt = cache_salt
+        self.tenant = tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +83,22 @@ class TargetReport:
     holdings: TargetStatus
 
 
-class _BlockSizes:
-    """Block sizes, in tokens, by tenant and model, and by target. They hold until one of `changes` counts on."""
+# Of so many models, tenants and adapters asked for it is known where their prompts begin.
+_MOST_ROOTS = 1024
 
-    def __init__(self, changes: tuple[int, int]) -> None:
+
+class _BlockSizes:
+    """Block sizes, in tokens, by tenant and model, and by target. They hold until `changes` counts on.
+
+    `roots`: with each block size of a model the hash that a namespace's prompts begin with, by model, tenant and
+    adapter; of salts nothing is kept.
+    """
+
+    def __init__(self, changes: int) -> None:
         self.changes = changes
         self.of_model: dict[tuple[str, str], frozenset[int]] = {}
         self.of_target: dict[Target, int | None] = {}
+        self.roots: dict[tuple[str, str, str | None], list[tuple[int, int]]] = {}
 
 
 class Indexer:
@@ -104,7 +120,7 @@ class Indexer:
         self._reader = StreamReader(self.index, sequence, keys)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
         self._registrations = 0
-        self._sizes = _BlockSizes((0, 0))
+        self._sizes = _BlockSizes(0)
 
     def start(self) -> None:
         """Begin to read the streams."""
@@ -292,11 +308,12 @@ class Indexer:
     def block_size(self, target: Target) -> int | None:
         """A target's block size in tokens: what its events said, or else its registration."""
         known = self._block_sizes().of_target
-        if target not in known:
+        size = known.get(target)
+        if size is None and target not in known:
             registration = self._served.get((target.tenant, target.model), {}).get(target)
             registered = registration.block_size if registration else None
-            known[target] = max(self.index.block_sizes([target]), default=registered)
-        return known[target]
+            size = known[target] = max(self.index.block_sizes([target]), default=registered)
+        return size
 
     def block_sizes(self, model: str, tenant: str = DEFAULT_TENANT) -> frozenset[int]:
         """The block sizes, in tokens, that the workers of a model use."""
@@ -310,7 +327,7 @@ class Indexer:
 
     def _block_sizes(self) -> _BlockSizes:
         """What was found of block sizes, as long as it holds: every request asks."""
-        changes = self._registrations, self.index.block_size_changes
+        changes = self._registrations + self.index.block_size_changes  # neither ever gets less
         if self._sizes.changes != changes:
             self._sizes = _BlockSizes(changes)
         return self._sizes
@@ -320,13 +337,28 @@ class Indexer:
 
     def _found(self, query: MatchQuery, tokens: int) -> list[Match]:
         """What targets hold of the first tokens of a prompt, for each block size."""
-        self._registered(query.model, query.tenant)
+        roots = self._roots(query)
         prompt = PackedPrompt.of(query.token_ids)
         found: list[Match] = []
-        for block_size in self.block_sizes(query.model, query.tenant):
-            namespace = Namespace(query.model, query.tenant, query.adapter, query.cache_salt, block_size)
-            found += self.index.match(namespace, prompt, max(tokens, 0) // block_size)
+        for block_size, root in roots:
+            found += self.index.match_from(root, block_size, prompt, tokens // block_size)
         return found
+
+    def _roots(self, query: MatchQuery) -> list[tuple[int, int]]:
+        """The block sizes of a query's model, each with the hash that its prompts begin with there."""
+        known = self._block_sizes().roots
+        asked = query.model, query.tenant, query.adapter
+        roots = known.get(asked) if query.cache_salt is None else None
+        if roots is None:
+            self._registered(query.model, query.tenant)
+            sizes = self.block_sizes(query.model, query.tenant)
+            names = query.model, query.tenant, query.adapter, query.cache_salt
+            roots = [(size, namespace_hash(Namespace(*names, size), self._secret)) for size in sizes]
+            if query.cache_salt is None:
+                if len(known) >= _MOST_ROOTS:
+                    known.clear()
+                known[asked] = roots
+        return roots
 
     def _registered(self, model: str, tenant: str) -> dict[Target, Registration]:
         served = self._served.get((tenant, model))

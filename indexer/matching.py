@@ -11,7 +11,7 @@ from indexer.tree import Span
 from kvevents import Tier
 
 
-@dataclass(slots=True)  # a frozen one takes four times as long to make
+@dataclass(slots=True, init=False)
 class Match:
     """What one target holds of a prompt, in tokens.
 
@@ -21,6 +21,11 @@ class Match:
     target: Target
     matched_tokens: int
     tiers: dict[Tier, int]
+
+    def __init__(self, target: Target, matched_tokens: int, tiers: dict[Tier, int]) -> None:
+        self.target = target
+        self.matched_tokens = matched_tokens
+        self.tiers = tiers
 
 
 _NONE = dict.fromkeys(Tier, 0)

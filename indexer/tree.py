@@ -63,6 +63,10 @@ class PrefixTree(Generic[HolderT]):
         """The number of runs."""
         return len(self._runs)
 
+    def begins_with(self, first_hash: int) -> bool:
+        """Whether anybody holds the first block of a prompt, given by its hash: no lock is needed to ask that."""
+        return first_hash in self._root.children
+
     def find(self, position: int) -> tuple[Run[HolderT], int] | None:
         """The run and offset a position names; None when the block is gone."""
         run = self._runs.get(position >> _OFFSET_BITS)

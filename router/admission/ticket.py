@@ -34,7 +34,7 @@ _LONGEST_TIMEOUT = 7 * 86400.0
 _MOST_PRIORITY = 2**31
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Ticket:
     """A request's claim to a place. Times are of `time.monotonic`.
 
@@ -42,13 +42,31 @@ class Ticket:
     is not worth sending any more, at `deadline` at the latest. `tokens`: of its prompts. `size`: the bytes of its body.
     """
 
-    priority: int = 0
-    tenant: str = ""
-    deadline: float | None = None
-    tokens: int = 0
-    size: int = 0
-    arrived: float = 0.0
-    place_by: float | None = None
+    priority: int
+    tenant: str
+    deadline: float | None
+    tokens: int
+    size: int
+    arrived: float
+    place_by: float | None
+
+    def __init__(
+        self,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float | None = None,
+        tokens: int = 0,
+        size: int = 0,
+        arrived: float = 0.0,
+        place_by: float | None = None,
+    ) -> None:
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
+        self.tokens = tokens
+        self.size = size
+        self.arrived = arrived
+        self.place_by = place_by
 
     def left(self, now: float) -> float | None:
         """Seconds until the answer must be there; None: any number."""
@@ -77,6 +95,8 @@ def read_ticket(
     """
     now = clock()
     priority = priority or best_priority or 0
+    if best_priority is None and not headers:  # as of nearly all
+        return Ticket(priority, tenant, None, tokens, size, now)
     deadlines: list[float] = []
     give_up: list[float] = []
     for name, value in headers:

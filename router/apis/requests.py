@@ -14,13 +14,18 @@ class Truncation:
     side: Literal["left", "right"] = "left"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class TextPrompts:
     """Prompts to tokenize as they are; one sequence each."""
 
     texts: list[str]
-    add_special_tokens: bool = True
-    truncation: Truncation | None = None
+    add_special_tokens: bool
+    truncation: Truncation | None
+
+    def __init__(self, texts: list[str], add_special_tokens: bool = True, truncation: Truncation | None = None) -> None:
+        self.texts = texts
+        self.add_special_tokens = add_special_tokens
+        self.truncation = truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,6 @@ class TokenPrompts:
     param: str = "prompt"
 
 
-@dataclass(slots=True, eq=False)
 class Rendering:
     """How a conversation was rendered: `by` a chat template, with `variables`, the request's fields but the messages.
 
@@ -43,14 +47,14 @@ class Rendering:
     end of what comes before the first.
     """
 
-    by: Any
-    variables: bytes
-    prepared: list[dict[str, Any]]
-    text: str
-    ends: list[int]
+    def __init__(self, by: Any, variables: bytes, prepared: list[dict[str, Any]], text: str, ends: list[int]) -> None:
+        self.by = by
+        self.variables = variables
+        self.prepared = prepared
+        self.text = text
+        self.ends = ends
 
 
-@dataclass(slots=True, eq=False)
 class Conversation:
     """What is known of a chat's messages, of which the first `shared` were seen before, in an earlier chat.
 
@@ -58,13 +62,16 @@ class Conversation:
     `rendering`: how this one was, once it is, for those that go on from it.
     """
 
-    has_media: bool
-    shared: int = 0
-    earlier: Rendering | None = None
-    rendering: Rendering | None = None
+    def __init__(
+        self, has_media: bool, shared: int = 0, earlier: Rendering | None = None, rendering: Rendering | None = None
+    ) -> None:
+        self.has_media = has_media
+        self.shared = shared
+        self.earlier = earlier
+        self.rendering = rendering
 
 
-@dataclass(slots=True)  # a frozen one takes four times as long to make
+@dataclass(slots=True, init=False)
 class ChatPrompt:
     """A conversation and all that changes how the chat template renders it. The messages are kept whole.
 
@@ -74,24 +81,54 @@ class ChatPrompt:
     """
 
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    truncation: Truncation | None = None
-    merges_system: bool = False
-    thinking_off: bool = False
-    conversation: Conversation | None = field(default=None, compare=False, repr=False)
+    tools: list[dict[str, Any]] | None
+    documents: list[dict[str, Any]] | None
+    reasoning_effort: str | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    add_special_tokens: bool
+    truncation: Truncation | None
+    merges_system: bool
+    thinking_off: bool
+    conversation: Conversation | None = field(compare=False, repr=False)
+
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        reasoning_effort: str | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        truncation: Truncation | None = None,
+        merges_system: bool = False,
+        thinking_off: bool = False,
+        conversation: Conversation | None = None,
+    ) -> None:
+        self.messages = messages
+        self.tools = tools
+        self.documents = documents
+        self.reasoning_effort = reasoning_effort
+        self.chat_template = chat_template
+        self.chat_template_kwargs = chat_template_kwargs
+        self.add_generation_prompt = add_generation_prompt
+        self.continue_final_message = continue_final_message
+        self.add_special_tokens = add_special_tokens
+        self.truncation = truncation
+        self.merges_system = merges_system
+        self.thinking_off = thinking_off
+        self.conversation = conversation
 
 
 Prompt: TypeAlias = TextPrompts | TokenPrompts | ChatPrompt
 
 
-@dataclass(slots=True)  # a frozen one takes four times as long to make
+@dataclass(slots=True, init=False)
 class RoutedRequest:
     """A request. Without a `prompt` it goes where the load is least, without a `model` to any worker.
 
@@ -102,15 +139,39 @@ class RoutedRequest:
     """
 
     model: str | None
-    prompt: Prompt | None = None
-    stream: bool = False
-    cache_salt: str | None = None
-    max_tokens: int | None = None
-    n: int = 1
-    priority: int = 0
-    session: str | None = None
-    previous_response: str | None = None
-    converted: bool = False
+    prompt: Prompt | None
+    stream: bool
+    cache_salt: str | None
+    max_tokens: int | None
+    n: int
+    priority: int
+    session: str | None
+    previous_response: str | None
+    converted: bool
+
+    def __init__(
+        self,
+        model: str | None,
+        prompt: Prompt | None = None,
+        stream: bool = False,
+        cache_salt: str | None = None,
+        max_tokens: int | None = None,
+        n: int = 1,
+        priority: int = 0,
+        session: str | None = None,
+        previous_response: str | None = None,
+        converted: bool = False,
+    ) -> None:
+        self.model = model
+        self.prompt = prompt
+        self.stream = stream
+        self.cache_salt = cache_salt
+        self.max_tokens = max_tokens
+        self.n = n
+        self.priority = priority
+        self.session = session
+        self.previous_response = previous_response
+        self.converted = converted
 
 
 @dataclass(frozen=True, slots=True)

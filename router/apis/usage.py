@@ -20,13 +20,18 @@ _NAMES = (("prompt", "completion"), ("input", "output"))  # the second are those
 _decode = json.JSONDecoder().raw_decode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class Usage:
     """Tokens as the engine counted them. `cached`: None when it does not say."""
 
     prompt: int
     completion: int
     cached: int | None
+
+    def __init__(self, prompt: int, completion: int, cached: int | None) -> None:
+        self.prompt = prompt
+        self.completion = completion
+        self.cached = cached
 
 
 class UsageTail:

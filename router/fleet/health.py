@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from statistics import median
-from typing import NamedTuple
 
 from router.fleet.circuit import Circuit, CircuitLimits
 
@@ -24,23 +23,29 @@ class Outcome(Enum):
     NEITHER = auto()
 
 
-class FirstByte(NamedTuple):
+class FirstByte:
     """How long a first byte took, when so many tokens were to be computed before it.
 
     Only a streamed answer's first byte comes before its last, so that the two kinds do not compare.
     """
 
-    work: int
-    streamed: bool
-    seconds: float
-    at: float
+    __slots__ = ("at", "seconds", "streamed", "work")
+
+    def __init__(self, work: int, streamed: bool, seconds: float, at: float) -> None:
+        self.work = work
+        self.streamed = streamed
+        self.seconds = seconds
+        self.at = at
 
 
-class Result(NamedTuple):
+class Result:
     """Whether a request failed."""
 
-    failed: bool
-    at: float
+    __slots__ = ("at", "failed")
+
+    def __init__(self, failed: bool, at: float) -> None:
+        self.failed = failed
+        self.at = at
 
 
 class Health:
@@ -56,7 +61,7 @@ class Health:
         worker: Health | None = None,
     ) -> None:
         """`worker`: the health of all of it, where this is that of a rank."""
-        self._worker = worker
+        self.worker = worker
         self.ranks: dict[int, Health] = {}
         self._limits = limits or CircuitLimits()
         self.circuit = Circuit(self._limits, clock)
@@ -78,18 +83,23 @@ class Health:
         """A request is sent; `work` tokens are to be computed before its first byte. `one_of_many`: the rank is."""
         if now is None:
             now = self.clock()
-        concerned: tuple[tuple[Health, int], ...] = ((self, self.circuit.begin()),)
+        health, number = self, self.circuit.begin()
+        of_worker = number
         if one_of_many:
             rank = self.ranks.get(dp_rank)
             if rank is None:
                 rank = self.ranks[dp_rank] = Health(self._limits, self.clock, self)
-            concerned += ((rank, rank.circuit.begin()),)
-        attempt = Attempt(concerned, max(work, 1), dp_rank, streamed, now)
-        for health, _ in concerned:
-            if not health.attempts:
-                health.last_byte = now  # there was nothing to be heard
-            health.attempts[attempt] = None
+            health, number = rank, rank.circuit.begin()
+        attempt = Attempt(health, number, of_worker, work if work > 1 else 1, dp_rank, streamed, now)
+        self._begun(attempt, now)
+        if health is not self:
+            health._begun(attempt, now)
         return attempt
+
+    def _begun(self, attempt: Attempt, now: float) -> None:
+        if not self.attempts:
+            self.last_byte = now  # there was nothing to be heard
+        self.attempts[attempt] = None
 
     def usable_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Those of a worker's ranks that requests may go to; all of them when none is left."""
@@ -142,8 +152,8 @@ class Health:
     def heard(self) -> None:
         """Bytes of an answer came."""
         self.last_byte = now = self.clock()
-        if self._worker is not None:
-            self._worker.last_byte = now
+        if self.worker is not None:
+            self.worker.last_byte = now
 
     def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str, now: float) -> None:
         del self.attempts[attempt]
@@ -165,12 +175,11 @@ class Attempt:
     `now`: the time by the health's clock, where it was just read.
     """
 
-    __slots__ = ("_concerned", "begun", "dp_rank", "ended", "failed", "give_up", "streamed", "waits", "work")
-
     def __init__(
-        self, concerned: tuple[tuple[Health, int], ...], work: int, dp_rank: int, streamed: bool, now: float
+        self, health: Health, number: int, of_worker: int, work: int, dp_rank: int, streamed: bool, now: float
     ) -> None:
-        """`concerned`: whose health it is about, and its number there."""
+        """`health`: of the rank that it is on, where its worker has several, else of the worker; `number`: its number
+        there, and `of_worker` that at its worker."""
         self.begun = now
         self.work = work
         self.dp_rank = dp_rank
@@ -178,7 +187,9 @@ class Attempt:
         self.waits = True
         self.give_up: Callable[[], None] | None = None
         self.ended = self.failed = False
-        self._concerned = concerned
+        self.health = health
+        self._number = number
+        self._of_worker = of_worker
 
     def waits_for_another(self) -> None:
         """Its first byte cannot come before another worker is done: until then its own is not judged by it."""
@@ -186,24 +197,23 @@ class Attempt:
 
     def waits_from_now(self) -> None:
         """The other worker is done."""
-        self.begun, self.waits = self._clock(), True
-
-    @property
-    def health(self) -> Health:
-        """Of the rank that it is on, where its worker has several; else of the worker."""
-        return self._concerned[-1][0]
+        self.begun, self.waits = self.health.clock(), True
 
     def heard(self, now: float | None = None) -> None:
         """Bytes of the answer came."""
+        health = self.health
+        worker = health.worker
         if now is None:
-            now = self._clock()
-        for health, _ in self._concerned:
-            health.last_byte = now
+            now = health.clock()
+        health.last_byte = now
+        if worker is not None:
+            worker.last_byte = now
         if self.waits:
             self.waits = False
             seen = FirstByte(self.work, self.streamed, now - self.begun, now)
-            for health, _ in self._concerned:
-                health.last_first_bytes.append(seen)
+            health.last_first_bytes.append(seen)
+            if worker is not None:
+                worker.last_first_bytes.append(seen)
 
     def end(self, outcome: Outcome, reason: str = "", now: float | None = None) -> None:
         """The request ended. Only the first call counts."""
@@ -211,13 +221,12 @@ class Attempt:
             return
         self.ended = True
         self.failed = outcome is Outcome.FAILED
+        health = self.health
         if now is None:
-            now = self._clock()
-        for health, number in self._concerned:
-            health.ended(self, number, outcome, reason, now)
-
-    def _clock(self) -> float:
-        return self._concerned[0][0].clock()
+            now = health.clock()
+        if health.worker is not None:
+            health.worker.ended(self, self._of_worker, outcome, reason, now)
+        health.ended(self, self._number, outcome, reason, now)
 
 
 def expected_seconds(seen: Iterable[FirstByte], work: int, streamed: bool) -> float | None:

@@ -330,8 +330,8 @@ class Exchange:
         self._placement = placement
         span.set(worker=worker.url, overlap_tokens=placement.overlap)
         span.end()
-        matched = placement.prediction is not None
-        forwarding.metrics.placed(prompt.name or "", time.monotonic() - self._arrived, placement.decision, matched)
+        waited = time.monotonic() - self._arrived
+        forwarding.metrics.placed(prompt.name or "", waited, placement.decision, placement.prediction)
         tried.append(worker)
         visit = self._visit
         self._others = len(tried) < self._attempts and forwarding.router.others(prompt, tried)

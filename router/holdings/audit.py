@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -38,23 +38,35 @@ class Basis(StrEnum):
     HISTORY = "history"
 
 
-@dataclass(slots=True)  # a frozen one takes four times as long to make
 class Prediction:
     """What was expected of a rank when a prompt was sent to it, in tokens.
 
     `overlap`: what the decision was made with. `by_events`: the overlap by events and prompts in flight; None while
     events are missing. `comparable`: the engine's count can be compared with it, because the tokens are known and it is
-    one prompt with one answer. `capacity`: the tokens that the target can hold.
+    one prompt with one answer. `capacity`: the tokens that the target can hold. `most`: the most that any target had.
     """
 
-    target: Target
-    hashes: list[array[int]]
-    tokens: int
-    overlap: int
-    by_events: int | None
-    comparable: bool
-    capacity: int | None
-    made_at: float = field(default_factory=time.monotonic)
+    def __init__(
+        self,
+        target: Target,
+        hashes: list[array[int]],
+        tokens: int,
+        overlap: int,
+        by_events: int | None,
+        comparable: bool,
+        capacity: int | None,
+        made_at: float | None = None,
+        most: int = 0,
+    ) -> None:
+        self.target = target
+        self.hashes = hashes
+        self.tokens = tokens
+        self.overlap = overlap
+        self.by_events = by_events
+        self.comparable = comparable
+        self.capacity = capacity
+        self.made_at = time.monotonic() if made_at is None else made_at
+        self.most = most
 
 
 class Errors:

@@ -10,7 +10,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol, TypeAlias
 
 from indexer import DEFAULT_TENANT, Target
@@ -28,9 +27,17 @@ def prompt_hashes(
 
     Where blocks are as large as chunks these are the index's hashes, unless those depend on a secret.
     """
-    seed = namespace_hash(Namespace(model, DEFAULT_TENANT, adapter, cache_salt, CHUNK_TOKENS))
-    prompt = PackedPrompt.of(token_ids)
-    return prompt.hashes(seed, CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
+    return chunk_hashes(chunk_root(model, adapter, cache_salt), PackedPrompt.of(token_ids))
+
+
+def chunk_root(model: str, adapter: str | None, cache_salt: str | None) -> int:
+    """The hash before a prompt's first chunk."""
+    return namespace_hash(Namespace(model, DEFAULT_TENANT, adapter, cache_salt, CHUNK_TOKENS))
+
+
+def chunk_hashes(root: int, prompt: PackedPrompt) -> array[int]:
+    """The hashes of a prompt's chunks."""
+    return prompt.hashes(root, CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
 
 
 # Prompts that no event tells of are held so long, and so many prefixes of prompts that ended.
@@ -66,7 +73,7 @@ class SpeculativeHoldings:
         holder = self._targets.get(target)
         if holder is None:
             holder = self._targets[target] = _Target(target)
-        return partial(self._end, holder, self._prefixes.hold(holder, hashes), lasting)
+        return _Prompt(self, holder, self._prefixes.hold(holder, hashes), lasting)
 
     def overlaps(self, hashes: array[int]) -> dict[Target, int]:
         """How many tokens of a prompt, from its start on, other prompts in flight share, by target: those with any."""
@@ -90,7 +97,8 @@ class SpeculativeHoldings:
         self._expire(self._clock())
         return sum(holder.chunks for holder in self._targets.values())
 
-    def _end(self, holder: _Target, edge: Edge[_Target], lasting: bool, failed: bool = False) -> None:
+    def ended(self, holder: _Target, edge: Edge[_Target], lasting: bool, failed: bool) -> None:
+        """A prompt's request ended."""
         if failed:
             self._let_go(holder, edge)
             return
@@ -100,9 +108,10 @@ class SpeculativeHoldings:
         self._expire(now)
 
     def _expire(self, now: float) -> None:
-        for ended, linger in (self._ended, self._linger), (self._ended_lasting, max(self._linger, LASTING_SECONDS)):
-            while ended and ended[0][0] + linger <= now:
-                self._let_go_first(ended)
+        while self._ended and self._ended[0][0] + self._linger <= now:
+            self._let_go_first(self._ended)
+        while self._ended_lasting and self._ended_lasting[0][0] + max(self._linger, LASTING_SECONDS) <= now:
+            self._let_go_first(self._ended_lasting)
         while self._ended_prefixes > MAX_ENDED:
             self._let_go_first(min(filter(None, (self._ended, self._ended_lasting)), key=lambda ended: ended[0][0]))
 
@@ -126,6 +135,21 @@ class _Target(Holder):
         super().__init__()
         self.target = target
         self.forgotten = False
+
+
+class _Prompt:
+    """A prompt in flight: where in the tree it ends, and who holds it. To be called as an `Ending`."""
+
+    __slots__ = ("_edge", "_holder", "_holdings", "_lasting")
+
+    def __init__(self, holdings: SpeculativeHoldings, holder: _Target, edge: Edge[_Target], lasting: bool) -> None:
+        self._holdings = holdings
+        self._holder = holder
+        self._edge = edge
+        self._lasting = lasting
+
+    def __call__(self, failed: bool = False) -> None:
+        self._holdings.ended(self._holder, self._edge, self._lasting, failed)
 
 
 # When a prompt ended, who holds it, and where in the tree it ends.

@@ -43,6 +43,10 @@ class DecayingSum:
     def at(self, now: float) -> float:
         return self._sum and self._sum * exp((self._at - now) / self._horizon)
 
+    def __bool__(self) -> bool:
+        """Whether anything was ever added."""
+        return self._sum > 0
+
 
 class EvictionPressure:
     """Told of every routed prompt and of what targets removed; knows μ.
@@ -88,7 +92,7 @@ class EvictionPressure:
 
     def price(self) -> float:
         """g / (1 - g) now; 0 while nobody tells of evictions."""
-        if not self._removed:
+        if not self._removed or not self._lost:
             return 0.0
         now = self._clock()
         lost_share = min(self._lost.at(now) / max(self._evicted.at(now), LEAST_EVICTED), MOST_LOST)

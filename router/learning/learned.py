@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from indexer import Indexer, Target
 from router.holdings.speculation import CHUNK_TOKENS
@@ -45,7 +44,6 @@ class Learned:
         self.pressure.removed(removed)
 
 
-@dataclass(slots=True)
 class RequestTiming:
     """One streamed answer, watched from the moment its request is sent.
 
@@ -53,15 +51,13 @@ class RequestTiming:
     byte comes with the last.
     """
 
-    learned: Learned
-    choice: Candidate
-    tokens: int
-    clock: Callable[[], float]
-    sent: float = field(init=False)
-    begun: float | None = None
-
-    def __post_init__(self) -> None:
-        self.sent = self.clock()
+    def __init__(self, learned: Learned, choice: Candidate, tokens: int, clock: Callable[[], float]) -> None:
+        self.learned = learned
+        self.choice = choice
+        self.tokens = tokens
+        self.clock = clock
+        self.sent = clock()
+        self.begun: float | None = None
 
     def first_byte(self) -> None:
         """The answer began. Only the first call counts."""

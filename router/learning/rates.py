@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, exp, log
+from math import exp, log
 
 CHUNK = 8192  # tokens an engine computes in one step, at most
 HALF_LIFE = 300.0
@@ -49,7 +49,7 @@ class Rates:
 def prefill_seconds(rates: Rates, tokens: int, cached: int, requests: int, context: int) -> float:
     """How long the prefill of a prompt of so many tokens takes, when `requests` with `context` tokens decode beside."""
     uncached = max(tokens - cached, 1)
-    steps = ceil(uncached / CHUNK)
+    steps = -(-uncached // CHUNK)
     return (
         rates.token * uncached
         + rates.attention * uncached * (cached + uncached / 2)
@@ -151,7 +151,7 @@ class RateLearner:
         """A prompt of so many tokens was prefilled, `cached` of them from the cache, beside others that decoded."""
         uncached = max(tokens - cached, 1)
         step, context_token = self._decode.coefficients
-        steps = ceil(uncached / CHUNK)
+        steps = -(-uncached // CHUNK)
         known = steps * (step + context_token * context)
         self._prefill.add(uncached + steps * requests, uncached * (cached + uncached / 2), known, seconds, now)
         self._solved()
@@ -175,10 +175,13 @@ class RateTable:
 
     def learner(self, worker: str, model: str) -> RateLearner:
         """A worker's rates for a model."""
-        workers = self._learners.setdefault(model, {})
-        if worker not in workers:
-            workers[worker] = RateLearner(self.start)
-        return workers[worker]
+        workers = self._learners.get(model)
+        if workers is None:
+            workers = self._learners[model] = {}
+        learner = workers.get(worker)
+        if learner is None:
+            learner = workers[worker] = RateLearner(self.start)
+        return learner
 
     def forget(self, worker: str) -> None:
         """A worker was removed."""

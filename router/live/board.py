@@ -72,7 +72,7 @@ class Board:
         """A request was placed: perhaps one to show."""
         seen = self._requests.placed(prompt.name, prompt.tokens, placement.decision)
         if seen is not None:
-            placement.on_release.append(seen.ended)
+            placement.when_released(seen.ended)
             hashes = placement.prediction.hashes if placement.prediction else []
             if hashes and hashes[0]:
                 self._prefixes.seen(hashes[0], list(placement.decision.candidates))

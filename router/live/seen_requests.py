@@ -43,7 +43,7 @@ class SeenRequest:
         """It was answered in full."""
         self.usage = usage
 
-    def ended(self) -> None:
+    def ended(self, failed: bool = False) -> None:  # noqa: ARG002 - an `Ending`, whichever it is
         """It is over, however it ended."""
         self.whole_ms = self._passed()
         self.changed = next(self.changes)

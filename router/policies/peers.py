@@ -6,7 +6,6 @@ Each is written from its public description, over the same exact knowledge of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from math import ceil
 from random import Random
 
@@ -29,10 +28,12 @@ class RoundRobin(ByTurn):
     """One target after the other."""
 
     def __init__(self) -> None:
-        self._turns = count()
+        self._turns = 0
 
     def turn(self, candidates: int) -> int:
-        return next(self._turns) % candidates
+        turn = self._turns
+        self._turns = turn + 1
+        return turn % candidates
 
     def decision(self, candidates: Sequence[Candidate], turn: int) -> Decision:
         def terms(candidate: Candidate) -> dict[str, float]:
@@ -74,7 +75,7 @@ def session_affinity(random: Random) -> Policy:
     """
 
     def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
-        session = request.session
+        session = request.beginning if request.session is None else request.session
         if session is None:
             return cheapest(candidates, lambda candidate: {"requests": candidate.requests}, random)
         bound = ceil(_BOUND * (sum(c.requests for c in candidates) + 1) / len(candidates))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from indexer import Target
@@ -38,24 +36,25 @@ class Watcher(Protocol):
         """It was answered in full."""
 
 
-@dataclass(slots=True)
 class Placement:
     """Where a request goes, and its share of that target's load until `release`.
 
     `now`: the time, where it was just read.
     """
 
-    worker: Worker
-    target: Target
-    decision: Decision
-    reservation: Reservation
-    attempt: Attempt
-    prediction: Prediction | None = None  # where its prompts are known
-    timing: RequestTiming | None = None
-    seen: Watcher | None = None
-    prefill: Placement | None = None  # where the prompt is computed, if that is another worker
-    expected: list[Ending] = field(default_factory=list)  # that the target soon holds the prompts
-    on_release: list[Callable[[], None]] = field(default_factory=list)
+    def __init__(
+        self, worker: Worker, target: Target, decision: Decision, reservation: Reservation, attempt: Attempt
+    ) -> None:
+        self.worker = worker
+        self.target = target
+        self.decision = decision
+        self.reservation = reservation
+        self.attempt = attempt
+        self.prediction: Prediction | None = None  # where its prompts are known
+        self.timing: RequestTiming | None = None
+        self.seen: Watcher | None = None
+        self.prefill: Placement | None = None  # where the prompt is computed, if that is another worker
+        self._endings: list[Ending] | None = None
 
     @property
     def overlap(self) -> int:
@@ -75,12 +74,21 @@ class Placement:
         if self.seen:
             self.seen.first_byte()
 
+    def when_released(self, ending: Ending) -> None:
+        """Have this called, too, when the request ended."""
+        if self._endings is None:
+            self._endings = []
+        self._endings.append(ending)
+
     def release(self, now: float | None = None) -> None:
         """The request ended, however it did. Only the first call counts."""
         self.reservation.release(now)
         if not self.attempt.ended:
             self.attempt.end(Outcome.NEITHER, now=now)
-        while self.expected:
-            self.expected.pop()(self.attempt.failed)
-        while self.on_release:
-            self.on_release.pop()()
+        endings = self._endings
+        if endings is not None:
+            self._endings = None
+            for ending in endings:
+                ending(self.attempt.failed)
+        if self.prefill is not None:
+            self.prefill.release(now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
 import structlog
@@ -27,11 +27,11 @@ from router.fleet.fleet import Fleet, Worker
 from router.fleet.worker import choosable
 from router.holdings.audit import HitAudit, Prediction
 from router.holdings.history import RoutingHistory
-from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
+from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings, chunk_hashes, chunk_root
 from router.learning.learned import Learned
 from router.learning.rates import Rates, prefill_seconds
 from router.policies import ByTurn, Candidate, Policy, Request
-from router.routing.choice import Choice, Options
+from router.routing.choice import Choice, Options, Overlap
 from router.routing.load import LoadTable, Reservation
 from router.routing.placement import Placement, Watching
 from router.routing.routed_prompt import RoutedPrompt, tokenized_prompt, unread_prompt
@@ -44,19 +44,8 @@ from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class _Overlap:
-    """What a target has of a request's prompts, in tokens.
-
-    `by_events`: by events and prompts in flight, whether or not that is what counts. `cpu`, `disk`: what of `tokens`
-    has to be loaded from there.
-    """
-
-    tokens: int = 0
-    by_events: int = 0
-    cpu: int = 0
-    disk: int = 0
-
+# Members of an enumeration are looked up in it each time.
+_CPU, _DISK, _UNKNOWN = Tier.CPU, Tier.DISK, Tier.UNKNOWN
 
 # Prompts that begin with so many equal chunks are taken for one session when nobody names theirs.
 _SESSION_CHUNKS = 32
@@ -223,10 +212,11 @@ class Router:
             adapter.decodes_alone,
         )
         if found.prefill is not None:
-            return replace(choice, disaggregation=found, prefill=prefills.choose(found.prefill))
-        if not adapter.decodes_alone:
+            choice.prefill = prefills.choose(found.prefill)
+        elif not adapter.decodes_alone:
             raise _unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
-        return replace(choice, disaggregation=found)
+        choice.disaggregation = found
+        return choice
 
     def adapter_of(self, worker: Worker) -> type[Adapter] | None:
         """How a decode worker goes on from a prefill worker; None where that is not known."""
@@ -240,7 +230,7 @@ class Router:
 
         Where there is no other target there is nothing to wait for.
         """
-        return len(choice.decision.candidates) > 1 and self._must_wait(choice.chosen.rank)
+        return len(choice.decision.candidates) > 1 and self._must_wait(choice.rank)
 
     def has_room(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, late_binding: bool) -> bool:
         """Whether any target could take a request now: it may be worth choosing again."""
@@ -281,7 +271,6 @@ class Router:
         placement = self._reserve(prompt, chosen, now, computes=chosen.prefill is None)
         if chosen.prefill is not None:
             placement.prefill = self._reserve(prompt, chosen.prefill, now, decodes=False)
-            placement.on_release.append(placement.prefill.release)
             placement.attempt.waits_for_another()
         log.info(
             "disaggregation",
@@ -296,15 +285,18 @@ class Router:
         self, prompt: RoutedPrompt, chosen: Choice, now: float, computes: bool = True, decodes: bool = True
     ) -> Placement:
         """Reserve a share of a worker that `computes` the prompt, or `decodes` the answer, or both."""
-        choice, rank, hashes, _ = chosen.chosen
+        choice, rank = chosen.decision.choice, chosen.rank
         worker, target, load = rank.worker, rank.target, rank.load
+        uncached = 0
+        if computes:
+            uncached = max(prompt.tokens - choice.overlap, 1)
         seconds = 0.0
         if self.needs_prompts and computes:
             rates = self._learned.rates.learner(worker.url, target.model).rates
             seconds = prefill_seconds(rates, prompt.tokens, choice.overlap, choice.requests, choice.context)
         reservation = Reservation(
             load,
-            max(prompt.tokens - choice.overlap, 1) if computes else 0,
+            uncached,
             prompt.tokens,
             seconds,
             streamed=prompt.streamed and computes and decodes,
@@ -315,7 +307,7 @@ class Router:
             work += self._sharing.elsewhere.of(worker.url, target.dp_rank).pending
         attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
         placement = Placement(worker, target, chosen.decision, reservation, attempt)
-        if hashes:
+        if chosen.hashes:
             self._hold_prompts(prompt, chosen, placement, now, whole=computes and decodes)
         if self.watching is not None and now >= self.watching.due and decodes:
             placement.seen = self.watching.placed(prompt, placement)
@@ -326,27 +318,27 @@ class Router:
     ) -> None:
         """Count known prompts as held soon, and predict what the answer will tell of them. `whole`: it comes from the
         worker that computes them."""
-        choice, rank, hashes, by_events = chosen.chosen
-        worker, target = rank.worker, rank.target
+        choice, target, hashes = chosen.decision.choice, chosen.rank.target, chosen.hashes
         if len(hashes) == 1:
-            self._learned.pressure.routed(hashes[0], max([each.overlap for each in chosen.decision.candidates]))
+            self._learned.pressure.routed(hashes[0], chosen.most)
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         placement.prediction = Prediction(
             target,
             hashes,
             prompt.tokens,
             choice.overlap,
-            by_events if self._audit.events_complete(target) else None,
-            comparable=one_answer and prompt.exact and whole,
-            capacity=worker.capacity_tokens,
-            made_at=now,
+            chosen.by_events if self._audit.events_complete(target) else None,
+            one_answer and prompt.exact and whole,
+            chosen.rank.worker.capacity_tokens,
+            now,
+            chosen.most,
         )
-        for known, identity, token_ids in zip(hashes, prompt.identities, prompt.token_ids, strict=True):
+        for number, known in enumerate(hashes):
             # No event tells that a target holds what media stand in: that has to last.
-            lasting = identity is not token_ids
-            placement.expected.append(self._speculation.hold(target, known, lasting=lasting))
-            if ended := self._sharing.sent(target, known):
-                placement.expected.append(ended)
+            lasting = prompt.identities[number] is not prompt.token_ids[number]
+            placement.when_released(self._speculation.hold(target, known, lasting=lasting))
+            if self._sharing.carriers and (ended := self._sharing.sent(target, known)):
+                placement.when_released(ended)
         if prompt.streamed and one_answer and whole:
             placement.timing = self._learned.timing(choice, prompt.tokens)
 
@@ -396,22 +388,21 @@ class Router:
         options = Options(serving)
         eviction = self._learned.pressure.price()
         for served, ranks in self._able(serving, prompt, without, limits).items():
-            hashes = options.hashes[served] = [
-                prompt_hashes(served.model, served.adapter, prompt.cache_salt, identity)
-                for identity in prompt.identities
-            ]
+            salt = prompt.cache_salt
+            root = served.root if salt is None else chunk_root(served.model, served.adapter, salt)
+            hashes = options.hashes[served] = [chunk_hashes(root, identity) for identity in prompt.identities]
             candidates = self._loaded(ranks)
             if slowest := self._learned.rates.slowest_if_unlike(served.model):
-                candidates = [self._rated(*each, slowest) for each in zip(ranks, candidates, strict=True)]
+                candidates = [self._rated(rank, candidates[place], slowest) for place, rank in enumerate(ranks)]
             if eviction:
                 candidates = [self._evicting(candidate, eviction) for candidate in candidates]
             overlaps = self._overlaps(served, prompt, hashes)
             known = {serving.of_target[each]: overlaps[each] for each in overlaps if each in serving.of_target}
-            for place, rank in enumerate(ranks) if known else ():
-                if overlap := known.get(rank):
-                    candidates[place] = candidate = candidates[place].copy()
-                    candidate.overlap, candidate.cpu, candidate.disk = overlap.tokens, overlap.cpu, overlap.disk
-                    options.by_events[rank.target] = overlap.by_events
+            if known:
+                for place, rank in enumerate(ranks):  # there may be thousands
+                    overlap = known.get(rank)
+                    if overlap is not None:
+                        candidates[place] = options.holding(candidates[place], overlap)
             options.candidates += candidates
         return options
 
@@ -489,48 +480,49 @@ class Router:
         elsewhere = self._sharing.elsewhere.of(rank.worker.url, rank.target.dp_rank)
         return must_wait((rank.load.streamed + elsewhere.streamed) / rank.weight)
 
-    def _overlaps(self, served: Served, prompt: RoutedPrompt, hashes: list[array[int]]) -> dict[Target, _Overlap]:
+    def _overlaps(self, served: Served, prompt: RoutedPrompt, hashes: list[array[int]]) -> dict[Target, Overlap]:
         """What targets hold of a request's prompts, or will hold once they have seen what is in flight to them.
 
         Targets with nothing of them are left out.
         """
-        found: dict[Target, _Overlap] = {}
-        for token_ids, identity, known in zip(prompt.token_ids, prompt.identities, hashes, strict=True):
-            matches = self._matched(served, token_ids, prompt.cache_salt)
+        found: dict[Target, Overlap] = {}
+        for number, known in enumerate(hashes):
+            matches = self._matched(served, prompt.token_ids[number], prompt.cache_salt)
             own, others = self._speculation.overlaps(known), self._sharing.elsewhere.overlaps(known)
             seen = self._history.overlaps(known)
-            tokens = len(identity)
-            for target in {*matches, *own, *others, *seen}:  # there may be thousands here too
-                in_flight, sent = own.get(target, 0), seen.get(target, 0)
+            tokens = len(prompt.identities[number])
+            for more in matches, others, seen:
+                for target in more:
+                    if target not in own:
+                        own[target] = 0
+            for target, in_flight in own.items():  # there may be thousands here too
                 if others:
                     in_flight = max(in_flight, others.get(target, 0))
                 if in_flight:
                     in_flight = self._full_blocks(target, in_flight, tokens)
-                if sent:
-                    sent = self._full_blocks(target, sent, tokens)
+                sent = self._full_blocks(target, seen[target], tokens) if target in seen else 0
                 match = matches.get(target)
-                held = match.matched_tokens if match else 0
+                held = match.matched_tokens if match is not None else 0
                 told = held if held > in_flight else in_flight
                 overlap = max(sent, in_flight if self._audit.distrusts(target) else told)
                 total = found.get(target)
                 if total is None:
-                    total = found[target] = _Overlap(overlap, told)
+                    total = found[target] = Overlap(overlap, told)
                 else:
                     total.tokens += overlap
                     total.by_events += told
-                if match and overlap == held > in_flight:  # else it is being computed there
-                    total.cpu += match.tiers[Tier.CPU]
-                    total.disk += match.tiers[Tier.DISK] + match.tiers[Tier.UNKNOWN]
+                if match is not None and overlap == held > in_flight:  # else it is being computed there
+                    total.cpu += match.tiers[_CPU]
+                    total.disk += match.tiers[_DISK] + match.tiers[_UNKNOWN]
         return found
 
     def _request(self, prompt: RoutedPrompt, options: Options) -> Request:
         """What the policy is told of a prompt. Without a session, those that begin alike are taken for one."""
-        first = options.candidates[0]
-        hashes, session = options.hashes_for(first), prompt.session
-        if session is None and hashes and hashes[0]:
-            session = str(hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1])
-        expected = self._learned.outputs.expected(first.target.model, prompt.max_tokens)
-        return Request(prompt.tokens, expected * prompt.answers, session)
+        first = options.rank_of(options.candidates[0])
+        hashes = options.hashes_for(first)
+        beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
+        expected = self._learned.outputs.expected(first.served.model, prompt.max_tokens)
+        return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
 
     def _able(
         self, serving: Serving, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from indexer import Target
 from router.fleet.discovery import WorkerDescription
 from router.fleet.fleet import Fleet, Worker
+from router.holdings.speculation import chunk_root
 from router.policies import Candidate
 from router.routing.load import LoadTable, TargetLoad
 from router.settings import WorkerSettings
 
 
-class Served(NamedTuple):
-    """What a worker serves under the name a request uses."""
+class Served:
+    """What workers serve under the name a request uses: one object for all of them. `root`: the hash before the first
+    chunk of its prompts, but for those with a salt."""
 
-    model: str
-    adapter: str | None
+    def __init__(self, model: str, adapter: str | None) -> None:
+        self.model = model
+        self.adapter = adapter
+        self.root = chunk_root(model, adapter, None)
 
 
-@dataclass(slots=True, eq=False)
 class Rank:
     """One of a worker's ranks as the target for what it serves under a name.
 
@@ -29,14 +30,15 @@ class Rank:
     was when its load had changed `as_of` times; -1 when that is known not to be so any more.
     """
 
-    worker: Worker
-    served: Served
-    target: Target
-    load: TargetLoad
-    one_of_many: bool
-    weight: float
-    candidate: Candidate
-    as_of: int = -1
+    def __init__(self, worker: Worker, served: Served, target: Target, load: TargetLoad, one_of_many: bool) -> None:
+        self.worker = worker
+        self.served = served
+        self.target = target
+        self.load = load
+        self.one_of_many = one_of_many
+        self.weight = worker.settings.weight
+        self.candidate = Candidate(target)
+        self.as_of = -1
 
 
 class Serving:
@@ -52,10 +54,15 @@ class Serving:
         self.of_target: dict[Target, Rank] = {}
         self.of_served: dict[Served, list[Rank]] = {}
         self._found: dict[Worker, tuple[WorkerDescription | None, WorkerSettings]] = {}
+        known = {(served.model, served.adapter): served for served in before.of_served} if before is not None else {}
         for worker in workers:
             ranks = before.ranks_as_found(worker) if before is not None else None
             if ranks is None:
-                ranks = _ranks(worker, name, load)
+                model, adapter = _served(worker, name)
+                served = known.get((model, adapter))
+                if served is None:
+                    served = known[model, adapter] = Served(model, adapter)
+                ranks = _ranks(worker, served, load)
             self._found[worker] = (worker.description, worker.settings)
             self.of_worker[worker] = ranks
             self.of_served.setdefault(ranks[0].served, []).extend(ranks)
@@ -73,12 +80,11 @@ class Serving:
     @property
     def all_usable(self) -> bool:
         """Whether a request may go to any of them, as far as that can be seen at a glance."""
-        unsure = [
-            worker
-            for worker in self.workers
-            if not worker.health.circuit.closed or worker.warming_since is not None or worker.health.ranks
-        ]
-        return not unsure
+        for worker in self.of_worker:
+            health = worker.health
+            if not health.circuit.closed or worker.warming_since is not None or health.ranks:
+                return False
+        return True
 
     def usable(self, workers: Iterable[Worker]) -> list[Rank]:
         """The ranks of some of the workers that requests may go to now."""
@@ -99,35 +105,38 @@ class Servers:
         self._fleet = fleet
         self._load = load
         self._version = -1
-        self._known: dict[tuple[str | None, bool], Serving] = {}
-        self._before: dict[tuple[str | None, bool], Serving] = {}  # of the last version
+        # By name: of workers that answer, and of those that compute prompts for others.
+        self._known: list[dict[str | None, Serving]] = [{}, {}]
+        self._before = self._known  # of the last version
 
     def of(self, name: str | None, prefill: bool = False) -> Serving:
         """Those that take requests of a name."""
         if self._version != self._fleet.version:
             self._version = self._fleet.version
-            self._before, self._known = self._known, {}
-        serving = self._known.get((name, prefill))
+            self._before, self._known = self._known, [{}, {}]
+        serving = self._known[prefill].get(name)
         if serving is None:
-            before = self._before.pop((name, prefill), None)
+            before = self._before[prefill].pop(name, None)
             serving = Serving(self._fleet.able(name, prefill), name, self._load, before)
             if serving.workers:  # else nobody serves it, and there is no end of such names
-                self._known[name, prefill] = serving
+                self._known[prefill][name] = serving
         return serving
 
     def look_again(self) -> None:
         """Something may have changed of any rank."""
-        for serving in self._known.values():
-            for rank in serving.of_target.values():
-                rank.as_of = -1
+        for known in self._known:
+            for serving in known.values():
+                for rank in serving.of_target.values():
+                    rank.as_of = -1
 
 
-def _ranks(worker: Worker, name: str | None, load: LoadTable) -> list[Rank]:
+def _served(worker: Worker, name: str | None) -> tuple[str, str | None]:
+    """The model and adapter that a worker serves under a name."""
     known = worker.served(name) if name is not None else None
-    served = Served(known.model, known.adapter) if known else Served("", None)
+    return (known.model, known.adapter) if known else ("", None)
+
+
+def _ranks(worker: Worker, served: Served, load: LoadTable) -> list[Rank]:
     targets = [worker.target(dp_rank, served.model) for dp_rank in worker.ranks()]
-    of_many, weight = len(targets) > 1, worker.settings.weight
-    return [
-        Rank(worker, served, target, load.of(worker.url, target.dp_rank), of_many, weight, Candidate(target))
-        for target in targets
-    ]
+    of_many = len(targets) > 1
+    return [Rank(worker, served, target, load.of(worker.url, target.dp_rank), of_many) for target in targets]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from random import Random
-from typing import NamedTuple
 
 from router.fleet.fleet import Fleet
 from router.policies import ByTurn, Candidate
-from router.routing.choice import Choice, Chosen
+from router.routing.choice import Choice
 from router.routing.servers import Rank, Servers
 
 
-class _Turns(NamedTuple):
+class _Turns:
     """The targets of a name, and the choice of each that was chosen before: it is the same each time."""
 
-    ranks: list[Rank]
-    candidates: list[Candidate]
-    choices: list[Choice | None]
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self.candidates = [Candidate(rank.target) for rank in ranks]
+        self.choices: list[Choice | None] = [None] * len(ranks)
 
 
 class Standing:
@@ -50,13 +50,12 @@ class Standing:
         return None
 
     def _find(self, name: str | None) -> _Turns:
-        ranks = list(self._servers.of(name).of_target.values())
-        turns = _Turns(ranks, [Candidate(rank.target) for rank in ranks], [None] * len(ranks))
-        if ranks:  # else nobody serves it, and there is no end of such names
+        turns = _Turns(list(self._servers.of(name).of_target.values()))
+        if turns.ranks:  # else nobody serves it, and there is no end of such names
             self._known[name] = turns
         return turns
 
     def _choose(self, turns: _Turns, turn: int) -> Choice:
-        chosen = Chosen(turns.candidates[turn], turns.ranks[turn], [], 0)
-        choice = turns.choices[turn] = Choice(self._policy.decision(turns.candidates, turn), chosen)
+        decision = self._policy.decision(turns.candidates, turn)
+        choice = turns.choices[turn] = Choice(decision, turns.ranks[turn])
         return choice

@@ -82,7 +82,7 @@ class Elsewhere:
 
     def of(self, worker: str, dp_rank: int) -> LoadElsewhere:
         """What others have in flight on a DP rank."""
-        return self._sums.get((worker, dp_rank), NOTHING)
+        return self._sums.get((worker, dp_rank), NOTHING) if self._sums else NOTHING
 
     def backlog(self, worker: str, dp_rank: int) -> float:
         """Seconds until the prefills of others are expected to be done there, at the most."""

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from router.apis.usage import Usage
 from router.fleet.fleet import Fleet, Worker, WorkerState
-from router.holdings.audit import Basis, HitAudit
+from router.holdings.audit import Basis, HitAudit, Prediction
 from router.policies import Decision
 from router.routing.load import LoadTable
 from router.telemetry.tallies import Count, Spread, Tally
@@ -91,14 +91,14 @@ class RequestMetrics:
         of_model = self._of_models[model] = _OfModel(model, self)
         return of_model
 
-    def placed(self, model: str, waited: float, decision: Decision, matched: bool) -> None:
-        """A worker was chosen, `waited` seconds after the request was complete. `matched`: its prompt was looked for in
-        the caches."""
+    def placed(self, model: str, waited: float, decision: Decision, prediction: Prediction | None) -> None:
+        """A worker was chosen, `waited` seconds after the request was complete. `prediction`: where its prompt was
+        looked for in the caches."""
         of_model = self._of_models.get(model) or self._of(model)
         of_model.queue.observe(waited)
         of_model.decisions.amount += 1
-        if matched:
-            of_model.best_overlap_tokens.amount += max([candidate.overlap for candidate in decision.candidates])
+        if prediction is not None:
+            of_model.best_overlap_tokens.amount += prediction.most
         if decision.free:
             return
         for term, amount in decision.terms(decision.choice).items():

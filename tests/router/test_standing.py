@@ -49,7 +49,7 @@ def _standing(fleet: _Fleet, name: PolicyName) -> Standing:
 def _chosen(standing: Standing, times: int) -> Counter[str]:
     choices = [standing.choose("m") for _ in range(times)]
     for choice in choices:
-        assert choice is None or choice.chosen.candidate is choice.decision.choice
+        assert choice is None or choice.rank.target is choice.decision.choice.target
     return Counter(choice.worker.url for choice in choices if choice)
 
 
