@@ -10,8 +10,8 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from struct import iter_unpack
-from typing import NamedTuple
+from struct import Struct
+from typing import Any, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -53,6 +53,16 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
+# So many blocks are taken out of a prompt at once.
+_STRETCH = 64
+
+
+@lru_cache(maxsize=1024)
+def _stretch(step: int, count: int) -> Struct:
+    """Takes blocks of so many bytes out of a prompt."""
+    return Struct(f"{step}s" * count)
+
+
 def extend_prefix_hashes(
     hashes: array[int],
     seed: int,
@@ -68,10 +78,14 @@ def extend_prefix_hashes(
     """
     step = block_size * TOKEN_BYTES
     start = len(hashes)
-    previous = hashes[-1] if hashes else seed
+    previous: Any = hashes[-1] if hashes else seed  # only passed on: what is compiled would unpack an integer each time
     if keys is None:  # as of nearly all: there may be thousands of blocks
-        blocks = iter_unpack(f"{step}s", tokens[start * step : end * step])
-        hashes.fromlist([previous := xxh3_64_intdigest(block, previous) for (block,) in blocks])
+        made: list[Any] = []
+        for first in range(start, end, _STRETCH):
+            for block in _stretch(step, min(end - first, _STRETCH)).unpack_from(tokens, first * step):
+                previous = xxh3_64_intdigest(block, previous)
+                made.append(previous)
+        hashes.fromlist(made)
         return
     for index in range(start, end):
         key = keys[index]

@@ -34,16 +34,26 @@ _OUTLIER = 1.5  # times the usual relative error
 _LEAST_ERROR = 0.02
 _COMPARE_SECONDS = 1.0
 _LEAST_SECONDS = 1e-6
+_LOW = 1 / BOUND
+_LOG_2 = log(2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class Rates:
     """Seconds: a step, a token computed (a), a pair of tokens attending (q), a token of context read in a step (d)."""
 
-    step: float = 0.01
-    token: float = 4e-5
-    attention: float = 1e-9
-    context_token: float = 3e-8
+    step: float
+    token: float
+    attention: float
+    context_token: float
+
+    def __init__(
+        self, step: float = 0.01, token: float = 4e-5, attention: float = 1e-9, context_token: float = 3e-8
+    ) -> None:
+        self.step = step
+        self.token = token
+        self.attention = attention
+        self.context_token = context_token
 
 
 def prefill_seconds(rates: Rates, tokens: int, cached: int, requests: int, context: int) -> float:
@@ -66,8 +76,8 @@ class BoundedRegression:
 
     def __init__(self, expected: tuple[float, float]) -> None:
         self._expected = expected
-        self._bounds = [(known / BOUND, known * BOUND) for known in expected]
-        self._sums = [0.0] * 5  # Σ x0², x0·x1, x1², x0·y, x1·y, in units of the expected coefficients
+        # Σ x0², x0·x1, x1², x0·y, x1·y, in units of the expected coefficients.
+        self._s00 = self._s01 = self._s11 = self._s0y = self._s1y = 0.0
         self._error = 1.0
         self._samples = 0.0
         self._last = 0.0
@@ -85,7 +95,7 @@ class BoundedRegression:
         """
         if seconds < _LEAST_SECONDS or x0 < 0 or x1 < 0:
             return
-        kept = exp(-log(2) * max(now - self._last, 0.0) / HALF_LIFE) if self._samples else 1.0
+        kept = exp(-_LOG_2 * max(now - self._last, 0.0) / HALF_LIFE) if self._samples else 1.0
         self._last = max(now, self._last)
         predicted = known + self.coefficients[0] * x0 + self.coefficients[1] * x1
         scale = max(predicted, seconds)
@@ -96,37 +106,35 @@ class BoundedRegression:
         self._error += 0.05 * (min(error, 2 * limit) - self._error)
         u0, u1 = x0 * self._expected[0] / scale, x1 * self._expected[1] / scale
         y = (seconds - known) / scale
-        new = (u0 * u0, u0 * u1, u1 * u1, u0 * y, u1 * y)
-        self._sums = [kept * old + weight * part for old, part in zip(self._sums, new, strict=True)]
+        self._s00 = kept * self._s00 + weight * u0 * u0
+        self._s01 = kept * self._s01 + weight * u0 * u1
+        self._s11 = kept * self._s11 + weight * u1 * u1
+        self._s0y = kept * self._s0y + weight * u0 * y
+        self._s1y = kept * self._s1y + weight * u1 * y
         self._samples = kept * self._samples + 1
-        self.coefficients = self._solve()
+        k0, k1 = self._solve()
+        self.coefficients = _bounded(k0, self._expected[0]), _bounded(k1, self._expected[1])
 
     def _solve(self) -> tuple[float, float]:
         """The least squares within the bounds: the free minimum, or else the best on an edge."""
-        s00, s01, s11, s0y, s1y = self._sums
-        a, b, c = s00 + _PRIOR, s01, s11 + _PRIOR
-        e, f = s0y + _PRIOR, s1y + _PRIOR
-        low, high = 1 / BOUND, BOUND
-
-        def clip(value: float) -> float:
-            return min(max(value, low), high)
-
-        def loss(k: tuple[float, float]) -> float:
-            return a * k[0] ** 2 + 2 * b * k[0] * k[1] + c * k[1] ** 2 - 2 * (e * k[0] + f * k[1])
-
+        a, b, c = self._s00 + _PRIOR, self._s01, self._s11 + _PRIOR
+        e, f = self._s0y + _PRIOR, self._s1y + _PRIOR
         determinant = a * c - b * b
-        free = ((e * c - f * b) / determinant, (a * f - b * e) / determinant) if determinant > 1e-12 * a * c else None
-        if free and all(low <= k <= high for k in free):
-            best = free
-        else:
-            edges = [(k, clip((f - b * k) / c)) for k in (low, high)]
-            edges += [(clip((e - b * k) / a), k) for k in (low, high)]
-            best = min(edges, key=loss)
-        first, second = (
-            min(max(k * known, least), most)
-            for k, known, (least, most) in zip(best, self._expected, self._bounds, strict=True)
-        )
-        return first, second
+        if determinant > 1e-12 * a * c:
+            k0, k1 = (e * c - f * b) / determinant, (a * f - b * e) / determinant
+            if _LOW <= k0 <= BOUND and _LOW <= k1 <= BOUND:
+                return k0, k1
+        edges = [(k, _clipped((f - b * k) / c)) for k in (_LOW, BOUND)]
+        edges += [(_clipped((e - b * k) / a), k) for k in (_LOW, BOUND)]
+        return min(edges, key=lambda k: a * k[0] ** 2 + 2 * b * k[0] * k[1] + c * k[1] ** 2 - 2 * (e * k[0] + f * k[1]))
+
+
+def _clipped(k: float) -> float:
+    return min(max(k, _LOW), BOUND)
+
+
+def _bounded(k: float, expected: float) -> float:
+    return min(max(k * expected, expected / BOUND), expected * BOUND)
 
 
 class RateLearner:

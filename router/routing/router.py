@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -94,6 +94,7 @@ class Router:
         self._sharing = sharing
         self.responses = ResponseOwners()
         self.watching: Watching | None = None
+        self._watch_from = 0.0
         self._random = Random()
         self._disaggregation = disaggregation
         self._decode_policy = decode_policy(self._random)
@@ -309,8 +310,9 @@ class Router:
         placement = Placement(worker, target, chosen.decision, reservation, attempt)
         if chosen.hashes:
             self._hold_prompts(prompt, chosen, placement, now, whole=computes and decodes)
-        if self.watching is not None and now >= self.watching.due and decodes:
+        if now >= self._watch_from and decodes and self.watching is not None:
             placement.seen = self.watching.placed(prompt, placement)
+            self._watch_from = self.watching.due
         return placement
 
     def _hold_prompts(
@@ -411,13 +413,13 @@ class Router:
         serving = self._servers.of(name)
         options = Options(serving)
         if not without and serving.all_usable:
-            options.candidates = self._loaded(serving.of_target.values())
+            options.candidates = self._loaded(serving.ranks)
         else:
             able = choosable(_but(serving.workers, without), self._random)
             options.candidates = self._loaded(serving.usable(able))
         return options
 
-    def _loaded(self, ranks: Iterable[Rank]) -> list[Candidate]:
+    def _loaded(self, ranks: list[Rank]) -> list[Candidate]:
         """Targets with what they have to do. They are shared with other requests, and not to be changed.
 
         A target is looked at again only when its load has changed, or what others have there; all of them now and then.

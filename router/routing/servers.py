@@ -69,6 +69,7 @@ class Serving:
             for rank in ranks:
                 self.of_target[rank.target] = rank
                 rank.as_of = -1
+        self.ranks = list(self.of_target.values())
 
     def ranks_as_found(self, worker: Worker) -> list[Rank] | None:
         """The ranks of a worker, if it is as it was when they were found."""

@@ -50,7 +50,7 @@ class Standing:
         return None
 
     def _find(self, name: str | None) -> _Turns:
-        turns = _Turns(list(self._servers.of(name).of_target.values()))
+        turns = _Turns(self._servers.of(name).ranks)
         if turns.ranks:  # else nobody serves it, and there is no end of such names
             self._known[name] = turns
         return turns
