@@ -1,8 +1,8 @@
-"""The fast lane: requests for workers, served inside uvicorn's protocol class, without ASGI between.
+"""The fast lane: requests for workers, served where they arrive, without ASGI between.
 
-A request's head is collected here first. A POST to an endpoint of the workers is the lane's: its body is collected, an
-exchange sends it on, and what the worker answers is written to the client as it comes. Any other head, and what wants
-another protocol, is told to uvicorn's class as if it had just been read.
+A connection's requests are read here. A POST to an endpoint of the workers is the lane's: its body is collected, an
+exchange sends it on, and what the worker answers is written to the client as it comes. Any other request, and what
+wants another protocol, uvicorn's class is told of, which is made when there is one.
 
               ┌─ not ours ──▶ uvicorn's cycle ──▶ ASGI
     head ─────┤
@@ -15,54 +15,76 @@ until its turn comes. Answers are framed here anew, so that nothing but what was
 from __future__ import annotations
 
 import asyncio
-import inspect
+import logging
 from collections import deque
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any, Final
 
+import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from indexer.errors import RequestError
-from kvrouter.http_protocol import HEAD_BYTES, BoundedHttpProtocol
+from kvrouter import http_protocol
+from kvrouter.http_protocol import HEAD_BYTES, RefusedRequestError
+from kvrouter.ordinary import Ordinary, ToldRequest
 from router.apis.endpoints import BY_LOAD, PROMPTED
-from router.forwarding.event_stream import ChunkWriter
+from router.forwarding.client import Client
+from router.forwarding.deadline import Deadline
 from router.forwarding.exchange import Exchange
-from router.forwarding.known_head import KnownHead
+from router.forwarding.known_head import KnownHead, RecentHeads
 from router.forwarding.proxy import Entrance, too_large, too_slow
 from router.forwarding.request_head import RequestHead
 from router.forwarding.visit import Visit
+from router.forwarding.whereabouts import Whereabouts
 from router.upstream.answer_head import WITHOUT_BODY, AnswerHead
 from router.upstream.chunks import body_size
 from router.upstream.origin import Headers, lines_of
 
-_PATHS = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
-_STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PATHS: Final = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
+_STATUS_LINES: Final = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
+_OK: Final = 200
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 # How long the rest of a body that was refused is read, so that its client gets to read the answer.
-_LINGER_SECONDS = 5.0
+_LINGER_SECONDS: Final = 5.0
 # More than so much is not copied behind a head.
-_ONE_BUFFER = 64 * 1024
+_ONE_BUFFER: Final = 64 * 1024
+
+_log = logging.getLogger("uvicorn.error")
 
 
 class _Request:
-    """A request as it comes. It can stand in for the parser when uvicorn is told of it."""
+    """A request as the parser reads it."""
 
-    # What a request whose head is known does not change stands here, so that it is not made for each.
-    method = b""
-    url = b""
-    version = ""
-    size = 0
-    keeps_alive = False
-    upgrades = False
-    expects = False
-    complete = False
-    handed_over = False
-    head: RequestHead | None = None  # once it is known to be ours
+    __slots__ = (
+        "body",
+        "complete",
+        "expects",
+        "handed_over",
+        "head",
+        "headers",
+        "keeps_alive",
+        "method",
+        "size",
+        "upgrades",
+        "url",
+        "version",
+    )
 
     def __init__(self) -> None:
+        self.method = b""
+        self.url = b""
+        self.version = ""
         self.headers: Headers = []
         self.body: list[bytes] = []
+        self.size = 0
+        self.keeps_alive = False
+        self.upgrades = False
+        self.expects = False
+        self.complete = False
+        self.handed_over = False
+        self.head: RequestHead | None = None  # once it is known to be ours
 
     def told(self) -> None:
         """The head is complete."""
@@ -70,106 +92,215 @@ class _Request:
         if self.method == b"POST" and path in _PATHS and not self.upgrades and b"#" not in self.url:
             self.head = RequestHead("POST", path.decode(), self.url, self.headers)
 
-    def get_method(self) -> bytes:
-        return self.method
-
-    def get_http_version(self) -> str:
-        return self.version
-
-    def should_keep_alive(self) -> bool:
-        return self.keeps_alive
-
-    def should_upgrade(self) -> bool:
-        return self.upgrades
+    def length(self) -> int:
+        """How long its body is said to be; 0 when that is not said."""
+        for name, value in self.headers:
+            if name == b"content-length":
+                return int(value)
+        return 0
 
 
-def _again(head: RequestHead, body: bytes) -> _Request:
-    """A request that came at once, over a connection that stays: of a head that is known, and any body."""
-    request = _Request()
-    request.head = head
-    request.version = "1.1"
-    request.body = [body]
-    request.size = len(body)
-    request.keeps_alive = request.complete = True
-    return request
-
-
-class FastLaneProtocol(BoundedHttpProtocol):
-    """A client's connection. It is the client of its exchange."""
+class FastLaneProtocol(Client):
+    """A client's connection, as asyncio's protocols are and as uvicorn keeps them. It is the client of its exchange."""
 
     def __init__(
         self,
         entrance: Entrance,
+        recent: RecentHeads[RequestHead],
         config: Config,
         server_state: ServerState,
-        app_state: dict[str, object],
+        app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        """`recent`: the heads that other connections' requests had."""
         self._entrance = entrance
-        self._reading = _Request()  # what the parser is at
-        self._queue: deque[_Request] = deque()
+        self._recent = recent
+        self._config = config
+        self._server_state = server_state
+        self._app_state = app_state
+        self._loop = _loop or asyncio.get_event_loop()
+        self._keep_alive_seconds = float(config.timeout_keep_alive)
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self._write: Callable[[bytes], object] = _nowhere
+        self._write_paused = False
+        self._deadline = Deadline(self._loop, self._late)
+        # What is read. The parser is made for what is not known.
+        self._known: KnownHead[RequestHead] | None = None  # of the last request that came at once
+        self._parser: httptools.HttpRequestParser | None = None
+        self._reading: _Request | None = None  # what the parser is at
+        self._between = True  # it is before a request
+        self._reading_head = True
+        self._head_bytes = 0
+        self._unreadable: str | None = None  # why what follows cannot be read
+        self._queue: deque[_Request] | None = None  # made for the first that has to wait
+        self._ordinary: Ordinary | None = None  # made for the first request that is not ours
         # The request that is served here, and its answer.
-        self._current: _Request | None = None
         self._visit: Visit | None = None
+        self._current: _Request | None = None  # where the parser has read it
         self._exchange: Exchange | None = None
+        self._whole = False  # all of it came
+        self._chunks_allowed = False  # it is of HTTP/1.1
         self._keeps_alive = True
         self._chunked = self._until_close = self._lingering = False
-        self._known: KnownHead[RequestHead] | None = None  # of the last request that came at once
-        self._between = True  # the parser is before a request
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._write = transport.write
+        self._server_state.connections.add(self)  # type: ignore[arg-type]  # it has what uvicorn asks of them
+        self._deadline.set(http_protocol.HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        exchange = self._exchange
+        if self._visit is not None:
+            if exchange is not None:
+                exchange.client_left()
+            else:
+                self._entrance.forwarding.metrics.abandoned.inc()
+            self._done().end()
+        self._queue = None
+        self.left()
+        if self._ordinary is not None:
+            self._ordinary.connection_lost(exc)
+        if exc is None:
+            self._transport.close()
+        self._parser = None  # which knows this connection
+
+    def left(self) -> None:
+        """The connection is not ours any more."""
+        self._deadline.close()
+        self._server_state.connections.discard(self)
+
+    def eof_received(self) -> None:
+        """Nothing more comes: asyncio closes the connection."""
+
+    def pause_writing(self) -> None:
+        self._write_paused = True
+        if self._ordinary is not None:
+            self._ordinary.pause_writing()
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        if self._ordinary is not None:
+            self._ordinary.resume_writing()
+        if self._exchange is not None:
+            self._exchange.resume()
+
+    def shutdown(self) -> None:
+        """The server stops: the connection is closed when its request is answered."""
+        if self._visit is not None:
+            self._keeps_alive = False
+            self._queue = None
+        elif self._ordinary is not None:
+            self._ordinary.shutdown()
+        else:
+            self._transport.close()
+
+    def _late(self) -> None:
+        if self._visit is not None and not self._whole:
+            self._refuse(too_slow(self._entrance.settings))
+        else:
+            self._transport.close()
+
+    # What comes
 
     def data_received(self, data: bytes) -> None:
-        known, begins, last = self._known, self._between, self._reading
-        if known is not None and begins and self._expects_a_request and (body := known.read(data)) is not None:
-            self._take(_again(known.said, body))
-            return
-        super().data_received(data)
-        request = self._reading
-        if begins and request is not last and request.complete and request.keeps_alive and request.head is not None:
-            self._known = KnownHead.of(data, request.head.without_length()) or known
+        if self._between and self._expects_a_request:
+            known = self._known
+            if known is None:
+                known = self._known = self._recent.known_of(data)
+            if known is not None and (body := known.read(data)) is not None:
+                self._take_known(known.said, body)
+                return
+        self._parse(data)
 
-    # The parser
+    def _parse(self, data: bytes) -> None:
+        begins, last, before = self._between, self._reading, self._head_bytes
+        parser = self._parser
+        if parser is None:
+            parser = self._parser = httptools.HttpRequestParser(self)
+            # Answer a request although more follows it that it said would not: uvicorn does.
+            parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserError:
+            _log.warning("Invalid HTTP request received.")
+            self._refuse_the_rest("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade:
+            if self._ordinary is not None and self._reading is not None and self._reading.handed_over:
+                self._ordinary.upgrade()
+        if self._transport.is_closing():
+            return
+        if self._reading_head:
+            # The parser keeps a header to itself until it is complete.
+            self._head_bytes = before + len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self._refuse_the_rest("Request header fields too large.")
+            return
+        request = self._reading
+        if (
+            begins
+            and request is not None
+            and request is not last
+            and request.complete
+            and request.keeps_alive
+            and request.head is not None
+        ):
+            known = KnownHead.of(data, request.head.without_length())
+            if known is not None:
+                self._known = self._recent.add(known)
 
     def on_message_begin(self) -> None:
         self._between = False
         self._reading = _Request()
-        self._begin_head()
+        if not self._reading_head:
+            self._reading_head = True
+            self._deadline.set(http_protocol.HEAD_SECONDS)
+        self._head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        self._reading.url += url
+        self._read.url += url
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > HEAD_BYTES:
-            self._count(0)
+        self._count(len(name) + len(value) + 4)
         if self._reading_head:  # else it is a trailer
-            self._reading.headers.append((name.lower(), value))
+            self._read.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        request = self._reading
-        self._end_head(request.url)
-        request.method = self.parser.get_method()
-        request.version = self.parser.get_http_version()
-        request.keeps_alive = self.parser.should_keep_alive() and request.version == "1.1"
+        request, parser = self._read, self._parser
+        assert parser is not None
+        self._reading_head = False
+        self._deadline.clear()
+        if not request.url.startswith(b"/"):
+            raise RefusedRequestError("the target is no path")
+        request.method = parser.get_method()
+        request.version = parser.get_http_version()
+        request.keeps_alive = parser.should_keep_alive() and request.version == "1.1"
         request.expects = any(name == b"expect" and value.lower() == b"100-continue" for name, value in request.headers)
         if not self._takes_more:
             return
         if self._busy or self._queue:
             # Whatever it would upgrade to, it is too late for that: others were before it.
             request.told()
+            if self._queue is None:
+                self._queue = deque()
             self._queue.append(request)
-            self.flow.pause_reading()
+            self._transport.pause_reading()
         else:
-            request.upgrades = self.parser.should_upgrade()
+            request.upgrades = parser.should_upgrade()
             request.told()
             self._take(request)
 
     def on_body(self, body: bytes) -> None:
-        request = self._reading
+        request = self._read
         if request.handed_over:
-            super().on_body(body)
-        elif request is self._current or request in self._queue:
+            if self._ordinary is not None:
+                self._ordinary.on_body(body)
+        elif request is self._current or (self._queue is not None and request in self._queue):
             request.size += len(body)
             if request.size <= self._entrance.settings.max_body_bytes:
                 request.body.append(body)
@@ -177,50 +308,99 @@ class FastLaneProtocol(BoundedHttpProtocol):
                 self._refuse(too_large(self._entrance.settings))
 
     def on_message_complete(self) -> None:
-        request = self._reading
+        request = self._read
         request.complete = self._between = True
         if request.handed_over:
-            super().on_message_complete()
+            if self._ordinary is not None:
+                self._ordinary.on_message_complete()
         elif request is self._current:
             self._start(request)
         elif self._lingering:
-            self.transport.close()
+            self._transport.close()
 
-    def send_400_response(self, msg: str) -> None:
-        if self._current is not None and not self._current.complete:
+    @property
+    def _read(self) -> _Request:
+        assert self._reading is not None
+        return self._reading
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES:
+            raise RefusedRequestError("the head is too large")  # httptools makes a parser's error of it: 400
+
+    # What cannot be read
+
+    def _refuse_the_rest(self, problem: str) -> None:
+        """Say that what comes cannot be read, once all before it is answered."""
+        if self._visit is not None and not self._whole:
             visit = self._done()
             visit.answered(400, [])
             visit.end()
         if self._lingering:
-            self.transport.close()
+            self._transport.close()
+        elif self._owes_answers:
+            self._unreadable = problem
+            self._transport.pause_reading()
         else:
-            super().send_400_response(msg)
+            self._say_unreadable(problem)
+
+    def _say_unreadable(self, problem: str) -> None:
+        lines = lines_of(self._server_state.default_headers)
+        self._write(
+            b"HTTP/1.1 400 Bad Request\r\n%bcontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%b" % (lines, len(problem), problem.encode("ascii"))
+        )
+        self._transport.close()
 
     @property
     def _owes_answers(self) -> bool:
-        return self._current is not None or any(request.complete for request in self._queue) or super()._owes_answers
+        """Whether a request that came whole is not answered yet."""
+        if self._visit is not None or (self._ordinary is not None and self._ordinary.owes_answer):
+            return True
+        return self._queue is not None and any(request.complete for request in self._queue)
 
     # Requests in their turn
 
     @property
     def _busy(self) -> bool:
-        return self._current is not None or (self.cycle is not None and not self.cycle.response_complete)
+        return self._visit is not None or (self._ordinary is not None and self._ordinary.busy)
 
     @property
     def _expects_a_request(self) -> bool:
         """Whether nothing is served, and uvicorn has nothing to do with this connection."""
-        return not (self._busy or self._queue or self._lingering or self.cycle) and self._unreadable is None
+        return (
+            self._visit is None
+            and not self._queue
+            and not self._lingering
+            and self._ordinary is None
+            and self._unreadable is None
+        )
 
     @property
     def _takes_more(self) -> bool:
         """Whether another request may follow the last one that came."""
-        if self._lingering or self.transport.is_closing():
+        if self._lingering or self._transport.is_closing():
             return False
         if self._queue:
             return self._queue[-1].keeps_alive
-        if self._current is not None:
+        if self._visit is not None:
             return self._keeps_alive
-        return self.cycle is None or self.cycle.response_complete or self.cycle.keep_alive
+        return self._ordinary is None or self._ordinary.keeps_alive
+
+    def _take_known(self, head: RequestHead, body: bytes) -> None:
+        """Serve a request that came at once, over a connection that stays: of a head that is known, and any body."""
+        self._reading_head = False
+        self._keeps_alive = self._chunks_allowed = self._whole = True
+        self._chunked = self._until_close = False
+        self._visit = visit = self._entrance.visits.begin(head)
+        try:
+            visit.admit()
+            if len(body) > self._entrance.settings.max_body_bytes:
+                raise too_large(self._entrance.settings)
+        except RequestError as error:
+            self._refuse(error)
+            return
+        self._exchange_of(visit, body)
 
     def _take(self, request: _Request) -> None:
         head = request.head
@@ -228,13 +408,15 @@ class FastLaneProtocol(BoundedHttpProtocol):
             self._hand_over(request)
             return
         self._current = request
+        self._whole = request.complete
+        self._chunks_allowed = request.version == "1.1"
         self._chunked = self._until_close = False
         self._keeps_alive = request.keeps_alive
         self._visit = visit = self._entrance.visits.begin(head)
         settings = self._entrance.settings
         try:
             visit.admit()
-            size = request.size if request.complete else max(request.size, _length(request.headers))
+            size = request.size if request.complete else max(request.size, request.length())
             if size > settings.max_body_bytes:
                 raise too_large(settings)
         except RequestError as error:
@@ -244,81 +426,99 @@ class FastLaneProtocol(BoundedHttpProtocol):
             self._start(request)
             return
         if request.expects and not request.body and request.version == "1.1":
-            self.transport.write(_CONTINUE)
+            self._write(_CONTINUE)
         self._deadline.set(settings.body_timeout)
 
     def _start(self, request: _Request) -> None:
-        self._deadline.clear()
         assert self._visit is not None
-        self._exchange = Exchange(self._entrance.forwarding, self._visit, self)
+        self._whole = True
         body = request.body
-        self._exchange.start(body[0] if len(body) == 1 else b"".join(body))
+        self._exchange_of(self._visit, body[0] if len(body) == 1 else b"".join(body))
+
+    def _exchange_of(self, visit: Visit, body: bytes) -> None:
+        self._deadline.clear()
+        self._exchange = exchange = Exchange(self._entrance.forwarding, visit, self)
+        exchange.start(body)
 
     def _hand_over(self, request: _Request) -> None:
         """Let uvicorn serve a request, of which all came that came so far."""
         request.handed_over = True
-        parser, self.parser = self.parser, request  # type: ignore[assignment]
-        try:
-            HttpToolsProtocol.on_message_begin(self)
-            HttpToolsProtocol.on_url(self, request.url)
-            for name, value in request.headers:
-                HttpToolsProtocol.on_header(self, name, value)
-            HttpToolsProtocol.on_headers_complete(self)
-            if request.body:
-                HttpToolsProtocol.on_body(self, b"".join(request.body))
-            if request.complete:
-                HttpToolsProtocol.on_message_complete(self)
-        finally:
-            self.parser = parser
+        ordinary = self._ordinary
+        if ordinary is None:
+            ordinary = self._ordinary = Ordinary(
+                self, self._transport, self._config, self._server_state, self._app_state, self._loop
+            )
+            if self._write_paused:
+                ordinary.pause_writing()
+        told = ToldRequest(request.method, request.version, request.keeps_alive, request.upgrades)
+        ordinary.take(told, request.url, request.headers)
+        if request.body:
+            ordinary.on_body(b"".join(request.body))
+        if request.complete:
+            ordinary.on_message_complete()
+
+    def ordinary_answered(self) -> None:
+        """uvicorn's class has answered."""
+        if not self._transport.is_closing():
+            self._deadline.set(self._keep_alive_seconds)
+        self._plan_next()
 
     def _refuse(self, error: RequestError) -> None:
         """Answer a request without sending it anywhere."""
         assert self._visit is not None
         headers, body = self._visit.refusal(error)
-        self.begin(AnswerHead(error.status, headers), [], body, True)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._plan_next()
+        self.begin(AnswerHead(error.status, headers), None, body, True)
 
     def _plan_next(self) -> None:
         if self._queue:
-            self.loop.call_soon(self._next)
-        else:
-            self._refuse_the_rest()
+            self._loop.call_soon(self._next)
+        elif self._unreadable is not None and not self._owes_answers and not self._transport.is_closing():
+            self._say_unreadable(self._unreadable)
 
     def _next(self) -> None:
-        if self._busy or not self._queue or self.transport.is_closing():
+        queue = self._queue
+        if self._busy or not queue or self._transport.is_closing():
             return
-        request = self._queue.popleft()
+        request = queue.popleft()
         if self._unreadable is not None and not request.complete:
-            self._refuse_the_rest()
+            if not self._owes_answers:
+                self._say_unreadable(self._unreadable)
             return
-        if not self._queue and self._unreadable is None:
-            self.flow.resume_reading()
+        if not queue and self._unreadable is None:
+            self._transport.resume_reading()
         self._take(request)
 
     # The answer
 
-    def begin(self, head: AnswerHead, ours: Headers, data: bytes, ended: bool) -> None:
-        request, visit, status = self._current, self._visit, head.status
-        assert request is not None
+    def begin(self, head: AnswerHead, ours: Whereabouts | None, data: bytes, ended: bool) -> None:
+        visit, status = self._visit, head.status
         assert visit is not None
-        if not request.complete:
+        if not self._whole:
             self._keeps_alive = False
-        _common.read(self.server_state)
+        before = _common.before(self._server_state, status)
         if _common.closes:
             self._keeps_alive = False
-        visit.answered(status, ours)
-        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, _common.lines, head.lines]
-        lines.append(lines_of(ours))
-        lines.append(b"x-request-id: %b\r\n" % visit.id)
+        visit.answered(status, ours.headers() if ours is not None and visit.logged else [])
+        beginning = head.beginning(before)
+        said = ours.lines() if ours is not None else b""
+        if data and visit.logged:
+            visit.passed(len(data))
+        size = len(data)
+        if ended and not head.length and self._keeps_alive and size <= _ONE_BUFFER and status == _OK:
+            # As nearly all are.
+            length = str(size).encode()
+            self._write(
+                b"%b%bx-request-id: %b\r\ncontent-length: %b\r\n\r\n%b" % (beginning, said, visit.id, length, data)
+            )
+            self._answered()
+            return
+        lines = [beginning, said, b"x-request-id: ", visit.id, b"\r\n"]
         if head.length:
             lines.append(b"content-length: %b\r\n" % head.length)
         elif status not in WITHOUT_BODY:
             if ended:
-                lines.append(b"content-length: %d\r\n" % len(data))
-            elif request.version == "1.1":
+                lines.append(b"content-length: %d\r\n" % size)
+            elif self._chunks_allowed:
                 lines.append(b"transfer-encoding: chunked\r\n")
                 self._chunked = True
             else:
@@ -326,16 +526,14 @@ class FastLaneProtocol(BoundedHttpProtocol):
         if not self._keeps_alive:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
-        if data:
-            visit.passed(len(data))
-            if self._chunked:
-                data = b"%x\r\n%b\r\n" % (len(data), data)
-        if len(data) <= _ONE_BUFFER:
+        if data and self._chunked:
+            data = b"%x\r\n%b\r\n" % (size, data)
+        if size <= _ONE_BUFFER:
             lines.append(data)
-            self.transport.write(b"".join(lines))
+            self._write(b"".join(lines))
         else:
-            self.transport.write(b"".join(lines))
-            self.transport.write(data)
+            self._write(b"".join(lines))
+            self._write(data)
         if ended:
             self._answered()
 
@@ -347,35 +545,32 @@ class FastLaneProtocol(BoundedHttpProtocol):
             if ended:
                 data += b"0\r\n\r\n"
         if data:
-            self.transport.write(data)
+            self._write(data)
         if ended:
             self._answered()
 
-    @property
-    def chunks(self) -> ChunkWriter | None:
+    def chunks(self) -> Callable[[bytes], object] | None:
         if not self._chunked or self._visit is None:
             return None
-        return _LoggedChunks(self.transport, self._visit) if self._visit.logged else self.transport
+        return _LoggedChunks(self._write, self._visit).write if self._visit.logged else self._write
 
     def break_off(self) -> None:
         if self._visit is not None:
             self._done().end()
         # A body that ends with the connection must not seem to be whole; and who does not read would never see its end.
-        if self._until_close or self.flow.write_paused:
-            self.transport.abort()
+        if self._until_close or self._write_paused:
+            self._transport.abort()
         else:
-            self.transport.close()
+            self._transport.close()
 
     def _answered(self) -> None:
-        request = self._current
-        assert request is not None
         self._done().end()
-        self.server_state.total_requests += 1
         if self._keeps_alive:
-            self._deadline.set(self.timeout_keep_alive)
-            self._plan_next()
-        elif request.complete:
-            self.transport.close()
+            self._deadline.set(self._keep_alive_seconds)
+            if self._queue is not None or self._unreadable is not None:
+                self._plan_next()
+        elif self._whole:
+            self._transport.close()
         else:
             self._lingering = True
             self._deadline.set(_LINGER_SECONDS)
@@ -384,112 +579,54 @@ class FastLaneProtocol(BoundedHttpProtocol):
         """Nothing is served any more."""
         visit = self._visit
         assert visit is not None
-        self._current = self._visit = self._exchange = None
+        self._visit = self._current = self._exchange = None
         return visit
 
-    # The connection
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        exchange = self._exchange
-        if self._current is not None:
-            if exchange is not None:
-                exchange.client_left()
-            else:
-                self._entrance.forwarding.metrics.abandoned.inc()
-            self._done().end()
-        self._queue.clear()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._exchange is not None:
-            self._exchange.pause()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._exchange is not None:
-            self._exchange.resume()
-
-    def shutdown(self) -> None:
-        if self._current is not None:
-            self._keeps_alive = False
-            self._queue.clear()
-        else:
-            super().shutdown()
-
-    def _late(self) -> None:
-        if self._current is not None and not self._current.complete:
-            self._refuse(too_slow(self._entrance.settings))
-        else:
-            super()._late()
+def _nowhere(_: bytes) -> None:
+    """Before there is a connection."""
 
 
 class _LoggedChunks:
     """Counts what is written for the line in the log."""
 
-    def __init__(self, transport: asyncio.Transport, visit: Visit) -> None:
-        self._transport = transport
+    __slots__ = ("_visit", "_write")
+
+    def __init__(self, write: Callable[[bytes], object], visit: Visit) -> None:
+        self._write = write
         self._visit = visit
 
     def write(self, data: bytes) -> None:
         self._visit.passed(body_size(data))
-        self._transport.write(data)
-
-
-def _length(headers: Headers) -> int:
-    for name, value in headers:
-        if name == b"content-length":
-            return int(value)
-    return 0
+        self._write(data)
 
 
 class _Common:
-    """The headers of every answer (the date, which changes each second), and whether connections are to be closed."""
+    """What all answers begin with: the status line, the date, which changes each second, and other headers of all.
 
-    headers: list[tuple[bytes, bytes]] | None = None
-    lines = b""
-    closes = False
+    `closes`: whether connections are to be closed.
+    """
 
-    def read(self, state: ServerState) -> None:
-        """Take note of what changed."""
-        if state.default_headers is not self.headers:
-            self.headers = state.default_headers
-            self.lines = lines_of([header for header in self.headers if header[0] != b"connection"])
-            self.closes = (b"connection", b"close") in self.headers
+    __slots__ = ("_before", "_headers", "_lines", "closes")
 
+    def __init__(self) -> None:
+        self._headers: list[tuple[bytes, bytes]] | None = None
+        self._lines = b""
+        self._before: dict[int, bytes] = {}
+        self.closes = False
 
-_common = _Common()
-
-
-# What is used of uvicorn's class, and how it is called.
-_METHODS = {
-    "connection_made": ["self", "transport"],
-    "connection_lost": ["self", "exc"],
-    "data_received": ["self", "data"],
-    "on_message_begin": ["self"],
-    "on_url": ["self", "url"],
-    "on_header": ["self", "name", "value"],
-    "on_headers_complete": ["self"],
-    "on_body": ["self", "body"],
-    "on_message_complete": ["self"],
-    "on_response_complete": ["self"],
-    "send_400_response": ["self", "msg"],
-    "shutdown": ["self"],
-    "pause_writing": ["self"],
-    "resume_writing": ["self"],
-}
-_ATTRIBUTES = {"parser", "loop", "transport", "flow", "cycle", "server_state", "timeout_keep_alive"}
+    def before(self, state: ServerState, status: int) -> bytes:
+        """What an answer of this status begins with: the same bytes as long as nothing changes."""
+        if state.default_headers is not self._headers:
+            self._headers = headers = state.default_headers
+            self._lines = lines_of([header for header in headers if header[0] != b"connection"])
+            self._before = {}
+            self.closes = (b"connection", b"close") in headers
+        known = self._before.get(status)
+        if known is None:
+            line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+            known = self._before[status] = line + self._lines
+        return known
 
 
-def uvicorn_fits(protocol: type = HttpToolsProtocol, cycle: type = RequestResponseCycle) -> bool:
-    """Whether uvicorn's classes are as this module knows them."""
-    for name, parameters in _METHODS.items():
-        method = getattr(protocol, name, None)
-        if method is None or list(inspect.signature(method).parameters) != parameters:
-            return False
-    known, known_of_cycle = _names_in_init(protocol), _names_in_init(cycle)
-    return known >= _ATTRIBUTES and known_of_cycle >= {"response_complete", "keep_alive"}
-
-
-def _names_in_init(kind: type) -> set[str]:
-    return set(inspect.getattr_static(kind, "__init__").__code__.co_names)
+_common: Final = _Common()

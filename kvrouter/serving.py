@@ -18,13 +18,15 @@ from fastapi import FastAPI
 
 from indexer.app import indexer_app
 from indexer.errors import RequestError
-from kvrouter.fast_lane import FastLaneProtocol, uvicorn_fits
+from kvrouter.fast_lane import FastLaneProtocol
 from kvrouter.http_protocol import BoundedHttpProtocol
 from kvrouter.memory import collect_rarely, keep_freed_memory
+from kvrouter.ordinary import uvicorn_fits
 from router.apis.match_requests import match_reader
 from router.app import running_router
 from router.embedded_index import running_indexer
 from router.fleet.config_reload import SettingsFile
+from router.forwarding.known_head import RecentHeads
 from router.forwarding.proxy import Entrance
 from router.settings import ServerSettings, Settings
 from router.sharing.siblings import Siblings
@@ -173,14 +175,14 @@ class HttpServer(uvicorn.Server):
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
 
 
-def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol]:
+def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol | FastLaneProtocol]:
     entrance: Entrance | None = getattr(app.state, "entrance", None)
     if entrance is None or not entrance.settings.fast_lane:
         return BoundedHttpProtocol
     if not uvicorn_fits():
         log.warning("the fast lane is closed: it does not know this uvicorn", version=uvicorn.__version__)
         return BoundedHttpProtocol
-    return partial(FastLaneProtocol, entrance)
+    return partial(FastLaneProtocol, entrance, RecentHeads())
 
 
 async def _run_app(app: FastAPI, listening: socket.socket, settings: ServerSettings, name: str) -> None:

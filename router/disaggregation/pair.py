@@ -35,7 +35,7 @@ class PrefillFailedError(UpstreamError):
         self.together = together
 
 
-class Pair:
+class Pair(Receiver):
     """The requests to the two workers of a placement. To the exchange it is one request, which `receiver` hears of."""
 
     def __init__(
@@ -242,7 +242,7 @@ class Pair:
         self._asking = self._prefill = self._decode = None
 
 
-class _Collected:
+class _Collected(Receiver):
     """Gathers an answer; `kept`: its body too, else only that of a refusal."""
 
     def __init__(
@@ -274,7 +274,7 @@ class _Collected:
         self._failed(str(error))
 
 
-class _Nobody:
+class _Nobody(Receiver):
     """Does not wait for an answer."""
 
     def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:

@@ -1,8 +1,9 @@
-"""A deadline that is moved with every sign of life, without a timer made for each."""
+"""A deadline that is moved with every sign of life, without a timer made for each, and without asking for the time."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 # How often a deadline that was moved is looked at. Shorter ones are exact, longer ones up to so much late.
@@ -12,56 +13,68 @@ TICK = 5.0
 class Deadline:
     """Calls `late` when nobody moved or cleared it in time; it may be set again afterwards. `close` ends it.
 
-    `lives`, where given, is asked at every look whether there was a sign of life since the last one: then the deadline
-    moves as if it were set now, which is a look too late at most.
+    `moved` may be set at any time, for a sign of life: then it is as if it were set again. Like a deadline that is set
+    while one is watched already, it begins with the next look at the clock.
     """
 
-    __slots__ = ("_at", "_late", "_lives", "_loop", "_rings_at", "_seconds", "_timer")
+    __slots__ = ("_at", "_late", "_loop", "_rings_at", "_seconds", "_tick", "_timer", "_waits", "moved")
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, late: Callable[[], None], lives: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, late: Callable[[], None]) -> None:
+        self.moved = False
         self._loop = loop
         self._late = late
-        self._lives = lives
-        self._at: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._rings_at = 0.0
+        self._tick = TICK
+        self._waits = False
         self._seconds = 0.0
+        self._at = 0.0
+        self._rings_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
         """So long from now on, whatever it was."""
-        self._at = at = self._loop.time() + seconds
+        self._waits = True
         self._seconds = seconds
-        if self._timer is None:
-            self._arm(at)
-        elif seconds < TICK and self._rings_at > at:
-            self._timer.cancel()
-            self._arm(at)
+        if self._timer is not None and seconds >= self._tick:
+            self.moved = True
+        else:
+            self._begin()
 
     def clear(self) -> None:
         """Nothing is waited for."""
-        self._at = None
+        self._waits = False
 
     def close(self) -> None:
         """Nothing will be waited for."""
-        self._at = None
+        self._waits = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _arm(self, at: float) -> None:
-        self._rings_at = min(at, self._loop.time() + TICK)
-        self._timer = self._loop.call_at(self._rings_at, self._ring)
+    def _begin(self) -> None:
+        now = time.monotonic()
+        self.moved = False
+        self._at = now + self._seconds
+        if self._timer is not None:
+            if self._rings_at <= self._at:
+                return
+            self._timer.cancel()
+        self._arm(now)
+
+    def _arm(self, now: float) -> None:
+        left = min(self._at - now, self._tick)
+        self._rings_at = now + left
+        self._timer = self._loop.call_later(left, self._ring)
 
     def _ring(self) -> None:
         self._timer = None
-        if self._at is None:
+        if not self._waits:
             return
-        if self._lives is not None and self._lives():
-            self.set(self._seconds)
-        elif self._loop.time() < self._at:
-            self._arm(self._at)
+        if self.moved:
+            self._begin()
+            return
+        now = time.monotonic()
+        if now < self._at:
+            self._arm(now)
         else:
-            self._at = None
+            self._waits = False
             self._late()

@@ -6,39 +6,34 @@ what is done with it. So there is one here for all of it, and it touches few.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from router.apis.asked_usage import HiddenUsage
 from router.apis.usage import UsageTail
 from router.fleet.health import Health
+from router.upstream.connection import Passage
 
 
-class ChunkWriter(Protocol):
-    """Where whole chunks are written, as HTTP/1.1 frames them."""
-
-    def write(self, data: bytes) -> None:
-        """Send these on."""
-
-
-class EventStream:
+class EventStream(Passage):
     """A stream from a worker to a client."""
 
-    __slots__ = ("_client", "_health", "_hidden", "_tail")
+    __slots__ = ("_health", "_hidden", "_tail", "_write")
 
-    def __init__(self, client: ChunkWriter, health: Health, tail: UsageTail, hidden: HiddenUsage | None) -> None:
-        """`health` hears that the worker lives, and `tail` gets the chunks that tell of usage. What is `hidden` of the
-        stream does not pass here."""
-        self._client = client
+    def __init__(
+        self, write: Callable[[bytes], object], health: Health, tail: UsageTail, hidden: HiddenUsage | None
+    ) -> None:
+        """`write` sends chunks to the client as they are, `health` hears that the worker lives, and `tail` gets those
+        that tell of usage. What is `hidden` of the stream does not pass here."""
+        self._write = write
         self._health = health
         self._tail = tail
         self._hidden = hidden
 
     def pass_on(self, chunks: bytes) -> bool:
-        """Whole chunks of whole lines came; false when they have to be looked at, and were not passed on."""
         if self._hidden is not None and not self._hidden.lets_pass(chunks):
             return False
         self._health.heard()
         if b'"usage"' in chunks and b'"usage":null' not in chunks:
             self._tail.feed(chunks)
-        self._client.write(chunks)
+        self._write(chunks)
         return True

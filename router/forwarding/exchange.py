@@ -15,8 +15,7 @@ import asyncio
 import time
 from collections.abc import Collection, Coroutine
 from dataclasses import replace
-from http import HTTPStatus
-from typing import NoReturn, Protocol
+from typing import Final, NoReturn
 from urllib.parse import urlsplit
 
 import structlog
@@ -36,18 +35,21 @@ from router.fleet.fleet import Fleet, Worker
 from router.fleet.health import Outcome
 from router.fleet.retry_budget import RetryBudget
 from router.forwarding.carrier import Carried, Carrier
-from router.forwarding.event_stream import ChunkWriter, EventStream
+from router.forwarding.client import Client
+from router.forwarding.event_stream import EventStream
 from router.forwarding.visit import Visit
+from router.forwarding.whereabouts import Whereabouts
 from router.live.request_stream import PassingRequest, RequestStream
 from router.routing.placement import Placement
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
 from router.settings import ProxySettings
 from router.telemetry.metrics import RequestMetrics
-from router.telemetry.tracing import NO_SPAN, Span
+from router.telemetry.tracing import Span
 from router.upstream import (
     AnswerHead,
     Leg,
+    Receiver,
     UpstreamError,
     Upstreams,
     UpstreamTimeoutError,
@@ -56,30 +58,17 @@ from router.upstream.origin import Headers, forwarded_lines
 
 log = structlog.get_logger()
 
-_RANK_HEADER = b"x-data-parallel-rank"  # vLLM and SGLang read it
+_RANK_HEADER: Final = b"x-data-parallel-rank"  # vLLM and SGLang read it
 
-# A worker that answers so did not take the request.
-_NOT_TAKEN = frozenset((HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT))
+_now: Final = time.monotonic
+_OK: Final = 200
+# A worker that answers so did not take the request: bad gateway, unavailable, gateway timeout.
+_NOT_TAKEN: Final = (502, 503, 504)
 
-
-class Client(Protocol):
-    """Who waits for an answer. It pauses and resumes the exchange, and tells it when it leaves."""
-
-    @property
-    def chunks(self) -> ChunkWriter | None:
-        """Takes more of the body in whole chunks; None where that is not how it is sent."""
-
-    def begin(self, head: AnswerHead, ours: Headers, data: bytes, ended: bool) -> None:
-        """The head of the answer with headers of ours beside it, and what of its body came with it.
-
-        Names of headers are in lower case. Where all of an answer came, its length may be left to say.
-        """
-
-    def more(self, data: bytes, ended: bool) -> None:
-        """More of the body."""
-
-    def break_off(self) -> None:
-        """The answer will not be finished."""
+# Looking one up in its class costs more than all that is done with it.
+_SUCCEEDED: Final = Outcome.SUCCEEDED
+_FAILED: Final = Outcome.FAILED
+_NEITHER: Final = Outcome.NEITHER
 
 
 class Forwarding:
@@ -103,10 +92,12 @@ class Forwarding:
         self.metrics = metrics
         self.passing = passing
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
+        self.attempts = settings.attempts
+        self.ask_usage = settings.ask_usage
         self.loop = asyncio.get_running_loop()
 
 
-class Exchange:
+class Exchange(Receiver):
     """A request and its answer. `start` begins it; afterwards the client hears of it, unless it left."""
 
     # What most requests never change stands here, so that it is not made for each.
@@ -147,13 +138,13 @@ class Exchange:
         self._client = client
         self._tried: list[Worker] = []
         self._leg: Carried | None = None
-        self._span = NO_SPAN  # of the attempt
+        self._span: Span | None = None  # of the attempt
         if visit.head.path == RESPONSES:
             self._beginning = b""
 
     def start(self, body: bytes) -> None:
         """The request is complete."""
-        self._arrived = time.monotonic()
+        self._arrived = _now()
         try:
             self._read(body)
         except RequestError as error:
@@ -165,7 +156,7 @@ class Exchange:
         """Answer with an error. Nothing of an answer was passed on yet."""
         headers, body = self._visit.refusal(error)
         self._finish(error.type)
-        self._client.begin(AnswerHead(error.status, headers), [], body, True)
+        self._client.begin(AnswerHead(error.status, headers), None, body, True)
 
     @property
     def placement(self) -> Placement | None:
@@ -181,7 +172,7 @@ class Exchange:
         """Its carrier has sent it to another worker, because the first did not take it. Raises RequestError."""
         placement = self._placement
         assert placement is not None
-        placement.attempt.end(Outcome.FAILED, "not taken")
+        placement.attempt.end(_FAILED, "not taken")
         placement.release()
         self._forwarding.metrics.retried.labels(placement.worker.url).inc()
         self._forwarding.fleet.look_soon(placement.worker)
@@ -224,31 +215,32 @@ class Exchange:
         visit, forwarding = self._visit, self._forwarding
         if visit.tenant is not None:
             body = visit.tenant.isolated(visit.head.path, body)
-        asks = forwarding.settings.ask_usage or forwarding.passing.listening
-        if self._carrier is not None:
-            asks = False  # the answer's bytes are not ours to change
+        # With a carrier the answer's bytes are not ours to change.
+        asks = self._carrier is None and (forwarding.ask_usage or forwarding.passing.listening)
         if asks and (asking := asking_for_usage(visit.head.path, body)):
             body, self._hidden = asking, HiddenUsage()
         self._body = body
-        span = visit.trace.span("tokenize")
+        span = visit.span("tokenize")
         try:
             call = Call(visit.head.method, visit.head.path, visit.head.headers, body)
             router = forwarding.router
             request = read_call(call, with_prompt=router.needs_prompts, seen=router.seen)
             prompt = router.read_now(request, len(body))
         except RequestError as error:
-            span.end(type(error).__name__)
+            if span is not None:
+                span.end(type(error).__name__)
             raise
         if prompt is None:
             self._wait_in(self._read_aside(request, span))
         else:
             self._go(prompt, span)
 
-    async def _read_aside(self, request: RoutedRequest, span: Span) -> None:
+    async def _read_aside(self, request: RoutedRequest, span: Span | None) -> None:
         try:
             prompt = await self._forwarding.router.read_aside(request, len(self._body))
         except RequestError as error:
-            span.end(type(error).__name__)
+            if span is not None:
+                span.end(type(error).__name__)
             raise
         self._go(prompt, span)
 
@@ -266,10 +258,11 @@ class Exchange:
 
         self._waiting = self._forwarding.loop.create_task(waiting())
 
-    def _go(self, prompt: RoutedPrompt, span: Span) -> None:
+    def _go(self, prompt: RoutedPrompt, span: Span | None) -> None:
         """What is asked is known. Raises RequestError."""
-        span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
-        span.end()
+        if span is not None:
+            span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
+            span.end()
         if self._forwarding.fleet.disaggregated:
             prompt = replace(prompt, path=self._visit.head.path)
         self._prompt = prompt
@@ -287,8 +280,9 @@ class Exchange:
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)
             self._body = tenant.with_priority(self._body, prompt.priority)
-        now = time.monotonic()
-        if (left := ticket.left(now)) is not None:
+        now = _now()
+        if ticket.deadline is not None:
+            left = max(ticket.deadline - now, 0.0)
             self._deadline = forwarding.loop.call_later(left, self._deadline_passed)
         forwarding.budget.request(now)
         self._try_next(now)
@@ -297,11 +291,12 @@ class Exchange:
         """Send the request to another worker. Raises RequestError when there is none."""
         if len(self._tried) >= self._attempts:
             self._give_in()
-        span = self._visit.trace.span("decide")
+        span = self._visit.span("decide")
         try:
             placement = self._forwarding.admission.place(self._prompt, self._excluded, self._ticket, now)
         except RequestError as error:
-            span.end(type(error).__name__)
+            if span is not None:
+                span.end(type(error).__name__)
             raise
         if placement is None:
             self._wait_in(self._place_later(span))
@@ -310,50 +305,57 @@ class Exchange:
 
     @property
     def _attempts(self) -> int:
-        return self._forwarding.settings.attempts if self._carrier is None else 1
+        return self._forwarding.attempts if self._carrier is None else 1
 
     @property
     def _excluded(self) -> Collection[Worker]:
         """Where it does not go any more, or may not."""
         return [*self._tried, *self._without] if self._without else self._tried
 
-    async def _place_later(self, span: Span) -> None:
+    async def _place_later(self, span: Span | None) -> None:
         try:
             placement = await self._forwarding.admission.wait(self._prompt, self._excluded, self._ticket)
         except RequestError as error:
-            span.end(type(error).__name__)
+            if span is not None:
+                span.end(type(error).__name__)
             raise
         self._send(placement, span)
 
-    def _send(self, placement: Placement, span: Span) -> None:
+    def _send(self, placement: Placement, span: Span | None) -> None:
         forwarding, prompt, tried, worker = self._forwarding, self._prompt, self._tried, placement.worker
         self._placement = placement
-        span.set(worker=worker.url, overlap_tokens=placement.overlap)
-        span.end()
-        waited = time.monotonic() - self._arrived
+        if span is not None:
+            span.set(worker=worker.url, overlap_tokens=placement.overlap)
+            span.end()
+        waited = _now() - self._arrived
         forwarding.metrics.placed(prompt.name or "", waited, placement.decision, placement.prediction)
         tried.append(worker)
         visit = self._visit
         self._others = len(tried) < self._attempts and forwarding.router.others(prompt, tried)
         if placement.prefill is None:
             self._may_be_given_up(placement)
-        self._span = visit.trace.span("upstream", worker=worker.url)
+        self._span = span = visit.span("upstream")
+        if span is not None:
+            span.set(worker=worker.url)
         if placement.prefill is not None:
             self._send_pair(placement, placement.prefill)
         elif self._carrier is not None:
             self._leg = self._carrier.send(worker, self, self._headers_to(placement), self._body)
         else:
-            changed = visit.trace.id is not None or len(worker.ranks()) > 1
-            lines = forwarded_lines(self._headers_to(placement)) if changed else visit.lines_for_workers()
-            upstream = forwarding.upstreams.of(worker.url)
-            self._leg = upstream.send(self, visit.head.method, visit.head.target, lines, self._body)
+            head, upstream = visit.head, forwarding.upstreams.of(worker.url)
+            if span is not None or len(worker.ranks()) > 1:
+                lines = forwarded_lines(self._headers_to(placement))
+                self._leg = upstream.send(self, head.method, head.target, lines, self._body)
+            else:
+                lines = visit.lines_for_workers()
+                self._leg = upstream.send(self, head.method, head.target, lines, self._body, visit.id)
 
     def _headers_to(self, placement: Placement) -> Headers:
         headers = self._visit.headers_for_workers()
         if len(placement.worker.ranks()) > 1:
             headers = [header for header in headers if header[0] != _RANK_HEADER]
             headers.append((_RANK_HEADER, b"%d" % placement.target.dp_rank))
-        return self._span.inject(headers)
+        return headers if self._span is None else self._span.inject(headers)
 
     def _may_be_given_up(self, placement: Placement) -> None:
         # A request that hung one worker may be why; it does not get to hang them all.
@@ -422,7 +424,8 @@ class Exchange:
         if leg is not None:
             leg.abort()
         placement.release()
-        self._span.end(problem)
+        if self._span is not None:
+            self._span.end(problem)
         self._forwarding.metrics.retried.labels(placement.worker.url).inc()
         try:
             if unreachable is not None:
@@ -462,9 +465,9 @@ class Exchange:
         if not self._streams or self._beginning is not None:
             return
         leg = self._leg.answering if isinstance(self._leg, Pair) else self._leg
-        placement, tail, client = self._placement, self._tail, self._client.chunks
-        if isinstance(leg, Leg) and placement is not None and tail is not None and client is not None:
-            leg.pass_on = EventStream(client, placement.attempt.health, tail, self._hidden).pass_on
+        placement, tail, write = self._placement, self._tail, self._client.chunks()
+        if isinstance(leg, Leg) and placement is not None and tail is not None and write is not None:
+            leg.passage = EventStream(write, placement.attempt.health, tail, self._hidden)
 
     def failed(self, error: UpstreamError) -> None:
         try:
@@ -477,11 +480,11 @@ class Exchange:
                 self._break_off(placement, str(error))
             elif isinstance(error, UpstreamTimeoutError):
                 seconds = self._forwarding.settings.idle_timeout
-                placement.attempt.end(Outcome.FAILED, f"no answer within {seconds} s")
+                placement.attempt.end(_FAILED, f"no answer within {seconds} s")
                 message = f"The worker did not answer within {seconds} s."
                 self.refuse(RequestError(message, status=504, type="timeout_error"))
             else:
-                placement.attempt.end(Outcome.FAILED, str(error))
+                placement.attempt.end(_FAILED, str(error))
                 self._elsewhere(str(error), unreachable=placement.worker)
         except Exception:
             self._crash()
@@ -516,14 +519,15 @@ class Exchange:
         assert placement is not None
         attempt = placement.attempt
         attempt.give_up = None
-        if head.status in _NOT_TAKEN and self._others and forwarding.budget.take():
-            attempt.end(Outcome.FAILED, f"status {head.status}")
-            self._elsewhere(f"status {head.status}")
-            return
-        if head.status >= 500 and self._leave_pair(placement) and forwarding.budget.take():
-            attempt.end(Outcome.NEITHER, f"status {head.status}")
-            self._elsewhere(f"status {head.status}")
-            return
+        if head.status >= 500:
+            if head.status in _NOT_TAKEN and self._others and forwarding.budget.take():
+                attempt.end(_FAILED, f"status {head.status}")
+                self._elsewhere(f"status {head.status}")
+                return
+            if self._leave_pair(placement) and forwarding.budget.take():
+                attempt.end(_NEITHER, f"status {head.status}")
+                self._elsewhere(f"status {head.status}")
+                return
         self._begun = True
         self._first_byte_at = self._arrived
         self._streams = head.is_stream
@@ -533,7 +537,7 @@ class Exchange:
         forwarding.metrics.begun(prompt.name or "", placement.worker.url, head.status, prompt.tokens, placement.overlap)
         if self._hidden is not None and not HiddenUsage.hides(head.headers):
             self._hidden = None
-        ours = self._our_headers(placement)
+        ours = self._whereabouts(placement)
         self._pass(data, ended)
         self._client.begin(head, ours, self._shown(data, ended), ended)
         if data and not ended:
@@ -543,7 +547,7 @@ class Exchange:
         """Learn from what passes."""
         placement = self._placement
         assert placement is not None
-        now = time.monotonic()
+        now = _now()
         if data:
             placement.attempt.heard(now)
             if self._first_byte_at == self._arrived:
@@ -565,8 +569,11 @@ class Exchange:
         head = self._head
         assert head is not None
         self._leg = None
-        placement.attempt.end(_outcome(head.status), f"status {head.status}", now)
-        if head.status == HTTPStatus.OK:
+        if head.status < 400:
+            placement.attempt.end(_SUCCEEDED, now=now)
+        else:
+            placement.attempt.end(_FAILED if head.status >= 500 else _NEITHER, f"status {head.status}", now)
+        if head.status == _OK:
             self._usage = usage = self._tail.usage() if self._tail is not None else None
             self._forwarding.router.answered(placement, usage)
             if self._visit.tenant is not None and usage is not None:
@@ -578,7 +585,7 @@ class Exchange:
 
     def _break_off(self, placement: Placement, reason: str) -> None:
         """Tell the client that its answer will not be finished."""
-        placement.attempt.end(Outcome.FAILED, f"answer broken off: {reason}")
+        placement.attempt.end(_FAILED, f"answer broken off: {reason}")
         self._forwarding.metrics.broken.labels(placement.worker.url).inc()
         with self._visit.logging():
             log.warning("answer broken off", worker=placement.worker.url, reason=reason)
@@ -595,21 +602,18 @@ class Exchange:
         else:
             self._client.break_off()
 
-    def _our_headers(self, placement: Placement) -> Headers:
+    def _whereabouts(self, placement: Placement) -> Whereabouts:
         """What an answer says of where it came from."""
-        ours = [
-            (b"x-kvrouter-worker", placement.target.worker.encode()),
-            (b"x-kvrouter-overlap-tokens", b"%d" % placement.overlap),
-        ]
+        more: Headers = []
         if len(self._tried) > 1:
-            ours.append((b"x-kvrouter-attempts", b"%d" % len(self._tried)))
+            more.append((b"x-kvrouter-attempts", b"%d" % len(self._tried)))
         if placement.prefill is not None:
-            ours.append((b"x-kvrouter-prefill-worker", placement.prefill.target.worker.encode()))
+            more.append((b"x-kvrouter-prefill-worker", placement.prefill.target.worker.encode()))
         if len(placement.worker.ranks()) > 1:
-            ours.append((b"x-kvrouter-dp-rank", b"%d" % placement.target.dp_rank))
+            more.append((b"x-kvrouter-dp-rank", b"%d" % placement.target.dp_rank))
         if self._visit.head.wants_explanation:
-            ours.append((b"x-kvrouter-explain", compact(placement.decision).encode()))
-        return ours
+            more.append((b"x-kvrouter-explain", compact(placement.decision).encode()))
+        return Whereabouts(placement.target.worker, placement.overlap, more)
 
     def _shown(self, data: bytes, ended: bool) -> bytes:
         """What the client sees of it."""
@@ -634,7 +638,8 @@ class Exchange:
         if self._placement is not None:
             self._placement.attempt.give_up = None
             self._placement.release()
-        self._span.end(problem)
+        if self._span is not None:
+            self._span.end(problem)
 
     def _tell_passing(self, problem: str | None) -> None:
         passing, self._passing = self._passing, None
@@ -642,7 +647,7 @@ class Exchange:
         worker = self._tried[-1].url if self._begun else None
         began = self._first_byte_at if self._first_byte_at > self._arrived else None
         status = self._head.status if self._head is not None else None
-        failed = problem is not None or status != HTTPStatus.OK
+        failed = problem is not None or status != _OK
         passing.ended(worker, began, self._usage, failed)
 
     def _crash(self) -> None:
@@ -661,10 +666,3 @@ def _end(worker: Worker, dp_rank: int) -> End:
     place = urlsplit(worker.url)
     port = place.port or (443 if place.scheme == "https" else 80)
     return End(place.hostname or "", port, dp_rank, len(worker.ranks()), worker.bootstrap_port)
-
-
-def _outcome(status: int) -> Outcome:
-    """What a whole answer says of its worker."""
-    if status < 400:
-        return Outcome.SUCCEEDED
-    return Outcome.FAILED if status >= 500 else Outcome.NEITHER

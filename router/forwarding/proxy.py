@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from starlette.types import Message, Receive, Scope, Send
 
 from indexer.errors import RequestError
+from router.forwarding.client import Client
 from router.forwarding.exchange import Exchange, Forwarding
 from router.forwarding.visit import Visits, visit_of
+from router.forwarding.whereabouts import Whereabouts
 from router.settings import ServerSettings
 from router.upstream import AnswerHead
 from router.upstream.answer_head import LENGTH, WITHOUT_BODY
-from router.upstream.origin import Headers
 
 # An answer of which more is held for a client that does not read is not read on.
 _HELD_BYTES = 64 * 1024
@@ -60,10 +61,8 @@ class Proxy:
             await asyncio.gather(leaving, return_exceptions=True)
 
 
-class _Answer:
+class _Answer(Client):
     """An answer on its way from the exchange to ASGI's `send`."""
-
-    chunks = None
 
     def __init__(self) -> None:
         self.exchange: Exchange
@@ -73,8 +72,8 @@ class _Answer:
         self._over = False
         self._something = asyncio.Event()
 
-    def begin(self, head: AnswerHead, ours: Headers, data: bytes, ended: bool) -> None:
-        headers = [*head.passed_on, *ours]
+    def begin(self, head: AnswerHead, ours: Whereabouts | None, data: bytes, ended: bool) -> None:
+        headers = [*head.passed_on, *(ours.headers() if ours is not None else ())]
         if ended and not head.length and head.status not in WITHOUT_BODY:
             headers.append((LENGTH, b"%d" % len(data)))
         self._messages.append({"type": "http.response.start", "status": head.status, "headers": headers})

@@ -18,21 +18,22 @@ from router.forwarding.request_head import RequestHead
 from router.telemetry.access_log import AccessLine
 from router.telemetry.metrics import RequestMetrics
 from router.telemetry.request_id import new_id, with_id
-from router.telemetry.tracing import RequestTrace, Tracing
+from router.telemetry.tracing import RequestTrace, Span, Tracing
 
 Headers = list[tuple[bytes, bytes]]
 _VISIT = "kvrouter.visit"
 
 
 class Visit:
-    """One request, from its head to the end of its answer. `logged`: it gets a line in the log."""
+    """One request, from its head to the end of its answer. `logged`: it gets a line in the log. `trace`: None where
+    nothing is traced."""
 
     __slots__ = ("_access", "_line", "_metrics", "head", "id", "logged", "tenant", "trace")
 
     def __init__(
         self,
         head: RequestHead,
-        trace: RequestTrace,
+        trace: RequestTrace | None,
         line: AccessLine | None,
         access: AccessControl | None,
         metrics: RequestMetrics,
@@ -70,14 +71,15 @@ class Visit:
         return self.headers if self._access is None else without_credentials(self.headers)
 
     def lines_for_workers(self) -> bytes:
-        """Those of them that are about the message, as they are sent."""
-        return b"%bx-request-id: %b\r\n" % (self.head.lines(self._access is None), self.id)
+        """Those of them that are about the message, as they are sent, but for the id."""
+        return self.head.lines(self._access is None)
 
     def answered(self, status: int, headers: Headers) -> None:
         """The head of the answer is sent, with these headers of ours."""
         if self.tenant is not None:
             self._metrics.of_tenant.labels(self.tenant.name, str(status)).inc()
-        self.trace.set(http_response_status_code=status)
+        if self.trace is not None:
+            self.trace.set(http_response_status_code=status)
         if self._line is not None:
             self._line.head(status, headers)
 
@@ -90,7 +92,12 @@ class Visit:
         """The request is over, however it ended."""
         if self._line is not None:
             self._line.write(**self._names())
-        self.trace.end()
+        if self.trace is not None:
+            self.trace.end()
+
+    def span(self, name: str) -> Span | None:
+        """A part of it begins; None where nothing is traced."""
+        return None if self.trace is None else self.trace.span(name)
 
     def logging(self) -> AbstractContextManager[object]:
         """What is logged meanwhile has the request's id."""
@@ -98,7 +105,7 @@ class Visit:
 
     def _names(self) -> dict[str, str]:
         names = {"request_id": self.id.decode()}
-        return names | {"trace_id": self.trace.id} if self.trace.id else names
+        return names | {"trace_id": self.trace.id} if self.trace is not None and self.trace.id else names
 
 
 class Visits:
@@ -106,19 +113,15 @@ class Visits:
 
     def __init__(self, access: AccessControl | None, tracing: Tracing, metrics: RequestMetrics, log: bool) -> None:
         self._access = access
-        self._tracing = tracing
+        self._tracing = tracing if tracing.active else None
         self._metrics = metrics
         self._log = log
 
     def begin(self, head: RequestHead) -> Visit:
         """A request came."""
-        return Visit(
-            head,
-            self._tracing.request(head.method, head.path, head.headers),
-            AccessLine(head.method, head.path) if self._log else None,
-            self._access,
-            self._metrics,
-        )
+        trace = None if self._tracing is None else self._tracing.request(head.method, head.path, head.headers)
+        line = AccessLine(head.method, head.path) if self._log else None
+        return Visit(head, trace, line, self._access, self._metrics)
 
 
 class VisitedApp:

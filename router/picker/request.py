@@ -24,10 +24,12 @@ import structlog
 from indexer.errors import RequestError
 from router.access import OPEN
 from router.fleet.fleet import Fleet, Worker
+from router.forwarding.client import Client
 from router.forwarding.exchange import Exchange
 from router.forwarding.proxy import Entrance, too_large, too_slow
 from router.forwarding.request_head import RequestHead
 from router.forwarding.visit import Visit
+from router.forwarding.whereabouts import Whereabouts
 from router.picker import ext_proc_pb2 as pb
 from router.picker import messages
 from router.picker.addresses import Addresses
@@ -66,7 +68,7 @@ class Desk:
         return self.addresses.of(worker.url)
 
 
-class PickedRequest:
+class PickedRequest(Client):
     """A request between Envoy and its worker. It is the client and the carrier of its exchange.
 
     `send` takes messages for Envoy. After `refused` Envoy wants no more of them.
@@ -170,14 +172,14 @@ class PickedRequest:
             if path in OPEN:
                 raise _of_the_picker(path)
             if (own := desk.own_answers.to(visit)) is not None:
-                self.begin(AnswerHead(200, [(b"content-type", b"application/json")]), [], own, True)
+                self.begin(AnswerHead(200, [(b"content-type", b"application/json")]), None, own, True)
                 return
             if not head.end_of_stream:
                 self._expect_body()
             self._subset = messages.read_subset(message, headers)
         except RequestError as error:
             refusal, body = visit.refusal(error)
-            self.begin(AnswerHead(error.status, refusal), [], body, True)
+            self.begin(AnswerHead(error.status, refusal), None, body, True)
             return
         self._path = target
         self._exchange = Exchange(desk.entrance.forwarding, visit, self, self, self._outside())
@@ -395,13 +397,12 @@ class PickedRequest:
 
     # The client
 
-    chunks = None
-
-    def begin(self, head: AnswerHead, ours: Headers, data: bytes, ended: bool) -> None:  # noqa: ARG002
+    def begin(self, head: AnswerHead, ours: Whereabouts | None, data: bytes, ended: bool) -> None:  # noqa: ARG002
         """The exchange passes on a worker's head, or answers itself."""
         assert self._visit is not None
-        self._visit.answered(head.status, ours)
-        headers = with_id([*head.passed_on, *ours], self._visit.id)
+        said = ours.headers() if ours is not None else []
+        self._visit.answered(head.status, said)
+        headers = with_id([*head.passed_on, *said], self._visit.id)
         if self._passing:
             assert self._head is not None
             mode = None

@@ -26,6 +26,8 @@ _propagator = TraceContextTextMapPropagator()
 class OtelTracing(Tracing):
     """Spans that go to a collector, in batches of a thread of its own. `stop` sends what is left."""
 
+    active = True
+
     def __init__(self, endpoint: str) -> None:
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "kvrouter"}), shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint, timeout=_EXPORT_TIMEOUT)

@@ -44,7 +44,9 @@ class RequestTrace(Span):
 
 
 class Tracing:
-    """Makes spans. `stop` sends what is left of them."""
+    """Makes spans. `stop` sends what is left of them. `active`: whether any are made."""
+
+    active = False
 
     def request(self, method: str, path: str, headers: Headers) -> RequestTrace:  # noqa: ARG002
         """A request came."""

@@ -10,7 +10,7 @@ pool         the connections to a worker, and one request's way over them
 from __future__ import annotations
 
 from router.upstream.answer_head import AnswerHead
-from router.upstream.connection import Receiver, UnreachableError, UpstreamError, UpstreamTimeoutError
+from router.upstream.connection import Passage, Receiver, UnreachableError, UpstreamError, UpstreamTimeoutError
 from router.upstream.origin import Origin, end_to_end
 from router.upstream.pool import Leg, Upstream, Upstreams
 
@@ -18,6 +18,7 @@ __all__ = [
     "AnswerHead",
     "Leg",
     "Origin",
+    "Passage",
     "Receiver",
     "UnreachableError",
     "Upstream",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from router.telemetry.request_id import HEADER as REQUEST_ID
 from router.upstream.origin import HOP_BY_HOP, Headers, end_to_end, lines_of
 
 LENGTH = b"content-length"
-WITHOUT_BODY = (204, 304)
+WITHOUT_BODY: Final = (204, 304)
 _EVENT_STREAM = b"text/event-stream"
 # Who answers the client says these itself.
 _OUR_OWN = HOP_BY_HOP | {b"date", b"server", REQUEST_ID}
@@ -18,7 +20,7 @@ class AnswerHead:
     `passed_on`: the headers that are about the message, not about the connection or who answers.
     """
 
-    __slots__ = ("_lines", "headers", "is_stream", "length", "passed_on", "status")
+    __slots__ = ("_beginning", "_lines", "_made_with", "headers", "is_stream", "length", "passed_on", "status")
 
     def __init__(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -27,6 +29,7 @@ class AnswerHead:
         self.is_stream = self.first(b"content-type").startswith(_EVENT_STREAM)
         self.passed_on = end_to_end(headers, _OUR_OWN)
         self._lines: bytes | None = None
+        self._beginning = self._made_with = b""
 
     def first(self, name: bytes) -> bytes:
         """The first value of a header; empty when there is none."""
@@ -42,6 +45,13 @@ class AnswerHead:
         if lines is None:
             lines = self._lines = lines_of([header for header in self.passed_on if header[0] != LENGTH])
         return lines
+
+    def beginning(self, before: bytes) -> bytes:
+        """`lines` after these, which are mostly the same."""
+        if before is not self._made_with:
+            self._made_with = before
+            self._beginning = before + self.lines
+        return self._beginning
 
     def without_length(self) -> AnswerHead:
         """The same of any body that came at once."""

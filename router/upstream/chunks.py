@@ -5,19 +5,33 @@ A chunk is its size in hexadecimal digits, CRLF, so many bytes, CRLF (RFC 9112, 
 
 from __future__ import annotations
 
+from typing import Final
+
 _LARGEST = 4096
 # The sizes as they are written. What is not among them is left to a parser: extensions, zeros before, the last chunk.
-_SIZES = {form % size: size for size in range(1, _LARGEST + 1) for form in (b"%x", b"%X")}
-_LONGEST_LINE = len(b"%x\r\n" % _LARGEST)
-END = b"\n\r\n"  # of the last line in a chunk, and of the chunk
+_SIZES: Final = {form % size: size for size in range(1, _LARGEST + 1) for form in (b"%x", b"%X")}
+_LONGEST_LINE: Final = len(b"%x\r\n" % _LARGEST)
+END: Final = b"\n\r\n"  # of the last line in a chunk, and of the chunk
+
+
+def _lines_by_length() -> list[bytes]:
+    lines = [b"%x\r\n" % size for size in range(1, _LARGEST + 1)]
+    of_length = {len(line) + size + 2: line for size, line in enumerate(lines, 1)}
+    return [of_length.get(length, b"") for length in range(max(of_length) + 1)]
+
+
+# For each length of a chunk, the line that it begins with, as most engines write it; empty where there is none.
+_LINES: Final[list[bytes]] = _lines_by_length()
 
 
 def body_size(data: bytes) -> int:
     """How many bytes of a body these are when they are whole chunks of whole lines; 0 when they may not be."""
-    end = data.find(b"\r\n", 0, _LONGEST_LINE)
-    size = _SIZES.get(data[:end], 0)
-    if end + size + 4 == len(data) and data.endswith(END):
-        return size
+    length = len(data)
+    if length < len(_LINES) and data[-3:] == END:
+        line = _LINES[length]
+        written = len(line)
+        if written and data[:written] == line:
+            return length - written - 2
     return _size_of_many(data)
 
 

@@ -8,11 +8,10 @@ Where llhttp stands between two chunks it need not see those that come whole: th
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final
 
 import httptools
+from mypy_extensions import mypyc_attr
 
 from router.forwarding.deadline import Deadline
 from router.forwarding.known_head import KnownHead
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
     from router.upstream.pool import Leg, Upstream
 
 # Of an answer: of its head, those of 1xx before it, and its trailers.
-MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES: Final = 64 * 1024
 # A body that is larger is written beside its head, not copied behind it.
-_ONE_BUFFER = 64 * 1024
+_ONE_BUFFER: Final = 64 * 1024
 
 
 class UpstreamError(Exception):
@@ -45,21 +44,39 @@ class _RefusedAnswerError(Exception):
     """An answer that is not read any further."""
 
 
-class Receiver(Protocol):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Receiver:
     """Who gets an answer. After `ended` or `failed`, or once it called off the request, nothing more is called."""
+
+    __slots__ = ()
 
     def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
         """The head came, and as much of the body as came with it."""
+        raise NotImplementedError
 
     def more(self, data: bytes, ended: bool) -> None:
         """More of the body came."""
+        raise NotImplementedError
 
     def failed(self, error: UpstreamError) -> None:
         """The answer did not come, or will not go on."""
+        raise NotImplementedError
 
 
-class Connection(asyncio.Protocol):
-    """A connection to a worker. `leg` is the request it is used for now; None while it is idle."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Passage:
+    """Where whole chunks of an answer's body go as they come, of whole lines."""
+
+    __slots__ = ()
+
+    def pass_on(self, chunks: bytes) -> bool:
+        """Chunks came; false when they have to be looked at, and were not passed on."""
+        raise NotImplementedError
+
+
+class Connection:
+    """A connection to a worker, as asyncio's protocols are. `leg` is the request it is used for now; None while it is
+    idle."""
 
     __slots__ = (
         "_chunk_ended",
@@ -73,16 +90,16 @@ class Connection(asyncio.Protocol):
         "_home",
         "_loop",
         "_parser",
-        "_pass_on",
+        "_passage",
         "_paused",
         "_pieces",
-        "_quiet",
         "_reusable",
         "_status",
         "_told",
         "_trailer_bytes",
         "_transport",
         "_used",
+        "_write",
         "idle_since",
         "leg",
     )
@@ -92,8 +109,8 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._home = home
         self._loop = asyncio.get_running_loop()
-        self._deadline = Deadline(self._loop, self._late, self._lives)
-        self._parser = httptools.HttpResponseParser(self)
+        self._deadline = Deadline(self._loop, self._late)
+        self._parser: httptools.HttpResponseParser | None = None  # once there is an answer that it has to read
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._paused = False
         self._used = False
@@ -107,20 +124,20 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._framed = self._reusable = self._complete = self._followed = self._told = False
         self._chunk_ended = False
-        self._pass_on: Callable[[bytes], bool] | None = None
-        self._quiet = True  # since the deadline was set
+        self._passage: Passage | None = None
 
     def send(self, leg: Leg) -> None:
         """Write a request; its leg is told of the answer."""
         self.leg = leg
-        self._expect_nothing()
+        if self._status:  # of the last answer that was parsed
+            self._expect_nothing()
         self._heard = False
         body = leg.body
         if len(body) <= _ONE_BUFFER:
-            self._transport.write(leg.head + body)
+            self._write(leg.head + body)
         else:
-            self._transport.write(leg.head)
-            self._transport.write(body)
+            self._write(leg.head)
+            self._write(body)
         self._deadline.set(self._home.idle_timeout)
 
     def pause(self) -> None:
@@ -141,39 +158,54 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once. Nobody is told."""
-        self.leg = self._pass_on = None
+        self.leg = self._passage = None
         self._deadline.close()
         self._transport.abort()
 
     # asyncio.Protocol
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        connected = transport.get_extra_info("socket")
-        if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._write = transport.write
         self._home.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        pass_on = self._pass_on
-        if pass_on is not None and body_size(data) and pass_on(data):
-            self._quiet = False
-            return
-        self._pass_on = None
+        passage = self._passage
+        if passage is not None:
+            if body_size(data) and passage.pass_on(data):
+                self._deadline.moved = True
+                return
+            self._passage = None
         leg = self.leg
         if leg is None:
             self._transport.abort()  # nothing was asked
             return
-        known, first = self._home.known_head, not self._heard
+        first = not self._heard
         self._heard = True
-        if first and known is not None and leg.method != "HEAD" and (body := known.read(data)) is not None:
-            self._reusable = True
-            self._release()
-            leg.answered(known.said, body, True)
-            return
+        if first and leg.method != "HEAD":
+            known = self._home.known_head
+            if known is not None and (body := known.read(data)) is not None:
+                self._reusable = True
+                self._release()
+                leg.answered(known.said, body, True)
+                return
+        self._parse(data, first)
+
+    def eof_received(self) -> None:
+        """Nothing more comes: asyncio closes the connection."""
+
+    def pause_writing(self) -> None:
+        """A request is in the transport's hands, however large."""
+
+    def resume_writing(self) -> None:
+        """The same."""
+
+    def _parse(self, data: bytes, first: bool) -> None:
         if not self._status:
             self._early_bytes += len(data)
         problem = None
+        if self._parser is None:
+            self._parser = httptools.HttpResponseParser(self)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -202,7 +234,7 @@ class Connection(asyncio.Protocol):
         """From here on chunks may pass as they come, when a line, its chunk and what was read end here."""
         # Only the size of the next chunk could have begun; when that line came whole, the parser has told of the chunk.
         if self._chunk_ended and self.leg is not None and data.endswith(END):
-            self._pass_on = self.leg.pass_on
+            self._passage = self.leg.passage
 
     def _remember(self, data: bytes) -> None:
         """All of an answer came at once. The next one may begin in the same way."""
@@ -250,16 +282,11 @@ class Connection(asyncio.Protocol):
         error = UpstreamError(str(exc) or type(exc).__name__ if exc else "the worker hung up")
         self._fail(error, unheard=self._used and not self._heard)
 
-    def _lives(self) -> bool:
-        """Whether something came since the last look, or since the deadline was set."""
-        quiet, self._quiet = self._quiet, True
-        return not quiet
-
     def _late(self) -> None:
         self._fail(UpstreamTimeoutError(f"no byte within {self._home.idle_timeout:g} s"))
 
     def _fail(self, error: UpstreamError, unheard: bool = False) -> None:
-        leg, self.leg, self._pass_on = self.leg, None, None
+        leg, self.leg, self._passage = self.leg, None, None
         self._deadline.close()
         self._transport.abort()
         if leg is not None:
@@ -288,7 +315,9 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._complete:
             return
-        status = self._parser.get_status_code()
+        parser = self._parser
+        assert parser is not None
+        status = parser.get_status_code()
         if status < 200:
             if status == 101:
                 raise _RefusedAnswerError("a switch of protocols that was not asked for")
@@ -300,7 +329,7 @@ class Connection(asyncio.Protocol):
         self._status = status
         without_body = status in WITHOUT_BODY
         self._framed = self._framed or without_body
-        self._reusable = self._framed and self._parser.should_keep_alive()
+        self._reusable = self._framed and parser.should_keep_alive()
         if self.leg is not None and self.leg.method == "HEAD":  # the parser waits for a body that will not come
             self._framed, self._reusable, self._complete = True, False, True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from yarl import URL
 
@@ -16,9 +16,9 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
+_NOT_FORWARDED: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
 _NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
-_METHODS_WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
+_METHODS_WITH_BODY: Final = frozenset(("POST", "PUT", "PATCH"))
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -51,17 +51,20 @@ class Origin:
 
     def request_head(self, method: str, target: bytes, lines: bytes, body_bytes: int) -> bytes:
         """The head of a request with a body of this size. `lines`: the headers that are about the message."""
+        return self.opening(method, target, lines) + end_of_head(method, body_bytes)
+
+    def opening(self, method: str, target: bytes, lines: bytes) -> bytes:
+        """What a head begins with; more lines may follow."""
         if self.authorization is not None and b"\r\nauthorization:" not in b"\r\n" + lines:
             lines += b"authorization: %b\r\n" % self.authorization
-        length = b"content-length: %d\r\n" % body_bytes if body_bytes or method in _METHODS_WITH_BODY else b""
-        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (
-            method.encode(),
-            self.path,
-            target,
-            self.host_header,
-            lines,
-            length,
-        )
+        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (method.encode(), self.path, target, self.host_header, lines)
+
+
+def end_of_head(method: str, body_bytes: int) -> bytes:
+    """What a head ends with, for a body of this size."""
+    if body_bytes or method in _METHODS_WITH_BODY:
+        return b"content-length: %b\r\n\r\n" % str(body_bytes).encode()
+    return b"\r\n"
 
 
 def forwarded_lines(headers: Headers) -> bytes:

@@ -8,34 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+import time
 from contextvars import Context
+from typing import Final
 
 from router.forwarding.deadline import Deadline
 from router.forwarding.known_head import KnownHead
 from router.upstream.answer_head import AnswerHead
 from router.upstream.connection import (
     Connection,
+    Passage,
     Receiver,
     UnreachableError,
     UpstreamError,
 )
-from router.upstream.origin import Origin
+from router.upstream.origin import Origin, end_of_head
 
 # vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
 KEEPALIVE_SECONDS = 4.0
 # Idle connections that are kept for a worker.
 MAX_IDLE = 1024
+# How many different beginnings of requests to a worker are kept.
+_MOST_OPENINGS: Final = 256
 
 
 class Leg:
     """One request on its way to one worker.
 
-    `pass_on` gets whole chunks of whole lines of the answer's body as they come, and tells whether it took them; None
-    while all is the receiver's.
+    `passage` gets whole chunks of whole lines of the answer's body as they come; None while all is the receiver's.
     """
 
-    __slots__ = ("_connecting", "_connection", "_paused", "_upstream", "body", "head", "method", "pass_on", "receiver")
+    __slots__ = ("_connecting", "_connection", "_paused", "_upstream", "body", "head", "method", "passage", "receiver")
 
     def __init__(self, upstream: Upstream, receiver: Receiver, method: str, head: bytes, body: bytes) -> None:
         self.method = method
@@ -43,7 +46,7 @@ class Leg:
         self.body = body
         self._upstream = upstream
         self.receiver: Receiver | None = receiver
-        self.pass_on: Callable[[bytes], bool] | None = None
+        self.passage: Passage | None = None
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._paused = False
@@ -118,6 +121,17 @@ class Leg:
             receiver.failed(error)
 
 
+class _Opening:
+    """The head of a request up to its id, and what it was made of beside its lines."""
+
+    __slots__ = ("head", "method", "target")
+
+    def __init__(self, method: str, target: bytes, head: bytes) -> None:
+        self.method = method
+        self.target = target
+        self.head = head
+
+
 class Upstream:
     """The connections to one worker."""
 
@@ -133,12 +147,34 @@ class Upstream:
         self._idle: dict[Connection, None] = {}  # the latest used last
         self._connecting: set[asyncio.Task[None]] = set()
         self._sweep = Deadline(self._loop, self._drop_old)
+        self._openings: dict[bytes, _Opening] = {}
 
-    def send(self, receiver: Receiver, method: str, target: bytes, lines: bytes, body: bytes) -> Leg:
-        """Send a request. `target` is a path with its query; `lines` are the headers that are about the message."""
-        leg = Leg(self, receiver, method, self.origin.request_head(method, target, lines, len(body)), body)
+    def send(
+        self, receiver: Receiver, method: str, target: bytes, lines: bytes, body: bytes, request_id: bytes = b""
+    ) -> Leg:
+        """Send a request. `target` is a path with its query; `lines` are the headers that are about the message.
+
+        `request_id`: what comes beside them, where the same lines come with many requests.
+        """
+        if request_id:
+            opening = self._opening(method, target, lines)
+            head = b"%b%b\r\n%b" % (opening, request_id, end_of_head(method, len(body)))
+        else:
+            head = self.origin.request_head(method, target, lines, len(body))
+        leg = Leg(self, receiver, method, head, body)
         leg.go()
         return leg
+
+    def _opening(self, method: str, target: bytes, lines: bytes) -> bytes:
+        """What a request's head begins with, up to its id."""
+        known = self._openings.get(lines)
+        if known is not None and known.method == method and known.target == target:
+            return known.head
+        if len(self._openings) >= _MOST_OPENINGS:
+            self._openings.clear()
+        head = self.origin.opening(method, target, lines) + b"x-request-id: "
+        self._openings[lines] = _Opening(method, target, head)
+        return head
 
     @property
     def open_connections(self) -> int:
@@ -175,7 +211,7 @@ class Upstream:
         """A kept connection, not idle any more."""
         if self._idle:
             connection, _ = self._idle.popitem()
-            if self._loop.time() - connection.idle_since < KEEPALIVE_SECONDS:
+            if time.monotonic() - connection.idle_since < KEEPALIVE_SECONDS:
                 return connection
             connection.abort()  # and all others are older
             self._drop_old()
@@ -201,13 +237,13 @@ class Upstream:
         if self.closing or len(self._idle) >= MAX_IDLE:
             connection.abort()
             return
-        connection.idle_since = self._loop.time()
+        connection.idle_since = time.monotonic()
         if not self._idle:
             self._sweep.set(KEEPALIVE_SECONDS)
         self._idle[connection] = None
 
     def _drop_old(self) -> None:
-        limit = self._loop.time() - KEEPALIVE_SECONDS
+        limit = time.monotonic() - KEEPALIVE_SECONDS
         while self._idle:
             oldest = next(iter(self._idle))
             if oldest.idle_since > limit:
@@ -221,7 +257,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self),
+                    lambda: Connection(self),  # type: ignore[type-var]  # it has what asyncio asks of protocols
                     origin.host,
                     origin.port,
                     ssl=self._tls,

@@ -19,8 +19,9 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvrouter import http_protocol
-from kvrouter.fast_lane import FastLaneProtocol, uvicorn_fits
+from kvrouter.fast_lane import FastLaneProtocol
 from kvrouter.http_protocol import BoundedHttpProtocol
+from kvrouter.ordinary import uvicorn_fits
 from kvrouter.serving import HttpServer
 from router.app import running_router
 from router.settings import Settings

@@ -15,7 +15,7 @@ from router.apis.asked_usage import HiddenUsage
 from router.apis.usage import Usage, UsageTail
 from router.fleet.health import Health
 from router.forwarding.event_stream import EventStream
-from router.upstream import AnswerHead, Leg, Upstream, UpstreamError
+from router.upstream import AnswerHead, Leg, Passage, Receiver, Upstream, UpstreamError
 from router.upstream.chunks import body_size
 from router.upstream.connection import Connection
 
@@ -43,7 +43,7 @@ class Transport(asyncio.Transport):
         return 0
 
 
-class Receiver:
+class Remembering(Receiver):
     """Lets chunks pass as soon as the answer has begun, and remembers what came either way."""
 
     def __init__(self, passes: bool) -> None:
@@ -56,21 +56,26 @@ class Receiver:
     def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:  # noqa: ARG002
         self.more(data, ended)
         if self._passes and self.leg is not None:
-            self.leg.pass_on = self.pass_on
+            self.leg.passage = Remembered(self)
 
     def more(self, data: bytes, ended: bool) -> None:
         self.body += data
         self.ended = ended
 
+    def failed(self, error: UpstreamError) -> None:  # noqa: ARG002
+        self.failed_ = True
+
+
+class Remembered(Passage):
+    def __init__(self, receiver: Remembering) -> None:
+        self._receiver = receiver
+
     def pass_on(self, chunks: bytes) -> bool:
         if b"no" in chunks:
             return False
-        self.passed.append(chunks)
-        self.body += read_by_llhttp(chunks)
+        self._receiver.passed.append(chunks)
+        self._receiver.body += read_by_llhttp(chunks)
         return True
-
-    def failed(self, error: UpstreamError) -> None:  # noqa: ARG002
-        self.failed_ = True
 
 
 def read_by_llhttp(chunks: bytes) -> bytes:
@@ -99,14 +104,14 @@ def read_by_llhttp(chunks: bytes) -> bytes:
     return b"".join(body)
 
 
-def received(pieces: list[bytes], passes: bool) -> Receiver:
+def received(pieces: list[bytes], passes: bool) -> Remembering:
     """What a leg hears of an answer that comes in these pieces."""
 
-    async def main() -> Receiver:
+    async def main() -> Remembering:
         upstream = Upstream("http://127.0.0.1:1", TLS, 5.0, 5.0)
         connection, transport = Connection(upstream), Transport()
         connection.connection_made(transport)
-        receiver = Receiver(passes)
+        receiver = Remembering(passes)
         receiver.leg = leg = Leg(upstream, receiver, "POST", b"", b"")
         leg.over(connection)
         for piece in pieces:
@@ -198,16 +203,11 @@ def test_what_is_not_whole_has_no_size(data: bytes) -> None:
 
 def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
     written: list[bytes] = []
-
-    class Client:
-        def write(self, data: bytes) -> None:
-            written.append(data)
-
     now = 1.0
     worker = Health(clock=lambda: now)
     rank = worker.begin(10, dp_rank=1, one_of_many=True).health
     tail = UsageTail()
-    stream = EventStream(Client(), rank, tail, None)
+    stream = EventStream(written.append, rank, tail, None)
     now = 5.0
     chunks = [chunk(b'data: {"usage":null}\n\n'), chunk(USAGE), chunk(b"data: [DONE]\n\n")]
     for each in chunks:
@@ -220,13 +220,8 @@ def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
 
 def test_what_hides_usage_passes_whole_events_that_have_none() -> None:
     written: list[bytes] = []
-
-    class Client:
-        def write(self, data: bytes) -> None:
-            written.append(data)
-
     hidden = HiddenUsage()
-    stream = EventStream(Client(), Health(), UsageTail(), hidden)
+    stream = EventStream(written.append, Health(), UsageTail(), hidden)
     event = chunk(b"data: 1\n\n")
     assert stream.pass_on(event)
     assert not stream.pass_on(chunk(USAGE))

@@ -10,14 +10,23 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.upstream import AnswerHead, Origin, UnreachableError, UpstreamError, Upstreams, UpstreamTimeoutError
+from router.upstream import (
+    AnswerHead,
+    Origin,
+    Passage,
+    Receiver,
+    UnreachableError,
+    UpstreamError,
+    Upstreams,
+    UpstreamTimeoutError,
+)
 from router.upstream import pool as pool_module
 from router.upstream.origin import forwarded_lines
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
-class Receiver:
+class Remembering(Receiver):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
@@ -38,6 +47,17 @@ class Receiver:
     def failed(self, error: UpstreamError) -> None:
         self.error = error
         self.over.set_result(None)
+
+
+class Passing(Passage):
+    """Takes chunks."""
+
+    def __init__(self) -> None:
+        self.passed: list[bytes] = []
+
+    def pass_on(self, chunks: bytes) -> bool:
+        self.passed.append(chunks)
+        return True
 
 
 Serve = Callable[[StreamReader, StreamWriter], Awaitable[None]]
@@ -73,8 +93,8 @@ async def _gone(upstreams: Upstreams) -> bool:
     return True
 
 
-async def ask(upstreams: Upstreams, url: str) -> Receiver:
-    receiver = Receiver()
+async def ask(upstreams: Upstreams, url: str) -> Remembering:
+    receiver = Remembering()
     upstreams.of(url).send(receiver, "GET", b"/x", b"", b"")
     async with asyncio.timeout(10):
         await receiver.over
@@ -159,7 +179,7 @@ def test_who_calls_off_a_request_hears_nothing_more() -> None:
             for sent in (False, True):
                 if sent:
                     await ask(upstreams, url)  # an idle connection: the request is written at once
-                receiver = Receiver()
+                receiver = Remembering()
                 upstreams.of(url).send(receiver, "GET", b"/x", b"", b"").abort()
                 await asyncio.sleep(0.05)
                 assert not receiver.over.done()
@@ -215,17 +235,12 @@ def test_a_stream_whose_chunks_passed_is_still_missed_when_it_stops() -> None:
 
     async def main() -> None:
         async with served(stops, patience=0.5) as (upstreams, url):
-            receiver, passed = Receiver(), []
+            receiver, passage = Remembering(), Passing()
             leg = upstreams.of(url).send(receiver, "GET", b"/x", b"", b"")
-
-            def pass_on(chunks: bytes) -> bool:
-                passed.append(chunks)
-                return True
-
-            leg.pass_on = pass_on
+            leg.passage = passage
             async with asyncio.timeout(10):
                 await receiver.over
             assert isinstance(receiver.error, UpstreamTimeoutError)
-            assert b"".join(passed) == event * 4
+            assert b"".join(passage.passed) == event * 4
 
     asyncio.run(main())

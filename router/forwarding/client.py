@@ -1,0 +1,36 @@
+"""Who waits for an answer: what an exchange asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mypy_extensions import mypyc_attr
+
+from router.forwarding.whereabouts import Whereabouts
+from router.upstream.answer_head import AnswerHead
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Client:
+    """Who waits for an answer. It pauses and resumes the exchange, and tells it when it leaves."""
+
+    __slots__ = ()
+
+    def begin(self, head: AnswerHead, ours: Whereabouts | None, data: bytes, ended: bool) -> None:
+        """The head of the answer, where it came from if that is a worker, and what of its body came with it.
+
+        Names of headers are in lower case. Where all of an answer came, its length may be left to say.
+        """
+        raise NotImplementedError
+
+    def more(self, data: bytes, ended: bool) -> None:
+        """More of the body."""
+        raise NotImplementedError
+
+    def chunks(self) -> Callable[[bytes], object] | None:
+        """Takes more of the body in whole chunks; None where that is not how it is sent."""
+        return None
+
+    def break_off(self) -> None:
+        """The answer will not be finished."""
+        raise NotImplementedError
