@@ -316,6 +316,18 @@ async def test_what_follows_and_is_no_request_is_refused_after_the_answers(worke
     assert len(worker.exchanges) == 1
 
 
+async def test_an_upgrade_that_nobody_knows_is_no_upgrade(worker: ScriptedWorker, url: str) -> None:
+    wish = b"\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
+    async with wire(url) as client:
+        await client.send(HEALTH.replace(b"\r\n\r\n", wish))
+        assert (await client.answer()).status == 200
+        await client.send(WHOLE + HEALTH.replace(b"\r\n\r\n", wish))
+        assert [(await client.answer()).status for _ in range(2)] == [200, 200]
+        await client.send(WHOLE)
+        assert (await client.answer()).status == 200
+    assert len(worker.exchanges) == 2
+
+
 async def test_nothing_is_read_after_the_last_request(worker: ScriptedWorker, url: str) -> None:
     async with wire(url) as client:
         await client.send(WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + WHOLE)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.forwarding.known_head import KnownHead
+from router.forwarding.known_head import KnownHead, RecentHeads
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %b\r\nX-Id: 1\r\n\r\n"
 KNOWN = KnownHead.of(HEAD % b"5" + b"12345", "said")
@@ -106,3 +106,26 @@ def test_anything_else_is_not(data: bytes) -> None:
 )
 def test_only_whole_messages_of_one_length_are_remembered(data: bytes) -> None:
     assert KnownHead.of(data, None) is None
+
+
+def known(name: bytes) -> KnownHead[bytes]:
+    head = KnownHead.of(HEAD.replace(b"Host: a", b"Host: " + name) % b"5" + b"12345", name)
+    assert head is not None
+    return head
+
+
+def test_what_one_client_sent_is_known_of_others() -> None:
+    recent: RecentHeads[bytes] = RecentHeads()
+    assert recent.known_of(HEAD % b"0") is None
+    first = recent.add(known(b"a"))
+    assert recent.known_of(HEAD % b"2" + b"12") is first
+    assert recent.add(known(b"a")) is first
+    assert recent.known_of(HEAD % b"2" + b"1") is None
+
+
+def test_only_the_latest_heads_are_remembered() -> None:
+    recent: RecentHeads[bytes] = RecentHeads()
+    for number in range(9):
+        recent.add(known(b"%d" % number))
+    data = [HEAD.replace(b"Host: a", b"Host: %d" % number) % b"0" for number in range(9)]
+    assert [recent.known_of(each) is not None for each in data] == [False] * 5 + [True] * 4
