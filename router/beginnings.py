@@ -10,11 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
-
-Whole = TypeVar("Whole", str, bytes, covariant=True)
+from typing import Any, TypeAlias
 
 # The places: some near the start, then every so many characters.
 _FIRST_PLACES = (1024, 2048, 4096)
@@ -26,39 +23,31 @@ _TRIES = 4
 _PLACE_BYTES = 300
 
 _Key: TypeAlias = tuple[int, str | bytes]
+# What was seen, with what was made of it: it has a `whole`, a text or the bytes, and a `size`, in bytes, about.
+Known: TypeAlias = Any
+Found: TypeAlias = Any
 
 
-class Remembered(Protocol[Whole]):
-    """A text or the bytes that were seen, with what was made of it. `size` in bytes, about."""
+class _Entry:
+    """Something known, and the keys of its places, from the first on."""
 
-    @property
-    def whole(self) -> Whole: ...
-    @property
-    def size(self) -> int: ...
-
-
-Known = TypeVar("Known", bound=Remembered[Any])
-Found = TypeVar("Found")
+    def __init__(self, known: Known, keys: list[_Key], size: int) -> None:
+        self.known = known
+        self.keys = keys
+        self.bytes = size
 
 
-@dataclass(slots=True)
-class _Entry(Generic[Known]):
-    known: Known
-    keys: list[_Key]  # those of its places, from the first on
-    bytes: int
-
-
-class Beginnings(Generic[Known]):
+class Beginnings:
     """Things seen before, the least recently used forgotten first. Any number of threads may use one."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._by_place: dict[_Key, Known] = {}
-        self._entries: OrderedDict[int, _Entry[Known]] = OrderedDict()  # by the id of what is known
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # by the id of what is known
         self._lock = Lock()
         self.bytes = 0
 
-    def find(self, whole: str | bytes, begun: Callable[[Known], Found | None]) -> Found | None:
+    def find(self, whole: str | bytes, begun: Callable[[Known], Found]) -> Found:
         """What `begun` makes of something that may begin as this does, the further the better.
 
         It makes None of what does not; that is also the answer when nothing is known to.
@@ -79,7 +68,7 @@ class Beginnings(Generic[Known]):
                 break
         return None
 
-    def put(self, new: Known, like: Known | None = None, common: int = 0, *, instead: bool = False) -> None:
+    def put(self, new: Known, like: Known = None, common: int = 0, *, instead: bool = False) -> None:
         """Remember something, as far as there is room for it.
 
         `like`: something known, whose first `common` characters are those of the new; it is forgotten if nobody needs
@@ -105,7 +94,7 @@ class Beginnings(Generic[Known]):
         """The number of things."""
         return len(self._entries)
 
-    def _forget(self, entry: _Entry[Known]) -> None:
+    def _forget(self, entry: _Entry) -> None:
         known = entry.known
         del self._entries[id(known)]
         self.bytes -= entry.bytes

@@ -8,89 +8,153 @@ if the messages began with it. Where that is not sure to come to the same as dec
 from __future__ import annotations
 
 import re
-import secrets
 import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import msgspec
 
+from router.apis.body_fields import OWN_KEY, RawMessages, RawRest
 from router.apis.fields import read_body
 from router.apis.media import has_media
-from router.apis.requests import Conversation
+from router.apis.requests import Conversation, RoutedRequest
 from router.beginnings import Beginnings
 
-# Shorter bodies are decoded sooner than looked up.
+# Of shorter bodies only the same are looked for: the rest is decoded sooner.
 MIN_BYTES = 4096
 CACHE_BYTES = 64 * 2**20
+# The part of it that is for those.
+_SHORT_PART = 8
+# What a short body's objects take: some for each, and so many times its bytes.
+_OBJECTS_BYTES = 4000
+_TIMES_BYTES = 4
 
 F = TypeVar("F", bound=msgspec.Struct)
 # Raises RequestError for the fields of a body that cannot be routed. The first so many messages are known to be right.
 Check = Callable[[F, int], None]
 
 
-@dataclass(slots=True, eq=False)
-class _KnownBody:
-    """A body whose messages are all right, and what was read from it: its `fields`, and its messages.
+class ReadBody:
+    """What was read from a body: its `fields`, what is known of its messages, and the `request` made of them."""
+
+    def __init__(self, fields: Any, conversation: Conversation) -> None:
+        self.fields = fields
+        self.conversation = conversation
+        self.request: RoutedRequest | None = None
+
+
+class _KnownBody(ReadBody):
+    """A body whose messages are all right, and what was read from it.
 
     `before`: the fields that come before the messages. `ends`: where in it the messages end, as far as that is known:
     those it shares with an earlier body, or `all_ends`. `weights`: what the first messages take, so many, in bytes;
     `others`: likewise the other fields.
     """
 
-    whole: bytes
-    fields: Any
-    messages: list[Any]
-    conversation: Conversation
-    others: int
-    weights: list[int]
-    before: Any = None
-    ends: list[int] = field(default_factory=list)
-    all_ends: bool = False
+    def __init__(
+        self,
+        whole: bytes,
+        fields: Any,
+        messages: list[Any],
+        conversation: Conversation,
+        others: int,
+        weights: list[int],
+        before: Any = None,
+        ends: list[int] | None = None,
+    ) -> None:
+        super().__init__(fields, conversation)
+        self.whole = whole
+        self.messages = messages
+        self.others = others
+        self.weights = weights
+        self.before = before
+        self.ends: list[int] = [] if ends is None else ends
+        self.all_ends = False
 
     @property
     def size(self) -> int:
-        """The body and what was decoded of it; and once more the body and the messages, for the text they become."""
-        return 2 * (len(self.whole) + self.weights[-1]) + self.others
+        """The body and what was decoded of it; and once more the messages, and twice the body, for what they become."""
+        return 3 * len(self.whole) + 2 * self.weights[-1] + self.others
+
+
+class _ShortBodies:
+    """Short bodies: those that came again lately, and as many from before."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes // 2
+        self._latest: dict[bytes, ReadBody] = {}
+        self._before: dict[bytes, ReadBody] = {}
+        self._bytes = 0  # of the latest
+
+    @property
+    def size(self) -> int:
+        """What they take at most, in bytes."""
+        return self._bytes + (self._limit if self._before else 0)
+
+    def get(self, body: bytes) -> ReadBody | None:
+        """The same body, if it is known."""
+        known = self._latest.get(body)
+        if known is None and (known := self._before.get(body)) is not None:
+            self.put(body, known)
+        return known
+
+    def put(self, body: bytes, new: ReadBody) -> None:
+        """Remember a body, as far as there is room for it."""
+        size = _OBJECTS_BYTES + _TIMES_BYTES * len(body)
+        if self._bytes + size > self._limit:
+            self._before, self._latest, self._bytes = self._latest, {}, 0
+        if size <= self._limit:
+            self._latest[body] = new
+            self._bytes += size
 
 
 class Conversations:
     """Bodies of chats, the least recently used forgotten first. Any number of threads may use one."""
 
     def __init__(self, limit_bytes: int = CACHE_BYTES) -> None:
-        self._known: Beginnings[_KnownBody] = Beginnings(limit_bytes)
+        short = limit_bytes // _SHORT_PART
+        self._short = _ShortBodies(short)
+        self._known = Beginnings(limit_bytes - short)
 
     @property
     def size(self) -> int:
-        """What they take, in bytes, about: with the texts that become of them."""
-        return self._known.bytes
+        """What they take, in bytes, about: with what becomes of them."""
+        return self._known.bytes + self._short.size
 
-    def read(self, body: bytes, kind: type[F], check: Check[F]) -> tuple[F, Conversation | None]:
+    def read(self, body: bytes, kind: type[F], check: Check[F]) -> ReadBody:
         """The fields of a body, as `read_body` tells them, and what is known of its messages.
 
         Raises as `read_body` and `check` do.
         """
         if len(body) < MIN_BYTES:
-            fields = read_body(body, kind)
-            check(fields, 0)
-            return fields, None
+            return self._read_short(body, kind, check)
+        found: tuple[_KnownBody, _KnownBody] | None
         found = self._known.find(body, lambda known: _begun(known, body, kind, check))
         if found is None:
             fields = read_body(body, kind)
             check(fields, 0)
             new = _anew(body, fields)
             self._known.put(new)
-            return fields, new.conversation
+            return new
         known, new = found
         if new is not known:
             # What goes on from all messages of a body knows all that others could go on from as well.
             instead = new.conversation.shared == len(known.messages)
             self._known.put(new, known, new.ends[-1], instead=instead)
-        return new.fields, new.conversation
+        return new
+
+    def _read_short(self, body: bytes, kind: type[F], check: Check[F]) -> ReadBody:
+        known = self._short.get(body)
+        if known is not None and type(known.fields) is kind:
+            return known
+        fields: Any = read_body(body, kind)
+        check(fields, 0)
+        new = ReadBody(fields, Conversation(has_media(fields.messages)))
+        self._short.put(body, new)
+        return new
 
 
 def _anew(body: bytes, fields: Any) -> _KnownBody:
@@ -128,7 +192,7 @@ def _begun(known: _KnownBody, body: bytes, kind: type[F], check: Check[F]) -> tu
             fields: Any = copy(known.fields)
         else:
             rest = _decode_rest(_OPENING + body[end:])
-            new = rest.pop(_OWN_KEY)[1:]
+            new = rest.pop(OWN_KEY)[1:]
             if "messages" in rest:  # and the last ones count
                 return None
             fields = copy(known.before)
@@ -147,24 +211,11 @@ def _begun(known: _KnownBody, body: bytes, kind: type[F], check: Check[F]) -> tu
 
 
 _decode_list = msgspec.json.Decoder(list[Any]).decode
-# A key that no client can know, for the messages that are new; and an empty one in the place of those that are not.
-_OWN_KEY = secrets.token_hex()
-_OPENING = b'{"%b":[{}' % _OWN_KEY.encode()
+# The messages that are new, after an empty one in the place of those that are not.
+_OPENING = b'{"%b":[{}' % OWN_KEY.encode()
 _decode_rest = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-class _RawRest(msgspec.Struct, rename={"messages": _OWN_KEY}):
-    messages: list[msgspec.Raw]
-
-
-_decode_raw_rest = msgspec.json.Decoder(_RawRest).decode
-
-
-class _RawMessages(msgspec.Struct):
-    messages: msgspec.Raw
-
-
-_decode_raw_messages = msgspec.json.Decoder(_RawMessages).decode
+_decode_raw_rest = msgspec.json.Decoder(RawRest).decode
+_decode_raw_messages = msgspec.json.Decoder(RawMessages).decode
 _decode_each_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _between = re.compile(rb"[ \t\n\r]*,?[ \t\n\r]*").match
 

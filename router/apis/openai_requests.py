@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from indexer.errors import RequestError
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
 from router.apis.conversations import Conversations
@@ -27,14 +29,17 @@ def decode_chat(body: bytes, headers: Headers = (), seen: Conversations | None =
 
     `seen`: the chats from before, of which one may begin as this one does.
     """
-    conversation = None
     if seen is None:
         fields = read_body(body, GenerationFields)
         _check_chat(fields)
-    else:
-        fields, conversation = seen.read(body, GenerationFields, _check_chat)
-    max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
-    return _request(fields, headers, fields.model, _chat_prompt(fields, conversation), max_tokens)
+        return _chat_request(fields, headers, None)
+    found = seen.read(body, GenerationFields, _check_chat)
+    request = found.request
+    if request is None:
+        found.request = request = _chat_request(found.fields, headers, found.conversation)
+        return request
+    session = session_of(headers, found.fields)
+    return request if session == request.session else replace(request, session=session)
 
 
 def decode_completion(body: bytes, headers: Headers = ()) -> RoutedRequest:
@@ -71,6 +76,11 @@ def decode_match(body: bytes) -> MatchRequest:
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         tenant_id=optional_string(fields.tenant_id, "tenant_id"),
     )
+
+
+def _chat_request(fields: GenerationFields, headers: Headers, conversation: Conversation | None) -> RoutedRequest:
+    max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
+    return _request(fields, headers, fields.model, _chat_prompt(fields, conversation), max_tokens)
 
 
 def _request(

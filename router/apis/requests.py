@@ -59,7 +59,8 @@ class Conversation:
     """What is known of a chat's messages, of which the first `shared` were seen before, in an earlier chat.
 
     `has_media`: whether one of them is or has an image or the like. `earlier`: how that earlier chat was rendered;
-    `rendering`: how this one was, once it is, for those that go on from it.
+    `rendering`: how this one was, once it is, for those that go on from it. `tokenized`: by which tokenizer,
+    and what it became, for the same chat once more.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Conversation:
         self.shared = shared
         self.earlier = earlier
         self.rendering = rendering
+        self.tokenized: tuple[Any, Any] | None = None
 
 
 @dataclass(slots=True, init=False)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import jinja2
 import msgspec
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2 import meta
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from indexer.errors import RequestError
 from router.apis.conversation import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt, Conversation, Rendering
-from router.tokens.content_format import loops_over_parts
+from router.tokens.content_format import loops_over_parts, parsed
 from router.tokens.message_loop import MessageLoop, pieces_of
+from router.tokens.opaque_texts import OpaqueRendering
+from router.tokens.skeletons import Skeletons
 
 # What the renderer itself fills in.
 _NOT_THE_CLIENTS = frozenset({"messages", "conversation", "chat_template", "tokenize"})
@@ -30,33 +30,42 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatTemplate:
-    """One chat template of a tokenizer (of transformers): read once, rendered for every request."""
+    """One chat template of a tokenizer (of transformers): read once, rendered for every request.
+
+    `takes_system_first`: whether a system message must be the first one. `effort_without_thinking`: the effort by which
+    it is told not to think, "none", or "low" where it does not know that.
+    """
 
     def __init__(self, source: str, tokenizer: Any) -> None:
         self._source = source
         self._tokenizer = tokenizer
-        root = _parse(source)
+        root = parsed(source)
         self._wraps_parts = loops_over_parts(root)
         self._knows_developer = '"developer"' in source or "'developer'" in source
         self._variables = meta.find_undeclared_variables(root) - _NOT_THE_CLIENTS
+        self._compiled: jinja2.Template | None = None
+        self._fixed: dict[str, Any] = {}
         self._message_loop: MessageLoop | None = None
+        self._skeletons: Skeletons | None = None
         with contextlib.suppress(jinja2.TemplateError):  # which every rendering tells
-            self._message_loop = MessageLoop.of(source, self._compiled.environment)
+            self._compile()
+        self.takes_system_first = _takes_system_first(source)
+        self.effort_without_thinking = self._effort_without_thinking()
 
-    @cached_property
-    def takes_system_first(self) -> bool:
-        """Whether a system message must be the first one, found out as vLLM does: by a bare rendering of another."""
-        conversation = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        try:
-            environment.from_string(self._source).render(messages=conversation, add_generation_prompt=False)
-        except jinja2.TemplateError:
-            return True
-        return False
+    def _compile(self) -> None:
+        """Read the template as transformers does."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    @cached_property
-    def effort_without_thinking(self) -> str:
-        """The effort by which a template is told not to think: "none", or "low" where it does not know that."""
+        compiled: jinja2.Template = _compile_jinja_template(self._source)
+        # What is the same for every request: the environment's globals, and the special tokens by their names.
+        self._fixed = {**compiled.globals, **self._tokenizer.special_tokens_map}
+        self._compiled = compiled
+        self._message_loop = MessageLoop.of(self._source, compiled.environment)
+        opaque = OpaqueRendering.of(self._source, compiled.environment)
+        if opaque is not None:
+            self._skeletons = Skeletons(opaque, compiled, self._of_plain_chats, self._prepared)
+
+    def _effort_without_thinking(self) -> str:
         hello = ChatPrompt([{"role": "user", "content": "Hi"}])
         try:
             none = self.render(replace(hello, reasoning_effort="none"))
@@ -75,9 +84,13 @@ class ChatTemplate:
 
         `media_as_text`: with a text of their own in the place of images and the like.
         """
-        variables = {"tools": prepare_tools(chat.tools)} | template_variables(chat)
         try:
-            if chat.conversation is not None and not media_as_text:
+            if not media_as_text and self._skeletons is not None and _sets_nothing(chat):
+                text = self._skeletons.text(chat.messages, chat.add_generation_prompt)
+                if text is not None:
+                    return text
+            variables = {"tools": prepare_tools(chat.tools)} | template_variables(chat)
+            if not media_as_text and chat.conversation is not None:
                 text = self._by_message(chat, chat.conversation, variables)
                 if text is not None:
                     return text
@@ -129,7 +142,7 @@ class ChatTemplate:
         return text
 
     def _whole(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        if messages and _bare(variables) and _plain(messages):
+        if self._compiled is not None and messages and _bare(variables) and _plain(messages):
             return "".join(pieces_of(self._compiled, {**self._all_variables(variables), "messages": messages}))
         text: str = self._tokenizer.apply_chat_template(
             messages,
@@ -156,18 +169,10 @@ class ChatTemplate:
     def _others(self, variables: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in variables.items() if name in self._variables and name not in _ARGUMENTS}
 
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        """The template as transformers reads it."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        compiled: jinja2.Template = _compile_jinja_template(self._source)
-        return compiled
-
-    @cached_property
-    def _fixed(self) -> dict[str, Any]:
-        """What is the same for every request: the environment's globals, and the special tokens by their names."""
-        return {**self._compiled.globals, **self._tokenizer.special_tokens_map}
+    def _of_plain_chats(self, begins_answer: bool) -> dict[str, Any]:
+        """What the template may read but the messages, for chats that set nothing else."""
+        variables = {"add_generation_prompt": begins_answer, "continue_final_message": False}
+        return self._all_variables({"tools": None} | variables)
 
 
 def template_variables(chat: ChatPrompt) -> dict[str, Any]:
@@ -222,18 +227,23 @@ def _reason(error: BaseException) -> str:
     return str(error)
 
 
-class _Generation(Extension):
-    """The `{% generation %}` block of transformers, which marks an answer and renders as its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _parse(source: str) -> nodes.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+def _sets_nothing(chat: ChatPrompt) -> bool:
+    """Whether a chat leaves all of the template's variables as they are, but for whether an answer is begun."""
+    return (
+        chat.tools is None
+        and chat.documents is None
+        and chat.reasoning_effort is None
+        and chat.chat_template_kwargs is None
+        and not chat.continue_final_message
     )
-    return environment.parse(source)
+
+
+def _takes_system_first(source: str) -> bool:
+    """Found out as vLLM does: by a bare rendering of another."""
+    conversation = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    try:
+        environment.from_string(source).render(messages=conversation, add_generation_prompt=False)
+    except Exception:  # in whatever way it refuses
+        return True
+    return False

@@ -9,6 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def parsed(source: str) -> nodes.Template:
+    """A chat template's syntax. Raises TemplateSyntaxError."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    return environment.parse(source)
+
+
+class _Generation(Extension):
+    """The `{% generation %}` block of transformers, which marks an answer and renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def loops_over_parts(root: nodes.Template) -> bool:

@@ -11,7 +11,6 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,15 +21,17 @@ from router.beginnings import Beginnings
 MIN_CHARACTERS = 2048
 
 
-@dataclass(slots=True, eq=False)
 class KnownText:
     """A text whose tokens are known. `cuts`: where its pieces begin, in characters; `tokens_before`: in tokens."""
 
-    whole: str
-    prompt: PackedPrompt
-    cuts: array[int]
-    tokens_before: array[int]
-    size: int
+    def __init__(
+        self, whole: str, prompt: PackedPrompt, cuts: array[int], tokens_before: array[int], size: int
+    ) -> None:
+        self.whole = whole
+        self.prompt = prompt
+        self.cuts = cuts
+        self.tokens_before = tokens_before
+        self.size = size
 
 
 class Beginning(NamedTuple):
@@ -51,7 +52,7 @@ class KnownTexts:
 
     def __init__(self, limit_bytes: int, longest_special: int) -> None:
         """`longest_special`: the characters of the longest token that is looked for in texts."""
-        self._known: Beginnings[KnownText] = Beginnings(limit_bytes)
+        self._known: Beginnings = Beginnings(limit_bytes)
         self._longest = longest_special
 
     @property

@@ -97,12 +97,15 @@ class LocalTokenizer:
         Raises RequestError (400) when the template refuses it, TokenizerUnavailableError when the request brings its
         own template (a program, which only a worker told to trust it runs) or the model has none.
         """
-        if chat.chat_template is not None or (chat.chat_template_kwargs or {}).get("chat_template") is not None:
+        variables = chat.chat_template_kwargs
+        if chat.chat_template is not None or (variables and variables.get("chat_template") is not None):
             raise TokenizerUnavailableError("the request brings its own chat template")
         template = self._template if chat.tools is None else self._tools_template
         if template is None:
             raise TokenizerUnavailableError("the model has no chat template that can be read")
-        return template.render(self._adapted(chat), media_as_text=media_as_text)
+        if chat.thinking_off or chat.merges_system:
+            chat = self._adapted(chat)
+        return template.render(chat, media_as_text=media_as_text)
 
     def _adapted(self, chat: ChatPrompt) -> ChatPrompt:
         """What another API leaves to the template, said as this one takes it."""

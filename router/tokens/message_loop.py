@@ -22,7 +22,7 @@ _MESSAGES = "messages"
 # Names of ours in a template: the messages to go through, how many were before them, and what marks a message's start.
 _NEW, _SKIPPED, _MARK = "kvrouter_new", "kvrouter_skipped", "kvrouter_mark"
 # Without state, and without effect but on what they are part of.
-_PURE = (
+PURE = (
     nodes.Output,
     nodes.TemplateData,
     nodes.If,
@@ -49,8 +49,8 @@ _PURE = (
     nodes.BinExpr,
     nodes.UnaryExpr,
 )
-_PURE_GLOBALS = {"dict", "range", "raise_exception"}
-_RANDOM_FILTERS = {"random"}
+PURE_GLOBALS = {"dict", "range", "raise_exception"}
+RANDOM_FILTERS = {"random"}
 
 
 class MessageLoop:
@@ -147,12 +147,12 @@ def _parsed(source: str, environment: jinja2.Environment) -> tuple[nodes.Templat
     Raises _WholeError.
     """
     root = environment.parse(source)
-    if not all(isinstance(node, _PURE) for node in root.find_all(nodes.Node)):
+    if not all(isinstance(node, PURE) for node in root.find_all(nodes.Node)):
         raise _WholeError
-    if any(node.name in _RANDOM_FILTERS for node in root.find_all(nodes.Filter)):
+    if any(node.name in RANDOM_FILTERS for node in root.find_all(nodes.Filter)):
         raise _WholeError
     names = list(root.find_all(nodes.Name))
-    if {node.name for node in names} & ({*environment.globals, _NEW, _SKIPPED, _MARK} - _PURE_GLOBALS):
+    if {node.name for node in names} & ({*environment.globals, _NEW, _SKIPPED, _MARK} - PURE_GLOBALS):
         raise _WholeError
     if any(node.name == _MESSAGES and node.ctx != "load" for node in names):
         raise _WholeError

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 from indexer.hashing import PackedPrompt, pack_tokens
@@ -24,6 +24,8 @@ Encode = Callable[[list[str]], list[list[int]]]
 # Pieces that are new and this short together are tokenized one by one; tokenizers share longer work between threads,
 # whose waking takes longer than tokenizing so much.
 _ONE_BY_ONE_CHARACTERS = 4096
+# In a text with so many of the character that special tokens begin with, it is no longer a sign of one.
+_VAIN = 64
 
 
 class Ends(NamedTuple):
@@ -60,6 +62,9 @@ class Cutter:
         self.longest = max((len(token.content) for token in raw), default=0)
         self._raw = re.compile(_longest_of(token.content for token in raw))
         self._added = re.compile(_longest_of(token.content for token in added))
+        # The character that all of them begin with, if it is one: looking for that takes next to no time.
+        self._raw_first = _only_first(raw)
+        self._added_first = _only_first(added)
 
     def cut(self, text: str, start: int = 0) -> list[str]:
         """The pieces of a text; from `start` on, which is one of its cuts.
@@ -68,13 +73,32 @@ class Cutter:
         """
         if not self.boundaries:
             return [text[start:]]
-        starts = [match.start() for match in self._raw.finditer(text, start) if match.group() in self._boundaries]
+        starts = self._starts(text, start)
         if not starts:
             return [text[start:]]
         if starts[0] != start:
             starts.insert(0, start)
         starts.append(len(text))
-        return [text[start:end] for start, end in pairwise(starts)]
+        return [text[starts[number] : starts[number + 1]] for number in range(len(starts) - 1)]
+
+    def _starts(self, text: str, at: int) -> list[int]:
+        """Where cuts are made, from a place on."""
+        starts: list[int] = []
+        vain = _VAIN if self._raw_first else 0
+        while vain:
+            at = text.find(self._raw_first, at)
+            if at < 0:
+                return starts
+            match = self._raw.match(text, at)
+            if match is None:
+                at += 1
+                vain -= 1
+                continue
+            if match.group() in self._boundaries:
+                starts.append(at)
+            at = match.end()
+        starts += [match.start() for match in self._raw.finditer(text, at) if match.group() in self._boundaries]
+        return starts
 
     def special_token(self, piece: str) -> str:
         """The special token that a piece begins with; empty when it begins with none."""
@@ -83,6 +107,8 @@ class Cutter:
 
     def has_added_token(self, text: str) -> bool:
         """Whether the content of any added token stands in a text."""
+        if self._added_first and self._added_first not in text:
+            return False
         match = self._added.search(text)
         return bool(match and match.group())
 
@@ -97,7 +123,7 @@ class SegmentedEncoder:
         """
         self._encode = encode
         self._ascii_speed = ascii_speed
-        self._cut = cutter.cut
+        self._cutter = cutter
         self._before = pack_tokens(ends.before)
         self._after = pack_tokens(ends.after)
         self._pieces = SegmentCache(cache_bytes - cache_bytes // 2)
@@ -114,26 +140,30 @@ class SegmentedEncoder:
         Raises TooLongForNowError when more than `at_most` characters of them are new, not counting ASCII in full where
         that is faster.
         """
-        begun = list(map(self._texts.beginning, texts))
-        cut = [
-            [] if beginning.whole else self._cut(text, beginning.characters)
-            for text, beginning in zip(texts, begun, strict=True)
-        ]
+        begun = [self._texts.beginning(text) for text in texts]
+        cut: list[list[str]] = []
+        for number, text in enumerate(texts):
+            beginning = begun[number]
+            cut.append([] if beginning.whole else self._cutter.cut(text, beginning.characters))
         known, new = self._pieces.get(cut[0] if len(cut) == 1 else list(chain.from_iterable(cut)))
         if new:
-            if sum(map(self._work, new)) > at_most:
+            if self._work(new) > at_most:
                 raise TooLongForNowError
             known |= self._encoded(new)
-        prompts = [
-            self._texts.tokenized(text, beginning, pieces, list(map(known.__getitem__, pieces)))
-            for text, beginning, pieces in zip(texts, begun, cut, strict=True)
-        ]
+        prompts: list[PackedPrompt] = []
+        for number, text in enumerate(texts):
+            pieces = cut[number]
+            token_ids = [known[piece] for piece in pieces]
+            prompts.append(self._texts.tokenized(text, begun[number], pieces, token_ids))
         if add_special_tokens and (self._before or self._after):
             return [PackedPrompt(self._before + prompt.tokens + self._after) for prompt in prompts]
         return prompts
 
-    def _work(self, piece: str) -> int:
-        return len(piece) // self._ascii_speed if piece.isascii() else len(piece)
+    def _work(self, pieces: list[str]) -> int:
+        work = 0
+        for piece in pieces:
+            work += len(piece) // self._ascii_speed if piece.isascii() else len(piece)
+        return work
 
     def _encoded(self, new: list[str]) -> dict[str, bytes]:
         if sum(map(len, new)) <= _ONE_BY_ONE_CHARACTERS:
@@ -147,6 +177,12 @@ class SegmentedEncoder:
 
 def _stands_apart(content: str) -> bool:
     return not (content[0].isalnum() or content[0].isspace() or content[0] == "_")
+
+
+def _only_first(tokens: list[Any]) -> str:
+    """The character that tokens begin with; empty where it is not the same for all, or there are none."""
+    firsts = {token.content[0] for token in tokens}
+    return firsts.pop() if len(firsts) == 1 else ""
 
 
 def _longest_of(words: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, 
 from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.remote_tokenizer import RemoteTokenizer
+from router.tokens.skeletons import MAX_MESSAGES
 
 __all__ = ["TokenizerUnavailableError", "Tokenizers"]
 
@@ -89,6 +90,11 @@ class Tokenizers:
             return _same([PackedPrompt.of(ids) for ids in prompt.token_ids], prompt)
         if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
+        if isinstance(prompt, ChatPrompt) and (conversation := prompt.conversation) is not None:
+            known = conversation.tokenized
+            if known is not None and known[0] is tokenizer:
+                tokenized: Tokenized = known[1]
+                return tokenized
         if isinstance(tokenizer, RemoteTokenizer) or body_bytes > INLINE_BYTES * (KNOWN_TIMES if _known(prompt) else 1):
             return None
         try:
@@ -126,23 +132,31 @@ class Tokenizers:
 
 def _tokenized(tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt, at_most: int = sys.maxsize) -> Tokenized:
     """A prompt as tokens. Raises TooLongForNowError when more than `at_most` characters of it are new."""
-    media = isinstance(prompt, ChatPrompt) and _has_media(prompt)
     if isinstance(prompt, TextPrompts):
-        texts = prompt.texts
-    else:
-        texts = _around_media(tokenizer, prompt) if media else [tokenizer.render(prompt)]
+        add = prompt.add_special_tokens
+        return _same(tokenizer.encode(prompt.texts, add_special_tokens=add, at_most=at_most), prompt)
+    media = _has_media(prompt)
+    texts = _around_media(tokenizer, prompt) if media else [tokenizer.render(prompt)]
     token_ids = tokenizer.encode(texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
-    return Tokenized(token_ids[:1], token_ids[1:]) if media else _same(token_ids, prompt)
+    tokenized = Tokenized(token_ids[:1], token_ids[1:]) if media else _same(token_ids, prompt)
+    conversation = prompt.conversation
+    if conversation is not None:
+        conversation.tokenized = (tokenizer, tokenized)
+    return tokenized
 
 
 def _known(prompt: Prompt) -> bool:
-    """Whether a prompt is a chat that begins as one which was rendered by message, and kept."""
-    conversation = prompt.conversation if isinstance(prompt, ChatPrompt) else None
-    return conversation is not None and bool(conversation.earlier or conversation.rendering)
+    """Whether a prompt is a chat that begins as one which was seen, and takes no time to render."""
+    if not isinstance(prompt, ChatPrompt) or prompt.conversation is None:
+        return False
+    conversation = prompt.conversation
+    if conversation.earlier or conversation.rendering:
+        return True
+    return conversation.shared > 0 and len(prompt.messages) <= MAX_MESSAGES
 
 
 def _has_media(chat: ChatPrompt) -> bool:
-    return chat.conversation.has_media if chat.conversation else has_media(chat.messages)
+    return has_media(chat.messages) if chat.conversation is None else chat.conversation.has_media
 
 
 def _around_media(tokenizer: LocalTokenizer, chat: ChatPrompt) -> list[str]:

@@ -21,13 +21,14 @@ def text(seed: object, length: int) -> str:
     return "".join(Random(str(seed)).choices("abcdef", k=length))
 
 
-def find(known: Beginnings[Seen], whole: str | bytes) -> Seen | None:
+def find(known: Beginnings, whole: str | bytes) -> Seen | None:
     """What begins alike up to the first place at least."""
-    return known.find(whole, lambda seen: seen if seen.whole[:1024] == whole[:1024] else None)
+    found: Seen | None = known.find(whole, lambda seen: seen if seen.whole[:1024] == whole[:1024] else None)
+    return found
 
 
 def test_the_next_turn_finds_the_last() -> None:
-    known: Beginnings[Seen] = Beginnings(10**6)
+    known: Beginnings = Beginnings(10**6)
     first = Seen(text(1, 9000))
     known.put(first)
     assert find(known, str(first.whole) + "more") is first
@@ -39,7 +40,7 @@ def test_the_next_turn_finds_the_last() -> None:
 
 
 def test_the_one_with_more_in_common_is_found() -> None:
-    known: Beginnings[Seen] = Beginnings(10**6)
+    known: Beginnings = Beginnings(10**6)
     system = text("system", 5000)
     chats = [Seen((system + text(number, 20_000)).encode()) for number in range(10)]
     for chat in chats:
@@ -50,13 +51,13 @@ def test_the_one_with_more_in_common_is_found() -> None:
 
 
 def test_the_same_characters_at_a_place_are_not_enough() -> None:
-    known: Beginnings[Seen] = Beginnings(10**6)
+    known: Beginnings = Beginnings(10**6)
     known.put(Seen("a" * 900 + text(1, 5000)))
     assert find(known, "b" * 900 + text(1, 5000)) is None
 
 
 def test_what_was_used_longest_ago_is_forgotten() -> None:
-    known: Beginnings[Seen] = Beginnings(100_000)
+    known: Beginnings = Beginnings(100_000)
     all_seen = [Seen(text(number, 3000), 9000) for number in range(50)]
     for number, seen in enumerate(all_seen):
         known.put(seen)
@@ -71,7 +72,7 @@ def test_what_was_used_longest_ago_is_forgotten() -> None:
 
 
 def test_what_takes_the_place_of_another_is_found_in_its_stead() -> None:
-    known: Beginnings[Seen] = Beginnings(100_000)
+    known: Beginnings = Beginnings(100_000)
     turn = Seen(text(1, 3000))
     known.put(turn)
     for length in range(4000, 40_000, 1000):
@@ -85,7 +86,7 @@ def test_what_takes_the_place_of_another_is_found_in_its_stead() -> None:
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 12_000), st.booleans()), max_size=30))
 def test_what_is_found_begins_alike(asked: list[tuple[int, int, int, bool]]) -> None:
-    known: Beginnings[Seen] = Beginnings(60_000)
+    known: Beginnings = Beginnings(60_000)
     for opening, rest, length, replace in asked:
         whole = text(opening, 2000) + text(rest, length)
         found = find(known, whole)

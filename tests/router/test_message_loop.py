@@ -153,12 +153,14 @@ def text(source: str, chat: ChatPrompt) -> str:
 @pytest.mark.parametrize(("source", "by_message"), [(s, True) for s in BY_MESSAGE] + [(s, False) for s in WHOLE])
 def test_which_templates_render_message_by_message(source: str, by_message: bool) -> None:
     roles = ("user", "assistant", "user")
-    chat = prompt(Conversations(), [{"role": role, "content": LONG} for role in roles])
+    # With tools, since chats of texts alone need no rendering (router/tokens/skeletons.py).
+    chat = prompt(Conversations(), [{"role": role, "content": LONG} for role in roles], tools=[TOOL])
     text(source, chat)
     assert chat.conversation is not None
     assert (chat.conversation.rendering is not None) == by_message
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 MESSAGES = st.sampled_from(
     [
@@ -177,7 +179,7 @@ MESSAGES = st.sampled_from(
 FIELDS = st.sampled_from(
     [
         *[{}] * 5,
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tools": [TOOL]},
         {"chat_template_kwargs": {"color": 1}},
         {"chat_template_kwargs": {"color": True}},
         {"chat_template_kwargs": {"color": 1.0, "bos_token": "<B>"}},
@@ -205,9 +207,9 @@ def test_a_turn_is_rendered_as_a_whole(
 def test_only_new_messages_are_rendered() -> None:
     source = "{% for m in messages %}{{ m.content }}{% endfor %}"
     seen, messages = Conversations(), [{"role": "user", "content": LONG}]
-    template(source).render(prompt(seen, messages))
+    template(source).render(prompt(seen, messages, tools=[TOOL]))
     messages.append({"role": "user", "content": "b"})
-    second = prompt(seen, messages)
+    second = prompt(seen, messages, tools=[TOOL])
     assert second.conversation is not None
     assert second.conversation.earlier is not None
     second.messages[0]["content"] = "changed, against all rules"

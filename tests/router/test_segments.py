@@ -219,6 +219,23 @@ def test_texts_are_cut_before_special_tokens_alone() -> None:
     assert cutter.cut("x<|im_start|>x<s>") == ["x<|im_start|>x", "<s>"]
 
 
+@settings(max_examples=200)
+@given(
+    parts=st.lists(st.sampled_from(["<", "<|", "<s>", "</s>", "<|im_end|>", "<x>", " a ", "b" * 50]), max_size=300),
+    kind=st.sampled_from(["byte level", "greedy tokens"]),
+)
+def test_pieces_begin_where_the_special_tokens_are(parts: list[str], kind: str) -> None:
+    """Whether they all begin with one character, or not, and however often that is there without one."""
+    text = "".join(parts)
+    cutter = Cutter(local(kind).backend)
+    pieces = cutter.cut(text)
+    assert "".join(pieces) == text
+    found = [cutter.special_token(piece) for piece in pieces[1:]]
+    assert all(found)
+    if kind == "byte level":
+        assert sum(text.count(token) for token in SPECIAL) == len(found) + bool(cutter.special_token(pieces[0]))
+
+
 def test_thousands_of_added_tokens_make_no_long_search() -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens([*special(*(f"<unused{number}>" for number in range(5000)))])
