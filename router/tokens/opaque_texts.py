@@ -23,6 +23,8 @@ from router.tokens.message_loop import PURE, PURE_GLOBALS, RANDOM_FILTERS, piece
 _FILTERS = {"count", "d", "default", "first", "last", "length", "list", "map", "rejectattr", "reverse", "selectattr"}
 _TESTS = {"boolean", "defined", "false", "float", "integer", "mapping", "none", "number", "string", "true", "undefined"}
 _TESTS_OF_EVERY_TEXT = {"iterable", "sequence"}
+# Contents to try out what was found.
+PROBES = ("0", " 0 <&>'\" {{ }} </think>\n", "\n\u00e9\u6f22 0\ud800\n")
 _GLOBALS = PURE_GLOBALS | {"namespace"}
 
 

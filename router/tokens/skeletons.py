@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from router.tokens.message_loop import pieces_of
-from router.tokens.opaque_texts import OpaqueRendering, OpaqueText, Place
+from router.tokens.opaque_texts import PROBES, OpaqueRendering, OpaqueText, Place
 
 Message = dict[str, Any]
 
@@ -102,8 +102,8 @@ class Skeletons:
                 return None
             skeleton = Skeleton(parts)
             # What was found is tried out, too.
-            for probe in ("{}", " {} <&>'\" {{ }} </think>\n", "\n\u00e9\u6f22{}\ud800\n"):
-                texts = [probe.replace("{}", str(number)) for number in range(len(roles))]
+            for probe in PROBES:
+                texts = [probe.replace("0", str(number)) for number in range(len(roles))]
                 rendered = pieces_of(self._template, {**variables, "messages": self._messages(roles, texts)})
                 if "".join(rendered) != skeleton.text(texts):
                     return None
