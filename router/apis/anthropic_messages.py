@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from indexer.errors import RequestError
-from router.apis.body_fields import SessionFields
+from router.apis.body_fields import MessagesFields
+from router.apis.conversations import Conversations, ReadBody, again, conversation_of
 from router.apis.fields import kind_of, lenient, model_name, optional_string, read_body
-from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.requests import ChatPrompt, Conversation, RoutedRequest
 from router.apis.sessions import Headers, session_of
 
 Message = dict[str, Any]
@@ -31,37 +32,47 @@ _ERROR_TYPES = {
 }
 
 
-class _MessagesFields(SessionFields):
-    model: Any = None
-    messages: Any = None
-    system: Any = None
-    tools: Any = None
-    thinking: Any = None
-    output_config: Any = None
-    chat_template_kwargs: Any = None
-    cache_salt: Any = None
-    stream: Any = None
-    max_tokens: Any = None
+def decode_messages(body: bytes, headers: Headers = (), seen: Conversations | None = None) -> RoutedRequest:
+    """What routing needs of the body. Raises RequestError (400) naming the field at fault.
+
+    `seen`: the bodies from before, of which one may begin as this one does.
+    """
+    if seen is None:
+        fields = read_body(body, MessagesFields)
+        _check(fields)
+        return _request(fields, headers, _chat(fields), None)
+    found, earlier = seen.read(body, MessagesFields, _check)
+    if found.request is not None:
+        return again(found.request, session_of(headers, found.fields))
+    chat, shared = _chat_after(found, earlier)
+    found.conversation = conversation_of(chat, shared, earlier)
+    found.request = _request(found.fields, headers, chat, found.conversation)
+    return found.request
 
 
-def decode_messages(body: bytes, headers: Headers = ()) -> RoutedRequest:
-    """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
-    fields = read_body(body, _MessagesFields)
-    model = model_name(fields.model)
-    _check_messages(fields.messages)
+def _check(fields: MessagesFields, known: int = 0) -> None:
+    """Refuse what cannot be routed. The first `known` messages are known to be right."""
+    model_name(fields.model)
+    _check_messages(fields.messages, known)
+
+
+def _request(
+    fields: MessagesFields, headers: Headers, chat: list[Message], conversation: Conversation | None
+) -> RoutedRequest:
     thinking = fields.thinking.get("type") if isinstance(fields.thinking, dict) else None
     effort = fields.output_config.get("effort") if isinstance(fields.output_config, dict) else None
     prompt = ChatPrompt(
-        messages=[*_system(fields.system), *_conversation(fields.messages)],
+        messages=chat,
         tools=_tools(fields.tools, fields.messages),
         reasoning_effort=effort if isinstance(effort, str) else None,
         chat_template_kwargs=fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else None,
         merges_system=True,
         thinking_off=thinking == "disabled",
+        conversation=conversation,
     )
     return RoutedRequest(
-        model=model,
-        prompt=prompt if prompt.messages else None,
+        model=fields.model,
+        prompt=prompt if chat else None,
         stream=lenient(fields.stream, bool, False),
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(fields.max_tokens, int, None),
@@ -76,10 +87,10 @@ def anthropic_error_body(error: RequestError) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
-def _check_messages(messages: Any) -> None:
+def _check_messages(messages: Any, known: int) -> None:
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages is {kind_of(messages)}. Send a list of messages.", param="messages")
-    for index, message in enumerate(messages):
+    for index, message in enumerate(messages[known:], known):
         place = f"messages[{index}]"
         if not isinstance(message, dict):
             raise RequestError(f"{place} is {kind_of(message)}. Send an object.", param=place)
@@ -123,19 +134,39 @@ def _text(block: Any) -> str | None:
     return None
 
 
-def _conversation(messages: list[dict[str, Any]]) -> list[Message]:
-    converted: list[Message] = []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "system":
-            converted += [{"role": "system", "content": text}] if (text := _system_text(content)) else []
-        elif isinstance(content, str):
-            converted.append({"role": role, "content": content})
-        elif role == "user":
-            converted += _user_messages(content)
-        else:
-            converted.append(_assistant_message(content))
-    return converted
+def _chat(fields: MessagesFields) -> list[Message]:
+    chat = _system(fields.system)
+    for message in fields.messages:
+        chat += _converted(message)
+    return chat
+
+
+def _chat_after(found: ReadBody, earlier: ReadBody | None) -> tuple[list[Message], int]:
+    """The chat of a body, and how many of its first messages were made of an earlier one already."""
+    chat, shared, skipped = _system(found.fields.system), 0, 0
+    made = [len(chat)]
+    if earlier is not None and earlier.made and earlier.request is not None:
+        known = earlier.request.prompt
+        if isinstance(known, ChatPrompt) and known.messages[: earlier.made[0]] == chat:
+            skipped = found.shared
+            made = earlier.made[: skipped + 1]
+            shared = made[-1]
+            chat = known.messages[:shared]
+    for message in found.fields.messages[skipped:]:
+        chat += _converted(message)
+        made.append(len(chat))
+    found.made = made
+    return chat, shared
+
+
+def _converted(message: dict[str, Any]) -> list[Message]:
+    """The messages of a chat that one of the body makes."""
+    role, content = message["role"], message["content"]
+    if role == "system":
+        return [{"role": "system", "content": text}] if (text := _system_text(content)) else []
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    return _user_messages(content) if role == "user" else [_assistant_message(content)]
 
 
 def _user_messages(blocks: list[Block]) -> list[Message]:

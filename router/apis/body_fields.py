@@ -57,6 +57,21 @@ class MatchFields(PromptFields):
     tenant_id: Any = None
 
 
+class MessagesFields(SessionFields):
+    """The fields of an Anthropic request that routing reads."""
+
+    model: Any = None
+    messages: Any = None
+    system: Any = None
+    tools: Any = None
+    thinking: Any = None
+    output_config: Any = None
+    chat_template_kwargs: Any = None
+    cache_salt: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+
+
 class NamedFields(SessionFields):
     """What routing by load needs."""
 

@@ -12,6 +12,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -38,12 +39,31 @@ Check = Callable[[F, int], None]
 
 
 class ReadBody:
-    """What was read from a body: its `fields`, what is known of its messages, and the `request` made of them."""
+    """What was read from a body: its `fields`, of whose messages the first `shared` are those of an earlier body.
 
-    def __init__(self, fields: Any, conversation: Conversation) -> None:
+    And what was made of that: its `conversation`, and the `request`. `made`: where the chat's messages are others than
+    the body's, how many of those the body's first ones make, for each number of them.
+    """
+
+    def __init__(self, fields: Any, shared: int = 0) -> None:
         self.fields = fields
-        self.conversation = conversation
+        self.shared = shared
+        self.conversation: Conversation | None = None
         self.request: RoutedRequest | None = None
+        self.made: list[int] = []
+
+
+def conversation_of(messages: list[dict[str, Any]], shared: int, earlier: ReadBody | None) -> Conversation:
+    """What is known of a chat, whose first `shared` messages are those of an earlier one."""
+    known = earlier.conversation if earlier is not None and shared else None
+    if known is None:
+        return Conversation(has_media(messages))
+    return Conversation(has_media(messages if known.has_media else messages[shared:]), shared, known.rendering)
+
+
+def again(request: RoutedRequest, session: str | None) -> RoutedRequest:
+    """The request of a body that came again, with what its headers say this time."""
+    return request if session == request.session else replace(request, session=session)
 
 
 class _KnownBody(ReadBody):
@@ -59,13 +79,12 @@ class _KnownBody(ReadBody):
         whole: bytes,
         fields: Any,
         messages: list[Any],
-        conversation: Conversation,
         others: int,
         weights: list[int],
         before: Any = None,
         ends: list[int] | None = None,
     ) -> None:
-        super().__init__(fields, conversation)
+        super().__init__(fields, 0 if ends is None else len(ends))
         self.whole = whole
         self.messages = messages
         self.others = others
@@ -124,13 +143,13 @@ class Conversations:
         """What they take, in bytes, about: with what becomes of them."""
         return self._known.bytes + self._short.size
 
-    def read(self, body: bytes, kind: type[F], check: Check[F]) -> ReadBody:
-        """The fields of a body, as `read_body` tells them, and what is known of its messages.
+    def read(self, body: bytes, kind: type[F], check: Check[F]) -> tuple[ReadBody, ReadBody | None]:
+        """What is read from a body: its fields as `read_body` tells them. And the body it shares messages with.
 
         Raises as `read_body` and `check` do.
         """
         if len(body) < MIN_BYTES:
-            return self._read_short(body, kind, check)
+            return self._read_short(body, kind, check), None
         found: tuple[_KnownBody, _KnownBody] | None
         found = self._known.find(body, lambda known: _begun(known, body, kind, check))
         if found is None:
@@ -138,21 +157,21 @@ class Conversations:
             check(fields, 0)
             new = _anew(body, fields)
             self._known.put(new)
-            return new
+            return new, None
         known, new = found
-        if new is not known:
-            # What goes on from all messages of a body knows all that others could go on from as well.
-            instead = new.conversation.shared == len(known.messages)
-            self._known.put(new, known, new.ends[-1], instead=instead)
-        return new
+        if new is known:
+            return known, None
+        # What goes on from all messages of a body knows all that others could go on from as well.
+        self._known.put(new, known, new.ends[-1], instead=new.shared == len(known.messages))
+        return new, known
 
     def _read_short(self, body: bytes, kind: type[F], check: Check[F]) -> ReadBody:
         known = self._short.get(body)
         if known is not None and type(known.fields) is kind:
             return known
-        fields: Any = read_body(body, kind)
+        fields = read_body(body, kind)
         check(fields, 0)
-        new = ReadBody(fields, Conversation(has_media(fields.messages)))
+        new = ReadBody(fields)
         self._short.put(body, new)
         return new
 
@@ -162,7 +181,7 @@ def _anew(body: bytes, fields: Any) -> _KnownBody:
     others = sum(
         _weight(value) for value in msgspec.structs.astuple(fields) if value is not None and value is not messages
     )
-    return _KnownBody(body, fields, messages, Conversation(has_media(messages)), others, _weights(messages))
+    return _KnownBody(body, fields, messages, others, _weights(messages))
 
 
 def _begun(known: _KnownBody, body: bytes, kind: type[F], check: Check[F]) -> tuple[_KnownBody, _KnownBody] | None:
@@ -203,11 +222,9 @@ def _begun(known: _KnownBody, body: bytes, kind: type[F], check: Check[F]) -> tu
         return None
     fields.messages = messages = known.messages[:shared] + new
     check(fields, shared)
-    earlier = known.conversation
-    conversation = Conversation(has_media(messages if earlier.has_media else new), shared, earlier.rendering)
     weights = known.weights[: shared + 1]
     weights += _weights(new, weights.pop())
-    return known, _KnownBody(body, fields, messages, conversation, others, weights, known.before, ends[:shared])
+    return known, _KnownBody(body, fields, messages, others, weights, known.before, ends[:shared])
 
 
 _decode_list = msgspec.json.Decoder(list[Any]).decode

@@ -83,8 +83,11 @@ def read_call(call: Call, with_prompt: bool = True, seen: Conversations | None =
     `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the chats from
     before, of which one may begin as this one does.
     """
-    if with_prompt and call.path == CHAT and call.method == "POST":
-        return decode_chat(call.body, call.headers, seen)
+    if with_prompt and seen is not None and call.method == "POST":
+        if call.path == CHAT:
+            return decode_chat(call.body, call.headers, seen)
+        if call.path == _ANTHROPIC:
+            return decode_messages(call.body, call.headers, seen)
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return decode(call.body, call.headers)
     session = session_of(call.headers, SessionFields())

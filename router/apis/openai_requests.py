@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from indexer.errors import RequestError
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
-from router.apis.conversations import Conversations
+from router.apis.conversations import Conversations, again, conversation_of
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
 from router.apis.requests import (
     ChatPrompt,
@@ -33,13 +31,12 @@ def decode_chat(body: bytes, headers: Headers = (), seen: Conversations | None =
         fields = read_body(body, GenerationFields)
         _check_chat(fields)
         return _chat_request(fields, headers, None)
-    found = seen.read(body, GenerationFields, _check_chat)
-    request = found.request
-    if request is None:
-        found.request = request = _chat_request(found.fields, headers, found.conversation)
-        return request
-    session = session_of(headers, found.fields)
-    return request if session == request.session else replace(request, session=session)
+    found, earlier = seen.read(body, GenerationFields, _check_chat)
+    if found.request is not None:
+        return again(found.request, session_of(headers, found.fields))
+    found.conversation = conversation_of(found.fields.messages, found.shared, earlier)
+    found.request = _chat_request(found.fields, headers, found.conversation)
+    return found.request
 
 
 def decode_completion(body: bytes, headers: Headers = ()) -> RoutedRequest:

@@ -112,7 +112,11 @@ class LocalTokenizer:
         if chat.thinking_off and self._template:
             chat = replace(chat, reasoning_effort=self._template.effort_without_thinking)
         templates = (self._template, self._tools_template)
-        if chat.merges_system and any(template and template.takes_system_first for template in templates):
+        if (
+            chat.merges_system
+            and any(message["role"] == "system" for message in chat.messages[1:])
+            and any(template and template.takes_system_first for template in templates)
+        ):
             chat = replace(chat, messages=_with_one_system(chat.messages), conversation=None)
         return chat
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import RequestError
+from router.apis.anthropic_messages import decode_messages
 from router.apis.conversations import MIN_BYTES, Conversations
 from router.apis.media import has_media
 from router.apis.openai_requests import decode_chat
@@ -253,3 +256,104 @@ def test_many_threads_may_read() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(right, range(400)))
+
+
+# As a short body, and as one that others may go on from.
+@pytest.mark.parametrize("content", ["hi", LONG])
+def test_the_same_body_is_read_once(content: str) -> None:
+    seen, body = Conversations(), chat(content, user="body")
+    first = decode_chat(body, (), seen)
+    assert decode_chat(bytes(bytearray(body)), (), seen) is first
+    assert decode_chat(body, [(b"x-session-id", b"header")], seen) == replace(first, session="header")
+    assert decode_chat(body, (), seen).session == "body"
+    assert decode_chat(chat(content, user="other"), (), seen) == decode_chat(chat(content, user="other"))
+    # Another kind of body means something else by the same bytes.
+    assert decode_messages(body, (), seen) == decode_messages(body)
+    assert decode_chat(body, (), seen) == first
+
+
+def test_short_bodies_keep_to_their_bytes() -> None:
+    seen = Conversations(800_000)
+    for number in range(400):
+        decode_chat(chat(str(number)), (), seen)
+        decode_chat(chat("again"), (), seen)
+        assert seen.size <= 100_000
+    again = decode_chat(chat("again"), (), seen)
+    assert decode_chat(chat("again"), (), seen) is again
+    assert decode_chat(chat("399"), (), seen) is decode_chat(chat("399"), (), seen)
+    nothing = Conversations(0)
+    assert decode_chat(chat("hi"), (), nothing) is not decode_chat(chat("hi"), (), nothing)
+    assert nothing.size == 0
+
+
+def test_a_refused_body_is_refused_again() -> None:
+    seen = Conversations()
+    for content in ("hi", LONG):
+        for body in (chat(content, cache_salt=""), chat(content, "b", cache_salt="")):
+            assert [after(seen, body) for _ in range(3)] == [alone(body)] * 3
+        assert after(seen, chat(content, "b", "c")) == alone(chat(content, "b", "c"))
+
+
+TOOL_USE = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
+ANTHROPIC = st.sampled_from(
+    [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "system", "content": "be brief"},
+        {"role": "system", "content": ""},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TOOL_USE]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "5"}, {"type": "text"}]},
+        {"role": "user", "content": [{"type": "tool_result", "content": [IMAGE]}, {"type": "text", "text": "a"}]},
+        {"role": "user", "content": [IMAGE]},
+        {"role": "user", "content": []},
+        {"role": "system", "content": [{"type": "tool_removal", "tool": {"name": "f"}}]},
+        {"role": "nobody", "content": "hi"},
+    ]
+)
+SYSTEMS = st.sampled_from([{}, {"system": "s"}, {"system": "t"}, {"system": [{"type": "text", "text": "s"}]}])
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(1, 9), st.lists(ANTHROPIC, max_size=3), SYSTEMS, st.booleans()), max_size=6))
+def test_anthropic_bodies_that_go_on(turns: list[tuple[int, list[dict[str, Any]], dict[str, Any], bool]]) -> None:
+    seen = Conversations()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": LONG}]
+    for kept, more, system, first in turns:
+        messages = [*messages[:kept], *more]
+        tools = [{"name": "f", "input_schema": {}}]
+        fields = [("model", "m"), ("tools", tools), ("messages", messages), ("max_tokens", 5)]
+        body = json.dumps(dict([*system.items(), *fields] if first else [*fields, *system.items()])).encode()
+        for _ in range(2):
+            try:
+                expected = decode_messages(body)
+            except RequestError as error:
+                with pytest.raises(RequestError, match=re.escape(error.message)):
+                    decode_messages(body, (), seen)
+                continue
+            found = decode_messages(body, (), seen)
+            assert found == expected
+            assert isinstance(found.prompt, ChatPrompt)
+            assert found.prompt.conversation is not None
+            assert found.prompt.conversation.has_media == has_media(found.prompt.messages)
+
+
+def test_an_anthropic_conversation_shares_what_was_made_of_it() -> None:
+    seen = Conversations()
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "5"}
+    turns: list[dict[str, Any]] = [{"role": "user", "content": [result, result, {"type": "text", "text": LONG}]}]
+
+    def shared(**fields: Any) -> int:
+        body = json.dumps({"model": "m", "messages": turns} | fields).encode()
+        prompt = decode_messages(body, (), seen).prompt
+        assert isinstance(prompt, ChatPrompt)
+        assert prompt.conversation is not None
+        return prompt.conversation.shared
+
+    assert shared(system="s") == 0
+    turns.append({"role": "assistant", "content": "yes"})
+    assert shared(system="s") == 4
+    turns.append({"role": "user", "content": "hi"})
+    assert shared(system="t") == 0
+    turns.append({"role": "assistant", "content": "no"})
+    assert shared(system="t") == 6

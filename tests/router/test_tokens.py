@@ -34,13 +34,15 @@ from router.tokens.tokenizers import (
 
 T = TypeVar("T")
 
+MODEL = Path(worker.simulated.__file__).parent / "model"
+
 USER = {"role": "user", "content": "What holds the cache?"}
 LONG = "the worker holds the prefix\n" * (INLINE_CHARACTERS // 5)
 
 
 @pytest.fixture(scope="module")
 def local() -> LocalTokenizer:
-    return LocalTokenizer.load(str(Path(worker.simulated.__file__).parent / "model"))
+    return LocalTokenizer.load(str(MODEL))
 
 
 def using(act: Callable[[Tokenizers], Awaitable[T]], timeout_seconds: float = 30) -> T:
@@ -211,6 +213,33 @@ def test_what_is_short_or_known_is_tokenized_at_once(local: LocalTokenizer) -> N
         # Looking up takes time, too.
         assert tokenizers.tokenize_now("m", longer, INLINE_BYTES + 1) is None
         assert await tokenizers.tokenize("m", longer, INLINE_BYTES + 1) == at_once
+
+    using(act)
+
+
+def test_the_same_chat_is_tokenized_once(local: LocalTokenizer) -> None:
+    body = json.dumps({"model": "m", "messages": [USER]}).encode()
+    seen = Conversations()
+
+    def chat() -> ChatPrompt:
+        found = decode_chat(body, (), seen).prompt
+        assert isinstance(found, ChatPrompt)
+        return found
+
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        tokenizers.add("other", LocalTokenizer.load(str(MODEL)))
+        first = tokenizers.tokenize_now("m", chat())
+        assert first is not None
+        assert tokenizers.tokenize_now("m", chat(), KNOWN_TIMES * INLINE_BYTES + 1) is first
+        assert await tokenizers.tokenize("m", chat()) is first
+        # By another tokenizer it may become something else.
+        other = tokenizers.tokenize_now("other", chat())
+        assert other is not first
+        assert other == first
+        tokenizers.remove("m")
+        with pytest.raises(TokenizerUnavailableError):
+            tokenizers.tokenize_now("m", chat())
 
     using(act)
 
