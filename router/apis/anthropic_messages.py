@@ -38,12 +38,12 @@ def decode_messages(body: bytes, headers: Headers = (), seen: Conversations | No
     `seen`: the bodies from before, of which one may begin as this one does.
     """
     if seen is None:
-        fields = read_body(body, MessagesFields)
-        _check(fields)
-        return _request(fields, headers, _chat(fields), None)
-    found, earlier = seen.read(body, MessagesFields, _check)
-    if found.request is not None:
-        return again(found.request, session_of(headers, found.fields))
+        found, earlier = ReadBody(read_body(body, MessagesFields)), None
+        _check(found.fields)
+    else:
+        found, earlier = seen.read(body, MessagesFields, _check)
+        if found.request is not None:
+            return again(found.request, session_of(headers, found.fields))
     chat, shared = _chat_after(found, earlier)
     found.conversation = conversation_of(chat, shared, earlier)
     found.request = _request(found.fields, headers, chat, found.conversation)
@@ -57,7 +57,7 @@ def _check(fields: MessagesFields, known: int = 0) -> None:
 
 
 def _request(
-    fields: MessagesFields, headers: Headers, chat: list[Message], conversation: Conversation | None
+    fields: MessagesFields, headers: Headers, chat: list[Message], conversation: Conversation
 ) -> RoutedRequest:
     thinking = fields.thinking.get("type") if isinstance(fields.thinking, dict) else None
     effort = fields.output_config.get("effort") if isinstance(fields.output_config, dict) else None
@@ -132,13 +132,6 @@ def _text(block: Any) -> str | None:
         case {"type": "text", "text": str(text)}:
             return text
     return None
-
-
-def _chat(fields: MessagesFields) -> list[Message]:
-    chat = _system(fields.system)
-    for message in fields.messages:
-        chat += _converted(message)
-    return chat
 
 
 def _chat_after(found: ReadBody, earlier: ReadBody | None) -> tuple[list[Message], int]:

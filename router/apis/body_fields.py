@@ -72,6 +72,22 @@ class MessagesFields(SessionFields):
     max_tokens: Any = None
 
 
+class ResponsesFields(SessionFields, rename={"messages": "input"}):
+    """The fields of `/v1/responses` that routing reads. Its `input` is what other bodies have for messages."""
+
+    model: Any = None
+    messages: Any = None
+    instructions: Any = None
+    tools: Any = None
+    reasoning: Any = None
+    chat_template_kwargs: Any = None
+    previous_response_id: Any = None
+    cache_salt: Any = None
+    stream: Any = None
+    max_output_tokens: Any = None
+    priority: Any = None
+
+
 class NamedFields(SessionFields):
     """What routing by load needs."""
 
@@ -86,6 +102,12 @@ OWN_KEY = secrets.token_hex()
 
 class RawMessages(msgspec.Struct):
     """The bytes of the messages, of all together."""
+
+    messages: msgspec.Raw
+
+
+class RawInput(msgspec.Struct, rename={"messages": "input"}):
+    """The same of `/v1/responses`."""
 
     messages: msgspec.Raw
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from router.apis.body_fields import OWN_KEY, RawMessages, RawRest
+from router.apis.body_fields import OWN_KEY, RawInput, RawMessages, RawRest
 from router.apis.fields import read_body
 from router.apis.media import has_media
 from router.apis.requests import Conversation, RoutedRequest
@@ -181,7 +181,7 @@ def _anew(body: bytes, fields: Any) -> _KnownBody:
     others = sum(
         _weight(value) for value in msgspec.structs.astuple(fields) if value is not None and value is not messages
     )
-    return _KnownBody(body, fields, messages, others, _weights(messages))
+    return _KnownBody(body, fields, messages, others, _weights(messages if isinstance(messages, list) else [messages]))
 
 
 def _begun(known: _KnownBody, body: bytes, kind: type[F], check: Check[F]) -> tuple[_KnownBody, _KnownBody] | None:
@@ -212,11 +212,12 @@ def _begun(known: _KnownBody, body: bytes, kind: type[F], check: Check[F]) -> tu
         else:
             rest = _decode_rest(_OPENING + body[end:])
             new = rest.pop(OWN_KEY)[1:]
-            if "messages" in rest:  # and the last ones count
+            if _key_of(kind) in rest:  # and the last ones count
                 return None
             fields = copy(known.before)
-            for name in rest.keys() & set(fields.__struct_fields__):
-                setattr(fields, name, rest[name])
+            for name in fields.__struct_fields__:
+                if name in rest and name != "messages":
+                    setattr(fields, name, rest[name])
             others += _weight(rest)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
@@ -232,8 +233,19 @@ _decode_list = msgspec.json.Decoder(list[Any]).decode
 _OPENING = b'{"%b":[{}' % OWN_KEY.encode()
 _decode_rest = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_raw_rest = msgspec.json.Decoder(RawRest).decode
-_decode_raw_messages = msgspec.json.Decoder(RawMessages).decode
+_decode_raw_messages = {
+    "messages": msgspec.json.Decoder(RawMessages).decode,
+    "input": msgspec.json.Decoder(RawInput).decode,
+}
 _decode_each_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def _key_of(kind: Any) -> str:
+    """Under which key a body of this kind has its messages."""
+    name: str = kind.__struct_encode_fields__[kind.__struct_fields__.index("messages")]
+    return name
+
+
 _between = re.compile(rb"[ \t\n\r]*,?[ \t\n\r]*").match
 
 
@@ -248,7 +260,8 @@ def _find_ends(known: _KnownBody) -> None:
         else:
             kind = type(known.fields)
             msgspec.json.decode(body, type=kind)  # some bodies only Python's own decoder takes
-            messages = bytes(_decode_raw_messages(body).messages)
+            raw: Any = _decode_raw_messages[_key_of(kind)](body)
+            messages = bytes(raw.messages)
             start = _only_place(messages, body)
             if start is None:
                 return

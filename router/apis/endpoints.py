@@ -80,14 +80,16 @@ class Call(NamedTuple):
 def read_call(call: Call, with_prompt: bool = True, seen: Conversations | None = None) -> RoutedRequest:
     """What routing needs of a call. Raises RequestError (400) naming the field at fault.
 
-    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the chats from
-    before, of which one may begin as this one does.
+    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the bodies of
+    chats from before, of which one may begin as this one does.
     """
     if with_prompt and seen is not None and call.method == "POST":
         if call.path == CHAT:
             return decode_chat(call.body, call.headers, seen)
         if call.path == _ANTHROPIC:
             return decode_messages(call.body, call.headers, seen)
+        if call.path == RESPONSES:
+            return decode_responses(call.body, call.headers, seen)
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return decode(call.body, call.headers)
     session = session_of(call.headers, SessionFields())

@@ -9,7 +9,8 @@ import json
 from typing import Any
 
 from indexer.errors import RequestError
-from router.apis.body_fields import SessionFields
+from router.apis.body_fields import ResponsesFields
+from router.apis.conversations import Conversations, ReadBody, again, conversation_of
 from router.apis.fields import kind_of, lenient, optional_string, read_body
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.sessions import Headers, session_of
@@ -17,31 +18,26 @@ from router.apis.sessions import Headers, session_of
 Message = dict[str, Any]
 
 
-class _ResponsesFields(SessionFields):
-    model: Any = None
-    input: Any = None
-    instructions: Any = None
-    tools: Any = None
-    reasoning: Any = None
-    chat_template_kwargs: Any = None
-    previous_response_id: Any = None
-    cache_salt: Any = None
-    stream: Any = None
-    max_output_tokens: Any = None
-    priority: Any = None
-
-
 class _UnconvertibleError(Exception):
     """An item that vLLM refuses, or another engine alone understands."""
 
 
-def decode_responses(body: bytes, headers: Headers = ()) -> RoutedRequest:
-    """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
-    fields = read_body(body, _ResponsesFields)
-    _check_input(fields.input)
-    return RoutedRequest(
+def decode_responses(body: bytes, headers: Headers = (), seen: Conversations | None = None) -> RoutedRequest:
+    """What routing needs of the body. Raises RequestError (400) naming the field at fault.
+
+    `seen`: the bodies from before, of which one may begin as this one does.
+    """
+    if seen is None:
+        found, earlier = ReadBody(read_body(body, ResponsesFields)), None
+        _check(found.fields)
+    else:
+        found, earlier = seen.read(body, ResponsesFields, _check)
+        if found.request is not None:
+            return again(found.request, session_of(headers, found.fields))
+    fields: ResponsesFields = found.fields
+    found.request = RoutedRequest(
         model=optional_string(fields.model, "model"),
-        prompt=_prompt(fields),
+        prompt=_prompt(found, earlier),
         stream=lenient(fields.stream, bool, False),
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(fields.max_output_tokens, int, None),
@@ -50,35 +46,37 @@ def decode_responses(body: bytes, headers: Headers = ()) -> RoutedRequest:
         previous_response=optional_string(fields.previous_response_id, "previous_response_id"),
         converted=True,
     )
+    return found.request
 
 
-def _check_input(found: Any) -> None:
+def _check(fields: ResponsesFields, known: int = 0) -> None:
+    """Refuse what cannot be routed. The first `known` items are known to be right."""
+    found = fields.messages
     if not isinstance(found, (str, list)):
         raise RequestError(f"input is {kind_of(found)}. Send a string or a list of items.", param="input")
-    for index, item in enumerate(found):
-        if isinstance(found, list) and not isinstance(item, dict):
+    if isinstance(found, str):
+        return
+    for index, item in enumerate(found[known:], known):
+        if not isinstance(item, dict):
             raise RequestError(
                 f'input[{index}] is {kind_of(item)}. Send an object: {{"role": "user", "content": "…"}}.',
                 param=f"input[{index}]",
             )
 
 
-def _prompt(fields: _ResponsesFields) -> ChatPrompt | None:
+def _prompt(found: ReadBody, earlier: ReadBody | None) -> ChatPrompt | None:
     """The conversation; None for one that cannot be converted."""
-    messages: list[Message] = []
-    if isinstance(fields.instructions, str) and fields.instructions:
-        messages.append({"role": "system", "content": fields.instructions})
+    fields: ResponsesFields = found.fields
     try:
-        if isinstance(fields.input, str):
-            messages.append({"role": "user", "content": fields.input})
-        else:
-            messages += _conversation(fields.input)
+        messages, shared = _chat_after(found, earlier)
     except _UnconvertibleError:
+        found.made = []
         return None
     if not messages:
         return None
+    found.conversation = conversation_of(messages, shared, earlier)
     effort = fields.reasoning.get("effort") if isinstance(fields.reasoning, dict) else None
-    continues = _continues(fields.input)
+    continues = _continues(fields.messages)
     return ChatPrompt(
         messages,
         tools=_tools(fields.tools),
@@ -87,7 +85,37 @@ def _prompt(fields: _ResponsesFields) -> ChatPrompt | None:
         add_generation_prompt=not continues,
         continue_final_message=continues,
         add_special_tokens=True,  # unlike in a chat
+        conversation=found.conversation,
     )
+
+
+def _chat_after(found: ReadBody, earlier: ReadBody | None) -> tuple[list[Message], int]:
+    """The chat of a body, and how many of its first messages were made of an earlier one already.
+
+    Raises _UnconvertibleError.
+    """
+    fields: ResponsesFields = found.fields
+    chat: list[Message] = []
+    if isinstance(fields.instructions, str) and fields.instructions:
+        chat.append({"role": "system", "content": fields.instructions})
+    if isinstance(fields.messages, str):
+        return [*chat, {"role": "user", "content": fields.messages}], 0
+    made, shared, skipped = [len(chat)], 0, 0
+    if earlier is not None and earlier.made and earlier.request is not None:
+        known = earlier.request.prompt
+        if isinstance(known, ChatPrompt) and known.messages[: earlier.made[0]] == chat:
+            skipped = found.shared
+            # What an assistant said last may get more to it from the items that follow.
+            while skipped and known.messages[earlier.made[skipped] - 1]["role"] == "assistant":
+                skipped -= 1
+            made = earlier.made[: skipped + 1]
+            shared = made[-1]
+            chat = known.messages[:shared]
+    for item in fields.messages[skipped:]:
+        _add(chat, item)
+        made.append(len(chat))
+    found.made = made
+    return chat, shared
 
 
 def _continues(given: str | list[dict[str, Any]]) -> bool:
@@ -101,23 +129,20 @@ def _continues(given: str | list[dict[str, Any]]) -> bool:
     )
 
 
-def _conversation(items: list[dict[str, Any]]) -> list[Message]:
-    """The messages of the items. What an assistant thought, said and called are items of one message."""
-    messages: list[Message] = []
-    for item in items:
-        message = _message(item)
-        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if message["role"] != "assistant" or last is None:
-            messages.append(message)
-        elif "tool_calls" in message:
-            last.setdefault("tool_calls", []).extend(message["tool_calls"])
+def _add(messages: list[Message], item: dict[str, Any]) -> None:
+    """Add an item to a chat. What an assistant thought, said and called are items of one message."""
+    message = _message(item)
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if message["role"] != "assistant" or last is None:
+        messages.append(message)
+    elif "tool_calls" in message:
+        last.setdefault("tool_calls", []).extend(message["tool_calls"])
+    else:
+        (key,) = message.keys() - {"role"}
+        if last.get(key) is None:
+            last[key] = message[key]
         else:
-            (key,) = message.keys() - {"role"}
-            if last.get(key) is None:
-                last[key] = message[key]
-            else:
-                messages.append(message)
-    return messages
+            messages.append(message)
 
 
 def _message(item: dict[str, Any]) -> Message:

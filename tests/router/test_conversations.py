@@ -19,6 +19,7 @@ from router.apis.conversations import MIN_BYTES, Conversations
 from router.apis.media import has_media
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.responses import decode_responses
 
 # Enough for a body to be remembered.
 LONG = "You hold the cache of the prefix. " * (MIN_BYTES // 30)
@@ -314,28 +315,97 @@ ANTHROPIC = st.sampled_from(
 SYSTEMS = st.sampled_from([{}, {"system": "s"}, {"system": "t"}, {"system": [{"type": "text", "text": "s"}]}])
 
 
-@settings(max_examples=200)
-@given(st.lists(st.tuples(st.integers(1, 9), st.lists(ANTHROPIC, max_size=3), SYSTEMS, st.booleans()), max_size=6))
-def test_anthropic_bodies_that_go_on(turns: list[tuple[int, list[dict[str, Any]], dict[str, Any], bool]]) -> None:
+Turns = list[tuple[int, list[dict[str, Any]], dict[str, Any], bool]]
+
+
+def turns(items: st.SearchStrategy[dict[str, Any]], others: st.SearchStrategy[dict[str, Any]]) -> Any:
+    """Turns that keep so many of the last one's messages, and add some; with other fields, before or after."""
+    return st.lists(st.tuples(st.integers(1, 9), st.lists(items, max_size=3), others, st.booleans()), max_size=6)
+
+
+def check_turns(decode: Any, key: str, turns: Turns, **fields: Any) -> None:
+    """What is read of each turn is what is read of it alone."""
     seen = Conversations()
     messages: list[dict[str, Any]] = [{"role": "user", "content": LONG}]
-    for kept, more, system, first in turns:
+    for kept, more, others, first in turns:
         messages = [*messages[:kept], *more]
-        tools = [{"name": "f", "input_schema": {}}]
-        fields = [("model", "m"), ("tools", tools), ("messages", messages), ("max_tokens", 5)]
-        body = json.dumps(dict([*system.items(), *fields] if first else [*fields, *system.items()])).encode()
+        known = {"model": "m"} | fields | {key: messages, "max_tokens": 5}
+        body = json.dumps(others | known if first else known | others).encode()
         for _ in range(2):
             try:
-                expected = decode_messages(body)
+                expected = decode(body)
             except RequestError as error:
                 with pytest.raises(RequestError, match=re.escape(error.message)):
-                    decode_messages(body, (), seen)
+                    decode(body, (), seen)
                 continue
-            found = decode_messages(body, (), seen)
+            found = decode(body, (), seen)
             assert found == expected
-            assert isinstance(found.prompt, ChatPrompt)
-            assert found.prompt.conversation is not None
-            assert found.prompt.conversation.has_media == has_media(found.prompt.messages)
+            if found.prompt is not None:
+                assert found.prompt.conversation.has_media == has_media(found.prompt.messages)
+                earlier = found.prompt.conversation.shared
+                assert earlier <= len(found.prompt.messages)
+
+
+@settings(max_examples=200)
+@given(turns(ANTHROPIC, SYSTEMS))
+def test_anthropic_bodies_that_go_on(turns: Turns) -> None:
+    check_turns(decode_messages, "messages", turns, tools=[{"name": "f", "input_schema": {}}])
+
+
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+ITEMS = st.sampled_from(
+    [
+        {"role": "user", "content": "hi"},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]},
+        {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "no"}], "status": "incomplete"},
+        {"type": "reasoning", "content": [{"text": "hm"}]},
+        CALL,
+        CALL | {"call_id": "2"},
+        {"type": "function_call_output", "call_id": "1", "output": "5"},
+        {"role": "system", "content": "s"},
+        {"type": "item_reference", "id": "1"},
+        {"messages": [], "input": [{}], "role": "user", "content": "hi"},
+    ]
+)
+INSTRUCTIONS = st.sampled_from(
+    [{}, {"instructions": "s"}, {"instructions": "t"}, {"messages": []}, {"input": [{"role": "user", "content": "x"}]}]
+)
+
+
+@settings(max_examples=200)
+@given(turns(ITEMS, INSTRUCTIONS))
+def test_responses_that_go_on(turns: Turns) -> None:
+    check_turns(decode_responses, "input", turns)
+
+
+def test_a_response_shares_what_no_item_can_change() -> None:
+    seen = Conversations()
+    items: list[dict[str, Any]] = [{"role": "user", "content": LONG}]
+
+    def shared(**fields: Any) -> int:
+        body = json.dumps({"model": "m", "input": items} | fields).encode()
+        assert decode_responses(body, (), seen) == decode_responses(body)
+        prompt = decode_responses(body, (), seen).prompt
+        assert isinstance(prompt, ChatPrompt)
+        assert prompt.conversation is not None
+        return prompt.conversation.shared
+
+    assert shared(instructions="s") == 0
+    items.append({"role": "assistant", "content": "yes"})
+    assert shared(instructions="s") == 2
+    items.append(CALL)
+    assert shared(instructions="s") == 2
+    items.append({"type": "function_call_output", "call_id": "1", "output": "5"})
+    assert shared(instructions="s") == 2
+    items.append({"role": "user", "content": "hi"})
+    assert shared(instructions="s") == 4
+    assert shared(instructions="t") == 0
+    text = json.dumps({"model": "m", "input": LONG}).encode()
+    for _ in range(2):
+        assert decode_responses(text, (), seen) == decode_responses(text)
+    longer = json.dumps({"model": "m", "input": LONG + "more"}).encode()
+    assert decode_responses(longer, (), seen) == decode_responses(longer)
 
 
 def test_an_anthropic_conversation_shares_what_was_made_of_it() -> None:
