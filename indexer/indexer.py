@@ -243,7 +243,7 @@ class Indexer:
 
     def stream(self, target: Target) -> Stream | None:
         """A target's stream, to be looked at; None when it has none. A fraction of the cost of `stream_status`."""
-        return self._reader.stream(target)
+        return self._reader.streams.get(target)
 
     def stream_status(self, target: Target) -> StreamStatus | None:
         """How a target's stream stands; None when it has none."""

@@ -120,7 +120,8 @@ class Stream:
 class StreamReader:
     """Reads the streams of all targets. `start` and `stop` own its thread; the other methods are for any thread.
 
-    `keys`: who it is to the publishers of encrypted streams; without, somebody new.
+    `streams`: those it follows, by target, to be looked at. `keys`: who it is to the publishers of encrypted streams;
+    without, somebody new.
     """
 
     def __init__(self, index: Index, settings: SequenceSettings | None = None, keys: KeyPair | None = None) -> None:
@@ -129,7 +130,7 @@ class StreamReader:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 1023, four of which a stream has
-        self._streams: dict[Target, Stream] = {}
+        self.streams: dict[Target, Stream] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
         self._poller = zmq.Poller()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -154,7 +155,7 @@ class StreamReader:
             self._thread.join()
         while not self._commands.empty():  # streams that were opened and not yet followed have sockets, too
             self._commands.get_nowait()()
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             self._close(stream)
         self._wake_in.close(0)
         self._wake_out.close(0)
@@ -210,12 +211,12 @@ class StreamReader:
 
     def resync(self, target: Target) -> bool:
         """Forget what a target's stream told and read it again from its start. False when nobody could replay it."""
-        known = self._streams.get(target)
+        known = self.streams.get(target)
         if known is None or known.replay is None:
             return False
 
         def resync() -> None:
-            stream = self._streams.get(target)
+            stream = self.streams.get(target)
             if stream is not None:
                 stream.began_at = time.monotonic()
                 self._act(stream, stream.sequence.on_resync(stream.began_at))
@@ -223,13 +224,9 @@ class StreamReader:
         self._tell(resync)
         return True
 
-    def stream(self, target: Target) -> Stream | None:
-        """A target's stream, to be looked at; None when it has none."""
-        return self._streams.get(target)
-
     def status(self, target: Target) -> StreamStatus | None:
         """How a target's stream stands; None when it has none."""
-        stream = self._streams.get(target)
+        stream = self.streams.get(target)
         if stream is None:
             return None
         sequence = stream.sequence
@@ -253,7 +250,7 @@ class StreamReader:
         answer: Future[T] = Future()
 
         def call() -> None:
-            stream = self._streams.get(target)
+            stream = self.streams.get(target)
             try:
                 answer.set_result(ask(target, stream.sequence if stream else None))
             except Exception as error:
@@ -282,7 +279,7 @@ class StreamReader:
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_MS / 1000
-                for stream in self._streams.values():
+                for stream in self.streams.values():
                     if stream.connect_at is not None and now >= stream.connect_at:
                         stream.connect_at = None
                         _connect_again(stream.live, stream.source.endpoint)
@@ -299,7 +296,7 @@ class StreamReader:
     def _follow(self, stream: Stream) -> None:
         self._leave(stream.target)
         stream.shown()  # it may go on from what was saved
-        self._streams[stream.target] = stream
+        self.streams[stream.target] = stream
         self._handlers[stream.live] = lambda: self._read_live(stream)
         self._handlers[stream.monitor] = lambda: self._read_monitor(stream)
         if stream.replay is not None:
@@ -308,7 +305,7 @@ class StreamReader:
             self._poller.register(socket, zmq.POLLIN)
 
     def _leave(self, target: Target) -> None:
-        stream = self._streams.pop(target, None)
+        stream = self.streams.pop(target, None)
         if stream is None:
             return
         for socket in stream.sockets():

@@ -205,7 +205,7 @@ class Admission:
             self._give(request, placed)
 
     def _try(self, prompt: RoutedPrompt, tried: Collection[Worker], now: float | None = None) -> Placement | Held:
-        choice = self._router.choose(prompt, tried, self.limits)
+        choice = self._router.choose(prompt, tried, self.limits, now)
         if choice is None:
             return Held.SATURATED
         if self.late_binding and self._router.busy(choice):

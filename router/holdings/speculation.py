@@ -75,11 +75,14 @@ class SpeculativeHoldings:
             holder = self._targets[target] = _Target(target)
         return _Prompt(self, holder, self._prefixes.hold(holder, hashes), lasting)
 
-    def overlaps(self, hashes: array[int]) -> dict[Target, int]:
-        """How many tokens of a prompt, from its start on, other prompts in flight share, by target: those with any."""
+    def overlaps(self, hashes: array[int], now: float | None = None) -> dict[Target, int]:
+        """How many tokens of a prompt, from its start on, other prompts in flight share, by target: those with any.
+
+        `now`: the time by the clock, where it was just read. The dictionary is the caller's.
+        """
         if not self._targets:
             return {}
-        self._expire(self._clock())
+        self._expire(self._clock() if now is None else now)
         if self._stride > 1:
             hashes = hashes[self._stride - 1 :: self._stride]
         tokens = CHUNK_TOKENS * self._stride

@@ -30,9 +30,11 @@ class Learned:
         """Watch a streamed answer to a prompt of so many tokens that is sent now."""
         return RequestTiming(self, choice, tokens, self._clock)
 
-    def look_at_evictions(self, indexer: Indexer) -> None:
-        """Read how much every target that has an event stream has removed, now and then."""
-        now = self._clock()
+    def look_at_evictions(self, indexer: Indexer, now: float | None = None) -> None:
+        """Read how much every target that has an event stream has removed, now and then. `now`: the time by the clock,
+        where it was just read."""
+        if now is None:
+            now = self._clock()
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS

@@ -196,9 +196,11 @@ class RateTable:
         for workers in self._learners.values():
             workers.pop(worker, None)
 
-    def slowest_if_unlike(self, model: str) -> Rates | None:
-        """None while the workers of a model are alike or not known well; else the rates of the slowest of them."""
-        now = self._clock()
+    def slowest_if_unlike(self, model: str, now: float | None = None) -> Rates | None:
+        """None while the workers of a model are alike or not known well; else the rates of the slowest of them. `now`:
+        the time by the clock, where it was just read."""
+        if now is None:
+            now = self._clock()
         compared = self._compared.get(model)
         if compared is None or now - compared[0] >= _COMPARE_SECONDS:
             known = [learner.rates for learner in self._learners.get(model, {}).values() if learner.learned]

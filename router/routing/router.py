@@ -168,9 +168,14 @@ class Router:
         return unread_prompt(request, body_bytes)
 
     def choose(
-        self, prompt: RoutedPrompt, without: Collection[Worker] = (), limits: Limits = NO_LIMITS
+        self,
+        prompt: RoutedPrompt,
+        without: Collection[Worker] = (),
+        limits: Limits = NO_LIMITS,
+        now: float | None = None,
     ) -> Choice | None:
-        """The choice as it would be now; None when all targets are at their limits.
+        """The choice as it would be now; None when all targets are at their limits. `now`: by `time.monotonic`, where
+        it was just read.
 
         Raises RequestError (503) when no worker is left.
         """
@@ -179,14 +184,16 @@ class Router:
             choice = self._standing.choose(prompt.name)
             if choice is not None:
                 return choice
+        if now is None:
+            now = time.monotonic()
         if not by_load:
-            self._learned.look_at_evictions(self._indexer)
-            options = self._options(prompt, without, limits)
+            self._learned.look_at_evictions(self._indexer, now)
+            options = self._options(prompt, without, limits, now)
         else:
-            options = self._options_by_load(prompt.name, without)
+            options = self._options_by_load(prompt.name, without, now)
         if options.candidates:
             if self._fleet.disaggregated:
-                return self._disaggregated(prompt, without, options)
+                return self._disaggregated(prompt, without, options, now)
             return options.choose(self._policy(options.candidates, self._request(prompt, options)))
         if self._serving_now(prompt.name, without):
             return None
@@ -194,7 +201,7 @@ class Router:
             raise self._unknown_model(prompt.name)
         raise _unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
 
-    def _disaggregated(self, prompt: RoutedPrompt, without: Collection[Worker], options: Options) -> Choice:
+    def _disaggregated(self, prompt: RoutedPrompt, without: Collection[Worker], options: Options, now: float) -> Choice:
         """The choice in a fleet with workers for prefill or decode alone."""
         candidates, request = options.candidates, self._request(prompt, options)
         if not any(options.rank_of(candidate).worker.role is Role.DECODE for candidate in candidates):
@@ -203,7 +210,7 @@ class Router:
         adapter = self.adapter_of(choice.worker)
         if choice.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
             return choice
-        prefills = self._options(prompt, without, NO_LIMITS, prefill=True)
+        prefills = self._options(prompt, without, NO_LIMITS, now, prefill=True)
         found = disaggregate(
             choice.decision.choice,
             prefills.candidates,
@@ -376,11 +383,11 @@ class Router:
 
     def others(self, prompt: RoutedPrompt, without: Collection[Worker], prefill: bool = False) -> bool:
         """Whether there is any other worker that could take a request now, or compute a prompt for others."""
-        able = self._fleet.able(prompt.name, prefill)
+        able = self._servers.of(prompt.name, prefill).workers
         return len(able) > len(without) or any(worker not in without for worker in able)
 
     def _options(
-        self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, prefill: bool = False
+        self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, now: float, prefill: bool = False
     ) -> Options:
         """Every target that could take a prompt now, with what it holds of it and has to do.
 
@@ -393,12 +400,12 @@ class Router:
             salt = prompt.cache_salt
             root = served.root if salt is None else chunk_root(served.model, served.adapter, salt)
             hashes = options.hashes[served] = [chunk_hashes(root, identity) for identity in prompt.identities]
-            candidates = self._loaded(ranks)
-            if slowest := self._learned.rates.slowest_if_unlike(served.model):
+            candidates = self._loaded(ranks, now)
+            if slowest := self._learned.rates.slowest_if_unlike(served.model, now):
                 candidates = [self._rated(rank, candidates[place], slowest) for place, rank in enumerate(ranks)]
             if eviction:
                 candidates = [self._evicting(candidate, eviction) for candidate in candidates]
-            overlaps = self._overlaps(served, prompt, hashes)
+            overlaps = self._overlaps(served, prompt, hashes, now)
             known = {serving.of_target[each]: overlaps[each] for each in overlaps if each in serving.of_target}
             if known:
                 for place, rank in enumerate(ranks):  # there may be thousands
@@ -408,23 +415,22 @@ class Router:
             options.candidates += candidates
         return options
 
-    def _options_by_load(self, name: str | None, without: Collection[Worker]) -> Options:
+    def _options_by_load(self, name: str | None, without: Collection[Worker], now: float) -> Options:
         """The same where nothing is asked of a prompt and nothing is limited."""
         serving = self._servers.of(name)
         options = Options(serving)
         if not without and serving.all_usable:
-            options.candidates = self._loaded(serving.ranks)
+            options.candidates = self._loaded(serving.ranks, now)
         else:
             able = choosable(_but(serving.workers, without), self._random)
-            options.candidates = self._loaded(serving.usable(able))
+            options.candidates = self._loaded(serving.usable(able), now)
         return options
 
-    def _loaded(self, ranks: list[Rank]) -> list[Candidate]:
+    def _loaded(self, ranks: list[Rank], now: float) -> list[Candidate]:
         """Targets with what they have to do. They are shared with other requests, and not to be changed.
 
         A target is looked at again only when its load has changed, or what others have there; all of them now and then.
         """
-        now = time.monotonic()
         if now >= self._look_again_at:
             self._look_again_at = now + _LOOK_SECONDS
             self._servers.look_again()
@@ -482,7 +488,9 @@ class Router:
         elsewhere = self._sharing.elsewhere.of(rank.worker.url, rank.target.dp_rank)
         return must_wait((rank.load.streamed + elsewhere.streamed) / rank.weight)
 
-    def _overlaps(self, served: Served, prompt: RoutedPrompt, hashes: list[array[int]]) -> dict[Target, Overlap]:
+    def _overlaps(
+        self, served: Served, prompt: RoutedPrompt, hashes: list[array[int]], now: float
+    ) -> dict[Target, Overlap]:
         """What targets hold of a request's prompts, or will hold once they have seen what is in flight to them.
 
         Targets with nothing of them are left out.
@@ -490,7 +498,7 @@ class Router:
         found: dict[Target, Overlap] = {}
         for number, known in enumerate(hashes):
             matches = self._matched(served, prompt.token_ids[number], prompt.cache_salt)
-            own, others = self._speculation.overlaps(known), self._sharing.elsewhere.overlaps(known)
+            own, others = self._speculation.overlaps(known, now), self._sharing.elsewhere.overlaps(known)
             seen = self._history.overlaps(known)
             tokens = len(prompt.identities[number])
             for more in matches, others, seen:
