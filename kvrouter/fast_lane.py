@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from kvrouter.ordinary import Ordinary, ToldRequest
 from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.client import Client
 from router.forwarding.deadline import Deadline
+from router.forwarding.event_stream import ChunkWriter
 from router.forwarding.exchange import Exchange
 from router.forwarding.known_head import KnownHead, RecentHeads
 from router.forwarding.proxy import Entrance, too_large, too_slow
@@ -121,7 +121,6 @@ class FastLaneProtocol(Client):
         self._loop = _loop or asyncio.get_event_loop()
         self._keep_alive_seconds = float(config.timeout_keep_alive)
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
-        self._write: Callable[[bytes], object] = _nowhere
         self._write_paused = False
         self._deadline = Deadline(self._loop, self._late)
         # What is read. The parser is made for what is not known.
@@ -147,7 +146,6 @@ class FastLaneProtocol(Client):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._write = transport.write
         self._server_state.connections.add(self)  # type: ignore[arg-type]  # it has what uvicorn asks of them
         self._deadline.set(http_protocol.HEAD_SECONDS)
 
@@ -346,7 +344,7 @@ class FastLaneProtocol(Client):
 
     def _say_unreadable(self, problem: str) -> None:
         lines = lines_of(self._server_state.default_headers)
-        self._write(
+        self._transport.write(
             b"HTTP/1.1 400 Bad Request\r\n%bcontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n%b" % (lines, len(problem), problem.encode("ascii"))
         )
@@ -426,7 +424,7 @@ class FastLaneProtocol(Client):
             self._start(request)
             return
         if request.expects and not request.body and request.version == "1.1":
-            self._write(_CONTINUE)
+            self._transport.write(_CONTINUE)
         self._deadline.set(settings.body_timeout)
 
     def _start(self, request: _Request) -> None:
@@ -507,7 +505,7 @@ class FastLaneProtocol(Client):
         if ended and not head.length and self._keeps_alive and size <= _ONE_BUFFER and status == _OK:
             # As nearly all are.
             length = str(size).encode()
-            self._write(
+            self._transport.write(
                 b"%b%bx-request-id: %b\r\ncontent-length: %b\r\n\r\n%b" % (beginning, said, visit.id, length, data)
             )
             self._answered()
@@ -530,10 +528,10 @@ class FastLaneProtocol(Client):
             data = b"%x\r\n%b\r\n" % (size, data)
         if size <= _ONE_BUFFER:
             lines.append(data)
-            self._write(b"".join(lines))
+            self._transport.write(b"".join(lines))
         else:
-            self._write(b"".join(lines))
-            self._write(data)
+            self._transport.write(b"".join(lines))
+            self._transport.write(data)
         if ended:
             self._answered()
 
@@ -545,14 +543,14 @@ class FastLaneProtocol(Client):
             if ended:
                 data += b"0\r\n\r\n"
         if data:
-            self._write(data)
+            self._transport.write(data)
         if ended:
             self._answered()
 
-    def chunks(self) -> Callable[[bytes], object] | None:
+    def chunks(self) -> ChunkWriter | None:
         if not self._chunked or self._visit is None:
             return None
-        return _LoggedChunks(self._write, self._visit).write if self._visit.logged else self._write
+        return _LoggedChunks(self._transport, self._visit) if self._visit.logged else self._transport
 
     def break_off(self) -> None:
         if self._visit is not None:
@@ -583,22 +581,18 @@ class FastLaneProtocol(Client):
         return visit
 
 
-def _nowhere(_: bytes) -> None:
-    """Before there is a connection."""
-
-
 class _LoggedChunks:
     """Counts what is written for the line in the log."""
 
-    __slots__ = ("_visit", "_write")
+    __slots__ = ("_transport", "_visit")
 
-    def __init__(self, write: Callable[[bytes], object], visit: Visit) -> None:
-        self._write = write
+    def __init__(self, transport: asyncio.Transport, visit: Visit) -> None:
+        self._transport = transport
         self._visit = visit
 
     def write(self, data: bytes) -> None:
         self._visit.passed(body_size(data))
-        self._write(data)
+        self._transport.write(data)
 
 
 class _Common:

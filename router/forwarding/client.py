@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mypy_extensions import mypyc_attr
 
+from router.forwarding.event_stream import ChunkWriter
 from router.forwarding.whereabouts import Whereabouts
 from router.upstream.answer_head import AnswerHead
 
@@ -27,7 +26,7 @@ class Client:
         """More of the body."""
         raise NotImplementedError
 
-    def chunks(self) -> Callable[[bytes], object] | None:
+    def chunks(self) -> ChunkWriter | None:
         """Takes more of the body in whole chunks; None where that is not how it is sent."""
         return None
 

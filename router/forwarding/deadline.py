@@ -13,16 +13,20 @@ TICK = 5.0
 class Deadline:
     """Calls `late` when nobody moved or cleared it in time; it may be set again afterwards. `close` ends it.
 
-    `moved` may be set at any time, for a sign of life: then it is as if it were set again. Like a deadline that is set
-    while one is watched already, it begins with the next look at the clock.
+    One that is set while another is watched begins with the next look at the clock, which is a tick later at most.
+    `lives`, where given, is asked at every look whether there was a sign of life since the last one: then it is as if
+    it were set again.
     """
 
-    __slots__ = ("_at", "_late", "_loop", "_rings_at", "_seconds", "_tick", "_timer", "_waits", "moved")
+    __slots__ = ("_at", "_late", "_lives", "_loop", "_moved", "_rings_at", "_seconds", "_tick", "_timer", "_waits")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, late: Callable[[], None]) -> None:
-        self.moved = False
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, late: Callable[[], None], lives: Callable[[], bool] | None = None
+    ) -> None:
         self._loop = loop
         self._late = late
+        self._lives = lives
+        self._moved = False
         self._tick = TICK
         self._waits = False
         self._seconds = 0.0
@@ -35,7 +39,7 @@ class Deadline:
         self._waits = True
         self._seconds = seconds
         if self._timer is not None and seconds >= self._tick:
-            self.moved = True
+            self._moved = True
         else:
             self._begin()
 
@@ -52,7 +56,7 @@ class Deadline:
 
     def _begin(self) -> None:
         now = time.monotonic()
-        self.moved = False
+        self._moved = False
         self._at = now + self._seconds
         if self._timer is not None:
             if self._rings_at <= self._at:
@@ -69,7 +73,7 @@ class Deadline:
         self._timer = None
         if not self._waits:
             return
-        if self.moved:
+        if (self._lives is not None and self._lives()) or self._moved:
             self._begin()
             return
         now = time.monotonic()

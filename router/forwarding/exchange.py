@@ -465,9 +465,9 @@ class Exchange(Receiver):
         if not self._streams or self._beginning is not None:
             return
         leg = self._leg.answering if isinstance(self._leg, Pair) else self._leg
-        placement, tail, write = self._placement, self._tail, self._client.chunks()
-        if isinstance(leg, Leg) and placement is not None and tail is not None and write is not None:
-            leg.passage = EventStream(write, placement.attempt.health, tail, self._hidden)
+        placement, tail, client = self._placement, self._tail, self._client.chunks()
+        if isinstance(leg, Leg) and placement is not None and tail is not None and client is not None:
+            leg.passage = EventStream(client, placement.attempt.health, tail, self._hidden)
 
     def failed(self, error: UpstreamError) -> None:
         try:

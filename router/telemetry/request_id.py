@@ -8,11 +8,29 @@ from typing import Final
 
 HEADER = b"x-request-id"
 _USABLE = re.compile(rb"[!-~]{1,128}")  # what may stand in a log line and in a header
-_BYTES: Final = 16
+_DIGITS: Final = 32
 _AT_ONCE: Final = 64
-_made: Final[list[bytes]] = []  # beforehand: one question to the system for many
 
 Headers = list[tuple[bytes, bytes]]
+
+
+class _Ids:
+    """Ids that are made beforehand: one question to the system for many."""
+
+    def __init__(self) -> None:
+        self._digits = b""
+        self._place = 0
+
+    def next(self) -> bytes:
+        if self._place >= len(self._digits):
+            self._digits = os.urandom(_DIGITS // 2 * _AT_ONCE).hex().encode()
+            self._place = 0
+        start = self._place
+        self._place = start + _DIGITS
+        return self._digits[start : start + _DIGITS]
+
+
+_ids: Final = _Ids()
 
 
 def given_id(headers: Headers) -> bytes | None:
@@ -23,10 +41,7 @@ def given_id(headers: Headers) -> bytes | None:
 
 def new_id() -> bytes:
     """An id for a request without one."""
-    if not _made:
-        digits = os.urandom(_BYTES * _AT_ONCE).hex().encode()
-        _made.extend([digits[place : place + 2 * _BYTES] for place in range(0, len(digits), 2 * _BYTES)])
-    return _made.pop()
+    return _ids.next()
 
 
 def with_id(headers: Headers, request_id: bytes) -> Headers:

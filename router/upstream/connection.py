@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # Of an answer: of its head, those of 1xx before it, and its trailers.
 MAX_HEAD_BYTES: Final = 64 * 1024
-# A body that is larger is written beside its head, not copied behind it.
-_ONE_BUFFER: Final = 64 * 1024
 
 
 class UpstreamError(Exception):
@@ -93,23 +91,27 @@ class Connection:
         "_passage",
         "_paused",
         "_pieces",
+        "_quiet",
         "_reusable",
         "_status",
         "_told",
         "_trailer_bytes",
         "_transport",
         "_used",
-        "_write",
+        "idle",
         "idle_since",
         "leg",
     )
 
     def __init__(self, home: Upstream) -> None:
+        self._passage: Passage | None = None
+        self._quiet = True  # since the last look of the deadline
         self.leg: Leg | None = None
+        self.idle = False
         self.idle_since = 0.0
         self._home = home
         self._loop = asyncio.get_running_loop()
-        self._deadline = Deadline(self._loop, self._late)
+        self._deadline = Deadline(self._loop, self._late, self._lives)
         self._parser: httptools.HttpResponseParser | None = None  # once there is an answer that it has to read
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._paused = False
@@ -124,7 +126,7 @@ class Connection:
         self._pieces: list[bytes] = []
         self._framed = self._reusable = self._complete = self._followed = self._told = False
         self._chunk_ended = False
-        self._passage: Passage | None = None
+        self._passage = None
 
     def send(self, leg: Leg) -> None:
         """Write a request; its leg is told of the answer."""
@@ -132,12 +134,10 @@ class Connection:
         if self._status:  # of the last answer that was parsed
             self._expect_nothing()
         self._heard = False
-        body = leg.body
-        if len(body) <= _ONE_BUFFER:
-            self._write(leg.head + body)
-        else:
-            self._write(leg.head)
-            self._write(body)
+        self._quiet = True
+        self._transport.write(leg.request)
+        if leg.body:
+            self._transport.write(leg.body)
         self._deadline.set(self._home.idle_timeout)
 
     def pause(self) -> None:
@@ -166,14 +166,13 @@ class Connection:
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._write = transport.write
         self._home.opened(self)
 
     def data_received(self, data: bytes) -> None:
         passage = self._passage
         if passage is not None:
             if body_size(data) and passage.pass_on(data):
-                self._deadline.moved = True
+                self._quiet = False
                 return
             self._passage = None
         leg = self.leg
@@ -281,6 +280,11 @@ class Connection:
             return
         error = UpstreamError(str(exc) or type(exc).__name__ if exc else "the worker hung up")
         self._fail(error, unheard=self._used and not self._heard)
+
+    def _lives(self) -> bool:
+        """Whether chunks passed since the last look."""
+        quiet, self._quiet = self._quiet, True
+        return not quiet
 
     def _late(self) -> None:
         self._fail(UpstreamTimeoutError(f"no byte within {self._home.idle_timeout:g} s"))

@@ -24,10 +24,13 @@ from router.upstream.connection import (
 )
 from router.upstream.origin import Origin, end_of_head
 
+_now: Final = time.monotonic
 # vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
 KEEPALIVE_SECONDS = 4.0
 # Idle connections that are kept for a worker.
 MAX_IDLE = 1024
+# A body that is larger is written beside its head, not copied behind it.
+_ONE_BUFFER: Final = 64 * 1024
 # How many different beginnings of requests to a worker are kept.
 _MOST_OPENINGS: Final = 256
 
@@ -35,14 +38,26 @@ _MOST_OPENINGS: Final = 256
 class Leg:
     """One request on its way to one worker.
 
+    `request` is written at once: all of it, or the head where `body` is written after it.
+
     `passage` gets whole chunks of whole lines of the answer's body as they come; None while all is the receiver's.
     """
 
-    __slots__ = ("_connecting", "_connection", "_paused", "_upstream", "body", "head", "method", "passage", "receiver")
+    __slots__ = (
+        "_connecting",
+        "_connection",
+        "_paused",
+        "_upstream",
+        "body",
+        "method",
+        "passage",
+        "receiver",
+        "request",
+    )
 
-    def __init__(self, upstream: Upstream, receiver: Receiver, method: str, head: bytes, body: bytes) -> None:
+    def __init__(self, upstream: Upstream, receiver: Receiver, method: str, request: bytes, body: bytes = b"") -> None:
         self.method = method
-        self.head = head
+        self.request = request
         self.body = body
         self._upstream = upstream
         self.receiver: Receiver | None = receiver
@@ -144,7 +159,7 @@ class Upstream:
         self._connect_timeout = connect_timeout
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # the latest used last
+        self._idle: list[Connection] = []  # the latest used last
         self._connecting: set[asyncio.Task[None]] = set()
         self._sweep = Deadline(self._loop, self._drop_old)
         self._openings: dict[bytes, _Opening] = {}
@@ -156,12 +171,14 @@ class Upstream:
 
         `request_id`: what comes beside them, where the same lines come with many requests.
         """
+        end = end_of_head(method, len(body))
+        beside = len(body) > _ONE_BUFFER
+        behind = b"" if beside else body
         if request_id:
-            opening = self._opening(method, target, lines)
-            head = b"%b%b\r\n%b" % (opening, request_id, end_of_head(method, len(body)))
+            request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines), request_id, end, behind)
         else:
-            head = self.origin.request_head(method, target, lines, len(body))
-        leg = Leg(self, receiver, method, head, body)
+            request = b"%b%b%b" % (self.origin.opening(method, target, lines), end, behind)
+        leg = Leg(self, receiver, method, request, body if beside else b"")
         leg.go()
         return leg
 
@@ -210,8 +227,9 @@ class Upstream:
     def idle(self) -> Connection | None:
         """A kept connection, not idle any more."""
         if self._idle:
-            connection, _ = self._idle.popitem()
-            if time.monotonic() - connection.idle_since < KEEPALIVE_SECONDS:
+            connection = self._idle.pop()
+            connection.idle = False
+            if _now() - connection.idle_since < KEEPALIVE_SECONDS:
                 return connection
             connection.abort()  # and all others are older
             self._drop_old()
@@ -230,27 +248,32 @@ class Upstream:
 
     def closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._idle.pop(connection, None)
+        if connection.idle:
+            connection.idle = False
+            self._idle.remove(connection)
 
     def keep(self, connection: Connection) -> None:
         """A connection is idle."""
         if self.closing or len(self._idle) >= MAX_IDLE:
             connection.abort()
             return
-        connection.idle_since = time.monotonic()
+        connection.idle = True
+        connection.idle_since = _now()
         if not self._idle:
             self._sweep.set(KEEPALIVE_SECONDS)
-        self._idle[connection] = None
+        self._idle.append(connection)
 
     def _drop_old(self) -> None:
-        limit = time.monotonic() - KEEPALIVE_SECONDS
-        while self._idle:
-            oldest = next(iter(self._idle))
-            if oldest.idle_since > limit:
-                self._sweep.set(oldest.idle_since - limit)
-                return
-            del self._idle[oldest]
-            oldest.abort()
+        limit = _now() - KEEPALIVE_SECONDS
+        old = 0
+        while old < len(self._idle) and self._idle[old].idle_since <= limit:
+            old += 1
+        dropped, self._idle = self._idle[:old], self._idle[old:]
+        for connection in dropped:
+            connection.idle = False
+            connection.abort()
+        if self._idle:
+            self._sweep.set(self._idle[0].idle_since - limit)
 
     async def _connect(self, leg: Leg) -> None:
         origin = self.origin

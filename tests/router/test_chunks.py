@@ -203,11 +203,16 @@ def test_what_is_not_whole_has_no_size(data: bytes) -> None:
 
 def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
     written: list[bytes] = []
+
+    class Client:
+        def write(self, data: bytes) -> None:
+            written.append(data)
+
     now = 1.0
     worker = Health(clock=lambda: now)
     rank = worker.begin(10, dp_rank=1, one_of_many=True).health
     tail = UsageTail()
-    stream = EventStream(written.append, rank, tail, None)
+    stream = EventStream(Client(), rank, tail, None)
     now = 5.0
     chunks = [chunk(b'data: {"usage":null}\n\n'), chunk(USAGE), chunk(b"data: [DONE]\n\n")]
     for each in chunks:
@@ -218,10 +223,26 @@ def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
     assert worker.begin(10).health is worker
 
 
+def test_usage_is_told_of_behind_an_event_that_has_none() -> None:
+    class Client:
+        def write(self, data: bytes) -> None:
+            """Nobody reads."""
+
+    tail = UsageTail()
+    stream = EventStream(Client(), Health(), tail, None)
+    assert stream.pass_on(chunk(b'data: {"usage":null}\n\n') + chunk(USAGE) + chunk(b"data: [DONE]\n\n"))
+    assert tail.usage() == Usage(9, 2, None)
+
+
 def test_what_hides_usage_passes_whole_events_that_have_none() -> None:
     written: list[bytes] = []
+
+    class Client:
+        def write(self, data: bytes) -> None:
+            written.append(data)
+
     hidden = HiddenUsage()
-    stream = EventStream(written.append, Health(), UsageTail(), hidden)
+    stream = EventStream(Client(), Health(), UsageTail(), hidden)
     event = chunk(b"data: 1\n\n")
     assert stream.pass_on(event)
     assert not stream.pass_on(chunk(USAGE))
