@@ -6,7 +6,6 @@ A path that is not known here is passed through: it goes to the least loaded wor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
@@ -68,13 +67,16 @@ _DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_named)
 _NAMES = _DECODERS | dict.fromkeys((CHAT, "/v1/completions", _ANTHROPIC), decode_named)
 
 
-class Call(NamedTuple):
+class Call:
     """A request as it came, but for where it came from."""
 
-    method: str
-    path: str
-    headers: Headers
-    body: bytes
+    __slots__ = ("body", "headers", "method", "path")
+
+    def __init__(self, method: str, path: str, headers: Headers, body: bytes) -> None:
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.body = body
 
 
 def read_call(call: Call, with_prompt: bool = True, seen: Conversations | None = None) -> RoutedRequest:

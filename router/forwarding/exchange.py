@@ -110,6 +110,7 @@ class Exchange(Receiver):
     _ticket: Ticket
     _hung = False
     _others = False
+    _many_ranks = False
     _placement: Placement | None = None
     _head: AnswerHead | None = None
     _begun = False
@@ -178,7 +179,8 @@ class Exchange(Receiver):
         self._forwarding.fleet.look_soon(placement.worker)
         self._tried.append(worker)
         others = [each for each in self._forwarding.fleet.workers if each is not worker]
-        self._placement = self._forwarding.router.place(self._prompt, others)
+        self._placement = placement = self._forwarding.router.place(self._prompt, others)
+        self._many_ranks = len(placement.worker.ranks()) > 1
 
     def client_left(self) -> None:
         """Nobody waits for the answer any more."""
@@ -324,6 +326,7 @@ class Exchange(Receiver):
     def _send(self, placement: Placement, span: Span | None) -> None:
         forwarding, prompt, tried, worker = self._forwarding, self._prompt, self._tried, placement.worker
         self._placement = placement
+        self._many_ranks = len(worker.ranks()) > 1
         if span is not None:
             span.set(worker=worker.url, overlap_tokens=placement.overlap)
             span.end()
@@ -343,7 +346,7 @@ class Exchange(Receiver):
             self._leg = self._carrier.send(worker, self, self._headers_to(placement), self._body)
         else:
             head, upstream = visit.head, forwarding.upstreams.of(worker.url)
-            if span is not None or len(worker.ranks()) > 1:
+            if span is not None or self._many_ranks:
                 lines = forwarded_lines(self._headers_to(placement))
                 self._leg = upstream.send(self, head.method, head.target, lines, self._body)
             else:
@@ -352,7 +355,7 @@ class Exchange(Receiver):
 
     def _headers_to(self, placement: Placement) -> Headers:
         headers = self._visit.headers_for_workers()
-        if len(placement.worker.ranks()) > 1:
+        if self._many_ranks:
             headers = [header for header in headers if header[0] != _RANK_HEADER]
             headers.append((_RANK_HEADER, b"%d" % placement.target.dp_rank))
         return headers if self._span is None else self._span.inject(headers)
@@ -604,16 +607,16 @@ class Exchange(Receiver):
 
     def _whereabouts(self, placement: Placement) -> Whereabouts:
         """What an answer says of where it came from."""
-        more: Headers = []
+        where = Whereabouts(placement.target.worker, placement.overlap)
         if len(self._tried) > 1:
-            more.append((b"x-kvrouter-attempts", b"%d" % len(self._tried)))
+            where.add(b"x-kvrouter-attempts", b"%d" % len(self._tried))
         if placement.prefill is not None:
-            more.append((b"x-kvrouter-prefill-worker", placement.prefill.target.worker.encode()))
-        if len(placement.worker.ranks()) > 1:
-            more.append((b"x-kvrouter-dp-rank", b"%d" % placement.target.dp_rank))
+            where.add(b"x-kvrouter-prefill-worker", placement.prefill.target.worker.encode())
+        if self._many_ranks:
+            where.add(b"x-kvrouter-dp-rank", b"%d" % placement.target.dp_rank)
         if self._visit.head.wants_explanation:
-            more.append((b"x-kvrouter-explain", compact(placement.decision).encode()))
-        return Whereabouts(placement.target.worker, placement.overlap, more)
+            where.add(b"x-kvrouter-explain", compact(placement.decision).encode())
+        return where
 
     def _shown(self, data: bytes, ended: bool) -> bytes:
         """What the client sees of it."""

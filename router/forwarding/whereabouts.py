@@ -12,29 +12,37 @@ _MOST: Final = 4096
 
 
 class Whereabouts:
-    """Where a request went: to a worker, for so many tokens that it had cached. `more`: headers for what is unusual."""
+    """Where a request went: to a worker, for so many tokens that it had cached; and more, where it is unusual."""
 
-    __slots__ = ("more", "overlap", "worker")
+    __slots__ = ("_more", "_overlap", "_worker")
 
-    def __init__(self, worker: str, overlap: int, more: Headers | None = None) -> None:
-        self.worker = worker
-        self.overlap = overlap
-        self.more = more
+    def __init__(self, worker: str, overlap: int) -> None:
+        self._worker = worker
+        self._overlap = overlap
+        self._more: Headers | None = None
+
+    def add(self, name: bytes, value: bytes) -> None:
+        """Say this besides."""
+        if self._more is None:
+            self._more = []
+        self._more.append((name, value))
 
     def headers(self) -> Headers:
         """The headers that say so."""
         said = [
-            (b"x-kvrouter-worker", self.worker.encode()),
-            (b"x-kvrouter-overlap-tokens", b"%d" % self.overlap),
+            (b"x-kvrouter-worker", self._worker.encode()),
+            (b"x-kvrouter-overlap-tokens", b"%d" % self._overlap),
         ]
-        return said + self.more if self.more else said
+        return said + self._more if self._more else said
 
     def lines(self) -> bytes:
         """The same as they are sent."""
-        line = _LINES.get(self.worker)
+        line = _LINES.get(self._worker)
         if line is None:
             if len(_LINES) >= _MOST:
                 _LINES.clear()
-            line = _LINES[self.worker] = b"x-kvrouter-worker: %b\r\nx-kvrouter-overlap-tokens: " % self.worker.encode()
-        lines = line + str(self.overlap).encode() + b"\r\n"
-        return lines + lines_of(self.more) if self.more else lines
+            line = _LINES[self._worker] = (
+                b"x-kvrouter-worker: %b\r\nx-kvrouter-overlap-tokens: " % self._worker.encode()
+            )
+        lines = line + str(self._overlap).encode() + b"\r\n"
+        return lines + lines_of(self._more) if self._more else lines
