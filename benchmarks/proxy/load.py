@@ -18,20 +18,24 @@ import uvloop
 from yarl import URL
 
 from benchmarks.index.machine import LOAD_CORE, pin
-from benchmarks.proxy.prompts import PATH, bodies
+from benchmarks.proxy.prompts import PATH, STAMP, bodies
 
 _LUA = """\
 local bodies = {{}}
 for line in io.lines("{bodies}") do bodies[#bodies + 1] = line end
-local requests, turn = {{}}, 0
+local requests, ends, turn, number = {{}}, {{}}, 0, 0
 init = function(args)
   for i, body in ipairs(bodies) do
     requests[i] = wrk.format("POST", nil, {{["Content-Type"] = "application/json"}}, body)
+    local first, last = requests[i]:find("{stamp}", 1, true)
+    if first then requests[i], ends[i] = requests[i]:sub(1, first - 1), requests[i]:sub(last + 1) end
   end
 end
 request = function()
   turn = turn % #requests + 1
-  return requests[turn]
+  if not ends[turn] then return requests[turn] end
+  number = number + 1
+  return requests[turn] .. string.format("%010d%010d", os.time(), number) .. ends[turn]
 end
 done = function(summary, latency)
   local errors = summary.errors
@@ -40,6 +44,9 @@ done = function(summary, latency)
     errors.connect + errors.read + errors.write + errors.status + errors.timeout))
 end
 """
+
+
+_STAMP = STAMP.encode()
 
 
 class LoadError(Exception):
@@ -66,26 +73,27 @@ def tool() -> str:
     return "wrk" if shutil.which("wrk") else "a client of our own"
 
 
-def loaded(url: str, size: int, connections: int, seconds: float, folder: Path) -> Load:
-    """Ask for whole answers with chats of a size. Raises LoadError."""
+def loaded(url: str, size: int, connections: int, seconds: float, folder: Path, new: bool = False) -> Load:
+    """Ask for whole answers with chats of a size. `new`: the last message of each was never seen. Raises LoadError."""
     made = _by_wrk if shutil.which("wrk") else _by_ourselves
-    result = made(url, size, connections, seconds, folder)
+    result = made(url, size, connections, seconds, folder, new)
     if result.pop("errors") or not result["requests"]:
         raise LoadError(f"{url}: not every request was answered")
     return Load(**result)
 
 
-def _by_wrk(url: str, size: int, connections: int, seconds: float, folder: Path) -> dict[str, float]:
-    lines, script = folder / f"bodies-{size}", folder / f"wrk-{size}.lua"
+def _by_wrk(url: str, size: int, connections: int, seconds: float, folder: Path, new: bool) -> dict[str, float]:
+    lines, script = folder / f"bodies-{size}-{new}", folder / f"wrk-{size}-{new}.lua"
     if not script.exists():
-        lines.write_bytes(b"\n".join(bodies(size)) + b"\n")
-        script.write_text(_LUA.format(bodies=lines))
+        lines.write_bytes(b"\n".join(bodies(size, stamped=new)) + b"\n")
+        script.write_text(_LUA.format(bodies=lines, stamp=STAMP))
     command = ["taskset", "-c", str(LOAD_CORE), "wrk", "-t1", f"-c{connections}", f"-d{max(seconds, 1):.0f}s"]
     return _result([*command, "-s", str(script), url + PATH])
 
 
-def _by_ourselves(url: str, size: int, connections: int, seconds: float, folder: Path) -> dict[str, float]:  # noqa: ARG001
-    return _result([sys.executable, "-m", "benchmarks.proxy.load", url, str(size), str(connections), str(seconds)])
+def _by_ourselves(url: str, size: int, connections: int, seconds: float, folder: Path, new: bool) -> dict[str, float]:  # noqa: ARG001
+    how = [str(size), str(connections), str(seconds), "new" if new else "again"]
+    return _result([sys.executable, "-m", "benchmarks.proxy.load", url, *how])
 
 
 def _result(command: Sequence[str]) -> dict[str, float]:
@@ -114,8 +122,9 @@ class _Client(asyncio.Protocol):
     def _send(self) -> None:
         self._received = b""
         self._turn = (self._turn + 1) % len(self._requests)
+        request = self._requests[self._turn].replace(_STAMP, b"%020d" % time.time_ns(), 1)
         self._sent = time.perf_counter()
-        self._transport.write(self._requests[self._turn])
+        self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -139,10 +148,10 @@ class _Client(asyncio.Protocol):
             self._transport.close()
 
 
-async def _load(url: str, size: int, connections: int, seconds: float) -> None:
+async def _load(url: str, size: int, connections: int, seconds: float, new: bool) -> None:
     address = URL(url)
     head = f"POST {PATH} HTTP/1.1\r\nhost: {address.authority}\r\ncontent-type: application/json\r\n".encode()
-    requests = [head + b"content-length: %d\r\n\r\n" % len(body) + body for body in bodies(size)]
+    requests = [head + b"content-length: %d\r\n\r\n" % len(body) + body for body in bodies(size, stamped=new)]
     times: list[float] = []
     loop, began = asyncio.get_running_loop(), time.perf_counter()
     clients = [_Client(requests, turn, began + seconds, times) for turn in range(connections)]
@@ -157,4 +166,4 @@ async def _load(url: str, size: int, connections: int, seconds: float) -> None:
 
 if __name__ == "__main__":
     pin(LOAD_CORE)
-    uvloop.run(_load(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+    uvloop.run(_load(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5] == "new"))

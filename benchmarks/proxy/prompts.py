@@ -9,14 +9,19 @@ MODEL = "m"
 PATH = "/v1/chat/completions"
 # Distinct chats of a size; every fourth begins another conversation.
 CHATS = 64
+# Begins the last message of a chat that is to be a new one each time: who sends it puts a number in its place.
+STAMP = "@" * 20
 _TURNS = 4
 _MESSAGES = 31  # of a long conversation: the last is the user's
 _WORDS = ("the", "of", "and", "to", "in", "that", "for", "was", "with", "not", "but", "are", "this", "have", "from")
 
 
-def bodies(size: int, stream: bool = False) -> list[bytes]:
+def bodies(size: int, stream: bool = False, stamped: bool = False) -> list[bytes]:
     """Chats of about so many bytes: conversations, four turns of each, with all but the last message in common."""
-    return [_body(chat, stream, 16) for chat in _chats(size)]
+    chats = _chats(size)
+    for chat in chats if stamped else ():
+        chat[-1]["content"] = STAMP + chat[-1]["content"][len(STAMP) :]
+    return [_body(chat, stream, 16) for chat in chats]
 
 
 def one_token_streams(size: int) -> list[bytes]:

@@ -12,7 +12,7 @@ from benchmarks.proxy.first_event import LONG, SHORT, first_event
 from benchmarks.proxy.load import LoadError, loaded
 from benchmarks.proxy.processes import StartError, cpu_of, memory_of
 from benchmarks.proxy.report import Table
-from benchmarks.proxy.sides import Nothing, Relay, RunningRouter, Side
+from benchmarks.proxy.sides import CACHE_AWARE, ROUND_ROBIN, Nothing, Relay, RunningRouter, Side
 from benchmarks.proxy.streams import streamed
 from benchmarks.proxy.workers import stream_workers, whole_workers
 
@@ -44,6 +44,7 @@ class Run:
         self._sides = sides
         self._scale = scale
         self._folder = folder
+        self._modes = list(dict.fromkeys(side.mode for side in sides))
         self.failures: list[str] = []
         self._base: dict[str, tuple[float, float]] = {}
         self._tables: dict[tuple[str, str], Table] = {}
@@ -81,20 +82,28 @@ class Run:
         for name, size in SIZES.items():
             for connections in CONNECTIONS:
                 row = f"{name}, {connections} connection{'s' if connections > 1 else ''}"
-                before = cpu_of(running.pid) if running.pid else 0.0
-                load = loaded(running.url, size, connections, self._scale.seconds, self._folder)
-                self._add(side, "requests a second", row, load.rate, more=True)
-                if running.pid is None:
-                    self._base[row] = (load.p50, load.p99)
-                    continue
-                base50, base99 = self._base[row]
-                self._add(side, "added p50, µs", row, (load.p50 - base50) * 1e6)
-                self._add(side, "added p99, µs", row, (load.p99 - base99) * 1e6)
-                self._add(
-                    side, "processor time of a request, µs", row, (cpu_of(running.pid) - before) / load.requests * 1e6
-                )
+                self._load(side, running, row, size, connections)
+            if side.mode != ROUND_ROBIN and CACHE_AWARE in self._modes:
+                row = f"{name}, {CONNECTIONS[-1]} connections, a new last message"
+                self._load(side, running, row, size, CONNECTIONS[-1], new=True)
         if running.pid:
             self._add(side, "resident memory afterwards, MB", "after whole answers", memory_of(running.pid) / 2**20)
+
+    def _load(
+        self, side: Side, running: RunningRouter, row: str, size: int, connections: int, new: bool = False
+    ) -> None:
+        mode = CACHE_AWARE if new else side.mode
+        before = cpu_of(running.pid) if running.pid else 0.0
+        load = loaded(running.url, size, connections, self._scale.seconds, self._folder, new)
+        self._add(side, "requests a second", row, load.rate, mode, more=True)
+        if running.pid is None:
+            self._base[row] = (load.p50, load.p99)
+            return
+        base50, base99 = self._base[row]
+        self._add(side, "added p50, µs", row, (load.p50 - base50) * 1e6, mode)
+        self._add(side, "added p99, µs", row, (load.p99 - base99) * 1e6, mode)
+        spent = (cpu_of(running.pid) - before) / load.requests
+        self._add(side, "processor time of a request, µs", row, spent * 1e6, mode)
 
     def _streams(self, side: Side, running: RunningRouter) -> None:
         streamed(running.url, self._scale.streams)  # connections, caches
@@ -120,10 +129,11 @@ class Run:
                 figure = "first event added, one request at a time, p50, ms"
                 self._add(side, figure, row, (took - self._base[row][0]) * 1e3)
 
-    def _add(self, side: Side, figure: str, row: str, value: float, more: bool = False) -> None:
-        modes = [side.mode] if side.mode else list(dict.fromkeys(each.mode for each in self._sides))
-        for mode in modes:
-            table = self._tables.setdefault((mode, figure), Table(f"{mode}: {figure}", more))
+    def _add(self, side: Side, figure: str, row: str, value: float, mode: str = "", more: bool = False) -> None:
+        """`mode`: whose table it is for, where that is not the side's; those that have none are in all tables."""
+        mode = mode or side.mode
+        for each in [mode] if mode else self._modes:
+            table = self._tables.setdefault((each, figure), Table(f"{each}: {figure}", more))
             table.add(row, side.name, value)
 
     def _say(self, number: int, side: Side, what: str) -> None:
