@@ -69,8 +69,7 @@ class Skeletons:
 
     def text(self, messages: list[Message], begins_answer: bool) -> str | None:
         """The text of a chat; None where the template has to render it."""
-        count = len(messages)
-        if count > MAX_MESSAGES:
+        if not 0 < len(messages) <= MAX_MESSAGES:
             return None
         roles: list[str] = []
         contents: list[str] = []
