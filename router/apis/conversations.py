@@ -177,11 +177,12 @@ class Conversations:
 
 
 def _anew(body: bytes, fields: Any) -> _KnownBody:
-    messages = fields.messages
+    given = fields.messages
+    messages = given if isinstance(given, list) else [given]  # of `/v1/responses` it may be a text
     others = sum(
-        _weight(value) for value in msgspec.structs.astuple(fields) if value is not None and value is not messages
+        _weight(value) for value in msgspec.structs.astuple(fields) if value is not None and value is not given
     )
-    return _KnownBody(body, fields, messages, others, _weights(messages if isinstance(messages, list) else [messages]))
+    return _KnownBody(body, fields, messages, others, _weights(messages))
 
 
 def _begun(known: _KnownBody, body: bytes, kind: type[F], check: Check[F]) -> tuple[_KnownBody, _KnownBody] | None:
