@@ -11,13 +11,20 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 _TAIL_BYTES = 16 * 1024
 _MAX_PIECES = 64
 # Quotes inside a string are escaped, so `"usage"` without a backslash before it is a string of its own: a key.
 _KEY = b'"usage"'
 _USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
-_NAMES = (("prompt", "completion"), ("input", "output"))  # the second are those of /v1/responses
-_decode = json.JSONDecoder().raw_decode
+# The second are those of /v1/responses.
+_NAMES = [
+    ("prompt_tokens", "completion_tokens", "prompt_tokens_details"),
+    ("input_tokens", "output_tokens", "input_tokens_details"),
+]
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_beginning = json.JSONDecoder().raw_decode
 
 
 @dataclass(slots=True, init=False)
@@ -47,7 +54,7 @@ class UsageTail:
             self._pieces = [self._joined()]
 
     def _joined(self) -> bytes:
-        return b"".join(self._pieces)[-_TAIL_BYTES:]
+        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)[-_TAIL_BYTES:]
 
     def usage(self) -> Usage | None:
         """The last usage that the answer told."""
@@ -58,7 +65,7 @@ class UsageTail:
             if found is None:
                 continue
             try:
-                usage, _ = _decode(tail[found.end() :].decode(errors="replace"))
+                usage = _object_at(tail, found.end())
             except (ValueError, RecursionError):
                 continue
             if (read := _read(usage)) is not None:
@@ -66,11 +73,26 @@ class UsageTail:
         return None
 
 
+def _object_at(tail: bytes, start: int) -> dict[str, Any]:
+    """The JSON object that begins there, whatever follows it. Raises ValueError."""
+    end = tail.find(b"}", start) + 1
+    while end and tail.count(b"{", start, end) > tail.count(b"}", start, end):
+        end = tail.find(b"}", end) + 1
+    if end:
+        try:
+            return _decode(tail[start:end])  # no other end would do, if this is one
+        except (msgspec.DecodeError, ValueError):
+            pass  # braces in its strings, or bytes that are no text
+    usage: dict[str, Any]
+    usage, _ = _decode_beginning(tail[start:].decode(errors="replace"))
+    return usage
+
+
 def _read(usage: dict[str, Any]) -> Usage | None:
-    for prompt_name, completion_name in _NAMES:
-        prompt, completion = _count(usage.get(f"{prompt_name}_tokens")), _count(usage.get(f"{completion_name}_tokens"))
+    for prompt_tokens, completion_tokens, prompt_details in _NAMES:
+        prompt = _count(usage.get(prompt_tokens))
         if prompt is not None:
-            details = usage.get(f"{prompt_name}_tokens_details")
+            completion, details = _count(usage.get(completion_tokens)), usage.get(prompt_details)
             cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
             if "cache_read_input_tokens" in usage:  # Anthropic's: what was cached is not among the input
                 cached = _count(usage["cache_read_input_tokens"])

@@ -83,6 +83,14 @@ def test_an_answer_without_usage(answer: bytes) -> None:
     assert read(answer) is None
 
 
+@pytest.mark.parametrize("after", [b"", b"}", b',"a":{"b":"}"}}', b"}\n\ndata: [DONE]\n\n", b"}\xff"])
+@pytest.mark.parametrize(
+    "more", [b"", b',"note":"}"', b',"note":"{{"', b',"note":"\xff"', b',"details":{"deep":{"er":{}},"list":[{}]}']
+)
+def test_where_it_ends_is_found_whatever_is_in_it_and_after_it(more: bytes, after: bytes) -> None:
+    assert read(b'{"usage": {"prompt_tokens": 9, "completion_tokens": 2' + more + b"}" + after) == Usage(9, 2, None)
+
+
 @given(st.binary(), st.lists(st.integers(0, 1000)))
 def test_any_bytes_are_survived(answer: bytes, cuts: list[int]) -> None:
     assert read(answer, *cuts) == read(answer)
