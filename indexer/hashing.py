@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-TOKEN_BYTES = 4
+TOKEN_BYTES: Final = 4
 _BIG_ENDIAN = sys.byteorder == "big"
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -54,7 +54,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 # So many blocks are taken out of a prompt at once.
-_STRETCH = 64
+_STRETCH: Final = 64
 
 
 @lru_cache(maxsize=1024)
@@ -98,19 +98,28 @@ def extend_prefix_hashes(
 _KEPT_NAMESPACES = 4
 
 
+class _Hashes:
+    """The first prefix hashes of a prompt in one namespace."""
+
+    __slots__ = ("block_size", "hashes")
+
+    def __init__(self, block_size: int, hashes: array[int]) -> None:
+        self.block_size = block_size
+        self.hashes = hashes
+
+
 class PackedPrompt:
     """A prompt's token ids as the index reads them, and the prefix hashes that were made of it so far.
 
     Hashes are made no further than they are asked for, and once for each namespace.
     """
 
-    __slots__ = ("_block_sizes", "_hashes", "tokens")
+    __slots__ = ("_made", "tokens")
 
     def __init__(self, tokens: bytes) -> None:
         """`tokens` as of `pack_tokens`."""
         self.tokens = tokens
-        self._hashes: dict[int, array[int]] = {}  # by seed
-        self._block_sizes: dict[int, int] = {}
+        self._made: dict[int, _Hashes] = {}  # by seed
 
     @classmethod
     def of(cls, token_ids: PackedPrompt | Iterable[int]) -> PackedPrompt:
@@ -121,15 +130,14 @@ class PackedPrompt:
         """The prompt of `tokens`, whose first `common` ones are this prompt's: those are not hashed again."""
         prompt = PackedPrompt(tokens)
         # The list is a copy: another thread may be asking this one for hashes.
-        for seed, block_size in list(self._block_sizes.items())[-_KEPT_NAMESPACES:]:
-            prompt._block_sizes[seed] = block_size
-            prompt._hashes[seed] = self._hashes[seed][: common // block_size]
+        for seed, made in list(self._made.items())[-_KEPT_NAMESPACES:]:
+            prompt._made[seed] = _Hashes(made.block_size, made.hashes[: common // made.block_size])
         return prompt
 
     @property
     def hash_bytes(self) -> int:
         """What the hashes take that were made so far."""
-        return sum(len(hashes) * hashes.itemsize for hashes in list(self._hashes.values()))
+        return sum(len(made.hashes) * made.hashes.itemsize for made in list(self._made.values()))
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -153,10 +161,10 @@ class PackedPrompt:
 
         The array grows when more are asked for.
         """
-        hashes = self._hashes.get(seed)
-        if hashes is None:
-            hashes = self._hashes[seed] = array("Q")
-            self._block_sizes[seed] = block_size
+        made = self._made.get(seed)
+        if made is None:
+            made = self._made[seed] = _Hashes(block_size, array("Q"))
+        hashes = made.hashes
         if end > len(hashes):
             extend_prefix_hashes(hashes, seed, self.tokens, block_size, end)
         return hashes

@@ -11,8 +11,10 @@ Waiting counts as much as being short, so nobody starves. At low load nothing is
 
 from __future__ import annotations
 
+from typing import Final
+
 # One engine step's budget of prompt tokens.
-STEP_TOKENS = 8192
+STEP_TOKENS: Final = 8192
 
 
 def must_wait(pending: float, step_tokens: int = STEP_TOKENS) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from statistics import median
+from typing import Final
 
 from router.fleet.circuit import Circuit, CircuitLimits
 
@@ -21,6 +22,11 @@ class Outcome(Enum):
     SUCCEEDED = auto()
     FAILED = auto()
     NEITHER = auto()
+
+
+# Members of an enumeration are looked up in it each time.
+_FAILED: Final = Outcome.FAILED
+_NEITHER: Final = Outcome.NEITHER
 
 
 class FirstByte:
@@ -157,10 +163,10 @@ class Health:
 
     def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str, now: float) -> None:
         del self.attempts[attempt]
-        if outcome is Outcome.NEITHER:
+        if outcome is _NEITHER:
             self.circuit.ended(number)
             return
-        failed = outcome is Outcome.FAILED
+        failed = outcome is _FAILED
         if failed:
             self.circuit.failed(number, reason)
         else:
@@ -220,7 +226,7 @@ class Attempt:
         if self.ended:
             return
         self.ended = True
-        self.failed = outcome is Outcome.FAILED
+        self.failed = outcome is _FAILED
         health = self.health
         if now is None:
             now = health.clock()

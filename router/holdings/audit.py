@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 import structlog
 
@@ -36,6 +35,13 @@ class Basis(StrEnum):
     EVENTS = "events"
     RESYNCED = "resynced"
     HISTORY = "history"
+
+
+# Members of an enumeration are looked up in it each time.
+_CONNECTING: Final = StreamState.CONNECTING
+_LIVE: Final = StreamState.LIVE
+_LOST: Final = StreamState.LOST
+_EVENTS: Final = Basis.EVENTS
 
 
 class Prediction:
@@ -73,35 +79,41 @@ class Errors:
     """How wrong the last predictions were, as shares of what they were about."""
 
     def __init__(self, samples: int) -> None:
-        self._recent: deque[tuple[int, int]] = deque(maxlen=samples)
+        self._samples = samples
+        self._errors: list[int] = []
+        self._totals: list[int] = []
+        self._oldest = 0  # its place, once there are as many as are kept
         self._high = self._low = self._total = 0  # the sums of what is recent
 
     def add(self, error: int, total: int) -> None:
         """`error` is above 0 for a prediction that was too high."""
-        recent = self._recent
-        if len(recent) == recent.maxlen:
-            old, old_total = recent[0]
-            self._total -= old_total
-            if old > 0:
-                self._high -= old
-            else:
-                self._low += old
-        recent.append((error, total))
+        if self.enough:
+            oldest = self._oldest
+            self._count(-self._errors[oldest], -self._totals[oldest], self._errors[oldest] > 0)
+            self._errors[oldest], self._totals[oldest] = error, total
+            self._oldest = oldest + 1 if oldest + 1 < self._samples else 0
+        else:
+            self._errors.append(error)
+            self._totals.append(total)
+        self._count(error, total, error > 0)
+
+    def _count(self, error: int, total: int, high: bool) -> None:
         self._total += total
-        if error > 0:
+        if high:
             self._high += error
         else:
             self._low -= error
 
     def clear(self) -> None:
         """Begin anew."""
-        self._recent.clear()
-        self._high = self._low = self._total = 0
+        self._errors.clear()
+        self._totals.clear()
+        self._oldest = self._high = self._low = self._total = 0
 
     @property
     def enough(self) -> bool:
         """Whether there are enough to judge by."""
-        return len(self._recent) == self._recent.maxlen
+        return len(self._errors) == self._samples
 
     @property
     def share(self) -> float:
@@ -173,13 +185,13 @@ class HitAudit:
     def events_complete(self, target: Target) -> bool:
         """Whether a target's events so far were read, as far as they can be had."""
         stream = self._indexer.stream(target)
-        return stream is not None and stream.state in (StreamState.LIVE, StreamState.LOST)
+        return stream is not None and (stream.state is _LIVE or stream.state is _LOST)
 
     def answered(self, prediction: Prediction, usage: Usage | None) -> None:
         """A worker answered a prompt; `usage` is what it says of its tokens."""
         if prediction.comparable and usage is not None:
             self._compare(prediction, usage)
-        if self.basis(prediction.target) is Basis.EVENTS:
+        if self.basis(prediction.target) is _EVENTS:
             self._history.forget(prediction.target)
             return
         for hashes in prediction.hashes:
@@ -188,10 +200,10 @@ class HitAudit:
     def basis(self, target: Target) -> Basis:
         """What a target's holdings are predicted from now."""
         stream = self._indexer.stream(target)
-        if stream is None or stream.state is StreamState.CONNECTING:
+        if stream is None or stream.state is _CONNECTING:
             return Basis.HISTORY
         audit = self._audits.get(target)
-        return audit.basis if audit else Basis.EVENTS
+        return audit.basis if audit is not None else _EVENTS
 
     def audits(self) -> list[tuple[Target, TargetAudit]]:
         """All targets that were audited."""

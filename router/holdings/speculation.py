@@ -10,14 +10,14 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from router.holdings.shared_prefixes import Edge, Holder, SharedPrefixes
 
 # Finer than most engines' blocks, so that rounding down to a block loses nothing.
-CHUNK_TOKENS = 16
+CHUNK_TOKENS: Final = 16
 
 
 def prompt_hashes(
@@ -41,8 +41,8 @@ def chunk_hashes(root: int, prompt: PackedPrompt) -> array[int]:
 
 
 # Prompts that no event tells of are held so long, and so many prefixes of prompts that ended.
-LASTING_SECONDS = 600.0
-MAX_ENDED = 1 << 20
+LASTING_SECONDS: Final = 600.0
+MAX_ENDED: Final = 1 << 20
 
 
 class Ending(Protocol):

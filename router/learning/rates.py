@@ -20,22 +20,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, log
+from typing import Final
 
-CHUNK = 8192  # tokens an engine computes in one step, at most
-HALF_LIFE = 300.0
-BOUND = 30.0
+CHUNK: Final = 8192  # tokens an engine computes in one step, at most
+HALF_LIFE: Final = 300.0
+BOUND: Final = 30.0
 # Workers whose prices of a token differ by less than this are alike: counting in tokens is right then.
-UNLIKE = 1.25
+UNLIKE: Final = 1.25
 
 # The weight of the prior: that of so many samples which one coefficient explains alone.
-_PRIOR = 0.3
+_PRIOR: Final = 0.3
 _ENOUGH_SAMPLES = 20.0
-_OUTLIER = 1.5  # times the usual relative error
-_LEAST_ERROR = 0.02
-_COMPARE_SECONDS = 1.0
-_LEAST_SECONDS = 1e-6
-_LOW = 1 / BOUND
-_LOG_2 = log(2)
+_OUTLIER: Final = 1.5  # times the usual relative error
+_LEAST_ERROR: Final = 0.02
+_COMPARE_SECONDS: Final = 1.0
+_LEAST_SECONDS: Final = 1e-6
+_LOW: Final = 1 / BOUND
+_LOG_2: Final = log(2)
 
 
 @dataclass(slots=True, init=False)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Final
 
 import structlog
 
@@ -45,12 +46,14 @@ log = structlog.get_logger()
 
 
 # Members of an enumeration are looked up in it each time.
-_CPU, _DISK, _UNKNOWN = Tier.CPU, Tier.DISK, Tier.UNKNOWN
+_CPU: Final = Tier.CPU
+_DISK: Final = Tier.DISK
+_UNKNOWN: Final = Tier.UNKNOWN
 
 # Prompts that begin with so many equal chunks are taken for one session when nobody names theirs.
-_SESSION_CHUNKS = 32
+_SESSION_CHUNKS: Final = 32
 # How often all targets are looked at: what an engine told of its load may be too old to count any more.
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS: Final = 0.5
 
 
 class Router:

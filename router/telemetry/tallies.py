@@ -63,16 +63,18 @@ class Tally(Collector):
 class Distribution:
     """One series of a histogram: how many values there were up to each bound, and beyond."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("_lowest", "bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
+        self._lowest = bounds[0]
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
+        # Most are small, and what is compiled need not look any further then.
+        self.counts[0 if value <= self._lowest else bisect_left(self.bounds, value)] += 1
         self.sum += value
 
 

@@ -535,32 +535,25 @@ def test_no_event_whatever_it_says_breaks_the_index(events: list[Event]) -> None
     assert index.runs == 0
 
 
-class HashedPrompt(PackedPrompt):
-    """A prompt that tells how many of its blocks were hashed."""
-
-    @property
-    def hashed(self) -> int:
-        return sum(map(len, self._hashes.values()))
+HASH_BYTES = 8
 
 
 def hashed(index: Index, tokens: list[int]) -> int:
     """How many blocks a match hashes; the same match another time hashes no more."""
-    prompt = HashedPrompt(pack_tokens(tokens))
+    prompt = PackedPrompt(pack_tokens(tokens))
     first = index.match(BASE, prompt)
-    count = prompt.hashed
+    count = prompt.hash_bytes
     assert index.match(BASE, prompt) == first
-    assert prompt.hashed == count
-    return count
+    assert prompt.hash_bytes == count
+    return count // HASH_BYTES
 
 
-@pytest.mark.derives
 def test_a_cold_prompt_costs_one_block(index: Index) -> None:
     assert hashed(index, [9] * 1000) == 1
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     assert hashed(index, [9] * 1000) == 1
 
 
-@pytest.mark.derives
 def test_hashing_stops_soon_after_the_last_match(index: Index) -> None:
     tokens = list(range(2 * 300))
     apply(index, A, stored(list(range(100)), tokens[:200]))
@@ -569,7 +562,6 @@ def test_hashing_stops_soon_after_the_last_match(index: Index) -> None:
     assert hashed(index, tokens[:20] + [9] * 1000) <= 4 * 10
 
 
-@pytest.mark.derives
 def test_what_no_target_can_use_any_more_is_not_hashed(index: Index) -> None:
     tokens = list(range(2 * 2 * RUN_BLOCKS))
     apply(index, A, stored(list(range(2 * RUN_BLOCKS)), tokens))
@@ -580,11 +572,10 @@ def test_what_no_target_can_use_any_more_is_not_hashed(index: Index) -> None:
     assert hashed(index, tokens) == RUN_BLOCKS
 
 
-@pytest.mark.derives
 def test_a_prompt_is_hashed_once_for_each_block_size(index: Index) -> None:
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     apply(index, B, BlockStored([1, 2], None, PROMPT, 4))
-    prompt = HashedPrompt(pack_tokens([*PROMPT, *PROMPT]))
+    prompt = PackedPrompt(pack_tokens([*PROMPT, *PROMPT]))
     assert [found.target for found in index.match(BASE, prompt)] == [A]
     assert [found.target for found in index.match(BASE._replace(block_size=4), prompt)] == [B]
-    assert prompt.hashed == 5 + 3
+    assert prompt.hash_bytes == (5 + 3) * HASH_BYTES
