@@ -282,7 +282,7 @@ class Exchange(Receiver):
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)
             self._body = tenant.with_priority(self._body, prompt.priority)
-        now = _now()
+        now = ticket.arrived
         if ticket.deadline is not None:
             left = max(ticket.deadline - now, 0.0)
             self._deadline = forwarding.loop.call_later(left, self._deadline_passed)
@@ -330,8 +330,8 @@ class Exchange(Receiver):
         if span is not None:
             span.set(worker=worker.url, overlap_tokens=placement.overlap)
             span.end()
-        waited = _now() - self._arrived
-        forwarding.metrics.placed(prompt.name or "", waited, placement.decision, placement.prediction)
+        now = _now()
+        forwarding.metrics.placed(prompt.name or "", now - self._arrived, placement.decision, placement.prediction)
         tried.append(worker)
         visit = self._visit
         self._others = len(tried) < self._attempts and forwarding.router.others(prompt, tried)
@@ -351,7 +351,7 @@ class Exchange(Receiver):
                 self._leg = upstream.send(self, head.method, head.target, lines, self._body)
             else:
                 lines = visit.lines_for_workers()
-                self._leg = upstream.send(self, head.method, head.target, lines, self._body, visit.id)
+                self._leg = upstream.send(self, head.method, head.target, lines, self._body, visit.id, now)
 
     def _headers_to(self, placement: Placement) -> Headers:
         headers = self._visit.headers_for_workers()

@@ -89,9 +89,9 @@ class Leg:
 
     # What connections tell.
 
-    def go(self) -> None:
+    def go(self, now: float) -> None:
         """Take the latest connection that is idle, or make one."""
-        connection = self._upstream.idle()
+        connection = self._upstream.idle(now)
         if connection is None:
             self._connecting = self._upstream.connect(self)
         else:
@@ -165,11 +165,19 @@ class Upstream:
         self._openings: dict[bytes, _Opening] = {}
 
     def send(
-        self, receiver: Receiver, method: str, target: bytes, lines: bytes, body: bytes, request_id: bytes = b""
+        self,
+        receiver: Receiver,
+        method: str,
+        target: bytes,
+        lines: bytes,
+        body: bytes,
+        request_id: bytes = b"",
+        now: float | None = None,
     ) -> Leg:
         """Send a request. `target` is a path with its query; `lines` are the headers that are about the message.
 
-        `request_id`: what comes beside them, where the same lines come with many requests.
+        `request_id`: what comes beside them, where the same lines come with many requests. `now`: by `time.monotonic`,
+        where it was just read.
         """
         end = end_of_head(method, len(body))
         beside = len(body) > _ONE_BUFFER
@@ -179,7 +187,7 @@ class Upstream:
         else:
             request = b"%b%b%b" % (self.origin.opening(method, target, lines), end, behind)
         leg = Leg(self, receiver, method, request, body if beside else b"")
-        leg.go()
+        leg.go(_now() if now is None else now)
         return leg
 
     def _opening(self, method: str, target: bytes, lines: bytes) -> bytes:
@@ -224,12 +232,12 @@ class Upstream:
 
     # What legs and connections ask.
 
-    def idle(self) -> Connection | None:
+    def idle(self, now: float) -> Connection | None:
         """A kept connection, not idle any more."""
         if self._idle:
             connection = self._idle.pop()
             connection.idle = False
-            if _now() - connection.idle_since < KEEPALIVE_SECONDS:
+            if now - connection.idle_since < KEEPALIVE_SECONDS:
                 return connection
             connection.abort()  # and all others are older
             self._drop_old()
