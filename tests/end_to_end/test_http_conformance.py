@@ -19,6 +19,7 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvrouter import http_protocol
+from kvrouter import serving as serving_module
 from kvrouter.fast_lane import FastLaneProtocol
 from kvrouter.http_protocol import BoundedHttpProtocol
 from kvrouter.ordinary import uvicorn_fits
@@ -730,6 +731,23 @@ async def test_a_router_that_stops_lets_requests_finish(lane: bool) -> None:
     assert b"data: 2" in answered
     assert answered.endswith(b"0\r\n\r\n")
     assert len(worker.exchanges) == 1
+
+
+async def test_a_connection_that_asks_nothing_more_is_closed(lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "KEEP_ALIVE_SECONDS", 0.2)
+    async with scripted_worker() as worker:
+        settings = Settings(workers=[{"url": worker.url}], server={"fast_lane": lane})  # type: ignore[list-item, arg-type]
+        async with (
+            running_router(settings) as app,
+            serving(HttpServer(app, shutdown_timeout=5)) as url,
+            wire(url) as ours,
+            wire(url) as ordinary,
+        ):
+            await ours.send(WHOLE)
+            assert (await ours.answer()).status == 200
+            await ordinary.send(HEALTH)
+            assert (await ordinary.answer()).status == 200
+            assert [await ours.rest(), await ordinary.rest()] == [b"", b""]
 
 
 async def test_with_a_uvicorn_that_it_does_not_know_the_lane_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
