@@ -161,6 +161,7 @@ class FastLaneProtocol(Client):
         self.left()
         if self._ordinary is not None:
             self._ordinary.connection_lost(exc)
+            self._ordinary = None
         if exc is None:
             self._transport.close()
         self._parser = None  # which knows this connection
@@ -208,9 +209,12 @@ class FastLaneProtocol(Client):
     def data_received(self, data: bytes) -> None:
         if self._between and self._expects_a_request:
             known = self._known
-            if known is None:
-                known = self._known = self._recent.known_of(data)
             if known is not None and (body := known.read(data)) is not None:
+                self._take_known(known.said, body)
+                return
+            known = self._recent.known_of(data)
+            if known is not None and (body := known.read(data)) is not None:
+                self._known = known
                 self._take_known(known.said, body)
                 return
         self._parse(data)

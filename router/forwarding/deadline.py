@@ -10,6 +10,10 @@ from collections.abc import Callable
 TICK = 5.0
 
 
+def _nobody() -> None:
+    """Whom a closed deadline calls."""
+
+
 class Deadline:
     """Calls `late` when nobody moved or cleared it in time; it may be set again afterwards. `close` ends it.
 
@@ -48,8 +52,9 @@ class Deadline:
         self._waits = False
 
     def close(self) -> None:
-        """Nothing will be waited for."""
+        """Nothing will be waited for, and nobody is held on to."""
         self._waits = False
+        self._late, self._lives = _nobody, None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

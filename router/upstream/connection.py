@@ -271,6 +271,7 @@ class Connection:
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
+        self._parser = None  # which knows this connection
         self._home.closed(self)
         if self.leg is None:
             return
