@@ -35,3 +35,22 @@ def test_what_is_known_of_block_sizes_changes_with_events_and_registrations() ->
         assert (indexer.block_sizes("m"), indexer.block_size(A)) == ({8, 16}, None)
     finally:
         indexer.stop()
+
+
+def test_however_many_adapters_and_salts_are_asked_for_each_has_its_own_prompts() -> None:
+    indexer = Indexer()
+    tokens = list(range(8))
+    try:
+        indexer.register(Registration(A, None, block_size=4))
+        for number, (adapter, salt) in enumerate([(None, None), ("sql", None), ("sql", "s")]):
+            extra = [(salt,)] if salt else None
+            event = BlockStored([number], None, tokens[:4], 4, lora_name=adapter, extra_keys=extra)
+            indexer.index.apply(A, EventBatch(0.0, [event], 0))
+        for number in range(2000):
+            assert not indexer.held(MatchQuery("m", tokens, f"other {number}"))
+            if number % 500 == 0:
+                for asked in [(None, None), ("sql", None), ("sql", "s")]:
+                    assert list(indexer.held(MatchQuery("m", tokens, *asked))) == [A], asked
+                assert not indexer.held(MatchQuery("m", tokens, None, "s"))
+    finally:
+        indexer.stop()
