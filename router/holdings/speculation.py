@@ -42,7 +42,7 @@ def chunk_hashes(root: int, prompt: PackedPrompt) -> array[int]:
 
 # Prompts that no event tells of are held so long, and so many prefixes of prompts that ended.
 LASTING_SECONDS: Final = 600.0
-MAX_ENDED: Final = 1 << 20
+MAX_ENDED = 1 << 20
 
 
 class Ending(Protocol):
