@@ -11,7 +11,6 @@ What is cached is counted in raw tokens, whatever the tier. A decode worker whos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -51,7 +50,7 @@ class Disaggregation:
 def decode_policy(random: Random) -> Policy:
     """The least loaded candidate."""
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
         most = max(candidate.context for candidate in candidates) + 1
 
         def terms(candidate: Candidate) -> dict[str, float]:
@@ -69,7 +68,7 @@ def decode_policy(random: Random) -> Policy:
 def prefill_policy(random: Random) -> Policy:
     """The candidate with the least to compute before this prompt is done."""
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
         def terms(candidate: Candidate) -> dict[str, float]:
             return {
                 "queued": float(candidate.pending),
@@ -83,7 +82,7 @@ def prefill_policy(random: Random) -> Policy:
 
 def disaggregate(
     decode: Candidate,
-    prefills: Sequence[Candidate],
+    prefills: list[Candidate],
     request: Request,
     policy: Policy,
     settings: DisaggregationSettings,

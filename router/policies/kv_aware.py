@@ -18,7 +18,6 @@ Where workers are unlike and their rates are known, the same is counted in secon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -46,7 +45,7 @@ def kv_aware(weights: KvWeights, random: Random) -> Policy:
     """The cost above; in seconds when the candidates have rates."""
     in_seconds = SecondsWeights(interference=weights.interference, eviction=weights.eviction)
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
         if candidates[0].rates and all(candidate.rates for candidate in candidates):
             return cheapest(candidates, lambda each: seconds_cost(each, request, in_seconds), random, weights.near)
         totals = kv_totals(candidates, request.tokens, weights)
@@ -69,7 +68,7 @@ def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, 
     }
 
 
-def kv_totals(candidates: Sequence[Candidate], tokens: int, weights: KvWeights) -> list[float]:
+def kv_totals(candidates: list[Candidate], tokens: int, weights: KvWeights) -> list[float]:
     """The sums of those terms, in one pass: there may be thousands of candidates."""
     each = 1 + weights.interference
     per_request, eviction, context = weights.interference_per_request, weights.eviction, weights.context

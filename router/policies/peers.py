@@ -5,7 +5,6 @@ Each is written from its public description, over the same exact knowledge of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 from random import Random
 
@@ -35,7 +34,7 @@ class RoundRobin(ByTurn):
         self._turns = turn + 1
         return turn % candidates
 
-    def decision(self, candidates: Sequence[Candidate], turn: int) -> Decision:
+    def decision(self, candidates: list[Candidate], turn: int) -> Decision:
         def terms(candidate: Candidate) -> dict[str, float]:
             place = next(place for place, each in enumerate(candidates) if each is candidate)
             return {"turn": float((place - turn) % len(candidates))}
@@ -52,14 +51,14 @@ class AtRandom(ByTurn):
     def turn(self, candidates: int) -> int:
         return self._random.randrange(candidates)
 
-    def decision(self, candidates: Sequence[Candidate], turn: int) -> Decision:
+    def decision(self, candidates: list[Candidate], turn: int) -> Decision:
         return Decision(candidates[turn], candidates, lambda _: {}, free=True)
 
 
 def least_loaded(random: Random) -> Policy:
     """The fewest requests in flight; what the caches hold plays no part."""
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG001
+    def choose(candidates: list[Candidate], request: Request) -> Decision:  # noqa: ARG001
         choice = one_of_lowest(candidates, [candidate.requests for candidate in candidates], random)
         return Decision(choice, candidates, lambda candidate: {"requests": candidate.requests})
 
@@ -74,7 +73,7 @@ def session_affinity(random: Random) -> Policy:
     without a session goes to the least loaded.
     """
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
         session = request.beginning if request.session is None else request.session
         if session is None:
             return cheapest(candidates, lambda candidate: {"requests": candidate.requests}, random)
@@ -94,7 +93,7 @@ def cache_aware(random: Random) -> Policy:
     """SGLang's router: the longest match above 0.3 of the prompt, or else the least loaded; the least loaded also while
     the most loaded has 64 requests and 1.5 times as many more than it."""
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
         loads = [candidate.requests for candidate in candidates]
         low, high = min(loads), max(loads)
         unbalanced = high - low > _SGLANG_DIFFERENCE and high > _SGLANG_RATIO * low
@@ -112,7 +111,7 @@ def dynamo(random: Random) -> Policy:
     A cached token in CPU memory or on disk counts as part of one.
     """
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
         def terms(candidate: Candidate) -> dict[str, float]:
             away = (1 - _DYNAMO_HOST_CREDIT) * candidate.cpu + (1 - _DYNAMO_DISK_CREDIT) * candidate.disk
             prefill = candidate.pending + request.tokens - candidate.overlap + away
@@ -129,7 +128,7 @@ def llm_d(random: Random) -> Policy:
     The queue is scaled to 0 for the shortest and 1 for the longest, as its scorer does.
     """
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
         queues = [candidate.waiting for candidate in candidates]
         shortest, spread = min(queues), max(queues) - min(queues)
         assumed = known_usage(candidates)
@@ -150,7 +149,7 @@ def llm_d(random: Random) -> Policy:
 def lmetric(random: Random) -> Policy:
     """LMetric: the tokens to prefill times the requests there, this one included."""
 
-    def choose(candidates: Sequence[Candidate], request: Request) -> Decision:
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
         def terms(candidate: Candidate) -> dict[str, float]:
             prefill = candidate.pending + max(request.tokens - candidate.overlap, 1)
             return {"prefill times requests": prefill * (candidate.requests + 1)}

@@ -12,7 +12,7 @@ What is not known of a candidate is never taken for zero:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -131,7 +131,7 @@ class Decision:
     def __init__(
         self,
         choice: Candidate,
-        candidates: Sequence[Candidate],
+        candidates: list[Candidate],
         terms: Callable[[Candidate], dict[str, float]],
         free: bool = False,
     ) -> None:
@@ -147,13 +147,13 @@ class Decision:
 
 
 # Candidates are never empty.
-Policy = Callable[[Sequence[Candidate], Request], Decision]
+Policy = Callable[[list[Candidate], Request], Decision]
 
 
 class ByTurn(ABC):
     """A policy for which nothing counts but how many candidates there are, so that its decisions can be made before."""
 
-    def __call__(self, candidates: Sequence[Candidate], request: Request) -> Decision:  # noqa: ARG002
+    def __call__(self, candidates: list[Candidate], request: Request) -> Decision:  # noqa: ARG002
         return self.decision(candidates, self.turn(len(candidates)))
 
     @abstractmethod
@@ -161,12 +161,12 @@ class ByTurn(ABC):
         """The place of the next one, of so many."""
 
     @abstractmethod
-    def decision(self, candidates: Sequence[Candidate], turn: int) -> Decision:
+    def decision(self, candidates: list[Candidate], turn: int) -> Decision:
         """The decision for the candidate at a place. It is the same each time."""
 
 
 def cheapest(
-    candidates: Sequence[Candidate], terms: Callable[[Candidate], dict[str, float]], random: Random, near: float = 0.0
+    candidates: list[Candidate], terms: Callable[[Candidate], dict[str, float]], random: Random, near: float = 0.0
 ) -> Decision:
     """The candidate whose terms add up to the least; ties at random. `near`: as of `one_of_lowest`."""
     totals = [sum(terms(candidate).values()) for candidate in candidates]
@@ -174,20 +174,25 @@ def cheapest(
 
 
 def one_of_lowest(
-    candidates: Sequence[Candidate],
-    totals: Sequence[float],
+    candidates: list[Candidate],
+    totals: list[float],
     random: Random,
     near: float = 0.0,
 ) -> Candidate:
     """The candidate with the lowest total; ties at random. Totals higher by a share of `near` count as tied."""
-    lowest = min(totals)
-    if not near and totals.count(lowest) == 1:
-        return candidates[totals.index(lowest)]
+    lowest, first, ties = totals[0], 0, 0
+    for place, total in enumerate(totals):
+        if total < lowest:
+            lowest, first, ties = total, place, 1
+        elif total == lowest:
+            ties += 1
+    if not near and ties == 1:
+        return candidates[first]
     most = lowest * (1 + near)
     tied = [candidates[place] for place, total in enumerate(totals) if total <= most]
     return tied[int(random.random() * len(tied))]  # as random.choice does, which takes four times as long
 
 
-def known_usage(candidates: Sequence[Candidate]) -> float:
+def known_usage(candidates: list[Candidate]) -> float:
     """The KV usage to assume where it is not known: the highest that is known, or a full cache."""
     return max((c.kv_usage for c in candidates if c.kv_usage is not None), default=1.0)

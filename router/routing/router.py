@@ -409,12 +409,14 @@ class Router:
             if eviction:
                 candidates = [self._evicting(candidate, eviction) for candidate in candidates]
             overlaps = self._overlaps(served, prompt, hashes, now)
-            known = {serving.of_target[each]: overlaps[each] for each in overlaps if each in serving.of_target}
-            if known:
-                for place, rank in enumerate(ranks):  # there may be thousands
-                    overlap = known.get(rank)
-                    if overlap is not None:
-                        candidates[place] = options.holding(candidates[place], overlap)
+            places = None if ranks is serving.of_served[served] else {rank: n for n, rank in enumerate(ranks)}
+            for target, overlap in overlaps.items():
+                rank = serving.of_target.get(target)
+                if rank is None or rank.served is not served:
+                    continue
+                place = rank.place if places is None else places.get(rank, -1)
+                if place >= 0:
+                    candidates[place] = options.holding(candidates[place], overlap)
             options.candidates += candidates
         return options
 

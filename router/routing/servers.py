@@ -27,7 +27,8 @@ class Rank:
     """One of a worker's ranks as the target for what it serves under a name.
 
     `one_of_many`: its worker has others. `weight`: that of its worker. `candidate`: it with nothing of a prompt, as it
-    was when its load had changed `as_of` times; -1 when that is known not to be so any more.
+    was when its load had changed `as_of` times; -1 when that is known not to be so any more. `place`: among those that
+    serve the same.
     """
 
     def __init__(self, worker: Worker, served: Served, target: Target, load: TargetLoad, one_of_many: bool) -> None:
@@ -39,6 +40,7 @@ class Rank:
         self.weight = worker.settings.weight
         self.candidate = Candidate(target)
         self.as_of = -1
+        self.place = 0
 
 
 class Serving:
@@ -49,7 +51,7 @@ class Serving:
         self, workers: Sequence[Worker], name: str | None, load: LoadTable, before: Serving | None = None
     ) -> None:
         """`before`: what was found of the name the last time. The ranks of workers that are as they were stay."""
-        self.workers = workers
+        self.workers = list(workers)
         self.of_worker: dict[Worker, list[Rank]] = {}
         self.of_target: dict[Target, Rank] = {}
         self.of_served: dict[Served, list[Rank]] = {}
@@ -65,10 +67,12 @@ class Serving:
                 ranks = _ranks(worker, served, load)
             self._found[worker] = (worker.description, worker.settings)
             self.of_worker[worker] = ranks
-            self.of_served.setdefault(ranks[0].served, []).extend(ranks)
+            alike = self.of_served.setdefault(ranks[0].served, [])
             for rank in ranks:
                 self.of_target[rank.target] = rank
                 rank.as_of = -1
+                rank.place = len(alike)
+                alike.append(rank)
         self.ranks = list(self.of_target.values())
 
     def ranks_as_found(self, worker: Worker) -> list[Rank] | None:
@@ -81,7 +85,7 @@ class Serving:
     @property
     def all_usable(self) -> bool:
         """Whether a request may go to any of them, as far as that can be seen at a glance."""
-        for worker in self.of_worker:
+        for worker in self.workers:
             health = worker.health
             if not health.circuit.closed or worker.warming_since is not None or health.ranks:
                 return False
