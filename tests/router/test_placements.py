@@ -14,6 +14,7 @@ from indexer.hashing import PackedPrompt
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.health import Outcome
+from router.fleet.worker import Worker
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings
@@ -124,6 +125,28 @@ def test_loads_count_by_what_a_worker_can_bear() -> None:
         assert sorted(requests.values()) == [0, 2]
 
     with_router(play, weight=2.0)
+
+
+def test_what_is_held_counts_for_its_worker_whoever_is_left_out() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        held = {worker: 16 * (number + 1) for number, worker in enumerate(fleet.workers)}
+        for worker, tokens in held.items():
+            packed = PackedPrompt.of(range(tokens))
+            placement = router.place(RoutedPrompt(MODEL, tokens, [packed], [packed]), _but(fleet, worker))
+            assert placement.worker is worker
+        asked = PackedPrompt.of(range(64))
+        for left_out in [[], *([worker] for worker in fleet.workers)]:
+            choice = router.choose(RoutedPrompt(MODEL, 64, [asked], [asked]), left_out)
+            assert choice is not None
+            overlaps = {candidate.target.worker: candidate.overlap for candidate in choice.decision.candidates}
+            assert overlaps == {worker.url: tokens for worker, tokens in held.items() if worker not in left_out}
+            assert choice.most == max(overlaps.values())
+
+    with_router(play)
+
+
+def _but(fleet: Fleet, worker: Worker) -> list[Worker]:
+    return [each for each in fleet.workers if each is not worker]
 
 
 def test_workers_that_come_and_go_are_candidates_at_once() -> None:
