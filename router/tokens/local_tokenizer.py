@@ -29,7 +29,7 @@ CACHE_BYTES = 64 * 2**20
 class LocalTokenizer:
     """Makes the same token ids as vLLM does of the same request. Any number of threads may use one.
 
-    `vocab_size` is one more than the largest token id the model takes. `fast`: tiktoken does the most of it.
+    `vocab_size` is one more than the largest token id the model takes.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int = 0, cache_bytes: int = CACHE_BYTES) -> None:
@@ -40,7 +40,7 @@ class LocalTokenizer:
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_padding()
         self.backend.no_truncation()
-        self.fast = False
+        self._pieces: FastPieces | None = None
         self._segmented = self._piece_by_piece(cache_bytes)
         self._template = _template(tokenizer, None)
         self._tools_template = _template(tokenizer, [])
@@ -75,6 +75,11 @@ class LocalTokenizer:
         return cls(tokenizer, (config.get("text_config") or config).get("vocab_size") or 0, cache_bytes)
 
     @property
+    def fast(self) -> bool:
+        """Whether tiktoken does the most of it."""
+        return self._pieces is not None
+
+    @property
     def by_pieces(self) -> bool:
         """Whether texts are tokenized piece by piece, because that is exact for this tokenizer."""
         return self._segmented is not None
@@ -88,6 +93,11 @@ class LocalTokenizer:
     def cached_bytes(self) -> int:
         """What the texts seen before take."""
         return self._segmented.cached_bytes if self._segmented else 0
+
+    def claim(self) -> None:
+        """Be the fastest in this thread. For the first use after the tokenizer was loaded."""
+        if self._pieces is not None:
+            self._pieces.claim()
 
     def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
         """The text that the model's chat template makes of a conversation.
@@ -158,7 +168,8 @@ class LocalTokenizer:
             fast = FastPieces(self.backend, cutter, self._ids)
             if (text := differs(fast, trial_characters())) is not None:
                 raise UnfitError(f"it reads {text!r} in another way")
-            self.fast = True
+            fast.renew()
+            self._pieces = fast
             return SegmentedEncoder(fast, cutter, ends, cache_bytes, ASCII_SPEED)
         except UnfitError as error:
             log.info("tiktoken does not stand in for this tokenizer", reason=str(error))

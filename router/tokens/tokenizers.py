@@ -56,7 +56,9 @@ class Tokenizers:
         self._waiting = 0
 
     def add(self, model: str, tokenizer: LocalTokenizer | RemoteTokenizer) -> None:
-        """Use this tokenizer for the model from now on, in place of any other."""
+        """Use this tokenizer for the model from now on, in place of any other. For the thread of the event loop."""
+        if isinstance(tokenizer, LocalTokenizer):
+            tokenizer.claim()
         self._tokenizers[model] = tokenizer
 
     def remove(self, model: str) -> None:
