@@ -132,7 +132,8 @@ async def running_router(
         router.watching = board
         stack.push_async_callback(end_tasks, [asyncio.create_task(board.run())])
         tracing = tracing_to(settings.otel.endpoint)
-        stack.push_async_callback(asyncio.to_thread, tracing.stop)
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.stop)
         upstreams = Upstreams(
             _client_tls(settings.upstream), settings.proxy.connect_timeout, settings.proxy.idle_timeout
         )

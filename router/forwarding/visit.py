@@ -105,15 +105,18 @@ class Visit:
 
     def _names(self) -> dict[str, str]:
         names = {"request_id": self.id.decode()}
-        return names | {"trace_id": self.trace.id} if self.trace is not None and self.trace.id else names
+        return names | {"trace_id": self.trace.id} if self.trace is not None else names
 
 
 class Visits:
-    """Begins visits. `access`: None where anyone may pass; `log`: whether requests are logged."""
+    """Begins visits. `access`: None where anyone may pass. `tracing`: where requests are traced. `log`: whether they are
+    logged."""
 
-    def __init__(self, access: AccessControl | None, tracing: Tracing, metrics: RequestMetrics, log: bool) -> None:
+    def __init__(
+        self, access: AccessControl | None, tracing: Tracing | None, metrics: RequestMetrics, log: bool
+    ) -> None:
         self._access = access
-        self._tracing = tracing if tracing.active else None
+        self._tracing = tracing
         self._metrics = metrics
         self._log = log
 

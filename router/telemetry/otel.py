@@ -26,8 +26,6 @@ _propagator = TraceContextTextMapPropagator()
 class OtelTracing(Tracing):
     """Spans that go to a collector, in batches of a thread of its own. `stop` sends what is left."""
 
-    active = True
-
     def __init__(self, endpoint: str) -> None:
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "kvrouter"}), shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint, timeout=_EXPORT_TIMEOUT)
@@ -77,11 +75,9 @@ class _OtelTrace(_OtelSpan, RequestTrace):
         self._tracer = tracer
         self.id = format_trace_id(span.get_span_context().trace_id)
 
-    def span(self, name: str, **attributes: Any) -> Span:
+    def span(self, name: str) -> Span:
         kind = SpanKind.CLIENT if name == "upstream" else SpanKind.INTERNAL
-        told = _OtelSpan(self._tracer.start_span(name, self._context(), kind))
-        told.set(**attributes)
-        return told
+        return _OtelSpan(self._tracer.start_span(name, self._context(), kind))
 
 
 def _attribute(name: str) -> str:

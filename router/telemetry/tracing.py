@@ -1,69 +1,58 @@
-"""Spans of what happens to a request, for those who want them: `router.telemetry.otel` makes real ones.
+"""Spans of what happens to a request, for those who want them: `router.telemetry.otel` makes them.
 
-This is what there is without: nothing is traced, and the client's `traceparent` passes as any other header does.
+Where nobody does there are none, and the client's `traceparent` passes as any other header does.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self
+from abc import ABC, abstractmethod
+from typing import Any
 
 Headers = list[tuple[bytes, bytes]]
 
 
-class Span:
-    """A part of a request's way. As a context it ends with it, and with the exception that ends it."""
+class Span(ABC):
+    """A part of a request's way."""
 
+    @abstractmethod
     def set(self, **attributes: Any) -> None:
         """Say something of it: numbers and names, and nothing of a prompt."""
 
+    @abstractmethod
     def end(self, problem: str | None = None) -> None:
         """It is over; `problem` names what went wrong. Only the first call counts."""
 
+    @abstractmethod
     def inject(self, headers: Headers) -> Headers:
         """The headers of a request to a worker, which go on with this span."""
-        return headers
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.end(kind.__name__ if kind else None)
 
 
 class RequestTrace(Span):
-    """The span of a whole request. `id` is its trace's; None where nothing is traced."""
+    """The span of a whole request. `id` is its trace's."""
 
-    id: str | None = None
+    id: str
 
-    def span(self, name: str, **attributes: Any) -> Span:  # noqa: ARG002
+    @abstractmethod
+    def span(self, name: str) -> Span:
         """A span in it that begins now."""
-        return NO_SPAN
 
 
-class Tracing:
-    """Makes spans. `stop` sends what is left of them. `active`: whether any are made."""
+class Tracing(ABC):
+    """Makes spans. `stop` sends what is left of them."""
 
-    active = False
-
-    def request(self, method: str, path: str, headers: Headers) -> RequestTrace:  # noqa: ARG002
+    @abstractmethod
+    def request(self, method: str, path: str, headers: Headers) -> RequestTrace:
         """A request came."""
-        return _NO_TRACE
 
+    @abstractmethod
     def stop(self) -> None:
         """Nothing more is traced."""
 
 
-NO_SPAN = Span()
-_NO_TRACE = RequestTrace()
-
-
-def tracing_to(endpoint: object | None) -> Tracing:
+def tracing_to(endpoint: object | None) -> Tracing | None:
     """Spans that go to a collector's URL; None: none are made."""
     if endpoint is None:
-        return Tracing()
+        return None
     from router.telemetry.otel import OtelTracing  # an extra
 
     return OtelTracing(str(endpoint))

@@ -49,19 +49,15 @@ class Origin:
             b"Basic " + b64encode(userinfo) if userinfo else None,
         )
 
-    def request_head(self, method: str, target: bytes, lines: bytes, body_bytes: int) -> bytes:
-        """The head of a request with a body of this size. `lines`: the headers that are about the message."""
-        return self.opening(method, target, lines) + end_of_head(method, body_bytes)
-
     def opening(self, method: str, target: bytes, lines: bytes) -> bytes:
-        """What a head begins with; more lines may follow."""
+        """What the head of a request begins with; `lines` are the headers that are about the message. More may follow."""
         if self.authorization is not None and b"\r\nauthorization:" not in b"\r\n" + lines:
             lines += b"authorization: %b\r\n" % self.authorization
         return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (method.encode(), self.path, target, self.host_header, lines)
 
 
 def end_of_head(method: str, body_bytes: int) -> bytes:
-    """What a head ends with, for a body of this size."""
+    """What the head of a request ends with, for a body of this size."""
     if body_bytes or method in _METHODS_WITH_BODY:
         return b"content-length: %b\r\n\r\n" % str(body_bytes).encode()
     return b"\r\n"

@@ -734,7 +734,7 @@ async def test_a_router_that_stops_lets_requests_finish(lane: bool) -> None:
 
 
 async def test_a_connection_that_asks_nothing_more_is_closed(lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_module, "KEEP_ALIVE_SECONDS", 0.2)
+    monkeypatch.setattr(serving_module, "KEEP_ALIVE_SECONDS", 1)
     async with scripted_worker() as worker:
         settings = Settings(workers=[{"url": worker.url}], server={"fast_lane": lane})  # type: ignore[list-item, arg-type]
         async with (
