@@ -109,8 +109,8 @@ class Visit:
 
 
 class Visits:
-    """Begins visits. `access`: None where anyone may pass. `tracing`: where requests are traced. `log`: whether they are
-    logged."""
+    """Begins visits. `access`: None where anyone may pass; `tracing`: where requests are traced; `log`: whether requests
+    are logged."""
 
     def __init__(
         self, access: AccessControl | None, tracing: Tracing | None, metrics: RequestMetrics, log: bool

@@ -50,7 +50,7 @@ class Origin:
         )
 
     def opening(self, method: str, target: bytes, lines: bytes) -> bytes:
-        """What the head of a request begins with; `lines` are the headers that are about the message. More may follow."""
+        """What a request's head begins with. `lines`: the headers that are about the message; more may follow."""
         if self.authorization is not None and b"\r\nauthorization:" not in b"\r\n" + lines:
             lines += b"authorization: %b\r\n" % self.authorization
         return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (method.encode(), self.path, target, self.host_header, lines)
