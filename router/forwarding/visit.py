@@ -109,8 +109,10 @@ class Visit:
 
 
 class Visits:
-    """Begins visits. `access`: None where anyone may pass; `tracing`: where requests are traced; `log`: whether requests
-    are logged."""
+    """Begins visits.
+
+    `access`: None where anyone may pass; `tracing`: None where nothing is traced; `log`: whether requests are logged.
+    """
 
     def __init__(
         self, access: AccessControl | None, tracing: Tracing | None, metrics: RequestMetrics, log: bool
