@@ -7,17 +7,17 @@ So only a tail is kept, whatever the length of the answer and however it came in
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 _TAIL_BYTES = 16 * 1024
 _MAX_PIECES = 64
 # Quotes inside a string are escaped, so `"usage"` without a backslash before it is a string of its own: a key.
-_KEY = b'"usage"'
-_USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
+_KEY: Final = b'"usage"'
+_BACKSLASH: Final = 92
+_MOST_BETWEEN: Final = 64  # bytes from a key to its object: a colon and white space
 # The second are those of /v1/responses.
 _NAMES = [
     ("prompt_tokens", "completion_tokens", "prompt_tokens_details"),
@@ -61,11 +61,11 @@ class UsageTail:
         tail = self._joined()
         place = len(tail)
         while (place := tail.rfind(_KEY, 0, place)) >= 0:
-            found = _USAGE.match(tail, place)
-            if found is None:
+            start = _object_after(tail, place)
+            if start < 0:
                 continue
             try:
-                usage = _object_at(tail, found.end())
+                usage = _object_at(tail, start)
             except (ValueError, RecursionError):
                 continue
             if (read := _read(usage)) is not None:
@@ -73,11 +73,24 @@ class UsageTail:
         return None
 
 
+def _object_after(tail: bytes, place: int) -> int:
+    """Where the object begins that the key at a place stands for; below 0 when it is no key, or stands for none."""
+    after = place + len(_KEY)
+    start = tail.find(b"{", after, after + _MOST_BETWEEN)
+    if start < 0 or (place and tail[place - 1] == _BACKSLASH):
+        return -1
+    between = tail[after:start]
+    return start if between == b":" or between.strip() == b":" else -1
+
+
 def _object_at(tail: bytes, start: int) -> dict[str, Any]:
     """The JSON object that begins there, whatever follows it. Raises ValueError."""
     end = tail.find(b"}", start) + 1
-    while end and tail.count(b"{", start, end) > tail.count(b"}", start, end):
-        end = tail.find(b"}", end) + 1
+    opened, closed = tail.count(b"{", start, end), 1
+    while end and closed < opened:
+        before, end = end, tail.find(b"}", end) + 1
+        opened += tail.count(b"{", before, end)
+        closed += 1
     if end:
         try:
             return _decode(tail[start:end])  # no other end would do, if this is one

@@ -94,3 +94,12 @@ def test_where_it_ends_is_found_whatever_is_in_it_and_after_it(more: bytes, afte
 @given(st.binary(), st.lists(st.integers(0, 1000)))
 def test_any_bytes_are_survived(answer: bytes, cuts: list[int]) -> None:
     assert read(answer, *cuts) == read(answer)
+
+
+@pytest.mark.parametrize(
+    ("between", "found"),
+    [(b":", True), (b" :\n\t ", True), (b": [", False), (b"", False), (b",", False), (b'":', False), (b"::", False)],
+)
+def test_what_stands_between_a_key_and_its_object(between: bytes, found: bool) -> None:
+    assert (read(b'{"usage"' + between + b'{"prompt_tokens": 9}}') is not None) is found
+    assert read(b'"\\"usage"' + between + b'{"prompt_tokens": 9}}') is None
