@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import sys
-from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -22,7 +21,7 @@ from router.apis.body_fields import OWN_KEY, RawInput, RawMessages, RawRest
 from router.apis.fields import read_body
 from router.apis.media import has_media
 from router.apis.requests import Conversation, RoutedRequest
-from router.beginnings import Beginnings
+from router.beginnings import Beginnings, common_places
 
 # Of shorter bodies only the same are looked for: the rest is decoded sooner.
 MIN_BYTES = 4096
@@ -198,9 +197,7 @@ def _begun(known: _KnownBody, body: bytes, kind: type[F], check: Check[F]) -> tu
         _find_ends(known)
     ends, start = known.ends, memoryview(known.whole)
     # A message ends with a brace, so nothing after it can be a part of it.
-    shared = len(ends)
-    if not shared or not body.startswith(start[: ends[-1]]):
-        shared = bisect_left(range(shared), True, key=lambda place: not body.startswith(start[: ends[place]]))
+    shared = common_places(body, start, ends, len(ends))
     if not shared:
         return None
     end, others = ends[shared - 1], known.others

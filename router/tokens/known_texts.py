@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
-from router.beginnings import Beginnings
+from router.beginnings import Beginnings, common_places
 
 # Of shorter texts all pieces are looked up.
 MIN_CHARACTERS = 2048
@@ -67,13 +67,12 @@ class KnownTexts:
         return self._known.find(text, lambda known: self._begun(text, known)) or _NOTHING
 
     def _begun(self, text: str, known: KnownText) -> Beginning | None:
-        cuts, whole, longest = known.cuts, known.whole, self._longest
-        # Cuts that could be others if the known text went on otherwise are left out.
-        sure = bisect_right(cuts, len(whole) - longest)
-        if not text.startswith(whole):
-            sure = bisect_left(range(sure), True, key=lambda place: not text.startswith(whole[: cuts[place] + longest]))
-        elif len(text) == len(whole):
+        if text == known.whole:
             return Beginning(known, whole=True)
+        cuts, longest = known.cuts, self._longest
+        # Cuts that could be others if the known text went on otherwise are left out.
+        sure = bisect_right(cuts, len(known.whole) - longest)
+        sure = common_places(text, known.whole, cuts, sure, longest)
         return Beginning(known, sure - 1, cuts[sure - 1], known.tokens_before[sure - 1]) if sure else None
 
     def tokenized(self, text: str, begun: Beginning, pieces: list[str], token_ids: list[bytes]) -> PackedPrompt:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.beginnings import Beginnings
+from router.beginnings import Beginnings, common_places
 
 
 @dataclass(eq=False)
@@ -99,3 +100,16 @@ def test_what_is_found_begins_alike(asked: list[tuple[int, int, int, bool]]) -> 
         known.put(Seen(whole, len(whole)), found, common, instead=replace)
         assert known.bytes <= 60_000
         assert find(known, whole) is not None or len(known) == 0 or len(whole) > 50_000
+
+
+@settings(max_examples=200)
+@given(st.text("ab", max_size=30), st.text("ab", max_size=30), st.sets(st.integers(1, 40)), st.integers(0, 3))
+def test_places_in_what_two_begin_with_alike(one: str, other: str, places: set[int], beyond: int) -> None:
+    known = one + other[::-1]
+    ordered = [place for place in sorted(places) if place + beyond <= len(known)]
+    expected = sum((one + other).startswith(known[: place + beyond]) for place in ordered)
+    for count in range(len(ordered) + 1):
+        found = common_places(one + other, known, ordered, count, beyond)
+        assert found == min(count, expected)
+        new, start = (one + other).encode(), memoryview(known.encode())
+        assert common_places(new, start, array("I", ordered), count, beyond) == found
