@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import tiktoken
 from tokenizers import models
 
-from router.tokens.segments import Cutter
+from indexer.hashing import pack_tokens
+from router.tokens.segments import Cutter, Encode
 
 # Latin script and its punctuation. No normalization to NFC changes any of it.
 CHARACTERS = [chr(code) for code in (*range(0x250), *range(0x2010, 0x2028), *range(0x2030, 0x205F), 0x20AC)]
@@ -34,7 +35,8 @@ ASCII_SPEED = 4
 # How the ByteLevel pre-tokenizer splits words.
 _GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-EncodeText = Callable[[str], list[int]]
+# A special token that no text is searched for: without any, tiktoken stops at every character.
+_NO_TOKEN = "\0kvrouter\0"
 
 
 class UnfitError(Exception):
@@ -42,23 +44,24 @@ class UnfitError(Exception):
 
 
 class FastPieces:
-    """Token ids of pieces of text (as a `Cutter` cuts them) by tiktoken, of other characters by the tokenizer."""
+    """Packed token ids of pieces of text (as a `Cutter` cuts them): by tiktoken, or else by the tokenizer itself."""
 
-    def __init__(self, backend: Any, cutter: Cutter, otherwise: Callable[[list[str]], list[list[int]]]) -> None:
+    def __init__(self, backend: Any, cutter: Cutter, otherwise: Encode) -> None:
         """`backend` is of `tokenizers`. Raises UnfitError."""
         words, ranks = _readable(backend)
-        self._made = partial(tiktoken.Encoding, "model", pat_str=words, mergeable_ranks=ranks, special_tokens={})
+        special = {_NO_TOKEN: max(ranks.values(), default=0) + 1}
+        self._made = partial(tiktoken.Encoding, "model", pat_str=words, mergeable_ranks=ranks, special_tokens=special)
         try:
-            self._encode: EncodeText = self._made().encode_ordinary
+            self._encoding = self._made()
         except ValueError as error:
             raise UnfitError(f"tiktoken cannot read it: {error}") from error
         self._otherwise = otherwise
         self._cutter = cutter
-        self._ids = {content: backend.token_to_id(content) for content in cutter.boundaries}
+        self._special = {content: pack_tokens([backend.token_to_id(content)]) for content in cutter.boundaries}
 
     def renew(self) -> None:
         """Be as if never used. Takes as long as a vocabulary is large."""
-        self._encode = self._made().encode_ordinary
+        self._encoding = self._made()
 
     def claim(self) -> None:
         """Be the fastest in this thread, if nobody used it yet.
@@ -68,20 +71,27 @@ class FastPieces:
         """
         self._encode("a")
 
-    def __call__(self, pieces: list[str]) -> list[list[int]]:
+    def __call__(self, pieces: list[str]) -> list[bytes]:
         """The token ids of each piece."""
         encoded = [self._fast(piece) for piece in pieces]
         slow = [piece for piece, ids in zip(pieces, encoded, strict=True) if ids is None]
         slowly = iter(self._otherwise(slow) if slow else ())
         return [next(slowly) if ids is None else ids for ids in encoded]
 
-    def _fast(self, piece: str) -> list[int] | None:
+    def _fast(self, piece: str) -> bytes | None:
         special = self._cutter.special_token(piece)
         text = piece[len(special) :]
         if not (text.isascii() or _only_those(text)) or self._cutter.has_added_token(text):
             return None
         ids = self._encode(text)
-        return [self._ids[special], *ids] if special else ids
+        return self._special[special] + ids if special else ids
+
+    def _encode(self, text: str) -> bytes:
+        if not text:
+            return b""
+        # Without a list of numbers, which takes a lot of memory here and there.
+        ids: bytes = self._encoding.encode_to_numpy(text, disallowed_special=()).astype("<u4", copy=False).tobytes()
+        return ids
 
 
 def trial_characters() -> Iterator[str]:

@@ -18,8 +18,8 @@ from router.errors import TooLongForNowError
 from router.tokens.known_texts import KnownTexts
 from router.tokens.segment_cache import SegmentCache
 
-# The token ids of texts, without those that begin or end every text.
-Encode = Callable[[list[str]], list[list[int]]]
+# The packed token ids of texts, without those that begin or end every text.
+Encode = Callable[[list[str]], list[bytes]]
 
 # Pieces that are new and this short together are tokenized one by one; tokenizers share longer work between threads,
 # whose waking takes longer than tokenizing so much.
@@ -170,7 +170,7 @@ class SegmentedEncoder:
             encoded = [self._encode([piece])[0] for piece in new]
         else:
             encoded = self._encode(new)
-        added = {piece: pack_tokens(ids) for piece, ids in zip(new, encoded, strict=True)}
+        added = dict(zip(new, encoded, strict=True))
         self._pieces.put(added)
         return added
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import worker.simulated
+from indexer.hashing import pack_tokens
 from router.tokens.fast_bpe import CHARACTERS, FastPieces, UnfitError, trial_characters
 from router.tokens.segments import Cutter
 
@@ -42,9 +44,9 @@ class Slowly:
         self.tokenizer = tokenizer
         self.asked: list[str] = []
 
-    def __call__(self, texts: list[str]) -> list[list[int]]:
+    def __call__(self, texts: list[str]) -> list[bytes]:
         self.asked += texts
-        return [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        return [pack_tokens(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 
 
 def fast(tokenizer: Tokenizer) -> tuple[FastPieces, Slowly]:
@@ -166,4 +168,15 @@ def test_a_token_may_be_made_in_several_ways(ignore_merges: bool) -> None:
 def test_long_words_are_no_trouble(text: str) -> None:
     pieces, slowly = fast(bundled())
     assert pieces([text]) == Slowly(bundled())([text])
+    assert slowly.asked == []
+
+
+def test_it_may_be_used_by_other_threads_than_its_first() -> None:
+    pieces, slowly = fast(bundled())
+    pieces.renew()
+    pieces.claim()
+    texts = ["<|im_start|>user\n it's  12 ?!\n\n", "\0kvrouter\0", "a\0kvrouter\0 b\0", *trial_characters()]
+    with ThreadPoolExecutor(2) as threads:
+        found = [pieces(texts), *threads.map(pieces, [texts] * 4)]
+    assert found == [Slowly(bundled())(texts)] * 5
     assert slowly.asked == []

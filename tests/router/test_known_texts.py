@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from indexer.hashing import PackedPrompt
+from indexer.hashing import PackedPrompt, pack_tokens
 from router.tokens.known_texts import MIN_CHARACTERS
 from router.tokens.segments import Cutter, SegmentedEncoder, ends_of
 
@@ -41,9 +41,9 @@ class Asked:
         self.pieces: list[str] = []
         self.encoder = SegmentedEncoder(self._ids, Cutter(backend()), ends_of(backend()), cache_bytes)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _ids(self, texts: list[str]) -> list[bytes]:
         self.pieces += texts
-        return [encoding.ids for encoding in backend().encode_batch(texts, add_special_tokens=False)]
+        return [pack_tokens(encoding.ids) for encoding in backend().encode_batch(texts, add_special_tokens=False)]
 
     def prompt(self, text: str) -> PackedPrompt:
         (prompt,) = self.encoder.encode([text], add_special_tokens=False)

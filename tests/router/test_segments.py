@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from indexer.hashing import PackedPrompt
+from indexer.hashing import PackedPrompt, pack_tokens
 from router.errors import TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.segment_cache import SegmentCache
@@ -197,7 +197,7 @@ def test_the_trial_finds_cuts_that_do_not_separate(kind: str) -> None:
 
 
 def bare(tokenizer: LocalTokenizer) -> Encode:
-    return lambda texts: [list(ids) for ids in whole(tokenizer, texts, False)]
+    return lambda texts: [prompt.tokens for prompt in whole(tokenizer, texts, False)]
 
 
 def test_a_tokenizer_without_special_tokens() -> None:
@@ -253,9 +253,9 @@ class Counting:
         self.backend = byte_level()
         self.asked: list[str] = []
 
-    def __call__(self, texts: list[str]) -> list[list[int]]:
+    def __call__(self, texts: list[str]) -> list[bytes]:
         self.asked += texts
-        return [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
+        return [pack_tokens(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
 
     def encoder(self, ascii_speed: int = 1) -> SegmentedEncoder:
         return SegmentedEncoder(self, Cutter(self.backend), ends_of(self.backend), 20_000, ascii_speed)
