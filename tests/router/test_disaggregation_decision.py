@@ -20,7 +20,7 @@ def worker(name: str, **told: Any) -> Candidate:
 
 
 def decided(decode: Candidate, *prefills: Candidate, tokens: int = 10_000, alone: bool = True) -> Disaggregation:
-    return disaggregate(decode, prefills, Request(tokens), prefill_policy(Random(1)), SETTINGS, alone)
+    return disaggregate(decode, list(prefills), Request(tokens), prefill_policy(Random(1)), SETTINGS, alone)
 
 
 def test_decode_goes_where_the_load_is_least_and_overlap_breaks_ties() -> None:
