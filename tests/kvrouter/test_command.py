@@ -66,6 +66,7 @@ def service(*arguments: str, ended_by: signal.Signals = signal.SIGTERM) -> Itera
                 line = process.stdout.readline()
                 assert line, f"kvrouter {arguments[0]} did not start: {printed}"
                 printed += line
+            giving_up.cancel()
             yield listens.group(1), process
             process.send_signal(ended_by)
             output, _ = process.communicate(timeout=10)

@@ -211,7 +211,7 @@ async def test_everything_is_listed_again_when_the_version_is_gone(api: ApiServe
             api.fail_with = [410]
             api.cut()
         await cluster.until_workers("127.0.0.3:8000")
-        await cluster.until(lambda: api.watched_from[-1] == "50")
+        await cluster.until(lambda: api.watched_from[-1:] == ["50"])
 
 
 async def test_the_workers_stay_while_the_api_server_is_in_trouble(api: ApiServer) -> None:
