@@ -9,16 +9,14 @@ import msgspec
 
 from indexer.errors import RequestError
 from router.apis.body_fields import MessagesFields
-from router.apis.conversations import Conversations, ReadBody, again, conversation_of
-from router.apis.fields import kind_of, lenient, model_name, optional_string, read_body
+from router.apis.conversation import BILLING_HEADER
+from router.apis.conversations import Conversations, ReadBody, again, conversation_of, read_among
+from router.apis.fields import kind_of, lenient, model_name, optional_string
 from router.apis.requests import ChatPrompt, Conversation, RoutedRequest
 from router.apis.sessions import Headers, session_of
 
 Message = dict[str, Any]
 Block = dict[str, Any]
-
-# A line of Claude Code's system prompts that differs in each request.
-_BILLING_HEADER = "x-anthropic-billing-header"
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -37,13 +35,9 @@ def decode_messages(body: bytes, headers: Headers = (), seen: Conversations | No
 
     `seen`: the bodies from before, of which one may begin as this one does.
     """
-    if seen is None:
-        found, earlier = ReadBody(read_body(body, MessagesFields)), None
-        _check(found.fields)
-    else:
-        found, earlier = seen.read(body, MessagesFields, _check)
-        if found.request is not None:
-            return again(found.request, session_of(headers, found.fields))
+    found, earlier = read_among(seen, body, MessagesFields, _check)
+    if found.request is not None:
+        return again(found.request, session_of(headers, found.fields))
     chat, shared = _chat_after(found, earlier)
     found.conversation = conversation_of(chat, shared, earlier)
     found.request = _request(found.fields, headers, chat, found.conversation)
@@ -124,7 +118,7 @@ def _system(system: Any) -> list[Message]:
 def _system_text(content: Any) -> str:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts = (_text(block) for block in (blocks if isinstance(blocks, list) else ()))
-    return "".join(text for text in texts if text and not text.startswith(_BILLING_HEADER))
+    return "".join(text for text in texts if text and not text.startswith(BILLING_HEADER))
 
 
 def _text(block: Any) -> str | None:

@@ -42,7 +42,7 @@ def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Messag
         len(message) == 2
         and isinstance(content, str)
         and role != "developer"
-        and not content.startswith(_BILLING_HEADER)
+        and not content.startswith(BILLING_HEADER)
     ):
         return {
             "role": role,
@@ -81,14 +81,14 @@ def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Messag
     return result
 
 
-_BILLING_HEADER = "x-anthropic-billing-header"
+BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def _without_billing_header(parts: Iterable[Any]) -> Iterator[Any]:
     """Without the first line that Claude Code sends in system prompts: new in each request, so vLLM drops it."""
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-        if not isinstance(text, str) or not text.startswith(_BILLING_HEADER):
+        if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
             yield part
         elif rest := text.partition("\n")[2]:
             yield {**part, "text": rest} if isinstance(part, dict) else rest

@@ -175,6 +175,17 @@ class Conversations:
         return new
 
 
+def read_among(
+    seen: Conversations | None, body: bytes, kind: type[F], check: Check[F]
+) -> tuple[ReadBody, ReadBody | None]:
+    """The same as `Conversations.read`, whether or not any are kept. Raises as that does."""
+    if seen is not None:
+        return seen.read(body, kind, check)
+    fields = read_body(body, kind)
+    check(fields, 0)
+    return ReadBody(fields), None
+
+
 def _anew(body: bytes, fields: Any) -> _KnownBody:
     given = fields.messages
     messages = given if isinstance(given, list) else [given]  # of `/v1/responses` it may be a text

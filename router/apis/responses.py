@@ -10,8 +10,8 @@ from typing import Any
 
 from indexer.errors import RequestError
 from router.apis.body_fields import ResponsesFields
-from router.apis.conversations import Conversations, ReadBody, again, conversation_of
-from router.apis.fields import kind_of, lenient, optional_string, read_body
+from router.apis.conversations import Conversations, ReadBody, again, conversation_of, read_among
+from router.apis.fields import kind_of, lenient, optional_string
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.sessions import Headers, session_of
 
@@ -27,13 +27,9 @@ def decode_responses(body: bytes, headers: Headers = (), seen: Conversations | N
 
     `seen`: the bodies from before, of which one may begin as this one does.
     """
-    if seen is None:
-        found, earlier = ReadBody(read_body(body, ResponsesFields)), None
-        _check(found.fields)
-    else:
-        found, earlier = seen.read(body, ResponsesFields, _check)
-        if found.request is not None:
-            return again(found.request, session_of(headers, found.fields))
+    found, earlier = read_among(seen, body, ResponsesFields, _check)
+    if found.request is not None:
+        return again(found.request, session_of(headers, found.fields))
     fields: ResponsesFields = found.fields
     found.request = RoutedRequest(
         model=optional_string(fields.model, "model"),

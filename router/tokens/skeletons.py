@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from router.apis.conversation import BILLING_HEADER
 from router.tokens.message_loop import pieces_of
 from router.tokens.opaque_texts import PROBES, OpaqueRendering, OpaqueText, Place
 
@@ -23,8 +24,6 @@ MAX_MESSAGES = 64
 _MOST = 512
 # Those that templates know; a client may send any others.
 _ROLES = frozenset(("system", "user", "assistant", "tool"))
-# Where vLLM leaves something out of a text (router/apis/conversation.py).
-_BILLING_HEADER = "x-anthropic-billing-header"
 
 
 class Skeleton:
@@ -77,7 +76,7 @@ class Skeletons:
             content = message.get("content")
             if len(message) != 2 or not isinstance(content, str) or not content:
                 return None
-            if content.startswith(_BILLING_HEADER):
+            if content.startswith(BILLING_HEADER):  # of which something is left out
                 return None
             roles.append(message["role"])
             contents.append(content)
