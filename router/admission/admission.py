@@ -225,6 +225,7 @@ class Admission:
         if request.placed.done():  # its client has left in this moment
             placement.release()
         else:
+            self._router.hold(request.prompt, placement)  # others are placed before it is sent
             request.placed.set_result(placement)
 
     def _fail(self, request: _Request, error: RequestError) -> None:

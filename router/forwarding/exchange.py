@@ -331,12 +331,8 @@ class Exchange(Receiver):
             span.set(worker=worker.url, overlap_tokens=placement.overlap)
             span.end()
         now = _now()
-        forwarding.metrics.placed(prompt.name or "", now - self._arrived, placement.decision, placement.prediction)
         tried.append(worker)
         visit = self._visit
-        self._others = len(tried) < self._attempts and forwarding.router.others(prompt, tried)
-        if placement.prefill is None:
-            self._may_be_given_up(placement)
         self._span = span = visit.span("upstream")
         if span is not None:
             span.set(worker=worker.url)
@@ -352,6 +348,12 @@ class Exchange(Receiver):
             else:
                 lines = visit.lines_for_workers()
                 self._leg = upstream.send(self, head.method, head.target, lines, self._body, visit.id, now)
+        # The rest must not hold it up.
+        forwarding.router.hold(prompt, placement, now)
+        forwarding.metrics.placed(prompt.name or "", now - self._arrived, placement.decision, placement.prediction)
+        self._others = len(tried) < self._attempts and forwarding.router.others(prompt, tried)
+        if placement.prefill is None:
+            self._may_be_given_up(placement)
 
     def _headers_to(self, placement: Placement) -> Headers:
         headers = self._visit.headers_for_workers()
@@ -456,8 +458,8 @@ class Exchange(Receiver):
             if not self._begun and self._head is not None:
                 self._begin(self._head, data, ended)
             else:
-                self._pass(data, ended)
                 self._client.more(data if self._hidden is None else self._hidden.passed(data, ended), ended)
+                self._learn(data, ended)
                 if not ended:
                     self._let_events_pass()
         except Exception:
@@ -532,22 +534,22 @@ class Exchange(Receiver):
                 self._elsewhere(f"status {head.status}")
                 return
         self._begun = True
+        if self._hidden is not None and not HiddenUsage.hides(head.headers):
+            self._hidden = None
+        self._client.begin(head, self._whereabouts(placement), self._shown(data, ended), ended)
+        # The client does not wait for the rest.
         self._first_byte_at = self._arrived
         self._streams = head.is_stream
         if self._streams or placement.wants_usage or self._visit.tenant is not None or self._passing:
             self._tail = UsageTail()
         prompt = self._prompt
         forwarding.metrics.begun(prompt.name or "", placement.worker.url, head.status, prompt.tokens, placement.overlap)
-        if self._hidden is not None and not HiddenUsage.hides(head.headers):
-            self._hidden = None
-        ours = self._whereabouts(placement)
-        self._pass(data, ended)
-        self._client.begin(head, ours, self._shown(data, ended), ended)
+        self._learn(data, ended)
         if data and not ended:
             self._let_events_pass()
 
-    def _pass(self, data: bytes, ended: bool) -> None:
-        """Learn from what passes."""
+    def _learn(self, data: bytes, ended: bool) -> None:
+        """Learn from what was passed on."""
         placement = self._placement
         assert placement is not None
         now = _now()

@@ -11,7 +11,7 @@ from router.fleet.worker import Worker
 from router.holdings.audit import Prediction
 from router.holdings.speculation import Ending
 from router.learning.learned import RequestTiming
-from router.policies import Decision
+from router.routing.choice import Choice
 from router.routing.load import Reservation
 from router.routing.routed_prompt import RoutedPrompt
 
@@ -39,15 +39,17 @@ class Watcher(Protocol):
 class Placement:
     """Where a request goes, and its share of that target's load until `release`.
 
-    `now`: the time, where it was just read.
+    `held`: whether its prompts count as held soon where it goes. `now`: the time, where it was just read.
     """
 
     def __init__(
-        self, worker: Worker, target: Target, decision: Decision, reservation: Reservation, attempt: Attempt
+        self, worker: Worker, target: Target, chosen: Choice, reservation: Reservation, attempt: Attempt
     ) -> None:
         self.worker = worker
         self.target = target
-        self.decision = decision
+        self.chosen = chosen
+        self.decision = chosen.decision
+        self.held = False
         self.reservation = reservation
         self.attempt = attempt
         self.prediction: Prediction | None = None  # where its prompts are known

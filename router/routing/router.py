@@ -270,11 +270,14 @@ class Router:
         """Choose a target, whatever its load, and reserve a share. Raises RequestError (503) when no worker is left."""
         choice = self.choose(prompt, without)
         assert choice is not None
-        return self.reserve(prompt, choice)
+        now = time.monotonic()
+        placement = self.reserve(prompt, choice, now)
+        self.hold(prompt, placement, now)
+        return placement
 
     def reserve(self, prompt: RoutedPrompt, chosen: Choice, now: float | None = None) -> Placement:
-        """Reserve a request's share of its choice's load, in the same step as the choice. `now`: by `time.monotonic`,
-        where it was just read."""
+        """Reserve a request's share of its choice's load, in the same step as the choice; `hold` follows. `now`: by
+        `time.monotonic`, where it was just read."""
         if now is None:
             now = time.monotonic()
         if chosen.disaggregation is None:
@@ -317,20 +320,33 @@ class Router:
         if self._sharing.carriers:
             work += self._sharing.elsewhere.of(worker.url, target.dp_rank).pending
         attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
-        placement = Placement(worker, target, chosen.decision, reservation, attempt)
-        if chosen.hashes:
-            self._hold_prompts(prompt, chosen, placement, now, whole=computes and decodes)
-        if now >= self._watch_from and decodes and self.watching is not None:
+        return Placement(worker, target, chosen, reservation, attempt)
+
+    def hold(self, prompt: RoutedPrompt, placement: Placement, now: float | None = None) -> None:
+        """Count the prompts of a reserved request as held soon, and watch what becomes of it.
+
+        In the step of the choice, too: the next request is to know of it. Only the first call counts.
+        """
+        if placement.held:
+            return
+        placement.held = True
+        if now is None:
+            now = time.monotonic()
+        prefill = placement.prefill
+        if prefill is not None:
+            self._hold_prompts(prompt, prefill, now, whole=False)
+        self._hold_prompts(prompt, placement, now, whole=prefill is None)
+        if now >= self._watch_from and self.watching is not None:
             placement.seen = self.watching.placed(prompt, placement)
             self._watch_from = self.watching.due
-        return placement
 
-    def _hold_prompts(
-        self, prompt: RoutedPrompt, chosen: Choice, placement: Placement, now: float, whole: bool
-    ) -> None:
+    def _hold_prompts(self, prompt: RoutedPrompt, placement: Placement, now: float, whole: bool) -> None:
         """Count known prompts as held soon, and predict what the answer will tell of them. `whole`: it comes from the
         worker that computes them."""
+        chosen = placement.chosen
         choice, target, hashes = chosen.decision.choice, chosen.rank.target, chosen.hashes
+        if not hashes:
+            return
         if len(hashes) == 1:
             self._learned.pressure.routed(hashes[0], chosen.most)
         one_answer = len(prompt.token_ids) == prompt.answers == 1
