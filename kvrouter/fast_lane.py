@@ -212,10 +212,10 @@ class FastLaneProtocol(Client):
             if known is not None and (body := known.read(data)) is not None:
                 self._take_known(known.said, body)
                 return
-            known = self._recent.known_of(data)
-            if known is not None and (body := known.read(data)) is not None:
-                self._known = known
-                self._take_known(known.said, body)
+            read = self._recent.read(data)
+            if read is not None:
+                self._known, body = read
+                self._take_known(self._known.said, body)
                 return
         self._parse(data)
 

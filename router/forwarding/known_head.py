@@ -1,4 +1,4 @@
-"""Heads that were read before: the same head comes again and again, but for the body's length."""
+"""Heads that were read before: the same head comes again and again, but for the body's length, and a worker's date."""
 
 from __future__ import annotations
 
@@ -8,11 +8,43 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T")
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})(?=\r\n)", re.IGNORECASE)
+_DATE = re.compile(rb"\r\ndate:[ \t]*([^\r\n]{29})(?=\r\n)", re.IGNORECASE)
+_DATE_BYTES: Final = 29  # RFC 9110, 5.6.7
 _END = b"\r\n\r\n"
 _LONGEST: Final = 15  # digits
 _ZERO: Final = 48  # b"0"
 # How many heads of different clients are tried for one that speaks for the first time.
 _RECENT: Final = 4
+
+
+class Beginning:
+    """Bytes that messages begin with; `dated`: with whatever date, where they have a header of it.
+
+    `seen`: as they came the last time.
+    """
+
+    __slots__ = ("_date_at", "seen", "size")
+
+    def __init__(self, seen: bytes, dated: bool = False) -> None:
+        self.seen = seen
+        self.size = len(seen)
+        dates = [found.start(1) for found in _DATE.finditer(seen)] if dated else []
+        self._date_at = dates[0] if len(dates) == 1 else -1
+
+    def of(self, data: bytes) -> bool:
+        """Whether `data` begins so."""
+        return data[: self.size] == self.seen or (self._date_at >= 0 and self._of_another_date(data))
+
+    def _of_another_date(self, data: bytes) -> bool:
+        seen, start, size = self.seen, self._date_at, self.size
+        end = start + _DATE_BYTES
+        if data[:start] != seen[:start] or data[end:size] != seen[end:]:
+            return False
+        date = data[start:end]
+        if date.find(b"\r") >= 0 or date.find(b"\n") >= 0:
+            return False  # it is another header in part
+        self.seen = data[:size]
+        return True
 
 
 class KnownHead(Generic[T]):
@@ -23,26 +55,29 @@ class KnownHead(Generic[T]):
 
     __slots__ = ("_after", "_before", "said")
 
-    def __init__(self, before: bytes, after: bytes, said: T) -> None:
+    def __init__(self, before: Beginning, after: bytes, said: T) -> None:
         self._before = before
         self._after = after
         self.said = said
 
     @classmethod
-    def of(cls, data: bytes, said: T) -> KnownHead[T] | None:
-        """That of a message which is all of `data`, and was parsed; None when it is no such message."""
+    def of(cls, data: bytes, said: T, dated: bool = False) -> KnownHead[T] | None:
+        """That of a message which is all of `data`, and was parsed; None when it is no such message.
+
+        `dated`: whatever date stands before the length.
+        """
         end = data.find(_END) + len(_END)
         lengths = list(_LENGTH.finditer(data, 0, end))
         if len(lengths) != 1 or int(lengths[0][1]) != len(data) - end:
             return None
-        return cls(data[: lengths[0].start(1)], data[lengths[0].end(1) : end], said)
+        return cls(Beginning(data[: lengths[0].start(1)], dated), data[lengths[0].end(1) : end], said)
 
     def read(self, data: bytes) -> bytes | None:
         """The message's body, when `data` is a message with this head; None when the parser has to look."""
         before, after = self._before, self._after
-        start = len(before)
-        if data[:start] != before:
+        if not before.of(data):
             return None
+        start = before.size
         most = min(start + _LONGEST, len(data))
         length, end = 0, start
         while end < most:
@@ -58,7 +93,7 @@ class KnownHead(Generic[T]):
 
     def same(self, other: KnownHead[T]) -> bool:
         """Whether they know the same bytes."""
-        return self._before == other._before and self._after == other._after
+        return self._before.seen == other._before.seen and self._after == other._after
 
 
 class RecentHeads(Generic[T]):
@@ -69,11 +104,12 @@ class RecentHeads(Generic[T]):
     def __init__(self) -> None:
         self._heads: list[KnownHead[T]] = []  # the latest first
 
-    def known_of(self, data: bytes) -> KnownHead[T] | None:
-        """The head that a message begins with; None when it is none of these."""
+    def read(self, data: bytes) -> tuple[KnownHead[T], bytes] | None:
+        """The head of a message and its body; None when the head is none of these."""
         for known in self._heads:
-            if known.read(data) is not None:
-                return known
+            body = known.read(data)
+            if body is not None:
+                return known, body
         return None
 
     def add(self, head: KnownHead[T]) -> KnownHead[T]:

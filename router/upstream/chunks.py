@@ -12,6 +12,7 @@ _LARGEST = 4096
 _SIZES: Final = {form % size: size for size in range(1, _LARGEST + 1) for form in (b"%x", b"%X")}
 _LONGEST_LINE: Final = len(b"%x\r\n" % _LARGEST)
 END: Final = b"\n\r\n"  # of the last line in a chunk, and of the chunk
+LAST: Final = b"0\r\n\r\n"  # the chunk that ends a body without trailers
 
 
 def _lines_by_length() -> list[bytes]:
@@ -33,6 +34,23 @@ def body_size(data: bytes) -> int:
         if written and data[:written] == line:
             return length - written - 2
     return _size_of_many(data)
+
+
+def body_of(data: bytes) -> bytes | None:
+    """The body that whole chunks of whole lines carry; None when they may not be such."""
+    size = body_size(data)
+    if not size:
+        return None
+    start = len(data) - 2 - size
+    if data[start - 2 : start] == b"\r\n" and data.find(b"\r\n") == start - 2:
+        return data[start:-2]  # it is one chunk
+    pieces, place = [], 0
+    while place < len(data):
+        start = data.find(b"\r\n", place) + 2
+        end = start + _SIZES[data[place : start - 2]]
+        pieces.append(data[start:end])
+        place = end + 2
+    return b"".join(pieces)
 
 
 def _size_of_many(data: bytes) -> int:

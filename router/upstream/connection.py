@@ -3,6 +3,7 @@
 llhttp, by httptools, reads the answer and refuses what can be read in two ways: several lengths, a length beside a
 transfer coding, bare line feeds, folded headers. Left out here: answers of 1xx, trailers, and what follows an answer.
 Where llhttp stands between two chunks it need not see those that come whole: they change nothing of where it stands.
+Nor need it see a head that it has read before, until something comes that is no whole chunk.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import httptools
 from mypy_extensions import mypyc_attr
 
 from router.forwarding.deadline import Deadline
-from router.forwarding.known_head import KnownHead
+from router.forwarding.known_head import Beginning, KnownHead
 from router.upstream.answer_head import WITHOUT_BODY, AnswerHead
-from router.upstream.chunks import END, body_size
+from router.upstream.chunks import END, LAST, body_of, body_size
 from router.upstream.origin import Headers
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # Of an answer: of its head, those of 1xx before it, and its trailers.
 MAX_HEAD_BYTES: Final = 64 * 1024
+_END_OF_HEAD: Final = b"\r\n\r\n"
 
 
 class UpstreamError(Exception):
@@ -72,6 +74,16 @@ class Passage:
         raise NotImplementedError
 
 
+class KnownStream:
+    """How a worker's answers in chunks begin, and what the parser said of such a head."""
+
+    __slots__ = ("head", "said")
+
+    def __init__(self, head: bytes, said: AnswerHead) -> None:
+        self.head = Beginning(head, dated=True)
+        self.said = said
+
+
 class Connection:
     """A connection to a worker, as asyncio's protocols are. `leg` is the request it is used for now; None while it is
     idle."""
@@ -97,6 +109,7 @@ class Connection:
         "_told",
         "_trailer_bytes",
         "_transport",
+        "_unparsed",
         "_used",
         "idle",
         "idle_since",
@@ -127,6 +140,7 @@ class Connection:
         self._framed = self._reusable = self._complete = self._followed = self._told = False
         self._chunk_ended = False
         self._passage = None
+        self._unparsed: bytes | None = None  # the head of an answer that the parser knows nothing of
 
     def send(self, leg: Leg) -> None:
         """Write a request; its leg is told of the answer."""
@@ -181,14 +195,53 @@ class Connection:
             return
         first = not self._heard
         self._heard = True
-        if first and leg.method != "HEAD":
-            known = self._home.known_head
-            if known is not None and (body := known.read(data)) is not None:
-                self._reusable = True
-                self._release()
-                leg.answered(known.said, body, True)
+        if first:
+            if leg.method != "HEAD" and self._begins_as_known(leg, data):
                 return
+        elif self._unparsed is not None and self._goes_on(leg, data):
+            return
         self._parse(data, first)
+
+    def _begins_as_known(self, leg: Leg, data: bytes) -> bool:
+        """Tell of an answer whose head was read before; false when the parser has to look."""
+        known = self._home.known_head
+        if known is not None and (body := known.read(data)) is not None:
+            self._reusable = True
+            self._release()
+            leg.answered(known.said, body, True)
+            return True
+        stream = self._home.known_stream
+        if stream is None or not stream.head.of(data):
+            return False
+        chunks = data[stream.head.size :]
+        beginning = body_of(chunks) if chunks else b""
+        if beginning is None:
+            return False
+        self._unparsed = stream.head.seen
+        self._status = stream.said.status
+        self._framed = self._reusable = self._told = True
+        self._quiet = False
+        leg.answered(stream.said, beginning, False)
+        if chunks and self.leg is leg:
+            self._passage = leg.passage
+        return True
+
+    def _goes_on(self, leg: Leg, data: bytes) -> bool:
+        """Tell of whole chunks, and of the end, behind a head that was read before; false as above."""
+        ended = data[-len(LAST) :] == LAST
+        chunks = data[: -len(LAST)] if ended else data
+        body = body_of(chunks) if chunks else b""
+        if body is None:
+            return False
+        self._quiet = False
+        if ended:
+            self._complete = True
+            self._unparsed = None
+            self._release()
+        leg.more(body, ended)
+        if self.leg is leg:
+            self._passage = leg.passage
+        return True
 
     def eof_received(self) -> None:
         """Nothing more comes: asyncio closes the connection."""
@@ -206,6 +259,10 @@ class Connection:
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
         try:
+            if self._unparsed is not None:
+                unparsed, self._unparsed = self._unparsed, None
+                self._parser.feed_data(unparsed)
+                self._trailer_bytes = 0  # those headers were none
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             problem = f"not HTTP: {error.__context__ or error}"
@@ -221,7 +278,7 @@ class Connection:
         passed = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         if problem is None or self._complete:
-            if first and self._complete and self._reusable and not self._followed:
+            if first and self._reusable and not self._followed:
                 self._remember(data)
             self._tell(passed, self._complete)
             self._let_pass(data)
@@ -236,10 +293,14 @@ class Connection:
             self._passage = self.leg.passage
 
     def _remember(self, data: bytes) -> None:
-        """All of an answer came at once. The next one may begin in the same way."""
-        if self._status not in WITHOUT_BODY and data.startswith(b"HTTP/1.1 %d" % self._status):  # and none of 1xx
-            head = AnswerHead(self._status, self._headers).without_length()
-            self._home.known_head = KnownHead.of(data, head) or self._home.known_head
+        """An answer came, or its beginning. The next one may begin in the same way."""
+        if self._status in WITHOUT_BODY or not data.startswith(b"HTTP/1.1 %d" % self._status):
+            return  # or one of 1xx before it
+        head = AnswerHead(self._status, self._headers)
+        if self._complete:
+            self._home.known_head = KnownHead.of(data, head.without_length(), dated=True) or self._home.known_head
+        elif head.is_stream and not head.length:
+            self._home.known_stream = KnownStream(data[: data.find(_END_OF_HEAD) + len(_END_OF_HEAD)], head)
 
     def _tell(self, data: bytes, ended: bool) -> None:
         """Pass on what came. When it was the end, the connection is free before that is told."""

@@ -17,6 +17,7 @@ from router.forwarding.known_head import KnownHead
 from router.upstream.answer_head import AnswerHead
 from router.upstream.connection import (
     Connection,
+    KnownStream,
     Passage,
     Receiver,
     UnreachableError,
@@ -155,6 +156,7 @@ class Upstream:
         self.idle_timeout = idle_timeout
         self.closing = False
         self.known_head: KnownHead[AnswerHead] | None = None  # of its last answer that came at once
+        self.known_stream: KnownStream | None = None
         self._tls = tls if self.origin.tls else None
         self._connect_timeout = connect_timeout
         self._loop = asyncio.get_running_loop()

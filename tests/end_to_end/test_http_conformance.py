@@ -249,6 +249,32 @@ async def test_an_answer_with_a_known_head_is_its_own(worker: ScriptedWorker, ur
             assert b"connection" not in answer.headers
 
 
+async def test_a_stream_with_a_known_head_is_its_own(worker: ScriptedWorker, url: str) -> None:
+    head = (
+        b"HTTP/1.1 200 OK\r\nDate: Mon, 02 Nov 2026 10:00:0%d GMT\r\nx-a: 1\r\n"
+        b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    event, last = b"9\r\ndata: 1\n\n\r\n", b"0\r\n\r\n"
+    answers = [
+        (head % 1 + event + event + last, b"data: 1\n\n" * 2),
+        (head % 2 + event + event + last, b"data: 1\n\n" * 2),
+        (head % 3 + last, b""),
+        (head % 4 + event + b"3;a=b\r\nyes\r\n" + last, b"data: 1\n\nyes"),
+        (head % 5 + event + b"0\r\nx-trailer: 1\r\n\r\n", b"data: 1\n\n"),
+        ((head % 6).replace(b"x-a: 1", b"x-a: 2") + event + last, b"data: 1\n\n"),
+        (head % 7 + event + last, b"data: 1\n\n"),
+    ]
+    async with wire(url) as client:
+        for data, body in answers:
+            worker.script = answering(data)
+            await client.send(WHOLE)
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (200, body)
+            assert answer.headers[b"x-a"] == data[data.index(b"x-a") + 5 :][:1]
+            assert b"2026 10:00:0" not in answer.headers[b"date"]
+    assert len(worker.exchanges) == len(answers)
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -16,8 +16,8 @@ from router.apis.usage import Usage, UsageTail
 from router.fleet.health import Health
 from router.forwarding.event_stream import EventStream
 from router.upstream import AnswerHead, Leg, Passage, Receiver, Upstream, UpstreamError
-from router.upstream.chunks import body_size
-from router.upstream.connection import Connection
+from router.upstream.chunks import body_of, body_size
+from router.upstream.connection import Connection, KnownStream
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TLS = ssl.create_default_context()
@@ -50,7 +50,7 @@ class Remembering(Receiver):
         self.leg: Leg | None = None
         self.body = b""
         self.passed: list[bytes] = []
-        self.ended = self.failed_ = False
+        self.ended = self.failed_ = self.kept = False
         self._passes = passes
 
     def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:  # noqa: ARG002
@@ -104,11 +104,13 @@ def read_by_llhttp(chunks: bytes) -> bytes:
     return b"".join(body)
 
 
-def received(pieces: list[bytes], passes: bool) -> Remembering:
-    """What a leg hears of an answer that comes in these pieces."""
+def received(pieces: list[bytes], passes: bool, knows: bool = False) -> Remembering:
+    """What a leg hears of an answer that comes in these pieces. `knows`: an answer before it began in the same way."""
 
     async def main() -> Remembering:
         upstream = Upstream("http://127.0.0.1:1", TLS, 5.0, 5.0)
+        if knows:
+            upstream.known_stream = KnownStream(HEAD, AnswerHead(200, [(b"content-type", b"text/event-stream")]))
         connection, transport = Connection(upstream), Transport()
         connection.connection_made(transport)
         receiver = Remembering(passes)
@@ -117,6 +119,7 @@ def received(pieces: list[bytes], passes: bool) -> Remembering:
         for piece in pieces:
             if connection.leg is not None and not transport.closed:
                 connection.data_received(piece)
+        receiver.kept = connection.idle
         connection.connection_lost(None)
         upstream.retire()
         return receiver
@@ -148,9 +151,14 @@ def test_what_passes_is_what_the_parser_would_have_read(parts: list[bytes], cuts
     else:
         places = [0, *sorted(cut % (len(answer) + 1) for cut in cuts), len(answer)]
         pieces = [HEAD, *(answer[start:end] for start, end in pairwise(places) if start < end)]
-    passed, read = received(pieces, passes=True), received(pieces, passes=False)
-    assert (passed.body, passed.ended, passed.failed_) == (read.body, read.ended, read.failed_)
-    assert all(each.endswith(b"\n\r\n") for each in passed.passed)
+    read = received(pieces, passes=False)
+    behind = [HEAD + pieces[1], *pieces[2:]] if pieces[1:] else pieces
+    for others in (pieces, behind):
+        for passes, knows in ((True, False), (False, True), (True, True)):
+            other = received(others, passes, knows)
+            assert (other.body, other.ended, other.failed_) == (read.body, read.ended, read.failed_)
+            assert other.kept == read.kept
+            assert all(each.endswith(b"\n\r\n") for each in other.passed)
 
 
 def test_chunks_of_events_pass_without_being_touched() -> None:
@@ -158,6 +166,20 @@ def test_chunks_of_events_pass_without_being_touched() -> None:
     receiver = received([HEAD, events[0], *events[1:4], events[4] + events[5], *events[6:], b"0\r\n\r\n"], passes=True)
     assert receiver.passed == [*events[1:4], events[4] + events[5], *events[6:]]
     assert receiver.ended
+
+
+def test_behind_a_head_that_is_known_all_whole_chunks_pass() -> None:
+    events = [chunk(b"data: %d\n\n" % number) for number in range(4)]
+    receiver = received([HEAD, *events, b"0\r\n\r\n"], passes=True, knows=True)
+    assert receiver.passed == events[1:]
+    assert (receiver.body, receiver.ended, receiver.kept) == (
+        b"data: 0\n\ndata: 1\n\ndata: 2\n\ndata: 3\n\n",
+        True,
+        True,
+    )
+    receiver = received([HEAD + events[0], events[1], events[2] + events[3] + b"0\r\n\r\n"], passes=True, knows=True)
+    assert receiver.passed == events[1:2]
+    assert (len(receiver.body), receiver.ended, receiver.kept) == (36, True, True)
 
 
 def test_chunks_that_are_not_taken_are_read_as_ever() -> None:
@@ -181,6 +203,9 @@ def test_sizes(parts: list[bytes]) -> None:
     data = b"".join(parts)
     if size := body_size(data):
         assert len(read_by_llhttp(data)) == size
+        assert body_of(data) == read_by_llhttp(data)
+    else:
+        assert body_of(data) is None
 
 
 @pytest.mark.parametrize(

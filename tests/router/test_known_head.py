@@ -116,11 +116,11 @@ def known(name: bytes) -> KnownHead[bytes]:
 
 def test_what_one_client_sent_is_known_of_others() -> None:
     recent: RecentHeads[bytes] = RecentHeads()
-    assert recent.known_of(HEAD % b"0") is None
+    assert recent.read(HEAD % b"0") is None
     first = recent.add(known(b"a"))
-    assert recent.known_of(HEAD % b"2" + b"12") is first
+    assert recent.read(HEAD % b"2" + b"12") == (first, b"12")
     assert recent.add(known(b"a")) is first
-    assert recent.known_of(HEAD % b"2" + b"1") is None
+    assert recent.read(HEAD % b"2" + b"1") is None
 
 
 def test_only_the_latest_heads_are_remembered() -> None:
@@ -128,4 +128,44 @@ def test_only_the_latest_heads_are_remembered() -> None:
     for number in range(9):
         recent.add(known(b"%d" % number))
     data = [HEAD.replace(b"Host: a", b"Host: %d" % number) % b"0" for number in range(9)]
-    assert [recent.known_of(each) is not None for each in data] == [False] * 5 + [True] * 4
+    assert [recent.read(each) is not None for each in data] == [False] * 5 + [True] * 4
+
+
+DATED = b"HTTP/1.1 200 OK\r\ndate: %b\r\nserver: a\r\ncontent-length: %d\r\n\r\n%b"
+MONDAY, TUESDAY = b"Mon, 02 Nov 2026 10:00:00 GMT", b"Tue, 03 Nov 2026 10:00:00 GMT"
+
+
+def test_an_answer_of_another_date_is_known() -> None:
+    answer = KnownHead.of(DATED % (MONDAY, 2, b"ab"), "said", dated=True)
+    assert answer is not None
+    assert answer.read(DATED % (TUESDAY, 3, b"abc")) == b"abc"
+    assert answer.read(DATED % (MONDAY, 1, b"a")) == b"a"
+    exact = KnownHead.of(DATED % (MONDAY, 2, b"ab"), "said")
+    assert exact is not None
+    assert exact.read(DATED % (TUESDAY, 3, b"abc")) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DATED % (TUESDAY[:-1], 2, b"ab"),
+        DATED % (TUESDAY + b" ", 2, b"ab"),
+        DATED % (b"Tue\r\ntransfer-encoding: chunk", 2, b"ab"),
+        DATED % (b"Tue, 03 Nov 2026\ncontent-len:", 2, b"ab"),
+        (DATED % (TUESDAY, 2, b"ab")).replace(b"server: a", b"server: b"),
+        (DATED % (TUESDAY, 2, b"ab")).replace(b"date", b"data"),
+        (DATED % (TUESDAY, 2, b"ab"))[:30],
+    ],
+)
+def test_nothing_but_the_date_may_be_another(data: bytes) -> None:
+    answer = KnownHead.of(DATED % (MONDAY, 2, b"ab"), "said", dated=True)
+    assert answer is not None
+    assert answer.read(data) is None
+
+
+def test_of_several_dates_none_may_be_another() -> None:
+    both = DATED.replace(b"server: a", b"date: " + MONDAY)
+    answer = KnownHead.of(both % (MONDAY, 2, b"ab"), "said", dated=True)
+    assert answer is not None
+    assert answer.read(both % (MONDAY, 1, b"a")) == b"a"
+    assert answer.read(both % (TUESDAY, 1, b"a")) is None
