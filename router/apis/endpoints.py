@@ -19,7 +19,7 @@ from router.apis.multipart import form_field
 from router.apis.openai_requests import decode_chat, decode_completion
 from router.apis.requests import RoutedRequest
 from router.apis.responses import decode_responses
-from router.apis.sessions import Headers, session_of
+from router.apis.sessions import Headers, naming, session_of
 
 Decode = Callable[[bytes, Headers], RoutedRequest]
 
@@ -68,15 +68,16 @@ _NAMES = _DECODERS | dict.fromkeys((CHAT, "/v1/completions", _ANTHROPIC), decode
 
 
 class Call:
-    """A request as it came, but for where it came from."""
+    """A request as it came, but for where it came from. `naming`: those of its headers that may name a session."""
 
-    __slots__ = ("body", "headers", "method", "path")
+    __slots__ = ("body", "headers", "method", "naming", "path")
 
-    def __init__(self, method: str, path: str, headers: Headers, body: bytes) -> None:
+    def __init__(self, method: str, path: str, headers: Headers, body: bytes, named_by: Headers | None = None) -> None:
         self.method = method
         self.path = path
         self.headers = headers
         self.body = body
+        self.naming = naming(headers) if named_by is None else named_by
 
 
 def read_call(call: Call, with_prompt: bool = True, seen: Conversations | None = None) -> RoutedRequest:
@@ -87,14 +88,14 @@ def read_call(call: Call, with_prompt: bool = True, seen: Conversations | None =
     """
     if with_prompt and seen is not None and call.method == "POST":
         if call.path == CHAT:
-            return decode_chat(call.body, call.headers, seen)
+            return decode_chat(call.body, call.naming, seen)
         if call.path == _ANTHROPIC:
-            return decode_messages(call.body, call.headers, seen)
+            return decode_messages(call.body, call.naming, seen)
         if call.path == RESPONSES:
-            return decode_responses(call.body, call.headers, seen)
+            return decode_responses(call.body, call.naming, seen)
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
-        return decode(call.body, call.headers)
-    session = session_of(call.headers, SessionFields())
+        return decode(call.body, call.naming)
+    session = session_of(call.naming, SessionFields())
     content_type = next((value for name, value in call.headers if name == b"content-type"), b"").decode("latin-1")
     if content_type.startswith("multipart/form-data"):
         return RoutedRequest(form_field(content_type, call.body, "model"), session=session)

@@ -72,7 +72,8 @@ class Health:
         self._limits = limits or CircuitLimits()
         self.circuit = Circuit(self._limits, clock)
         self.clock = clock
-        self.last_byte = clock()
+        self._last_byte = clock()
+        self._heard = False  # since anybody asked for the last byte
         self.attempts: dict[Attempt, None] = {}  # the oldest first
         self.last_results: deque[Result] = deque(maxlen=RECENT)
         self.last_first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
@@ -102,9 +103,17 @@ class Health:
             health._begun(attempt, now)
         return attempt
 
+    @property
+    def last_byte(self) -> float:
+        """When the last byte of any answer came: now, if that was since the last time this was asked."""
+        if self._heard:
+            self._heard = False
+            self._last_byte = self.clock()
+        return self._last_byte
+
     def _begun(self, attempt: Attempt, now: float) -> None:
         if not self.attempts:
-            self.last_byte = now  # there was nothing to be heard
+            self._last_byte, self._heard = now, False  # there was nothing to be heard
         self.attempts[attempt] = None
 
     def usable_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -156,10 +165,10 @@ class Health:
         return moved
 
     def heard(self) -> None:
-        """Bytes of an answer came."""
-        self.last_byte = now = self.clock()
+        """Bytes of an answer came. Nobody looks at the clock for that."""
+        self._heard = True
         if self.worker is not None:
-            self.worker.last_byte = now
+            self.worker._heard = True
 
     def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str, now: float) -> None:
         del self.attempts[attempt]
@@ -211,9 +220,7 @@ class Attempt:
         worker = health.worker
         if now is None:
             now = health.clock()
-        health.last_byte = now
-        if worker is not None:
-            worker.last_byte = now
+        health.heard()
         if self.waits:
             self.waits = False
             seen = FirstByte(self.work, self.streamed, now - self.begun, now)

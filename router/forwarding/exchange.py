@@ -224,7 +224,8 @@ class Exchange(Receiver):
         self._body = body
         span = visit.span("tokenize")
         try:
-            call = Call(visit.head.method, visit.head.path, visit.head.headers, body)
+            head = visit.head
+            call = Call(head.method, head.path, head.headers, body, head.naming)
             router = forwarding.router
             request = read_call(call, with_prompt=router.needs_prompts, seen=router.seen)
             prompt = router.read_now(request, len(body))

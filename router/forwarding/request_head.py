@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.access import without_credentials
 from router.admission.ticket import urgent
+from router.apis.sessions import naming
 from router.telemetry.request_id import HEADER as REQUEST_ID
 from router.telemetry.request_id import given_id, with_id
 from router.upstream.answer_head import LENGTH
@@ -15,10 +16,11 @@ _EXPLAIN = (b"x-kvrouter-explain", b"1")
 class RequestHead:
     """What a head says. `path` is without the query, `target` with it; names of headers are in lower case.
 
-    `id`: the client's own name for the request, if it has one. `urgency`: the headers that a ticket is made of.
+    `id`: the client's own name for the request, if it has one. `urgency`: the headers that a ticket is made of;
+    `naming`: those that may name a session.
     """
 
-    __slots__ = ("_lines", "headers", "id", "method", "path", "target", "urgency", "wants_explanation")
+    __slots__ = ("_lines", "headers", "id", "method", "naming", "path", "target", "urgency", "wants_explanation")
 
     def __init__(self, method: str, path: str, target: bytes, headers: Headers) -> None:
         self.method = method
@@ -27,6 +29,7 @@ class RequestHead:
         self.headers = headers
         self.id = given_id(headers)
         self.urgency = urgent(headers)
+        self.naming = naming(headers)
         self.wants_explanation = _EXPLAIN in headers
         self._lines: bytes | None = None
 

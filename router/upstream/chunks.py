@@ -28,10 +28,10 @@ _LINES: Final[list[bytes]] = _lines_by_length()
 def body_size(data: bytes) -> int:
     """How many bytes of a body these are when they are whole chunks of whole lines; 0 when they may not be."""
     length = len(data)
-    if length < len(_LINES) and data[-3:] == END:
+    if length < len(_LINES):
         line = _LINES[length]
         written = len(line)
-        if written and data[:written] == line:
+        if written and data[:written] == line and data[length - 3 :] == END:
             return length - written - 2
     return _size_of_many(data)
 
