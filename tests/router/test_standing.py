@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
 from random import Random
 from typing import cast
 
+import aiohttp
 import pytest
 
+from indexer import Indexer
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
@@ -15,35 +18,37 @@ from router.policies.peers import RoundRobin
 from router.routing.load import LoadTable
 from router.routing.servers import Servers
 from router.routing.standing import Standing
-from router.settings import PolicyName, PolicySettings, WorkerSettings
+from router.settings import FleetSettings, PolicyName, PolicySettings, WorkerSettings
 
 
-@dataclass
-class _Fleet:
-    workers: list[Worker]
-    version: int = 0
-
-    def able(self, name: str | None, prefill: bool) -> list[Worker]:
-        return [worker for worker in self.workers if worker.takes(name, prefill)]
-
-
-def _worker(number: int) -> Worker:
-    worker = Worker(WorkerSettings(url=f"http://w{number}"))  # type: ignore[arg-type]
-    worker.description = WorkerDescription(Engine.VLLM, {"m": ServedModel("m", "m")})
-    worker.problem = None
-    return worker
+async def _told(worker: Worker, model: ServedModel) -> None:
+    """Nobody asks these workers anything."""
 
 
 @pytest.fixture
-def fleet() -> _Fleet:
-    return _Fleet([_worker(number) for number in range(4)])
+def fleet() -> Iterator[Fleet]:
+    indexer = Indexer()
+    indexer.start()
+    fleet = Fleet([], FleetSettings(), indexer, cast(aiohttp.ClientSession, None), _told)
+    _let_there_be(fleet, 4)
+    yield fleet
+    indexer.stop()
 
 
-def _standing(fleet: _Fleet, name: PolicyName) -> Standing:
+def _let_there_be(fleet: Fleet, workers: int) -> None:
+    """Workers that are up and serve a model."""
+    named = [WorkerSettings.model_validate({"url": f"http://w{number}"}) for number in range(workers)]
+    asyncio.run(fleet.assign("config", named))
+    for worker in fleet.workers:
+        if worker.description is None:
+            worker.describe(WorkerDescription(Engine.VLLM, {"m": ServedModel("m", "m")}))
+            worker.problem = None
+
+
+def _standing(fleet: Fleet, name: PolicyName) -> Standing:
     policy = policy_named(PolicySettings(name=name), Random(1))
     assert isinstance(policy, ByTurn)
-    servers = Servers(cast(Fleet, fleet), LoadTable())
-    return Standing(cast(Fleet, fleet), servers, policy, Random(2))
+    return Standing(fleet, Servers(fleet, LoadTable()), policy, Random(2))
 
 
 def _chosen(standing: Standing, times: int) -> Counter[str]:
@@ -54,7 +59,7 @@ def _chosen(standing: Standing, times: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", [PolicyName.ROUND_ROBIN, PolicyName.RANDOM])
-def test_workers_that_fail_drain_or_break_are_passed_over(fleet: _Fleet, name: PolicyName) -> None:
+def test_workers_that_fail_drain_or_break_are_passed_over(fleet: Fleet, name: PolicyName) -> None:
     standing = _standing(fleet, name)
     assert len(_chosen(standing, 100)) == 4
     fleet.workers[0].problem = "does not answer"
@@ -67,28 +72,27 @@ def test_workers_that_fail_drain_or_break_are_passed_over(fleet: _Fleet, name: P
     assert fleet.workers[0].url in _chosen(standing, 100)
 
 
-def test_round_robin_stays_even_while_one_is_left_out(fleet: _Fleet) -> None:
+def test_round_robin_stays_even_while_one_is_left_out(fleet: Fleet) -> None:
     standing = _standing(fleet, PolicyName.ROUND_ROBIN)
     assert set(_chosen(standing, 12).values()) == {3}
     fleet.workers[0].problem = "does not answer"
     assert _chosen(standing, 12) == {f"http://w{number}": 4 for number in (1, 2, 3)}
 
 
-def test_a_worker_that_warms_up_gets_its_share(fleet: _Fleet) -> None:
+def test_a_worker_that_warms_up_gets_its_share(fleet: Fleet) -> None:
     standing = _standing(fleet, PolicyName.ROUND_ROBIN)
     fleet.workers[0].slow_start, fleet.workers[0].warming_since = 1000.0, fleet.workers[0].health.clock()
     assert 0 < _chosen(standing, 400)["http://w0"] < 30
 
 
-def test_a_changed_fleet_is_looked_at_anew(fleet: _Fleet) -> None:
+def test_a_changed_fleet_is_looked_at_anew(fleet: Fleet) -> None:
     standing = _standing(fleet, PolicyName.ROUND_ROBIN)
     _chosen(standing, 4)
-    fleet.workers.append(_worker(4))
-    fleet.version += 1
+    _let_there_be(fleet, 5)
     assert len(_chosen(standing, 10)) == 5
 
 
-def test_nothing_is_left_to_choose(fleet: _Fleet) -> None:
+def test_nothing_is_left_to_choose(fleet: Fleet) -> None:
     standing = _standing(fleet, PolicyName.ROUND_ROBIN)
     assert standing.choose("another") is None
     for worker in fleet.workers:
@@ -96,9 +100,9 @@ def test_nothing_is_left_to_choose(fleet: _Fleet) -> None:
     assert standing.choose("m") is None
 
 
-def test_a_turn_among_thousands_looks_at_one(fleet: _Fleet) -> None:
-    fleet.workers += [_worker(number) for number in range(4, 4096)]
+def test_a_turn_among_thousands_looks_at_one(fleet: Fleet) -> None:
+    _let_there_be(fleet, 4096)
     policy = RoundRobin()
-    standing = Standing(cast(Fleet, fleet), Servers(cast(Fleet, fleet), LoadTable()), policy, Random(2))
+    standing = Standing(fleet, Servers(fleet, LoadTable()), policy, Random(2))
     assert len(_chosen(standing, 8)) == 8
     assert policy.turn(4096) == 8  # so many were taken
