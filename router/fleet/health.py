@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from statistics import median
 from typing import Final
 
 from router.fleet.circuit import Circuit, CircuitLimits
 
 RECENT = 64  # results of a worker that are remembered
 RECENT_SECONDS = 60.0
+_ENOUGH = 2048  # first bytes of many workers, to tell what is usual
 
 
 class Outcome(Enum):
@@ -142,11 +142,13 @@ class Health:
 
     def first_bytes(self) -> list[FirstByte]:
         """How long the last first bytes took."""
-        return [seen for seen in self.last_first_bytes if seen.at > self.clock() - RECENT_SECONDS]
+        since = self.clock() - RECENT_SECONDS
+        return [seen for seen in self.last_first_bytes if seen.at > since]
 
     def results(self) -> list[Result]:
         """How the last requests ended."""
-        return [result for result in self.last_results if result.at > self.clock() - RECENT_SECONDS]
+        since = self.clock() - RECENT_SECONDS
+        return [result for result in self.last_results if result.at > since]
 
     def forget(self) -> None:
         """The worker was restarted, or is given another chance: what it did before counts no more."""
@@ -242,6 +244,12 @@ class Attempt:
         health.ended(self, self._number, outcome, reason, now)
 
 
+def latest(of_each: Sequence[list[FirstByte]]) -> list[FirstByte]:
+    """The latest first bytes of some workers: of thousands not all, but enough to tell what is usual."""
+    most = max(_ENOUGH // max(len(of_each), 1), 1)
+    return [seen for some in of_each for seen in some[-most:]]
+
+
 def expected_seconds(seen: Iterable[FirstByte], work: int, streamed: bool) -> float | None:
     """How long a first byte after so much work takes at most, as a rule; None when nothing like it has been seen.
 
@@ -292,38 +300,3 @@ def _late_first_byte(
     if expected is not None and age >= max(limits.silence, limits.factor * expected):
         return f"no first byte for {age:.1f} s, where {expected:.2f} s are usual"
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class OutlierLimits:
-    """`factor`: how many times slower than the others; `errors`: which share of failures beyond theirs; `samples`: how
-    many results it takes to say so; `seconds`: differences below this are none."""
-
-    factor: float = 5.0
-    errors: float = 0.3
-    samples: int = 10
-    seconds: float = 0.5
-
-
-def outlier(worker: Health, others: list[Health], limits: OutlierLimits) -> str | None:
-    """In what a worker is far worse than the others; None when it is not."""
-    rate = _error_rate(worker, limits.samples)
-    rates = [known for known in (_error_rate(other, limits.samples) for other in others) if known is not None]
-    if rate is not None and rates and rate > median(rates) + limits.errors:
-        return f"{rate:.0%} of its requests fail, {median(rates):.0%} of the others'"
-    mine = [seen for seen in worker.first_bytes() if seen.streamed]
-    theirs = [seen for other in others for seen in other.first_bytes() if seen.streamed]
-    if min(len(mine), len(theirs)) < limits.samples:
-        return None
-    seconds = median(seen.seconds for seen in mine)
-    usual = median(expected_seconds(theirs, seen.work, True) or 0.0 for seen in mine)
-    if seconds > usual + limits.seconds and seconds > limits.factor * usual:
-        return f"first bytes take {seconds:.1f} s, {usual:.1f} s elsewhere"
-    return None
-
-
-def _error_rate(health: Health, samples: int) -> float | None:
-    results = health.results()
-    if len(results) < samples:
-        return None
-    return sum(result.failed for result in results) / len(results)

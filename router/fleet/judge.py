@@ -10,7 +10,8 @@ import structlog
 
 from indexer import Indexer
 from router.fleet.circuit import CircuitState
-from router.fleet.health import OutlierLimits, StallLimits, outlier, rank_stalled, stalled
+from router.fleet.health import FirstByte, StallLimits, latest, rank_stalled, stalled
+from router.fleet.outliers import Alike, OutlierLimits, Recent
 from router.fleet.worker import Worker, WorkerState
 from router.settings import FleetSettings
 
@@ -47,12 +48,19 @@ class Judge:
 
     def leave_out_stalled(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of workers that hang, and send elsewhere what waits there."""
+        usual: dict[frozenset[str], list[FirstByte]] = {}  # by what workers serve
         for worker in workers:
-            if not worker.up or not worker.health.attempts or not _others(worker, workers):
+            if not worker.up or not worker.health.attempts:
                 continue
-            alike = [other for other in workers if other is worker or other.models() & worker.models()]
-            seen = [first for other in alike for first in other.health.first_bytes()]
-            reason = stalled(worker.health, self._stall, seen, self._silence(worker), worker.metrics.unanswered)
+            silent = self._silence(worker)
+            if silent < self._stall.silence or not _others(worker, workers):
+                continue
+            models = frozenset(worker.models())
+            seen = usual.get(models)
+            if seen is None:
+                alike = [other.health for other in workers if other.models() & models]
+                seen = usual[models] = latest([health.first_bytes() for health in alike])
+            reason = stalled(worker.health, self._stall, seen, silent, worker.metrics.unanswered)
             if reason is None:
                 continue
             circuit = worker.health.circuit
@@ -68,8 +76,11 @@ class Judge:
                 others = [other for rank, other in worker.health.ranks.items() if rank != dp_rank]
                 if not worker.up or health.circuit.state is CircuitState.OPEN or not others:
                     continue
+                silent = self._rank_silence(worker, dp_rank)
+                if silent < self._stall.silence:
+                    continue
                 seen = [first for other in (health, *others) for first in other.first_bytes()]
-                reason = rank_stalled(health, self._stall, seen, self._rank_silence(worker, dp_rank))
+                reason = rank_stalled(health, self._stall, seen, silent)
                 if reason is not None:
                     health.circuit.open(reason)
                     moved = health.give_up_waiting()
@@ -80,14 +91,20 @@ class Judge:
         up = [worker for worker in workers if worker.up and not worker.draining]
         well = [worker for worker in up if worker.health.circuit.state is CircuitState.CLOSED]
         left = max(int(self._max_ejected * len(up)), 1) - (len(up) - len(well))
-        for worker in well:
-            alike = [other.health for other in well if other is not worker and other.models() & worker.models()]
-            if left <= 0 or len(alike) + 1 < _FEWEST_TO_COMPARE:
+        if left <= 0:
+            return
+        recent = {worker: Recent(worker.health, self._outlier) for worker in well}
+        models = {worker: frozenset(worker.models()) for worker in well}
+        for served in set(models.values()):
+            alike = [recent[worker] for worker in well if models[worker] & served]
+            if len(alike) < _FEWEST_TO_COMPARE:
                 continue
-            if reason := outlier(worker.health, alike, self._outlier):
-                worker.health.circuit.open(reason)
-                worker.health.forget()
-                left -= 1
+            compared = Alike(alike, self._outlier)
+            for worker in well:
+                if models[worker] == served and left > 0 and (reason := compared.outlier(recent[worker])):
+                    worker.health.circuit.open(reason)
+                    worker.health.forget()
+                    left -= 1
 
     def log_changes(self, workers: Sequence[Worker]) -> None:
         """Log the workers whose state is another than the last time."""
@@ -112,6 +129,8 @@ class Judge:
         """Seconds since anything was heard of a rank's work."""
         clock = worker.health.clock()
         silent = clock - max(worker.health.ranks[dp_rank].last_byte, worker.metrics.rank_progress_at(dp_rank))
+        if silent < self._stall.silence:
+            return silent
         reports = [self._indexer.report(target) for target in worker.targets if target.dp_rank == dp_rank]
         events = [report.stream.received_at for report in reports if report and report.stream]
         return min([silent, *(time.time() - at for at in events if at is not None)])

@@ -349,6 +349,8 @@ class Exchange(Receiver):
             else:
                 lines = visit.lines_for_workers()
                 self._leg = upstream.send(self, head.method, head.target, lines, self._body, visit.id, now)
+        if placement is not self._placement or self._over:
+            return  # it went wrong at once
         # The rest must not hold it up.
         forwarding.router.hold(prompt, placement, now)
         forwarding.metrics.placed(prompt.name or "", now - self._arrived, placement.decision, placement.prediction)

@@ -1,4 +1,4 @@
-"""Hung workers and outliers, by what their requests tell."""
+"""Hung workers, by what their requests tell."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from router.fleet.health import (
     FirstByte,
     Health,
     Outcome,
-    OutlierLimits,
     StallLimits,
     expected_seconds,
-    outlier,
     stalled,
 )
 from router.fleet.worker import Worker, WorkerState, choosable
 from router.settings import WorkerSettings
 
 STALL = StallLimits(silence=1.0, factor=3.0)
-OUTLIER = OutlierLimits()
 
 
 class Clock:
@@ -140,51 +137,6 @@ def test_only_the_first_end_counts(health: Health) -> None:
     attempt.end(Outcome.FAILED)
     assert [result.failed for result in health.results()] == [False]
     assert health.in_flight() == Counter()
-
-
-# Outliers
-
-
-def test_a_worker_whose_requests_fail_far_more_often_is_an_outlier(clock: Clock) -> None:
-    workers = [Health(CircuitLimits(), clock) for _ in range(4)]
-    for number in range(20):
-        for worker in workers:
-            bad = worker is workers[0] and number % 2
-            worker.begin(1).end(Outcome.FAILED if bad else Outcome.SUCCEEDED)
-    assert outlier(workers[0], workers[1:], OUTLIER) == "50% of its requests fail, 0% of the others'"
-    assert outlier(workers[1], [workers[0], *workers[2:]], OUTLIER) is None
-
-
-def test_when_all_fail_alike_nobody_is_an_outlier(clock: Clock) -> None:
-    workers = [Health(CircuitLimits(), clock) for _ in range(3)]
-    for number in range(20):
-        for worker in workers:
-            worker.begin(1).end(Outcome.FAILED if number % 2 else Outcome.SUCCEEDED)
-    assert all(outlier(worker, [w for w in workers if w is not worker], OUTLIER) is None for worker in workers)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "work", "is_outlier"),
-    [(2.0, 100, True), (0.45, 100, False), (0.3, 100, False), (2.0, 2000, False)],
-    ids=["far slower", "somewhat slower", "three times slower", "with more to do"],
-)
-def test_a_worker_whose_first_bytes_take_far_longer_is_an_outlier(
-    clock: Clock, seconds: float, work: int, is_outlier: bool
-) -> None:
-    workers = [Health(CircuitLimits(), clock) for _ in range(3)]
-    for _ in range(12):
-        answered(workers[0], clock, seconds, work)
-        answered(workers[1], clock, 0.1)
-        answered(workers[2], clock, 0.1)
-    assert (outlier(workers[0], workers[1:], OUTLIER) is not None) == is_outlier
-
-
-def test_a_few_results_tell_nothing(clock: Clock) -> None:
-    workers = [Health(CircuitLimits(failures=100), clock) for _ in range(3)]
-    for _ in range(9):
-        workers[0].begin(1).end(Outcome.FAILED)
-        workers[1].begin(1).end(Outcome.SUCCEEDED)
-    assert outlier(workers[0], workers[1:], OUTLIER) is None
 
 
 # Who is chosen

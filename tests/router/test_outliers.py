@@ -1,0 +1,169 @@
+"""Workers that are far worse than others, by how their last requests went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fleet.circuit import CircuitLimits, CircuitState
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.health import FirstByte, Health, Outcome, expected_seconds
+from router.fleet.judge import Judge
+from router.fleet.outliers import Alike, OutlierLimits, Recent
+from router.fleet.worker import Worker
+from router.settings import FleetSettings, WorkerSettings
+
+LIMITS = OutlierLimits()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.asked = 0
+
+    def __call__(self) -> float:
+        self.asked += 1
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def answered(health: Health, clock: Clock, seconds: float, work: int = 100) -> None:
+    begun = clock.now
+    attempt = health.begin(work)
+    clock.now += seconds
+    attempt.heard()
+    attempt.end(Outcome.SUCCEEDED)
+    clock.now = begun
+
+
+def reasons(workers: list[Health]) -> list[str | None]:
+    """In what each of some workers that serve the same is far worse than the others."""
+    recent = [Recent(worker, LIMITS) for worker in workers]
+    alike = Alike(recent, LIMITS)
+    return [alike.outlier(worker) for worker in recent]
+
+
+def test_a_worker_whose_requests_fail_far_more_often_is_an_outlier(clock: Clock) -> None:
+    workers = [Health(CircuitLimits(), clock) for _ in range(4)]
+    for number in range(20):
+        for worker in workers:
+            bad = worker is workers[0] and number % 2
+            worker.begin(1).end(Outcome.FAILED if bad else Outcome.SUCCEEDED)
+    assert reasons(workers) == ["50% of its requests fail, 0% of the others'", None, None, None]
+
+
+def test_when_all_fail_alike_nobody_is_an_outlier(clock: Clock) -> None:
+    workers = [Health(CircuitLimits(), clock) for _ in range(3)]
+    for number in range(20):
+        for worker in workers:
+            worker.begin(1).end(Outcome.FAILED if number % 2 else Outcome.SUCCEEDED)
+    assert reasons(workers) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "work", "is_outlier"),
+    [(2.0, 100, True), (0.45, 100, False), (0.3, 100, False), (2.0, 2000, False)],
+    ids=["far slower", "somewhat slower", "three times slower", "with more to do"],
+)
+def test_a_worker_whose_first_bytes_take_far_longer_is_an_outlier(
+    clock: Clock, seconds: float, work: int, is_outlier: bool
+) -> None:
+    workers = [Health(CircuitLimits(), clock) for _ in range(3)]
+    for _ in range(12):
+        answered(workers[0], clock, seconds, work)
+        answered(workers[1], clock, 0.1)
+        answered(workers[2], clock, 0.1)
+    assert [reason is not None for reason in reasons(workers)] == [is_outlier, False, False]
+
+
+def test_a_worker_beside_one_that_has_answered_is_compared_with_that(clock: Clock) -> None:
+    workers = [Health(CircuitLimits(), clock) for _ in range(3)]
+    for _ in range(12):
+        answered(workers[0], clock, 2.0)
+        answered(workers[1], clock, 0.1)
+    assert reasons(workers) == ["first bytes take 2.0 s, 0.1 s elsewhere", None, None]
+
+
+def test_a_few_results_tell_nothing(clock: Clock) -> None:
+    workers = [Health(CircuitLimits(failures=100), clock) for _ in range(3)]
+    for _ in range(9):
+        workers[0].begin(1).end(Outcome.FAILED)
+        workers[1].begin(1).end(Outcome.SUCCEEDED)
+        answered(workers[2], clock, 9.0)
+    assert reasons(workers) == [None] * 3
+
+
+seen = st.tuples(st.sampled_from([0.1, 0.2, 0.4, 0.7, 1.5, 4.0, 9.0]), st.sampled_from([1, 100, 150, 1000, 5000]))
+
+
+@given(st.lists(st.lists(seen, min_size=11, max_size=11), min_size=3, max_size=6))
+def test_who_is_late_is_so_against_each_of_its_requests(of_workers: list[list[tuple[float, int]]]) -> None:
+    """Comparing with what each single request should have taken comes to the same."""
+    clock = Clock()
+    workers = [Health(CircuitLimits(), clock) for _ in of_workers]
+    for worker, requests in zip(workers, of_workers, strict=True):
+        for seconds, work in requests:
+            answered(worker, clock, seconds, work)
+    found = reasons(workers)
+    for worker, reason in zip(workers, found, strict=True):
+        theirs = [first for other in workers if other is not worker for first in other.first_bytes()]
+        mine = worker.first_bytes()
+        seconds = median(first.seconds for first in mine)
+        usual = median(_expected(theirs, first.work) for first in mine)
+        is_late = seconds > usual + LIMITS.seconds and seconds > LIMITS.factor * usual
+        assert (reason is not None) == is_late
+
+
+def _expected(theirs: list[FirstByte], work: int) -> float:
+    expected = expected_seconds(theirs, work, True)
+    assert expected is not None
+    return expected
+
+
+def fleet(workers: int, clock: Clock, serves: Callable[[int], str]) -> list[Worker]:
+    """Workers with as many results as are remembered, and a request that has just begun."""
+    made = []
+    for number in range(workers):
+        worker = Worker(
+            WorkerSettings.model_validate({"url": f"http://w{number}"}), health=Health(CircuitLimits(), clock)
+        )
+        model = serves(number)
+        worker.describe(WorkerDescription(Engine.VLLM, {model: ServedModel(model, model)}))
+        worker.problem = None
+        for _ in range(64):
+            answered(worker.health, clock, 0.6)
+        worker.health.begin(100)
+        made.append(worker)
+    return made
+
+
+@pytest.fixture
+def judge() -> Judge:
+    return Judge(FleetSettings(), None)  # type: ignore[arg-type]  # nobody is silent for so long that events are asked for
+
+
+def test_only_workers_that_serve_the_same_are_compared(clock: Clock, judge: Judge) -> None:
+    workers = fleet(6, clock, lambda number: "ab"[number % 2])
+    for _ in range(64):
+        answered(workers[0].health, clock, 20.0)
+        for slow in workers[1::2]:
+            answered(slow.health, clock, 20.0)
+    judge.leave_out_outliers(workers)
+    opened = [worker.health.circuit.state is not CircuitState.CLOSED for worker in workers]
+    assert opened == [True] + [False] * 5
+
+
+def test_judging_many_workers_looks_at_each_a_few_times(clock: Clock, judge: Judge) -> None:
+    workers = fleet(300, clock, lambda _: "m")
+    clock.asked = 0
+    judge.leave_out_stalled(workers)
+    judge.leave_out_outliers(workers)
+    assert clock.asked < 10 * len(workers)
