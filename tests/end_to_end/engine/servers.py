@@ -74,18 +74,22 @@ class VllmWorker:
 
 
 class RouterProcess:
-    """`kvrouter serve`, given nothing but the workers' URLs and what a test asks for. A context manager."""
+    """`kvrouter serve`, given nothing but the workers' URLs and what a test asks for. A context manager.
 
-    def __init__(self, workers: list[VllmWorker], logs: Path, *options: str) -> None:
+    `patience`: the seconds of silence after which a worker counts as hung, if not the default.
+    """
+
+    def __init__(self, workers: list[VllmWorker], logs: Path, *options: str, patience: float | None = None) -> None:
         self._process = ServerProcess("kvrouter", logs / "kvrouter.log")
         self._command = [str(Path(sys.executable).with_name("kvrouter")), "serve", "--port", "0", *options]
         for worker in workers:
             self._command += ["--worker", worker.url]
+        self._environment = {} if patience is None else {"KVROUTER_FLEET__STALL_SECONDS": str(patience)}
         self.url = ""
 
     def __enter__(self) -> RouterProcess:
         self._process.log.unlink(missing_ok=True)
-        self._process.start(self._command)
+        self._process.start(self._command, self._environment)
         try:
             self.url = self._process.wait_for(self._listening_on, ROUTER_START_SECONDS, "says where it listens")
             self._process.wait_for(lambda: answers(f"{self.url}/health"), ROUTER_START_SECONDS, "answers /health")
