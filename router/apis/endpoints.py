@@ -19,7 +19,7 @@ from router.apis.multipart import form_field
 from router.apis.openai_requests import decode_chat, decode_completion
 from router.apis.requests import RoutedRequest
 from router.apis.responses import decode_responses
-from router.apis.sessions import Headers, naming, session_of
+from router.apis.sessions import Headers, only_naming, session_of
 
 Decode = Callable[[bytes, Headers], RoutedRequest]
 
@@ -72,12 +72,12 @@ class Call:
 
     __slots__ = ("body", "headers", "method", "naming", "path")
 
-    def __init__(self, method: str, path: str, headers: Headers, body: bytes, named_by: Headers | None = None) -> None:
+    def __init__(self, method: str, path: str, headers: Headers, body: bytes, naming: Headers | None = None) -> None:
         self.method = method
         self.path = path
         self.headers = headers
         self.body = body
-        self.naming = naming(headers) if named_by is None else named_by
+        self.naming = only_naming(headers) if naming is None else naming
 
 
 def read_call(call: Call, with_prompt: bool = True, seen: Conversations | None = None) -> RoutedRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from indexer.errors import RequestError
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
-from router.apis.conversations import Conversations, again, conversation_of
+from router.apis.conversations import Conversations, again, conversation_of, read_among
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
 from router.apis.requests import (
     ChatPrompt,
@@ -27,11 +27,7 @@ def decode_chat(body: bytes, headers: Headers = (), seen: Conversations | None =
 
     `seen`: the chats from before, of which one may begin as this one does.
     """
-    if seen is None:
-        fields = read_body(body, GenerationFields)
-        _check_chat(fields)
-        return _chat_request(fields, headers, None)
-    found, earlier = seen.read(body, GenerationFields, _check_chat)
+    found, earlier = read_among(seen, body, GenerationFields, _check_chat)
     if found.request is not None:
         return again(found.request, session_of(headers, found.fields))
     found.conversation = conversation_of(found.fields.messages, found.shared, earlier)
@@ -75,7 +71,7 @@ def decode_match(body: bytes) -> MatchRequest:
     )
 
 
-def _chat_request(fields: GenerationFields, headers: Headers, conversation: Conversation | None) -> RoutedRequest:
+def _chat_request(fields: GenerationFields, headers: Headers, conversation: Conversation) -> RoutedRequest:
     max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
     return _request(fields, headers, fields.model, _chat_prompt(fields, conversation), max_tokens)
 

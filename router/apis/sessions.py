@@ -25,14 +25,14 @@ _NOTHING = (None, None, None)
 MAX_LENGTH = 512
 
 
-def naming(headers: Headers) -> list[tuple[bytes, bytes]]:
+def only_naming(headers: Headers) -> list[tuple[bytes, bytes]]:
     """The headers that a session may be named by: all others are passed over."""
     return [header for header in headers if header[0] in _HEADERS]
 
 
 def session_of(headers: Headers, fields: SessionFields) -> str | None:
-    """The session of a request, by its headers and its body."""
-    named = {name: value.decode("latin-1") for name, value in headers if name in _HEADERS}
+    """The session of a request, by those of its headers that are `only_naming` one, and its body."""
+    named = {name: value.decode("latin-1") for name, value in headers}
     found: tuple[Any, ...]
     if fields.vllm_xargs is None and fields.metadata is None:
         found = (fields.session_id, fields.prompt_cache_key, fields.user)

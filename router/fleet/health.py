@@ -219,16 +219,15 @@ class Attempt:
     def heard(self, now: float | None = None) -> None:
         """Bytes of the answer came."""
         health = self.health
-        worker = health.worker
-        if now is None:
-            now = health.clock()
         health.heard()
         if self.waits:
             self.waits = False
+            if now is None:
+                now = health.clock()
             seen = FirstByte(self.work, self.streamed, now - self.begun, now)
             health.last_first_bytes.append(seen)
-            if worker is not None:
-                worker.last_first_bytes.append(seen)
+            if health.worker is not None:
+                health.worker.last_first_bytes.append(seen)
 
     def end(self, outcome: Outcome, reason: str = "", now: float | None = None) -> None:
         """The request ended. Only the first call counts."""

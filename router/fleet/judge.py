@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
-from indexer import Indexer
+from indexer import Indexer, Target
 from router.fleet.circuit import CircuitState
-from router.fleet.health import FirstByte, StallLimits, latest, rank_stalled, stalled
+from router.fleet.health import FirstByte, Health, StallLimits, latest, rank_stalled, stalled
 from router.fleet.outliers import Alike, OutlierLimits, Recent
 from router.fleet.worker import Worker, WorkerState
 from router.settings import FleetSettings
@@ -52,9 +52,9 @@ class Judge:
         for worker in workers:
             if not worker.up or not worker.health.attempts:
                 continue
-            silent = self._silence(worker)
+            silent = self._silence(worker.health, worker.metrics.progress_at, worker.targets)
             if silent < self._stall.silence or not _others(worker, workers):
-                continue
+                continue  # most workers; what is usual takes longer to tell
             models = frozenset(worker.models())
             seen = usual.get(models)
             if seen is None:
@@ -76,9 +76,10 @@ class Judge:
                 others = [other for rank, other in worker.health.ranks.items() if rank != dp_rank]
                 if not worker.up or health.circuit.state is CircuitState.OPEN or not others:
                     continue
-                silent = self._rank_silence(worker, dp_rank)
+                targets = (target for target in worker.targets if target.dp_rank == dp_rank)
+                silent = self._silence(health, worker.metrics.rank_progress_at(dp_rank), targets)
                 if silent < self._stall.silence:
-                    continue
+                    continue  # likewise
                 seen = [first for other in (health, *others) for first in other.first_bytes()]
                 reason = rank_stalled(health, self._stall, seen, silent)
                 if reason is not None:
@@ -115,23 +116,12 @@ class Judge:
                 write("worker state", worker=worker.url, state=str(state), before=str(before), reason=worker.reason)
         self._logged = {worker: worker.state for worker in workers}
 
-    def _silence(self, worker: Worker) -> float:
-        """Seconds since anything was heard of a worker's work."""
-        now = worker.health.clock()
-        silent = now - max(worker.health.last_byte, worker.metrics.progress_at)
+    def _silence(self, health: Health, progress_at: float, targets: Iterable[Target]) -> float:
+        """Seconds since anything was heard of the work of a worker or a rank, which is these targets."""
+        silent = health.clock() - max(health.last_byte, progress_at)
         if silent < self._stall.silence:
             return silent
-        reports = [self._indexer.report(target) for target in worker.targets]
-        events = [report.stream.received_at for report in reports if report and report.stream]
-        return min([silent, *(time.time() - at for at in events if at is not None)])
-
-    def _rank_silence(self, worker: Worker, dp_rank: int) -> float:
-        """Seconds since anything was heard of a rank's work."""
-        clock = worker.health.clock()
-        silent = clock - max(worker.health.ranks[dp_rank].last_byte, worker.metrics.rank_progress_at(dp_rank))
-        if silent < self._stall.silence:
-            return silent
-        reports = [self._indexer.report(target) for target in worker.targets if target.dp_rank == dp_rank]
+        reports = [self._indexer.report(target) for target in targets]
         events = [report.stream.received_at for report in reports if report and report.stream]
         return min([silent, *(time.time() - at for at in events if at is not None)])
 

@@ -461,7 +461,7 @@ class Exchange(Receiver):
             if not self._begun and self._head is not None:
                 self._begin(self._head, data, ended)
             else:
-                self._client.more(data if self._hidden is None else self._hidden.passed(data, ended), ended)
+                self._client.more(self._shown(data, ended), ended)
                 self._learn(data, ended)
                 if not ended:
                     self._let_events_pass()

@@ -17,6 +17,11 @@ _ZERO: Final = 48  # b"0"
 _RECENT: Final = 4
 
 
+def head_size(data: bytes) -> int:
+    """How many bytes the head takes of a message that has all of it."""
+    return data.find(_END) + len(_END)
+
+
 class Beginning:
     """Bytes that messages begin with; `dated`: with whatever date, where they have a header of it.
 
@@ -66,7 +71,7 @@ class KnownHead(Generic[T]):
 
         `dated`: whatever date stands before the length.
         """
-        end = data.find(_END) + len(_END)
+        end = head_size(data)
         lengths = list(_LENGTH.finditer(data, 0, end))
         if len(lengths) != 1 or int(lengths[0][1]) != len(data) - end:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.access import without_credentials
 from router.admission.ticket import urgent
-from router.apis.sessions import naming
+from router.apis.sessions import only_naming
 from router.telemetry.request_id import HEADER as REQUEST_ID
 from router.telemetry.request_id import given_id, with_id
 from router.upstream.answer_head import LENGTH
@@ -29,7 +29,7 @@ class RequestHead:
         self.headers = headers
         self.id = given_id(headers)
         self.urgency = urgent(headers)
-        self.naming = naming(headers)
+        self.naming = only_naming(headers)
         self.wants_explanation = _EXPLAIN in headers
         self._lines: bytes | None = None
 

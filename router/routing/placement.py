@@ -42,11 +42,9 @@ class Placement:
     `held`: whether its prompts count as held soon where it goes. `now`: the time, where it was just read.
     """
 
-    def __init__(
-        self, worker: Worker, target: Target, chosen: Choice, reservation: Reservation, attempt: Attempt
-    ) -> None:
-        self.worker = worker
-        self.target = target
+    def __init__(self, chosen: Choice, reservation: Reservation, attempt: Attempt) -> None:
+        self.worker: Worker = chosen.rank.worker
+        self.target: Target = chosen.rank.target
         self.chosen = chosen
         self.decision = chosen.decision
         self.held = False

@@ -320,7 +320,7 @@ class Router:
         if self._sharing.carriers:
             work += self._sharing.elsewhere.of(worker.url, target.dp_rank).pending
         attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
-        return Placement(worker, target, chosen, reservation, attempt)
+        return Placement(chosen, reservation, attempt)
 
     def hold(self, prompt: RoutedPrompt, placement: Placement, now: float | None = None) -> None:
         """Count the prompts of a reserved request as held soon, and watch what becomes of it.

@@ -42,7 +42,7 @@ def body_of(data: bytes) -> bytes | None:
     if not size:
         return None
     start = len(data) - 2 - size
-    if data[start - 2 : start] == b"\r\n" and data.find(b"\r\n") == start - 2:
+    if data.find(b"\r\n") == start - 2:
         return data[start:-2]  # it is one chunk
     pieces, place = [], 0
     while place < len(data):

@@ -15,7 +15,7 @@ import httptools
 from mypy_extensions import mypyc_attr
 
 from router.forwarding.deadline import Deadline
-from router.forwarding.known_head import Beginning, KnownHead
+from router.forwarding.known_head import Beginning, KnownHead, head_size
 from router.upstream.answer_head import WITHOUT_BODY, AnswerHead
 from router.upstream.chunks import END, LAST, body_of, body_size
 from router.upstream.origin import Headers
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # Of an answer: of its head, those of 1xx before it, and its trailers.
 MAX_HEAD_BYTES: Final = 64 * 1024
-_END_OF_HEAD: Final = b"\r\n\r\n"
 
 
 class UpstreamError(Exception):
@@ -300,7 +299,7 @@ class Connection:
         if self._complete:
             self._home.known_head = KnownHead.of(data, head.without_length(), dated=True) or self._home.known_head
         elif head.is_stream and not head.length:
-            self._home.known_stream = KnownStream(data[: data.find(_END_OF_HEAD) + len(_END_OF_HEAD)], head)
+            self._home.known_stream = KnownStream(data[: head_size(data)], head)
 
     def _tell(self, data: bytes, ended: bool) -> None:
         """Pass on what came. When it was the end, the connection is free before that is told."""
