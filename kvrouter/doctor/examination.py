@@ -17,8 +17,9 @@ from kvevents import BlockStored
 from kvevents.curve import KeyPair
 from kvrouter.doctor.findings import Cause, Finding
 from kvrouter.doctor.requests import STREAMED_TOKENS, RequestRefusedError, Worker
-from kvrouter.doctor.stream import Heard, NoPublisherError, UnreachableError, WatchedStream
-from kvrouter.doctor.tokens import chat_tokens, difference, stored_at_root, text_tokens
+from kvrouter.doctor.stream import NoPublisherError, UnreachableError, WatchedStream
+from kvrouter.doctor.tokens import NewPrompt, difference, new_prompt, stored
+from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet import worker as fleet
 from router.fleet.discovery import DiscoveryError, Engine, WorkerDescription, describe_worker
 from router.settings import WorkerSettings
@@ -30,6 +31,7 @@ _UNKNOWN_BLOCK_SIZE = 64
 # A buffered stream comes in a few reads at its end. Below this nothing can be told.
 _SHORTEST_STREAM = 0.05
 _STREAMS = 3
+_INSTRUCTION = {"role": "system", "content": "Be brief."}
 
 
 class Examination:
@@ -142,11 +144,11 @@ class Examination:
         rank, heard = stream.source.dp_rank, stream.heard
         found_before = len(self.findings)
         for _ in range(2):  # the first may have come before the subscription
-            text = worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE)
-            expected = await text_tokens(self._tokenizers, model, text)
+            text, another = (worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE) for _ in range(2))
+            expected = await new_prompt(self._tokenizers, model, TextPrompts([text]), TextPrompts([another]))
             await worker.complete(text, rank)
             # Engines that do not take the rank header choose a rank themselves.
-            stored = await self._heard_on(all_streams, expected)
+            event = await self._heard_on(all_streams, expected)
             if any(each.heard.topics for each in all_streams):
                 break
         if not any(each.heard.topics for each in all_streams):
@@ -161,18 +163,19 @@ class Examination:
         self._examine_reading(stream)
         if len(self.findings) > found_before:
             return
-        if stored is None and expected is not None:
-            self._unlike(expected, heard, rank)
+        if event is None and expected is not None:
+            evidence = f"a new prompt was sent: {difference(expected.token_ids, heard.stored())}"
+            self._found(Cause.TOKENIZER, evidence, rank)
             return
-        if stored is not None:
-            self._examine_stored(stored, described, rank)
+        if event is not None:
+            self._examine_stored(event, described, rank)
         await self._examine_chat(worker, model, stream, all_streams, described)
         self._examine_order(stream)
         await self._examine_replay(stream)
         if expected is not None and len(self.findings) == found_before:
-            await self._examine_match(Target(self.url, rank, model), expected)
+            await self._examine_match(Target(self.url, rank, model), expected.token_ids)
 
-    async def _heard_on(self, streams: list[WatchedStream], token_ids: list[int] | None) -> BlockStored | None:
+    async def _heard_on(self, streams: list[WatchedStream], prompt: NewPrompt | None) -> BlockStored | None:
         """The event that stores a prompt, if it comes on any of the streams in time.
 
         Where its tokens are not known, the wait is until anything comes.
@@ -181,9 +184,9 @@ class Examination:
         while True:
             for stream in streams:
                 stream.arrived.clear()
-                if token_ids is None and stream.heard.topics:
+                if prompt is None and stream.heard.topics:
                     return None
-                if token_ids is not None and (found := stored_at_root(token_ids, stream.heard.stored())):
+                if prompt is not None and (found := stored(prompt, stream.heard.stored())):
                     return found
             waiting = [asyncio.create_task(stream.arrived.wait()) for stream in streams]
             try:
@@ -207,9 +210,6 @@ class Examination:
         elif any(event.block_hashes and not event.token_ids for event in heard.stored()):
             self._found(Cause.EVENTS_WITHOUT_TOKENS, "BlockStored events come without token_ids", rank)
 
-    def _unlike(self, expected: list[int], heard: Heard, rank: int) -> None:
-        self._found(Cause.TOKENIZER, f"a new prompt was sent: {difference(expected, heard.stored())}", rank)
-
     def _examine_stored(self, event: BlockStored, described: WorkerDescription, rank: int) -> None:
         """What an event says of a prompt that was sent without salt and adapter."""
         if described.block_size not in (None, event.block_size):
@@ -230,9 +230,9 @@ class Examination:
         all_streams: list[WatchedStream],
         described: WorkerDescription,
     ) -> None:
-        text = worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE)
-        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
-        expected = await chat_tokens(self._tokenizers, model, messages)
+        texts = [worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE) for _ in range(2)]
+        messages, others = ([_INSTRUCTION, {"role": "user", "content": text}] for text in texts)
+        expected = await new_prompt(self._tokenizers, model, ChatPrompt(messages), ChatPrompt(others))
         if expected is None:
             return
         rank = stream.source.dp_rank
@@ -241,7 +241,7 @@ class Examination:
         except RequestRefusedError:
             return  # a model without a chat template
         if await self._heard_on(all_streams, expected) is None:
-            evidence = f"a new conversation was sent: {difference(expected, stream.heard.stored())}"
+            evidence = f"a new conversation was sent: {difference(expected.token_ids, stream.heard.stored())}"
             self._found(Cause.CHAT_TEMPLATE, evidence, rank)
         else:
             self.passed.append(f"rank {rank}: prompts and conversations have the same tokens here and there")

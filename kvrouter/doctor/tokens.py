@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import takewhile
 
 from indexer.errors import RequestError
 from kvevents import BlockStored
@@ -11,40 +12,54 @@ from router.apis.requests import ChatPrompt, TextPrompts
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
 
-async def text_tokens(tokenizers: Tokenizers, model: str, text: str) -> list[int] | None:
-    """A text's token ids; None where the router has no tokenizer for the model."""
+@dataclass(frozen=True, slots=True)
+class NewPrompt:
+    """The token ids of a prompt that nobody sent before, but for the first `shared`, which all such prompts have."""
+
+    token_ids: list[int]
+    shared: int
+
+
+async def new_prompt(
+    tokenizers: Tokenizers, model: str, prompt: TextPrompts | ChatPrompt, another: TextPrompts | ChatPrompt
+) -> NewPrompt | None:
+    """A prompt beside another as new; None where the router has no tokenizer or chat template for the model."""
     try:
-        return list((await tokenizers.token_ids(model, TextPrompts([text])))[0])
+        token_ids, others = [list((await tokenizers.token_ids(model, each))[0]) for each in (prompt, another)]
     except (TokenizerUnavailableError, RequestError):
         return None
+    return NewPrompt(token_ids, _equal(token_ids, others))
 
 
-async def chat_tokens(tokenizers: Tokenizers, model: str, messages: list[dict[str, Any]]) -> list[int] | None:
-    """A conversation's token ids; None where the router has no chat template for the model."""
-    try:
-        return list((await tokenizers.token_ids(model, ChatPrompt(messages)))[0])
-    except (TokenizerUnavailableError, RequestError):
-        return None
+def stored(prompt: NewPrompt, events: Iterable[BlockStored]) -> BlockStored | None:
+    """The event that stores the first blocks of a prompt, after those that may have been cached before."""
+    return next((event for event in events if _stores(event, prompt)), None)
 
 
-def stored_at_root(token_ids: Sequence[int], events: Iterable[BlockStored]) -> BlockStored | None:
-    """The event that stores the first blocks of a prompt."""
-    for event in events:
-        if event.token_ids and event.parent_block_hash is None:
-            shared = min(len(event.token_ids), len(token_ids))
-            if (
-                event.block_size <= shared
-                and list(token_ids[: event.block_size]) == event.token_ids[: event.block_size]
-            ):
-                return event
-    return None
+def _stores(event: BlockStored, prompt: NewPrompt) -> bool:
+    """Whether an event stores blocks from one of the shared tokens on, and a new one among them."""
+    for start in range(0, prompt.shared + 1, event.block_size) if event.block_size > 0 else ():
+        expected = prompt.token_ids[start : start + len(event.token_ids)]
+        if (
+            (start == 0) == (event.parent_block_hash is None)
+            and len(expected) >= event.block_size
+            and start + len(expected) > prompt.shared
+            and event.token_ids[: len(expected)] == expected
+        ):
+            return True
+    return False
 
 
 def difference(expected: Sequence[int], events: Iterable[BlockStored]) -> str:
     """Where the sequence that an engine began last parts from what was expected."""
     roots = [event for event in events if event.parent_block_hash is None and event.token_ids]
     found = roots[-1].token_ids if roots else []
-    at = next((at for at, (ours, theirs) in enumerate(zip(expected, found, strict=False)) if ours != theirs), None)
-    if at is None:
+    at = _equal(expected, found)
+    if at == min(len(expected), len(found)):
         return "the engine's events begin no sequence with it"
     return f"token {at} is {expected[at]} here and {found[at]} in the engine's events"
+
+
+def _equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -150,6 +150,19 @@ async def test_another_chat_template(sound: Sound, tmp_path: Path) -> None:
     assert await found({"url": sound.url}, models=models) == [[Cause.CHAT_TEMPLATE]]
 
 
+async def test_what_all_conversations_begin_with_may_be_cached(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["chat_template"] = "You are new here. " * 8 + config["chat_template"]
+    file.write_text(json.dumps(config))
+    settings = SimulatedWorkerSettings(tokenizer=str(folder), prefill_s_per_token=1e-6)
+    models = {"simulated": {"tokenizer": str(folder)}}
+    async with running(settings) as url:
+        for _ in range(2):
+            assert await found({"url": url}, models=models) == [[]]
+
+
 async def test_the_command_prints_json_and_tells_by_its_exit_status(sound: Sound) -> None:
     command = [sys.executable, "-m", "kvrouter", "doctor", "--json", "--worker"]
     for url, status, causes in (

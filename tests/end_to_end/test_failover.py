@@ -261,13 +261,13 @@ async def test_a_worker_far_worse_than_the_others_is_left_out(script: Script, re
         others = [await stack.enter_async_context(scripted_worker(stream)) for _ in range(3)]
         urls = [worker.url for worker in (worse, *others)]
         routed = await stack.enter_async_context(router(*urls, **TURNS, fleet={"backoff": 30, "slow_start": 0}))
-        for _ in range(3):  # never three failures in a row: that would be another reason
-            await asyncio.gather(*(routed.call(PATH, BODY) for _ in range(16)))
 
-        async def left_out() -> bool:
+        async def left_out_after_more() -> bool:
+            # Never three failures in a row: that would be another reason.
+            await asyncio.gather(*(routed.call(PATH, BODY) for _ in range(16)))
             return await state(routed, worse) == "left_out"
 
-        await until(left_out)
+        await until(left_out_after_more, 30)
         found = (await routed.call("/health")).json()["findings"]
         assert [(each["finding"], each["worker"]) for each in found] == [("worker_left_out", worse.url)]
         assert reason in found[0]["detail"]
