@@ -30,9 +30,10 @@ The router under test has one core, workers and load ({tool}) another. The route
 changes; the figures are medians of {rounds}. Latencies are what the router adds to those without one. Chats of 64 KB
 are conversations, four turns of each. The 64 chats of a size come again and again, but for the rows with a new last
 message: that begins with a number of its own, so that none of it was seen. It is all of a chat of 1 KB, and 4 KB of
-one of 64 KB. A stream is {chunks} events, {pause:.0f} ms apart; {streams} begin at once, {bursts} times a round. One
-request at a time goes over one connection; of the conversation of 30k tokens only the last message changes, so that
-all before it was seen, by ours and by the peers.
+one of 64 KB. A stream is {chunks} events, {pause:.0f} ms apart; {streams} begin at once, {bursts} times a round, each
+time after as many that are not counted; for these all routers of a mode run, and take turns. One request at a time
+goes over one connection; of the conversation of 30k tokens only the last message changes, so that all before it was
+seen, by ours and by the peers.
 
 *raw relay* is no router: a relay of bytes on uvloop (`benchmarks/proxy/relay.py`), which knows where a request and an
 answer end and nothing else. It is the limit of what a router in Python could reach on this machine, in this run.

@@ -7,6 +7,7 @@ can do less. What it cannot do: time out, retry, hold back, count, or read HTTP 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Iterator
 from itertools import cycle
@@ -17,6 +18,7 @@ from kvrouter.memory import keep_freed_memory
 
 _END_OF_HEAD = b"\r\n\r\n"
 _LENGTH = b"content-length:"
+_QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
 
 
 class _Worker:
@@ -50,6 +52,8 @@ class _Upstream(asyncio.Protocol):
             end = data.find(_END_OF_HEAD) + 4
             length = _length(data, end)
             left = -1 if length is None else length + end
+            if length is None and _QUICKACK is not None:  # as ours
+                self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, _QUICKACK, 0)
         if left < 0:
             ended = data.endswith(b"0\r\n\r\n")
         else:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from benchmarks.proxy.first_event import LONG, SHORT, first_event
 from benchmarks.proxy.load import LoadError, loaded
@@ -62,17 +62,17 @@ class Run:
             with whole_workers(self._folder) as workers:
                 for side in (nothing, relay, *sides):
                     self._say(number, side, "whole answers")
-                    self._measure(self._whole, side, workers)
+                    with self._failing(side), side.running(workers, self._folder) as running:
+                        self._whole(side, running)
             with stream_workers(self._folder) as workers:
-                for side in (nothing, relay, *sides):
-                    self._say(number, side, "streams")
-                    self._measure(self._streams, side, workers)
+                for mode in self._modes:
+                    self._streams(number, mode, [nothing, relay, *(s for s in sides if s.mode == mode)], workers)
 
-    def _measure(self, measurement: Callable[[Side, RunningRouter], None], side: Side, workers: Sequence[str]) -> None:
-        """Run a side and measure it. One that fails loses its figures, not those of the others."""
+    @contextmanager
+    def _failing(self, side: Side) -> Iterator[None]:
+        """A side that fails loses its figures, not those of the others."""
         try:
-            with side.running(workers, self._folder) as running:
-                measurement(side, running)
+            yield
         except (StartError, LoadError) as error:
             self.failures.append(f"{side.name} {side.mode}")
             print(f"FAILED {side.name} {side.mode}: {error}", file=sys.stderr, flush=True)
@@ -105,29 +105,45 @@ class Run:
         spent = (cpu_of(running.pid) - before) / load.requests
         self._add(side, "processor time of a request, µs", row, spent * 1e6, mode)
 
-    def _streams(self, side: Side, running: RunningRouter) -> None:
+    def _streams(self, number: int, mode: str, sides: Sequence[Side], workers: Sequence[str]) -> None:
+        """All sides of a mode run at once and take turns, burst by burst: a machine's speed changes by the minute."""
+        with ExitStack() as stack:
+            running: dict[Side, RunningRouter] = {}
+            for side in sides:
+                with self._failing(side):
+                    running[side] = stack.enter_context(side.running(workers, self._folder))
+            for _ in range(self._scale.bursts):
+                for side, router in running.items():
+                    self._say(number, side, f"streams, {mode}")
+                    with self._failing(side):
+                        self._burst(side, router, mode)
+            for side, router in running.items():
+                self._say(number, side, f"first events, {mode}")
+                with self._failing(side):
+                    self._first_events(side, router, mode)
+
+    def _burst(self, side: Side, running: RunningRouter, mode: str) -> None:
         streamed(running.url, self._scale.streams)  # connections, caches
-        results, spent = [], []
-        for _ in range(self._scale.bursts):
-            before = cpu_of(running.pid) if running.pid else 0.0
-            results.append(streamed(running.url, self._scale.streams))
-            spent.append((cpu_of(running.pid) - before) / self._scale.streams if running.pid else 0.0)
+        before = cpu_of(running.pid) if running.pid else 0.0
+        result = streamed(running.url, self._scale.streams)
         row = f"{self._scale.streams} streams at once"
-        p50, p99 = median(result.p50 for result in results), median(result.p99 for result in results)
         if running.pid is None:
-            self._base[row] = (p50, p99)
-        else:
-            base50, base99 = self._base[row]
-            self._add(side, "first event added, p50, ms", row, (p50 - base50) * 1e3)
-            self._add(side, "first event added, p99, ms", row, (p99 - base99) * 1e3)
-            self._add(side, "processor time of a stream, µs", row, median(spent) * 1e6)
+            self._base[row] = (result.p50, result.p99)
+            return
+        spent = (cpu_of(running.pid) - before) / self._scale.streams
+        base50, base99 = self._base[row]
+        self._add(side, "first event added, p50, ms", row, (result.p50 - base50) * 1e3, mode)
+        self._add(side, "first event added, p99, ms", row, (result.p99 - base99) * 1e3, mode)
+        self._add(side, "processor time of a stream, µs", row, spent * 1e6, mode)
+
+    def _first_events(self, side: Side, running: RunningRouter, mode: str) -> None:
         for row in (SHORT, LONG):
             took = first_event(running.url, row, self._scale.requests)
             if running.pid is None:
                 self._base[row] = (took, took)
             else:
                 figure = "first event added, one request at a time, p50, ms"
-                self._add(side, figure, row, (took - self._base[row][0]) * 1e3)
+                self._add(side, figure, row, (took - self._base[row][0]) * 1e3, mode)
 
     def _add(self, side: Side, figure: str, row: str, value: float, mode: str = "", more: bool = False) -> None:
         """`mode`: whose table it is for, where that is not the side's; those that have none are in all tables."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import struct
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -248,3 +250,42 @@ def test_a_stream_whose_chunks_passed_is_still_missed_when_it_stops() -> None:
             assert b"".join(passage.passed) == event * 4
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="only Linux lets itself be told how to acknowledge")
+def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    segments_in = struct.Struct("140xI")  # where linux/tcp.h has it in tcp_info
+    chunks = 20
+
+    class Counting(Remembering):
+        def __init__(self, came: asyncio.Semaphore) -> None:
+            super().__init__()
+            self._came = came
+
+        def more(self, data: bytes, ended: bool) -> None:
+            super().more(data, ended)
+            self._came.release()
+
+    async def acknowledged() -> int:
+        came, counts = asyncio.Semaphore(0), []
+
+        async def streams(reader: StreamReader, writer: StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            await reader.readuntil(b"\r\n\r\n")
+            for piece in (head, *[b"9\r\ndata: 1\n\n\r\n"] * chunks):
+                writer.write(piece)
+                await came.acquire()
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, segments_in.size)
+            counts.extend(segments_in.unpack(info))
+            writer.write(b"0\r\n\r\n")
+
+        async with served(streams) as (upstreams, url):
+            receiver = Counting(came)
+            upstreams.of(url).send(receiver, "GET", b"/x", b"", b"")
+            async with asyncio.timeout(10):
+                await receiver.over
+        return int(counts[0])
+
+    # When the machine stands still for long Linux goes back to acknowledging each.
+    assert any(asyncio.run(acknowledged()) < chunks for _ in range(10))
