@@ -50,6 +50,7 @@ class FastPieces:
         """`backend` is of `tokenizers`. Raises UnfitError."""
         words, ranks = _readable(backend)
         special = {_NO_TOKEN: max(ranks.values(), default=0) + 1}
+        words = grouped(words)
         self._made = partial(tiktoken.Encoding, "model", pat_str=words, mergeable_ranks=ranks, special_tokens=special)
         try:
             self._encoding = self._made()
@@ -142,6 +143,30 @@ def _words(pre_tokenizer: dict[str, Any] | None) -> str:
         }:
             return words
     raise UnfitError("its words are not split by one expression, or are not bytes")
+
+
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\[\]\\])*\]|.", re.DOTALL)
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
+_FLAGS_FROM_HERE_ON = re.compile(r"\(\?[-a-zA-Z]+\)")
+
+
+def grouped(words: str) -> str:
+    """The same expression, with its alternatives before the first that looks around as a group of their own.
+
+    tiktoken's engine of expressions goes through a group that looks at nothing around it in one go, and else tries one
+    alternative after the other: that takes a third longer.
+    """
+    looks = _LOOKS_AROUND.search(words)
+    if looks is None or _FLAGS_FROM_HERE_ON.search(words):
+        return words
+    depth = end = 0
+    for part in _PARTS.finditer(words, 0, looks.start()):
+        if part[0] == "[":
+            return words  # a set inside a set
+        if part[0] == "|" and depth == 0:
+            end = part.start()
+        depth += (part[0] == "(") - (part[0] == ")")
+    return f"(?:{words[:end]}){words[end:]}" if end else words
 
 
 def _check_merges(vocabulary: dict[str, int], merges: list[tuple[str, str]], *, ignore_merges: bool) -> None:

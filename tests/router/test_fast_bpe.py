@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import worker.simulated
 from indexer.hashing import pack_tokens
-from router.tokens.fast_bpe import CHARACTERS, FastPieces, UnfitError, trial_characters
+from router.tokens.fast_bpe import CHARACTERS, FastPieces, UnfitError, grouped, trial_characters
 from router.tokens.segments import Cutter
 
 BUNDLED = Path(worker.simulated.__file__).parent / "model" / "tokenizer.json"
@@ -180,3 +182,51 @@ def test_it_may_be_used_by_other_threads_than_its_first() -> None:
         found = [pieces(texts), *threads.map(pieces, [texts] * 4)]
     assert found == [Slowly(bundled())(texts)] * 5
     assert slowly.asked == []
+
+
+# As models have them.
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "as_one", "others"),
+    [
+        (LLAMA, LLAMA.removesuffix(r"|\s+(?!\S)|\s+"), r"|\s+(?!\S)|\s+"),
+        (r"a|b(?=c|d)|e", "a", r"|b(?=c|d)|e"),
+        (r"\||[|(]|(?:b|[)])|[]|]|[^]|]|c(?<!d)", r"\||[|(]|(?:b|[)])|[]|]|[^]|]", "|c(?<!d)"),
+    ],
+)
+def test_alternatives_that_look_at_nothing_around_them_are_one(words: str, as_one: str, others: str) -> None:
+    assert grouped(words) == f"(?:{as_one}){others}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        r"a|b",  # nothing looks around
+        r"a(?!b)|c",  # the first does
+        r"(?i)a|b|c(?!d)",  # what comes later is read in another way
+        r"[a&&[b|c]]|d|e(?!f)",  # where a set ends takes more to tell
+    ],
+)
+def test_other_expressions_stay_as_they_are(words: str) -> None:
+    assert grouped(words) == words
+
+
+@settings(max_examples=200)
+@given(text=st.text(st.sampled_from("aB1 \n\r\t'.,sltvé"), max_size=40), words=st.sampled_from([LLAMA, GPT2]))
+def test_a_group_splits_the_same_words(text: str, words: str) -> None:
+    one, other = (_encoding(each) for each in (words, grouped(words)))
+    assert one.encode_ordinary(text) == other.encode_ordinary(text)
+
+
+@cache
+def _encoding(words: str) -> tiktoken.Encoding:
+    """Every word of two bytes is a token."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    pairs = {bytes(pair): 256 + place for place, pair in enumerate(product(range(128), repeat=2))}
+    return tiktoken.Encoding("test", pat_str=words, mergeable_ranks=ranks | pairs, special_tokens={})
