@@ -329,8 +329,9 @@ class Connection:
 
         That is a tenth of what a stream costs. Where they come seldom Linux goes back to each by itself.
         """
-        if _QUICKACK >= 0:
-            self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, _QUICKACK, 0)
+        connected = self._transport.get_extra_info("socket")
+        if connected is not None and _QUICKACK >= 0:
+            connected.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 0)
 
     def _release(self) -> None:
         """The answer is complete: keep the connection, if another request can follow on it."""
