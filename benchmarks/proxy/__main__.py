@@ -100,7 +100,7 @@ def main(
         minutes=(time.monotonic() - started) / 60,
     )
     if run.failures:
-        how += f"\n\nFailed, so that figures are missing: {', '.join(run.failures)}."
+        how += f"\n\nFailed, so that figures are missing: {', '.join(dict.fromkeys(run.failures))}."
     text = "\n\n".join([how, *(table.render() for table in run.tables)])
     print(text)
     if markdown is not None:

@@ -84,7 +84,7 @@ class Examination:
 
     async def _caches(self, worker: Worker, described: WorkerDescription) -> bool:
         """Whether a prompt that is sent twice is cached the second time, as far as the worker tells."""
-        text = worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE)
+        text = _unused_text(worker, described)
         await worker.complete(text, described.ranks[0])
         cached = await worker.complete(text, described.ranks[0])
         if cached == 0:
@@ -144,7 +144,7 @@ class Examination:
         rank, heard = stream.source.dp_rank, stream.heard
         found_before = len(self.findings)
         for _ in range(2):  # the first may have come before the subscription
-            text, another = (worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE) for _ in range(2))
+            text, another = (_unused_text(worker, described) for _ in range(2))
             expected = await new_prompt(self._tokenizers, model, TextPrompts([text]), TextPrompts([another]))
             await worker.complete(text, rank)
             # Engines that do not take the rank header choose a rank themselves.
@@ -230,7 +230,7 @@ class Examination:
         all_streams: list[WatchedStream],
         described: WorkerDescription,
     ) -> None:
-        texts = [worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE) for _ in range(2)]
+        texts = [_unused_text(worker, described) for _ in range(2)]
         messages, others = ([_INSTRUCTION, {"role": "user", "content": text}] for text in texts)
         expected = await new_prompt(self._tokenizers, model, ChatPrompt(messages), ChatPrompt(others))
         if expected is None:
@@ -303,3 +303,8 @@ class Examination:
 
     def _found(self, cause: Cause, evidence: str, dp_rank: int | None = None) -> None:
         self.findings.append(Finding(cause, self.url, evidence, dp_rank))
+
+
+def _unused_text(worker: Worker, described: WorkerDescription) -> str:
+    """A text of several blocks that is in nobody's cache."""
+    return worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE)

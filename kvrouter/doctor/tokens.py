@@ -38,14 +38,13 @@ def stored(prompt: NewPrompt, events: Iterable[BlockStored]) -> BlockStored | No
 
 def _stores(event: BlockStored, prompt: NewPrompt) -> bool:
     """Whether an event stores blocks from one of the shared tokens on, and a new one among them."""
-    for start in range(0, prompt.shared + 1, event.block_size) if event.block_size > 0 else ():
-        expected = prompt.token_ids[start : start + len(event.token_ids)]
-        if (
-            (start == 0) == (event.parent_block_hash is None)
-            and len(expected) >= event.block_size
-            and start + len(expected) > prompt.shared
-            and event.token_ids[: len(expected)] == expected
-        ):
+    size, stored_ids = event.block_size, event.token_ids
+    if size <= 0:
+        return False
+    for start in (0,) if event.parent_block_hash is None else range(size, prompt.shared + 1, size):
+        expected = prompt.token_ids[start : start + len(stored_ids)]
+        is_new = len(expected) >= size and start + len(expected) > prompt.shared
+        if is_new and stored_ids[: len(expected)] == expected:
             return True
     return False
 

@@ -31,7 +31,7 @@ def only_naming(headers: Headers) -> list[tuple[bytes, bytes]]:
 
 
 def session_of(headers: Headers, fields: SessionFields) -> str | None:
-    """The session of a request, by those of its headers that are `only_naming` one, and its body."""
+    """The session of a request, by what `only_naming` leaves of its headers, and its body."""
     named = {name: value.decode("latin-1") for name, value in headers}
     found: tuple[Any, ...]
     if fields.vllm_xargs is None and fields.metadata is None:

@@ -154,7 +154,7 @@ def grouped(words: str) -> str:
     """The same expression, with its alternatives before the first that looks around as a group of their own.
 
     tiktoken's engine of expressions goes through a group that looks at nothing around it in one go, and else tries one
-    alternative after the other: that takes a third longer.
+    alternative after the other, which takes longer.
     """
     looks = _LOOKS_AROUND.search(words)
     if looks is None or _FLAGS_FROM_HERE_ON.search(words):

@@ -141,24 +141,14 @@ async def test_another_tokenizer(sound: Sound, tmp_path: Path) -> None:
 
 
 async def test_another_chat_template(sound: Sound, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    config["chat_template"] = "You are new. " + config["chat_template"]
-    file.write_text(json.dumps(config))
-    models = {"simulated": {"tokenizer": str(folder)}}
+    models = {"simulated": {"tokenizer": with_chats_beginning("You are new. ", tmp_path)}}
     assert await found({"url": sound.url}, models=models) == [[Cause.CHAT_TEMPLATE]]
 
 
 async def test_what_all_conversations_begin_with_may_be_cached(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    config["chat_template"] = "You are new here. " * 8 + config["chat_template"]
-    file.write_text(json.dumps(config))
-    settings = SimulatedWorkerSettings(tokenizer=str(folder), prefill_s_per_token=1e-6)
-    models = {"simulated": {"tokenizer": str(folder)}}
-    async with running(settings) as url:
+    tokenizer = with_chats_beginning("You are new here. " * 8, tmp_path)
+    models = {"simulated": {"tokenizer": tokenizer}}
+    async with running(SimulatedWorkerSettings(tokenizer=tokenizer, prefill_s_per_token=1e-6)) as url:
         for _ in range(2):
             assert await found({"url": url}, models=models) == [[]]
 
@@ -180,6 +170,16 @@ async def test_the_command_prints_json_and_tells_by_its_exit_status(sound: Sound
 
 def test_there_is_a_fix_for_every_cause() -> None:
     assert set(FIXES) == set(Cause)
+
+
+def with_chats_beginning(beginning: str, folder: Path) -> str:
+    """The bundled tokenizer with another chat template; its path."""
+    model = Path(shutil.copytree(BUNDLED_MODEL, folder / "model"))
+    file = model / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["chat_template"] = beginning + config["chat_template"]
+    file.write_text(json.dumps(config))
+    return str(model)
 
 
 def with_fields(**fields: str) -> Any:
