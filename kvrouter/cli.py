@@ -49,9 +49,9 @@ def serve(
     log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the router, with the index inside."""
-    from kvrouter.serving import serve_router
-    from kvrouter.supervisor import ProcessFailedError, Supervisor
     from router.fleet.config_reload import SettingsFile
+    from router.server.serving import serve_router
+    from router.server.supervisor import ProcessFailedError, Supervisor
 
     overrides: dict[str, Any] = _given(
         server=_given(host=host, port=port, processes=processes), policy=_given(name=policy), index=_given(peer=peer)
@@ -65,7 +65,7 @@ def serve(
     if settings.server.processes == 1:
         _run(serve_router(settings, file), log_level)
         return
-    from kvrouter.logs import log_to_stderr
+    from router.server.logs import log_to_stderr
 
     log_to_stderr(log_level)
     try:
@@ -90,8 +90,8 @@ def picker(
     """Run the router as an endpoint picker: Envoy asks it where to send requests, and carries them itself."""
     from importlib.util import find_spec
 
-    from kvrouter.serving import serve_picker
     from router.fleet.config_reload import SettingsFile
+    from router.server.serving import serve_picker
 
     if not (find_spec("grpc") and find_spec("grpc_health")):
         _fail("the picker wants more packages: pip install 'kvrouter[envoy]'")
@@ -121,7 +121,7 @@ def indexer(
     log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the index alone: workers are registered over HTTP."""
-    from kvrouter.serving import serve_indexer
+    from router.server.serving import serve_indexer
 
     _run(serve_indexer(_settings(config, {"server": {"host": host, "port": port}})), log_level)
 
@@ -166,8 +166,8 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
 ) -> None:
     """Show the fleet in the terminal, updating: its ranks' state, cache, load and hits, and the latest requests."""
-    from kvrouter.top import run_top
-    from kvrouter.top.feed import FeedError
+    from kvrouter.tools.top import run_top
+    from kvrouter.tools.top.feed import FeedError
 
     try:
         asyncio.run(run_top(url, token, once))
@@ -270,7 +270,7 @@ def record(
     if output is None:
         _fail("give --output FILE for event streams, or --requests FILE for a router's requests")
     assert output is not None
-    from kvrouter.record import parse_stream, record_streams, summary_lines, worker_sources
+    from kvrouter.tools.record import parse_stream, record_streams, summary_lines, worker_sources
     from router.fleet.discovery import DiscoveryError
 
     if bool(stream) == bool(worker):
@@ -287,8 +287,8 @@ def record(
 
 
 def _record_requests(url: str, token: str, output: Path, seconds: float | None, block_tokens: int) -> None:
-    from kvrouter.stopping import stop_signal
-    from kvrouter.traces.recording import RecordedRequests, RecordingError, record_requests
+    from kvrouter.signals import stop_signal
+    from kvrouter.tools.traces.recording import RecordedRequests, RecordingError, record_requests
 
     async def record_until_stopped() -> RecordedRequests:
         with stop_signal() as stopped:
@@ -337,8 +337,8 @@ def replay(
     ghost: a match of what the engine never stored since it started.
     """
     from kvrouter.processes import KvrouterProcess, ProcessError
-    from kvrouter.replay.index_client import IndexerError
-    from kvrouter.replay.run import IndexerAddress, Place, check_recordings, publish_recording
+    from kvrouter.tools.replay.index_client import IndexerError
+    from kvrouter.tools.replay.run import IndexerAddress, Place, check_recordings, publish_recording
 
     if not check and (len(recordings) > 1 or requests or expect is not None or verbose):
         _fail("several files, --requests, --expect and --verbose are for --check")
@@ -395,9 +395,9 @@ def replay_trace(
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
 ) -> None:
     """Replay a trace of requests under several policies in simulation, or against routers, and write a report."""
-    from kvrouter.traces.live import ReplayError
-    from kvrouter.traces.run import live_targets, open_trace, replay_simulated, replay_to, write_report
-    from kvrouter.traces.simulated import DEFAULT_POLICIES, ENGINES, SimulatedFleet, side_named
+    from kvrouter.tools.traces.live import ReplayError
+    from kvrouter.tools.traces.run import live_targets, open_trace, replay_simulated, replay_to, write_report
+    from kvrouter.tools.traces.simulated import DEFAULT_POLICIES, ENGINES, SimulatedFleet, side_named
 
     if simulate and url:
         _fail("give either --simulate or --url")
@@ -439,8 +439,8 @@ def doctor(
     Sends a few short requests to each worker. The exit status is 0 when nothing is wrong, 1 when something is, and 2
     when nothing could be examined.
     """
-    from kvrouter.doctor import run_doctor
-    from kvrouter.logs import log_to_stderr
+    from kvrouter.tools.doctor import run_doctor
+    from router.server.logs import log_to_stderr
 
     settings = _settings(config, {"workers": [{"url": url} for url in worker]} if worker else {})
     if not settings.workers:
@@ -479,12 +479,12 @@ def demo(
     --disaggregated plays the conversations on 2 prefill and 2 decode workers, SGLang's way and vLLM's with NIXL, and
     kills a prefill worker. The exit status is 0 when no request is lost.
     """
-    from kvrouter.demo import run_demo
-    from kvrouter.demo.run import DemoError
+    from kvrouter.tools.demo import run_demo
+    from kvrouter.tools.demo.run import DemoError
 
     try:
         if disaggregated:
-            from kvrouter.demo.disaggregated import run_disaggregated_demo
+            from kvrouter.tools.demo.disaggregated import run_disaggregated_demo
 
             if not run_disaggregated_demo(conversations):
                 raise typer.Exit(1)
@@ -513,9 +513,9 @@ def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
 def _run(service: Any, log_level: str) -> None:
     import uvloop
 
-    from kvrouter.logs import log_to_stderr
-    from kvrouter.serving import raise_file_limit
     from router.errors import KubernetesError, TokenizerUnavailableError
+    from router.server.logs import log_to_stderr
+    from router.server.serving import raise_file_limit
 
     log_to_stderr(log_level)
     raise_file_limit()

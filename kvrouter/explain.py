@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.asking import ask
+from kvrouter.api_client import ask
 
 
 def print_explanation(url: str, body: dict[str, Any]) -> None:

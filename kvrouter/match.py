@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.asking import ask
+from kvrouter.api_client import ask
 
 
 def print_matches(url: str, body: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ from secrets import compare_digest
 import msgspec
 
 from indexer.errors import RequestError
-from router.apis.splice import SpliceError, field, with_field
+from router.apis.json_edit import SpliceError, field, with_field
+from router.http.headers import Headers
 from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing
 
@@ -30,8 +31,6 @@ _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
 # Engines read no cache salt here: closed to tenants that are kept apart.
 _UNSALTED = frozenset({"/v1/rerank", "/v1/score"})
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
-
-Headers = list[tuple[bytes, bytes]]  # names are in lower case
 
 
 def hashed_key(key: str) -> str:

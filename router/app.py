@@ -23,33 +23,33 @@ from indexer.openapi import errors, json_body
 from router.access import AccessControl
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics
-from router.apis.match_requests import match_reader
-from router.apis.model_cards import model_card, model_cards
 from router.embedded_index import running_indexer
-from router.explain import ExplainBody, explain
-from router.findings import findings
 from router.fleet.config_reload import SettingsFile, follow_workers
 from router.fleet.fleet import Fleet, Worker, end_tasks
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
-from router.fleet.worker_api import worker_routes, worker_status
-from router.forwarding.exchange import Forwarding
-from router.forwarding.proxy import Entrance, Proxy
-from router.forwarding.visit import VisitedApp, Visits, visit_of
+from router.fleet.load import LoadTable
+from router.forwarding.proxied_request import ProxyServices
+from router.forwarding.proxy import Proxy, ProxyContext
+from router.forwarding.request_context import ContextMiddleware, RequestContexts, context_of
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
-from router.learning.rates import Rates
-from router.live import Board, RequestStream, live_routes
+from router.live import FleetSnapshot, RequestStream, live_routes
 from router.live.series import Series
 from router.policies import WITHOUT_PROMPTS, policy_named
+from router.policies.rates import Rates
 from router.readiness import Readiness
-from router.routing.load import LoadTable
+from router.routes.explain import ExplainBody, explain
+from router.routes.findings import findings
+from router.routes.match_requests import match_reader
+from router.routes.model_cards import model_card, model_cards
+from router.routes.worker_api import worker_routes, worker_status
 from router.routing.router import Router
 from router.settings import PolicyName, Settings, UpstreamSettings
-from router.sharing import Elsewhere, LoadSharing, SharingCollector, replica_carriers
+from router.sharing import LoadSharing, PeerLoad, SharingCollector, replica_channels
 from router.sharing.all_processes import AllProcesses
-from router.sharing.siblings import Siblings
+from router.sharing.worker_processes import WorkerProcesses
 from router.telemetry.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.telemetry.tracing import tracing_to
 from router.tokens.tokenizer_metrics import TokenizerCollector
@@ -63,29 +63,29 @@ _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 @asynccontextmanager
 async def running_router(
-    settings: Settings, file: SettingsFile | None = None, siblings: Siblings | None = None
+    settings: Settings, file: SettingsFile | None = None, worker_processes: WorkerProcesses | None = None
 ) -> AsyncIterator[FastAPI]:
     """The application with everything behind it started; all of it ends with the context.
 
-    The workers follow the `file` that the settings came from. `siblings`: the processes that share its port.
+    The workers follow the `file` that the settings came from. `worker_processes`: the processes that share its port.
     """
     async with AsyncExitStack() as stack:
-        indexer = stack.enter_context(running_indexer(settings, siblings))
+        indexer = stack.enter_context(running_indexer(settings, worker_processes))
         session = await stack.enter_async_context(_client_session(settings.upstream))
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
-        if siblings:
-            await siblings.catch_up(fleet)
+        if worker_processes:
+            await worker_processes.catch_up(fleet)
         await fleet.start()
         stack.push_async_callback(fleet.stop)
         await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
         load = LoadTable()
-        carriers = replica_carriers(settings.replicas) + ([siblings.carrier()] if siblings else [])
-        elsewhere = Elsewhere(settings.replicas.expiry, settings.proxy.speculation_seconds)
-        sharing = LoadSharing(load, elsewhere, carriers)
-        fleet.elsewhere = elsewhere.in_flight
+        channels = replica_channels(settings.replicas) + ([worker_processes.channel()] if worker_processes else [])
+        peer_load = PeerLoad(settings.replicas.expiry, settings.proxy.speculation_seconds)
+        sharing = LoadSharing(load, peer_load, channels)
+        fleet.peer_load = peer_load.in_flight
         sharing.start()
         stack.push_async_callback(sharing.stop)
         registry = CollectorRegistry()
@@ -128,9 +128,9 @@ async def running_router(
             stack.push_async_callback(end_tasks, [asyncio.create_task(following)])
         if file is not None:
             stack.push_async_callback(end_tasks, [asyncio.create_task(follow_workers(file, settings, fleet))])
-        board = Board(fleet, indexer, load, elsewhere, admission, audit, Series(requests, audit))
-        router.watching = board
-        stack.push_async_callback(end_tasks, [asyncio.create_task(board.run())])
+        snapshot = FleetSnapshot(fleet, indexer, load, peer_load, admission, audit, Series(requests, audit))
+        router.watching = snapshot
+        stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         tracing = tracing_to(settings.otel.endpoint)
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.stop)
@@ -140,13 +140,13 @@ async def running_router(
         stack.push_async_callback(upstreams.close)
         fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
         passing = RequestStream(router.look_at_prompts)
-        forwarding = Forwarding(router, admission, fleet, upstreams, settings.proxy, requests, passing)
+        services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, requests, passing)
         readiness = Readiness(fleet, indexer, settings.events.catch_up_timeout)
         access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
         if access:
             access.share(sharing)
-        visits = Visits(access, tracing, requests, settings.logs.access)
-        entrance = Entrance(visits, forwarding, settings.server)
+        contexts = RequestContexts(access, tracing, requests, settings.logs.access)
+        proxy_context = ProxyContext(contexts, services, settings.server)
         app = _app(
             indexer,
             match_reader(tokenizers, router.resolve),
@@ -161,20 +161,20 @@ async def running_router(
             settings,
             readiness,
         )
-        app.include_router(live_routes(board, passing, settings.server.token, siblings))
-        app.router.routes.append(Route("/{path:path}", Proxy(entrance), methods=_METHODS))  # all else
+        app.include_router(live_routes(snapshot, passing, settings.server.token, worker_processes))
+        app.router.routes.append(Route("/{path:path}", Proxy(proxy_context), methods=_METHODS))  # all else
 
         async def let_go() -> None:
             passing.end()
-            await board.end()
+            await snapshot.end()
 
         app.state.on_shutdown = let_go
         app.state.readiness = readiness
         app.state.fleet = fleet
-        app.state.entrance = entrance
-        app.add_middleware(VisitedApp, visits)
-        if siblings:
-            app.add_middleware(AllProcesses, siblings, fleet)
+        app.state.proxy_context = proxy_context
+        app.add_middleware(ContextMiddleware, contexts)
+        if worker_processes:
+            app.add_middleware(AllProcesses, worker_processes, fleet)
         yield app
 
 
@@ -221,12 +221,12 @@ def _app(
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """Every model and adapter that a worker serves; a tenant is told of those it may use."""
-        return {"object": "list", "data": list(model_cards(fleet, started, visit_of(request.scope).tenant).values())}
+        return {"object": "list", "data": list(model_cards(fleet, started, context_of(request.scope).tenant).values())}
 
     @app.get("/v1/models/{name:path}", responses=errors(404))
     async def model(name: str, request: Request) -> dict[str, Any]:
         """One of them."""
-        return model_card(fleet, started, name, visit_of(request.scope).tenant)
+        return model_card(fleet, started, name, context_of(request.scope).tenant)
 
     @app.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
     async def explain_decision(request: Request) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _app(
                     now = load.of(worker.url, rank["dp_rank"])
                     rank["load"] = {"requests": now.requests, "pending": now.pending, "context": now.context}
                     rank["saturated"] = admission.saturated(worker, rank["dp_rank"])
-                    far = sharing.elsewhere.of(worker.url, rank["dp_rank"])
+                    far = sharing.peer_load.of(worker.url, rank["dp_rank"])
                     rank["elsewhere"] = {"requests": far.requests, "pending": far.pending, "context": far.context}
         known = {entry["worker"] for entry in report}
         silent = [{"worker": w.url, "ranks": []} | worker_status(w) for w in fleet.workers if w.url not in known]

@@ -10,17 +10,17 @@ from indexer.sequence import SequenceSettings
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
 from kvevents.curve import load_key_pair
 from router.settings import EventSettings, Settings
-from router.sharing.siblings import Siblings
+from router.sharing.worker_processes import WorkerProcesses
 
 
 @contextmanager
-def running_indexer(settings: Settings, siblings: Siblings | None = None) -> Iterator[Indexer]:
+def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None = None) -> Iterator[Indexer]:
     """An indexer that reads its streams until the context ends. Of several processes the first writes snapshots."""
     index = settings.index
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
     indexer = Indexer(index.secret, index.orphan_blocks, _sequence(settings.events), keys)
-    saved = siblings.load_index(index.secret, settings.server.token) if siblings else []
+    saved = worker_processes.load_index(index.secret, settings.server.token) if worker_processes else []
     if not saved and index.snapshot:
         saved = load_snapshot(index.snapshot, index.secret)
     if not saved and index.peer:
@@ -28,7 +28,7 @@ def running_indexer(settings: Settings, siblings: Siblings | None = None) -> Ite
     indexer.use_dump(saved)
     indexer.start()
     try:
-        if index.snapshot is None or (siblings and siblings.number):
+        if index.snapshot is None or (worker_processes and worker_processes.number):
             yield indexer
             return
         writer = SnapshotWriter(indexer, index.snapshot, index.snapshot_interval)

@@ -1,4 +1,5 @@
-"""`make bench-policy`: our policy beside its peers', in a simulated fleet (`kvrouter.simulation`) that replays a trace.
+"""`make bench-policy`: our policy beside its peers', in a simulated fleet that replays a trace
+(`kvrouter.tools.simulation`).
 
 workloads    traces made up: conversations and agents
 grid         the cells: workloads, fleets, caches, loads; every policy in each

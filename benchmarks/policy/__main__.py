@@ -13,8 +13,8 @@ from benchmarks.policy.decisions import TARGETS, decision_seconds
 from benchmarks.policy.grid import full_grid, play, quick_grid, trace_grid
 from benchmarks.policy.placing import placing_seconds
 from benchmarks.policy.report import CellResult, markdown, verdict
-from kvrouter.simulation.measures import TPOT_GOAL, TTFT_GOAL, Measures
-from kvrouter.simulation.sides import OURS, SIDES
+from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL, Measures
+from kvrouter.tools.simulation.sides import OURS, SIDES
 
 _HOW = f"""\
 Each policy replays the same requests on the same simulated fleet: paged caches whose leaves are evicted first, chunked

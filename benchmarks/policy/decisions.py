@@ -7,7 +7,7 @@ from random import Random
 from time import process_time
 
 from indexer import Target
-from kvrouter.simulation.sides import OURS, PEERS
+from kvrouter.tools.simulation.sides import OURS, PEERS
 from router.policies import Candidate, Request
 
 TARGETS = (64, 4096)

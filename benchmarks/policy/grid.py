@@ -12,11 +12,11 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
-from kvrouter.simulation.fleet import Fleet
-from kvrouter.simulation.measures import Measures, measured
-from kvrouter.simulation.profiles import LLAMA_8B, LLAMA_70B, Profile
-from kvrouter.simulation.sides import Side
-from kvrouter.simulation.trace import TracedRequest, read_trace, requests_of
+from kvrouter.tools.simulation.fleet import Fleet
+from kvrouter.tools.simulation.measures import Measures, measured
+from kvrouter.tools.simulation.profiles import LLAMA_8B, LLAMA_70B, Profile
+from kvrouter.tools.simulation.sides import Side
+from kvrouter.tools.simulation.trace import TracedRequest, read_trace, requests_of
 
 # Requests that decode together in a busy engine, and the context of each in tokens.
 _BATCH, _CONTEXT = 24, 6000

@@ -18,17 +18,17 @@ from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
+from router.fleet.load import LoadTable
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
-from router.learning.rates import Rates
 from router.policies import policy_named
-from router.routing.load import LoadTable
+from router.policies.rates import Rates
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
 from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
-from router.sharing import Elsewhere, LoadSharing
+from router.sharing import LoadSharing, PeerLoad
 from router.tokens.tokenizers import Tokenizers
 
 _MODEL, _BLOCK = "model", 16
@@ -96,6 +96,6 @@ def _router(count: int, indexer: Indexer, session: aiohttp.ClientSession) -> Rou
         Learned(Rates()),
         history,
         HitAudit(indexer, history, AuditSettings()),
-        LoadSharing(loads, Elsewhere(5.0, 2.0), []),
+        LoadSharing(loads, PeerLoad(5.0, 2.0), []),
         DisaggregationSettings(),
     )

@@ -12,7 +12,7 @@ from itertools import count
 from math import log
 from random import Random
 
-from kvrouter.simulation.trace import BLOCK_TOKENS, TraceLine
+from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TraceLine
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Several routers before one simulated fleet: `python -m benchmarks.replicas.simulation`.
 
-The fleet is that of `kvrouter.simulation`; each request comes to a router at random. Every router sees its own requests
-at once, those of the others when they are told, and once a second the engines' own counts of requests. All see the
-same events.
+The fleet is that of `kvrouter.tools.simulation`; each request comes to a router at random. Every router sees its own
+requests at once, those of the others when they are told, and once a second the engines' own counts of requests. All see
+the same events.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import typer
 from benchmarks.policy.grid import Cell
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import AGENT, CONVERSATION
-from kvrouter.simulation.fleet import LINGER, Fleet, Outcome, _InFlight, _View
-from kvrouter.simulation.measures import Measures, measured
-from kvrouter.simulation.profiles import LLAMA_70B
-from kvrouter.simulation.sides import OURS
-from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
+from kvrouter.tools.simulation.fleet import LINGER, Fleet, Outcome, _InFlight, _View
+from kvrouter.tools.simulation.measures import Measures, measured
+from kvrouter.tools.simulation.profiles import LLAMA_70B
+from kvrouter.tools.simulation.sides import OURS
+from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TracedRequest
+from router.fleet.load import Reservation, TargetLoad
 from router.policies import Candidate, Policy, Request
-from router.routing.load import Reservation, TargetLoad
-from router.sharing import Elsewhere
+from router.sharing import PeerLoad
 from router.sharing.messages import Kind, Message, RankLoad
 
 _SCRAPE = 1.0
@@ -73,7 +73,7 @@ class _Router:
         self.loads = [TargetLoad(clock=fleet.clock) for _ in range(workers)]
         for worker, load in enumerate(self.loads):
             load.on_change.append(lambda *_, worker=worker: fleet.changed(self, worker))
-        self.elsewhere = Elsewhere(inf, LINGER, fleet.clock)
+        self.peer_load = PeerLoad(inf, LINGER, fleet.clock)
         self.unseen = [0] * workers
         self.unseen_waiting = [0] * workers
         self.changed: set[int] = set()
@@ -126,7 +126,7 @@ class SeveralRouters(Fleet):
         elif isinstance(what, _Told):
             for router in self._routers:
                 if router is not what.router:
-                    router.elsewhere.hear(what.message)
+                    router.peer_load.hear(what.message)
                     for target, blocks in what.sent:
                         self._promise(router, target, blocks)
         elif isinstance(what, tuple):
@@ -161,7 +161,7 @@ class SeveralRouters(Fleet):
             waiting = len(engine._waiting)
             requests = waiting + len(engine._prefilling) + len(engine._decoding)
             for router in self._routers:
-                known = router.loads[worker].requests + router.elsewhere.of(str(worker), 0).requests
+                known = router.loads[worker].requests + router.peer_load.of(str(worker), 0).requests
                 router.unseen[worker] = max(requests - known, 0)
                 router.unseen_waiting[worker] = min(router.unseen[worker], waiting)
 
@@ -176,7 +176,7 @@ class SeveralRouters(Fleet):
         overlaps = router.view.overlaps(request.blocks[: (request.input_tokens - 1) // BLOCK_TOKENS])
         candidates = []
         for worker, (target, load) in enumerate(zip(self._targets, router.loads, strict=True)):
-            far = router.elsewhere.of(str(worker), 0)
+            far = router.peer_load.of(str(worker), 0)
             candidates.append(
                 Candidate(
                     target,

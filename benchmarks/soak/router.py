@@ -17,23 +17,23 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.index.machine import resident_bytes
-from kvrouter.fast_lane import FastLaneProtocol
-from kvrouter.logs import log_to_stderr
-from kvrouter.serving import serve_router
-from router.forwarding.exchange import Exchange
-from router.routing.load import Reservation
-from router.routing.placement import Placement
+from router.fleet.load import Reservation
+from router.forwarding.proxied_request import ProxiedRequest
+from router.routing.assignment import Assignment
+from router.server.fast_lane import FastLaneProtocol
+from router.server.logs import log_to_stderr
+from router.server.serving import serve_router
 from router.settings import load_settings
-from router.upstream.connection import Connection
-from router.upstream.pool import Leg
+from router.upstream.connection import UpstreamConnection
+from router.upstream.pool import UpstreamRequest
 
 _COUNTED = {
     "clients": FastLaneProtocol,
-    "exchanges": Exchange,
-    "placements": Placement,
+    "exchanges": ProxiedRequest,
+    "placements": Assignment,
     "reservations": Reservation,
-    "upstream legs": Leg,
-    "upstream connections": Connection,
+    "upstream legs": UpstreamRequest,
+    "upstream connections": UpstreamConnection,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from benchmarks.tokenize.conversations import bodies
 from indexer.hashing import PackedPrompt
-from router.apis.conversations import Conversations
+from router.apis.body_cache import BodyCache
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt
 from router.holdings.speculation import prompt_hashes
@@ -63,7 +63,7 @@ def compare(loaded: Any, conversations: int) -> Comparison:
     """
     found = Comparison()
     for seed in range(conversations):
-        known, anew, seen = LocalTokenizer(loaded), LocalTokenizer(loaded, cache_bytes=0), Conversations()
+        known, anew, seen = LocalTokenizer(loaded), LocalTokenizer(loaded, cache_bytes=0), BodyCache()
         before, sizes = 0, list(SIZES)
         for body in bodies(seed, _CHARACTERS):
             expected = _whole(known, known.render(_prompt(body)))
@@ -88,7 +88,7 @@ def compare(loaded: Any, conversations: int) -> Comparison:
     return found
 
 
-def _time_known(costs: Costs, tokenizer: LocalTokenizer, seen: Conversations, body: bytes) -> PackedPrompt:
+def _time_known(costs: Costs, tokenizer: LocalTokenizer, seen: BodyCache, body: bytes) -> PackedPrompt:
     """The steps of a request, with what earlier turns left."""
     begun = time.process_time()
     prompt = _timed(costs, "decode", lambda: _prompt(body, seen))
@@ -105,7 +105,7 @@ def _time_anew(costs: Costs, known: LocalTokenizer, anew: LocalTokenizer, body: 
     _timed(costs, "new", lambda: _hash(anew.encode([anew.render(_prompt(body))], add_special_tokens=False)[0]))
 
 
-def _prompt(body: bytes, seen: Conversations | None = None) -> ChatPrompt:
+def _prompt(body: bytes, seen: BodyCache | None = None) -> ChatPrompt:
     prompt = decode_chat(body, (), seen).prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt

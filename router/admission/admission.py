@@ -25,11 +25,11 @@ from enum import StrEnum
 
 from indexer.errors import RequestError
 from router.admission.fair_queue import FairQueue, Waiting
-from router.admission.late_binding import held_order
-from router.admission.limits import Limits
 from router.admission.ticket import Ticket, deadline_error
 from router.fleet.fleet import Worker
-from router.routing.placement import Placement
+from router.routing.assignment import Assignment
+from router.routing.late_binding import held_order
+from router.routing.limits import Limits
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
 from router.settings import AdmissionSettings
@@ -55,7 +55,7 @@ class _Request(Waiting):
     tried: Collection[Worker] = field(kw_only=True)
     ticket: Ticket = field(kw_only=True)
     held: Held = field(kw_only=True)
-    placed: asyncio.Future[Placement] = field(kw_only=True)
+    placed: asyncio.Future[Assignment] = field(kw_only=True)
     since: float = field(kw_only=True)
     until_deadline: bool = False
 
@@ -88,7 +88,7 @@ class Admission:
 
     def place(
         self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket, now: float | None = None
-    ) -> Placement | None:
+    ) -> Assignment | None:
         """A place now; None when the request must `wait` for one. `now`: the time, where it was just read.
 
         Raises RequestError: 503 when no worker is left, 504 when its deadline has passed.
@@ -106,13 +106,13 @@ class Admission:
             self.queue.served(ticket.tenant, ticket.tokens)
         return placed
 
-    async def wait(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Placement:
+    async def wait(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Assignment:
         """The place that a request gets in its turn. Cancelling gives it up.
 
         Raises RequestError: 429 when the queue is full or the wait too long, 503 when no worker is left, 504 when its
         deadline has passed.
         """
-        room = self._router.has_room(prompt, tried, self.limits, late_binding=False)
+        has_capacity = self._router.any_has_capacity(prompt, tried, self.limits, late_binding=False)
         now, loop = self._clock(), asyncio.get_running_loop()
         order = held_order(ticket.arrived or now, self._router.prefill_seconds(prompt))
         request = _Request(
@@ -125,13 +125,13 @@ class Admission:
             prompt=prompt,
             tried=tuple(tried),
             ticket=ticket,
-            held=Held.LATE_BINDING if room else Held.SATURATED,
+            held=Held.LATE_BINDING if has_capacity else Held.SATURATED,
             placed=loop.create_future(),
             since=now,
         )
         if not self._make_room(request):
-            if placement := self._force(request):
-                return placement
+            if assignment := self._force(request):
+                return assignment
             raise self._too_many("queue_full", ticket.priority)
         self.queue.add(request)
         until = now + self._timeout
@@ -163,7 +163,7 @@ class Admission:
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Whether a rank is at its limits."""
-        return not self._router.room(worker, dp_rank, self.limits, 1)
+        return not self._router.has_capacity(worker, dp_rank, self.limits, 1)
 
     def freed(self) -> None:
         """A request ended."""
@@ -185,7 +185,7 @@ class Admission:
         self._full = set()
         tries = 0
         for request in self.queue.in_order(without=self._full):
-            if not self._router.has_room(request.prompt, request.tried, self.limits, self.late_binding):
+            if not self._router.any_has_capacity(request.prompt, request.tried, self.limits, self.late_binding):
                 if not request.tried:
                     self._full.add(request.name)
                 continue
@@ -204,7 +204,7 @@ class Admission:
                 continue
             self._give(request, placed)
 
-    def _try(self, prompt: RoutedPrompt, tried: Collection[Worker], now: float | None = None) -> Placement | Held:
+    def _try(self, prompt: RoutedPrompt, tried: Collection[Worker], now: float | None = None) -> Assignment | Held:
         choice = self._router.choose(prompt, tried, self.limits, now)
         if choice is None:
             return Held.SATURATED
@@ -212,21 +212,21 @@ class Admission:
             return Held.LATE_BINDING
         return self._router.reserve(prompt, choice, now)
 
-    def _force(self, request: _Request) -> Placement | None:
+    def _force(self, request: _Request) -> Assignment | None:
         """Its choice, however busy; None when all are at their limits."""
         choice = self._router.choose(request.prompt, request.tried, self.limits)
         return self._router.reserve(request.prompt, choice) if choice else None
 
-    def _give(self, request: _Request, placement: Placement) -> None:
+    def _give(self, request: _Request, assignment: Assignment) -> None:
         self.queue.served(request.tenant, request.tokens)
         self.queue.remove(request)
         for told in self.waited:
             told(request.held, self._clock() - request.since)
         if request.placed.done():  # its client has left in this moment
-            placement.release()
+            assignment.release()
         else:
-            self._router.hold(request.prompt, placement)  # others are placed before it is sent
-            request.placed.set_result(placement)
+            self._router.record_in_flight(request.prompt, assignment)  # others are placed before it is sent
+            request.placed.set_result(assignment)
 
     def _fail(self, request: _Request, error: RequestError) -> None:
         self.queue.remove(request)
@@ -241,13 +241,13 @@ class Admission:
             if request.until_deadline:
                 self._tell_refused("deadline")
                 raise deadline_error()
-            placement = self._force(request)
-            if placement is None:
+            assignment = self._force(request)
+            if assignment is None:
                 raise self._too_many("queue_timeout", request.priority)
         except RequestError as error:
             self._fail(request, error)
         else:
-            self._give(request, placement)
+            self._give(request, assignment)
         self.wake()
 
     def _in_time(self, place_by: float) -> None:
@@ -264,14 +264,14 @@ class Admission:
             if last is None or last.priority <= request.priority:
                 return False
             try:
-                placement = self._force(last)
+                assignment = self._force(last)
             except RequestError as error:
                 self._fail(last, error)
                 continue
-            if placement is None:
+            if assignment is None:
                 self._fail(last, self._too_many("queue_full", last.priority))
             else:
-                self._give(last, placement)
+                self._give(last, assignment)
         return True
 
     def _too_many(self, code: str, priority: int) -> RequestError:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from indexer.errors import RequestError
-from router.apis.sessions import Headers
+from router.http.headers import HeaderItems, Headers
 
 PRIORITY_HEADER = b"x-kvrouter-priority"
 TIMEOUT_HEADER = b"x-request-timeout"
@@ -73,13 +73,13 @@ class Ticket:
         return None if self.deadline is None else max(self.deadline - now, 0.0)
 
 
-def urgent(headers: Headers) -> list[tuple[bytes, bytes]]:
+def urgent(headers: HeaderItems) -> Headers:
     """The headers that a ticket is made of: all others are passed over."""
     return [header for header in headers if header[0] in _HEADERS]
 
 
 def read_ticket(
-    headers: Headers,
+    headers: HeaderItems,
     priority: int,
     *,
     tenant: str = "",

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 
 from indexer.errors import RequestError
+from router.apis.body_cache import BodyCache, ReadBody, again, conversation_of, read_among
 from router.apis.body_fields import MessagesFields
-from router.apis.conversation import BILLING_HEADER
-from router.apis.conversations import Conversations, ReadBody, again, conversation_of, read_among
 from router.apis.fields import kind_of, lenient, model_name, optional_string
+from router.apis.message_normalization import BILLING_HEADER
 from router.apis.requests import ChatPrompt, Conversation, RoutedRequest
-from router.apis.sessions import Headers, session_of
+from router.apis.sessions import session_of
+from router.http.headers import HeaderItems
 
 Message = dict[str, Any]
 Block = dict[str, Any]
@@ -30,7 +31,7 @@ _ERROR_TYPES = {
 }
 
 
-def decode_messages(body: bytes, headers: Headers = (), seen: Conversations | None = None) -> RoutedRequest:
+def decode_messages(body: bytes, headers: HeaderItems = (), seen: BodyCache | None = None) -> RoutedRequest:
     """What routing needs of the body. Raises RequestError (400) naming the field at fault.
 
     `seen`: the bodies from before, of which one may begin as this one does.
@@ -51,7 +52,7 @@ def _check(fields: MessagesFields, known: int = 0) -> None:
 
 
 def _request(
-    fields: MessagesFields, headers: Headers, chat: list[Message], conversation: Conversation
+    fields: MessagesFields, headers: HeaderItems, chat: list[Message], conversation: Conversation
 ) -> RoutedRequest:
     thinking = fields.thinking.get("type") if isinstance(fields.thinking, dict) else None
     effort = fields.output_config.get("effort") if isinstance(fields.output_config, dict) else None

@@ -96,7 +96,7 @@ class NamedFields(SessionFields):
     priority: Any = None
 
 
-# A key that no client can know, for messages that are put in the place of others (router/apis/conversations.py).
+# A key that no client can know, for messages that are put in the place of others (router/apis/body_cache.py).
 OWN_KEY = secrets.token_hex()
 
 

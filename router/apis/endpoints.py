@@ -11,24 +11,25 @@ import msgspec
 
 from indexer.errors import RequestError, error_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
+from router.apis.body_cache import BodyCache
 from router.apis.body_fields import NamedFields, SessionFields
-from router.apis.conversations import Conversations
 from router.apis.fields import lenient, optional_string, read_body
 from router.apis.generate import decode_generate
 from router.apis.multipart import form_field
 from router.apis.openai_requests import decode_chat, decode_completion
 from router.apis.requests import RoutedRequest
 from router.apis.responses import decode_responses
-from router.apis.sessions import Headers, only_naming, session_of
+from router.apis.sessions import only_naming, session_of
+from router.http.headers import HeaderItems
 
-Decode = Callable[[bytes, Headers], RoutedRequest]
+Decode = Callable[[bytes, HeaderItems], RoutedRequest]
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 _ANTHROPIC = "/v1/messages"
 
 
-def decode_named(body: bytes, headers: Headers = ()) -> RoutedRequest:
+def decode_named(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     """What routing by load needs of a JSON body: the model. Raises RequestError (400) when that is no name."""
     fields = read_body(body, NamedFields)
     return RoutedRequest(
@@ -72,7 +73,9 @@ class Call:
 
     __slots__ = ("body", "headers", "method", "naming", "path")
 
-    def __init__(self, method: str, path: str, headers: Headers, body: bytes, naming: Headers | None = None) -> None:
+    def __init__(
+        self, method: str, path: str, headers: HeaderItems, body: bytes, naming: HeaderItems | None = None
+    ) -> None:
         self.method = method
         self.path = path
         self.headers = headers
@@ -80,7 +83,7 @@ class Call:
         self.naming = only_naming(headers) if naming is None else naming
 
 
-def read_call(call: Call, with_prompt: bool = True, seen: Conversations | None = None) -> RoutedRequest:
+def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = None) -> RoutedRequest:
     """What routing needs of a call. Raises RequestError (400) naming the field at fault.
 
     `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the bodies of

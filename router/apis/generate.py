@@ -8,7 +8,8 @@ from indexer.errors import RequestError
 from router.apis.body_fields import SessionFields
 from router.apis.fields import kind_of, kinds_of, lenient, optional_string, read_body, token_ids
 from router.apis.requests import Prompt, RoutedRequest, TextPrompts, TokenPrompts
-from router.apis.sessions import Headers, session_of
+from router.apis.sessions import session_of
+from router.http.headers import HeaderItems
 
 _TEXTS = ("text", "prompt")
 _TOKENS = ("input_ids", "token_ids")
@@ -36,7 +37,7 @@ class _GenerateFields(SessionFields):
     priority: Any = None
 
 
-def decode_generate(body: bytes, headers: Headers = ()) -> RoutedRequest:
+def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
     fields = read_body(body, _GenerateFields)
     sampling = fields.sampling_params if isinstance(fields.sampling_params, dict) else {}

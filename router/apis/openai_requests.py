@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from indexer.errors import RequestError
+from router.apis.body_cache import BodyCache, again, conversation_of, read_among
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
-from router.apis.conversations import Conversations, again, conversation_of, read_among
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
 from router.apis.requests import (
     ChatPrompt,
@@ -16,13 +16,14 @@ from router.apis.requests import (
     TokenPrompts,
     Truncation,
 )
-from router.apis.sessions import Headers, session_of
+from router.apis.sessions import session_of
+from router.http.headers import HeaderItems
 
 # OpenAI's default for /v1/completions. A chat has none.
 COMPLETION_MAX_TOKENS = 16
 
 
-def decode_chat(body: bytes, headers: Headers = (), seen: Conversations | None = None) -> RoutedRequest:
+def decode_chat(body: bytes, headers: HeaderItems = (), seen: BodyCache | None = None) -> RoutedRequest:
     """What routing needs of a chat. Raises RequestError (400) naming the field at fault.
 
     `seen`: the chats from before, of which one may begin as this one does.
@@ -35,7 +36,7 @@ def decode_chat(body: bytes, headers: Headers = (), seen: Conversations | None =
     return found.request
 
 
-def decode_completion(body: bytes, headers: Headers = ()) -> RoutedRequest:
+def decode_completion(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     """What routing needs of a completion. Raises RequestError (400) naming the field at fault."""
     fields = read_body(body, GenerationFields)
     model = model_name(fields.model)
@@ -71,13 +72,13 @@ def decode_match(body: bytes) -> MatchRequest:
     )
 
 
-def _chat_request(fields: GenerationFields, headers: Headers, conversation: Conversation) -> RoutedRequest:
+def _chat_request(fields: GenerationFields, headers: HeaderItems, conversation: Conversation) -> RoutedRequest:
     max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
     return _request(fields, headers, fields.model, _chat_prompt(fields, conversation), max_tokens)
 
 
 def _request(
-    fields: GenerationFields, headers: Headers, model: str, prompt: Prompt, max_tokens: int | None
+    fields: GenerationFields, headers: HeaderItems, model: str, prompt: Prompt, max_tokens: int | None
 ) -> RoutedRequest:
     return RoutedRequest(
         model=model,

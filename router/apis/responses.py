@@ -9,11 +9,12 @@ import json
 from typing import Any
 
 from indexer.errors import RequestError
+from router.apis.body_cache import BodyCache, ReadBody, again, conversation_of, read_among
 from router.apis.body_fields import ResponsesFields
-from router.apis.conversations import Conversations, ReadBody, again, conversation_of, read_among
 from router.apis.fields import kind_of, lenient, optional_string
 from router.apis.requests import ChatPrompt, RoutedRequest
-from router.apis.sessions import Headers, session_of
+from router.apis.sessions import session_of
+from router.http.headers import HeaderItems
 
 Message = dict[str, Any]
 
@@ -22,7 +23,7 @@ class _UnconvertibleError(Exception):
     """An item that vLLM refuses, or another engine alone understands."""
 
 
-def decode_responses(body: bytes, headers: Headers = (), seen: Conversations | None = None) -> RoutedRequest:
+def decode_responses(body: bytes, headers: HeaderItems = (), seen: BodyCache | None = None) -> RoutedRequest:
     """What routing needs of the body. Raises RequestError (400) naming the field at fault.
 
     `seen`: the bodies from before, of which one may begin as this one does.

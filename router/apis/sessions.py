@@ -7,13 +7,10 @@ header `x-user-id`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 from router.apis.body_fields import SessionFields
-
-# As ASGI has them: names in lower case.
-Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
+from router.http.headers import HeaderItems, Headers
 
 _SESSION_HEADER = b"x-session-id"
 _USER_HEADER = b"x-user-id"
@@ -25,12 +22,12 @@ _NOTHING = (None, None, None)
 MAX_LENGTH = 512
 
 
-def only_naming(headers: Headers) -> list[tuple[bytes, bytes]]:
+def only_naming(headers: HeaderItems) -> Headers:
     """The headers that a session may be named by: all others are passed over."""
     return [header for header in headers if header[0] in _HEADERS]
 
 
-def session_of(headers: Headers, fields: SessionFields) -> str | None:
+def session_of(headers: HeaderItems, fields: SessionFields) -> str | None:
     """The session of a request, by what `only_naming` leaves of its headers, and its body."""
     named = {name: value.decode("latin-1") for name, value in headers}
     found: tuple[Any, ...]

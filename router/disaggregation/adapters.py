@@ -18,15 +18,15 @@ import msgspec
 
 from indexer.errors import RequestError
 from router.disaggregation.bodies import encoded, fields_of, prompts_in, with_fields
+from router.http.headers import Headers
 from router.settings import Backend
-from router.upstream.origin import Headers
 
 _CHAT = "/v1/chat/completions"
 _MAX_ROOM = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class WorkerEndpoint:
     """A worker's part in a pair: `host` and `port` are where it listens, `dp_rank` is the rank that was chosen."""
 
     host: str
@@ -42,7 +42,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PreparedRequest:
     """What one of the two workers is sent: a body, and headers beside those of the client."""
 
     body: bytes
@@ -70,7 +70,7 @@ class Adapter:
     prefills: ClassVar[bool] = True
     paths: ClassVar[frozenset[str]] = frozenset({_CHAT, "/v1/completions"})
 
-    def __init__(self, path: str, body: bytes, prefill: End, decode: End) -> None:
+    def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         self.path = path
         self.body = body
         self.prefill_end = prefill
@@ -84,11 +84,11 @@ class Adapter:
     def learn(self, answer: bytes) -> None:
         """Take in what was asked. Raises ValueError when it makes no sense."""
 
-    def prefill(self) -> Part:
+    def prefill(self) -> PreparedRequest:
         """What the prefill worker is sent."""
         raise NotImplementedError
 
-    def decode(self, prefilled: bytes) -> Part:
+    def decode(self, prefilled: bytes) -> PreparedRequest:
         """What the decode worker is sent. `prefilled`: the prefill's answer; empty when both go out at once.
 
         Raises AnsweredError, and ValueError for an answer that makes no sense.
@@ -96,7 +96,7 @@ class Adapter:
         raise NotImplementedError
 
     @property
-    def abort(self) -> Part | None:
+    def abort(self) -> PreparedRequest | None:
         """What tells a worker at `/abort_request` that nobody waits any more, where closing the connection does not."""
         return None
 
@@ -108,7 +108,7 @@ class Sglang(Adapter):
     decodes_alone = False
     paths = frozenset({_CHAT, "/v1/completions", "/generate"})
 
-    def __init__(self, path: str, body: bytes, prefill: End, decode: End) -> None:
+    def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         super().__init__(path, body, prefill, decode)
         fields = fields_of(body)
         prompts = prompts_in(fields)
@@ -116,23 +116,23 @@ class Sglang(Adapter):
         rid = msgspec.json.decode(fields["rid"]) if "rid" in fields else None
         self._rid = rid if rid is not None else uuid4().hex
 
-    def prefill(self) -> Part:
+    def prefill(self) -> PreparedRequest:
         fields = self._meeting()
         if self.prefill_end.dp_size > 1:
             fields["routed_dp_rank"] = self.prefill_end.dp_rank
-        return Part(with_fields(self.body, **fields))
+        return PreparedRequest(with_fields(self.body, **fields))
 
-    def decode(self, prefilled: bytes) -> Part:  # noqa: ARG002
+    def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
         fields = self._meeting()
         if self.prefill_end.dp_size > 1:
             fields["disagg_prefill_dp_rank"] = self.prefill_end.dp_rank
         if self.decode_end.dp_size > 1:
             fields["routed_dp_rank"] = self.decode_end.dp_rank
-        return Part(with_fields(self.body, **fields))
+        return PreparedRequest(with_fields(self.body, **fields))
 
     @property
-    def abort(self) -> Part | None:
-        return Part(msgspec.json.encode({"rid": self._rid}), [(b"content-type", b"application/json")])
+    def abort(self) -> PreparedRequest | None:
+        return PreparedRequest(msgspec.json.encode({"rid": self._rid}), [(b"content-type", b"application/json")])
 
     def _meeting(self) -> dict[str, Any]:
         end = self.prefill_end
@@ -149,16 +149,16 @@ class Sglang(Adapter):
 class Nixl(Adapter):
     """vLLM with NIXL: the decode worker pulls the blocks that the prefill's answer names."""
 
-    def prefill(self) -> Part:
+    def prefill(self) -> PreparedRequest:
         remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         wanted = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
-        return Part(_one_token(self.path, self.body, kv_transfer_params=wanted))
+        return PreparedRequest(_one_token(self.path, self.body, kv_transfer_params=wanted))
 
-    def decode(self, prefilled: bytes) -> Part:
+    def decode(self, prefilled: bytes) -> PreparedRequest:
         handed_over = _raw_field(prefilled, "kv_transfer_params")
         if handed_over is None:  # nothing to pull: the decode worker computes the prompt
-            return Part(self.body)
-        return Part(with_fields(self.body, kv_transfer_params=handed_over))
+            return PreparedRequest(self.body)
+        return PreparedRequest(with_fields(self.body, kv_transfer_params=handed_over))
 
 
 class Mooncake(Adapter):
@@ -166,7 +166,7 @@ class Mooncake(Adapter):
 
     concurrent = True
 
-    def __init__(self, path: str, body: bytes, prefill: End, decode: End) -> None:
+    def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         super().__init__(path, body, prefill, decode)
         self._transfer = f"kvrouter-{uuid4().hex}"
         self._engine_id = ""
@@ -182,32 +182,32 @@ class Mooncake(Adapter):
             raise ValueError(f"no engine_id for rank {self.prefill_end.dp_rank}")
         self._engine_id = engine_id
 
-    def prefill(self) -> Part:
+    def prefill(self) -> PreparedRequest:
         wanted = {"do_remote_decode": True, "transfer_id": self._transfer}
         body = _one_token(self.path, self.body, kv_transfer_params=wanted)
-        return Part(body, [(b"x-data-parallel-rank", b"%d" % self.prefill_end.dp_rank)])
+        return PreparedRequest(body, [(b"x-data-parallel-rank", b"%d" % self.prefill_end.dp_rank)])
 
-    def decode(self, prefilled: bytes) -> Part:  # noqa: ARG002
+    def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
         address = f"http://{self.prefill_end.address}:{self.prefill_end.bootstrap_port}"
         source = {"remote_bootstrap_addr": address, "remote_engine_id": self._engine_id}
         wanted = {"do_remote_prefill": True, "transfer_id": self._transfer, **source}
-        return Part(with_fields(self.body, kv_transfer_params=wanted))
+        return PreparedRequest(with_fields(self.body, kv_transfer_params=wanted))
 
 
 class TensorRtLlm(Adapter):
     """TensorRT-LLM, context first: what its answer tells goes on as generation."""
 
-    def __init__(self, path: str, body: bytes, prefill: End, decode: End) -> None:
+    def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         super().__init__(path, body, prefill, decode)
         self._request_id = random.randrange(_MAX_ROOM)
 
-    def prefill(self) -> Part:
+    def prefill(self) -> PreparedRequest:
         wanted = {"request_type": "context_only", "disagg_request_id": self._request_id}
         fields = fields_of(self.body)
         fields.pop("stream_options", None)
-        return Part(encoded(fields, stream=False, disaggregated_params=wanted))
+        return PreparedRequest(encoded(fields, stream=False, disaggregated_params=wanted))
 
-    def decode(self, prefilled: bytes) -> Part:
+    def decode(self, prefilled: bytes) -> PreparedRequest:
         answer = msgspec.json.decode(prefilled, type=dict[str, Any])
         choice = answer["choices"][0] if answer.get("choices") else None
         if not isinstance(choice, dict):
@@ -220,7 +220,7 @@ class TensorRtLlm(Adapter):
         fields: dict[str, Any] = {"disaggregated_params": params | {"request_type": "generation_only"}}
         if (token_ids := answer.get("prompt_token_ids")) is not None:
             fields["prompt_token_ids" if self.path == _CHAT else "prompt"] = token_ids
-        return Part(with_fields(self.body, **fields))
+        return PreparedRequest(with_fields(self.body, **fields))
 
 
 class Sidecar(Adapter):
@@ -229,9 +229,9 @@ class Sidecar(Adapter):
     concurrent = True
     prefills = False
 
-    def decode(self, prefilled: bytes) -> Part:  # noqa: ARG002
+    def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
         to = f"{self.prefill_end.address}:{self.prefill_end.port}"
-        return Part(self.body, [(b"x-prefiller-host-port", to.encode())])
+        return PreparedRequest(self.body, [(b"x-prefiller-host-port", to.encode())])
 
 
 ADAPTERS: dict[Backend, type[Adapter]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from indexer.errors import RequestError
-from router.apis.splice import SpliceError, with_field
+from router.apis.json_edit import SpliceError, with_field
 
 Fields = dict[str, msgspec.Raw]
 

@@ -14,7 +14,7 @@ from router.fleet.circuit import CircuitLimits
 from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
 from router.fleet.engine_metrics import EngineMetrics
 from router.fleet.health import Health
-from router.fleet.judge import Judge
+from router.fleet.stall_detector import StallDetector
 from router.fleet.worker import Worker, WorkerState
 from router.settings import FleetSettings, Role, WorkerSettings
 
@@ -34,7 +34,7 @@ class Fleet:
     `on_model` is told of every model of a worker that answers, each time it does; `on_removed` of each that is gone;
     `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` of each whose
     metrics were read.
-    `elsewhere` tells how many requests each of some ranks of a worker has from other routers.
+    `peer_load` tells how many requests each of some ranks of a worker has from other routers.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Fleet:
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
-        self.elsewhere: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
+        self.peer_load: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
         self._settings = settings
         self._indexer = indexer
         self._session = session
@@ -63,7 +63,7 @@ class Fleet:
         self._able: dict[tuple[str | None, bool], list[Worker]] = {}
         self._models: dict[str, str] = {}
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
-        self._judge = Judge(settings, indexer)
+        self._stall_detector = StallDetector(settings, indexer)
         self._judging: asyncio.Task[None] | None = None
         self._give("config", workers)
 
@@ -82,7 +82,7 @@ class Fleet:
         for worker in self.workers:
             worker.warming_since = None  # all are new: none has to be spared
             self._watch_from_now(worker)
-        self._judging = asyncio.create_task(self._judge.run(lambda: self.workers), name="judge workers")
+        self._judging = asyncio.create_task(self._stall_detector.run(lambda: self.workers), name="judge workers")
 
     async def stop(self) -> None:
         """End the watching."""
@@ -219,7 +219,7 @@ class Fleet:
 
     def _in_flight(self, worker: Worker) -> Counter[int]:
         """The requests that are known of, by rank."""
-        return worker.health.in_flight() + self.elsewhere(worker.url, worker.ranks())
+        return worker.health.in_flight() + self.peer_load(worker.url, worker.ranks())
 
     async def _look(self, worker: Worker) -> None:
         """Ask a worker what it is, and act on what changed."""

@@ -159,11 +159,11 @@ class Worker:
 
 
 def choosable(
-    workers: Collection[Worker], random: Random, has_room: Callable[[Worker], bool] | None = None
+    workers: Collection[Worker], random: Random, any_has_capacity: Callable[[Worker], bool] | None = None
 ) -> Collection[Worker]:
     """Those of some workers that a request may go to now. Untrusted ones are left when nothing else is there; when
     those that are have no room, none is left."""
     trusted = [worker for worker in workers if worker.health.circuit.closed or worker.trusted] or workers
-    free = [worker for worker in trusted if has_room(worker)] if has_room else trusted
+    free = [worker for worker in trusted if any_has_capacity(worker)] if any_has_capacity else trusted
     chosen = [w for w in free if w.warming_since is None or w.share >= 1 or random.random() < w.share]
     return chosen or free

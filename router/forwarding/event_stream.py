@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from router.apis.asked_usage import HiddenUsage
+from router.apis.stream_usage import HiddenUsage
 from router.apis.usage import UsageTail
 from router.fleet.health import Health
-from router.upstream.connection import Passage
+from router.upstream.connection import ChunkForwarder
 
 _USAGE: Final = b'"usage"'
 _NONE: Final = b":null"
@@ -24,7 +24,7 @@ class ChunkWriter(Protocol):
         """Send these on."""
 
 
-class EventStream(Passage):
+class EventStream(ChunkForwarder):
     """A stream from a worker to a client."""
 
     __slots__ = ("_client", "_health", "_hidden", "_tail")

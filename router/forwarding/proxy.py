@@ -9,70 +9,70 @@ from dataclasses import dataclass
 from starlette.types import Message, Receive, Scope, Send
 
 from indexer.errors import RequestError
-from router.forwarding.client import Client
-from router.forwarding.exchange import Exchange, Forwarding
-from router.forwarding.visit import Visits, visit_of
-from router.forwarding.whereabouts import Whereabouts
+from router.forwarding.proxied_request import ProxiedRequest, ProxyServices
+from router.forwarding.request_context import RequestContexts, context_of
+from router.forwarding.response_writer import ResponseWriter
+from router.forwarding.routing_headers import RoutingHeaders
+from router.http.response_head import LENGTH, WITHOUT_BODY
 from router.settings import ServerSettings
-from router.upstream import AnswerHead
-from router.upstream.answer_head import LENGTH, WITHOUT_BODY
+from router.upstream import ResponseHead
 
 # An answer of which more is held for a client that does not read is not read on.
 _HELD_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Entrance:
+class ProxyContext:
     """What whoever takes in requests for workers needs."""
 
-    visits: Visits
-    forwarding: Forwarding
+    contexts: RequestContexts
+    services: ProxyServices
     settings: ServerSettings
 
 
 class Proxy:
     """An ASGI application that forwards requests to workers."""
 
-    def __init__(self, entrance: Entrance) -> None:
-        self._forwarding = entrance.forwarding
-        self._settings = entrance.settings
+    def __init__(self, proxy_context: ProxyContext) -> None:
+        self._services = proxy_context.services
+        self._settings = proxy_context.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _Answer()
-        exchange = Exchange(self._forwarding, visit_of(scope), answer)
-        answer.exchange = exchange
+        proxied = ProxiedRequest(self._services, context_of(scope), answer)
+        answer.proxied = proxied
         try:
             body = await _read_body(receive, self._settings)
         except RequestError as error:
-            exchange.refuse(error)
+            proxied.refuse(error)
         else:
             if body is None:
-                exchange.client_left()
+                proxied.client_left()
                 return
-            exchange.start(body)
+            proxied.start(body)
         leaving = asyncio.create_task(_disconnected(receive))
         leaving.add_done_callback(lambda _: answer.client_left())
         try:
             while (message := await answer.next_message()) is not None:
                 await send(message)
         finally:
-            exchange.client_left()
+            proxied.client_left()
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
 
 
-class _Answer(Client):
+class _Answer(ResponseWriter):
     """An answer on its way from the exchange to ASGI's `send`."""
 
     def __init__(self) -> None:
-        self.exchange: Exchange
+        self.proxied: ProxiedRequest
         self._messages: deque[Message] = deque()
         self._held = 0
         self._paused = False
         self._over = False
         self._something = asyncio.Event()
 
-    def begin(self, head: AnswerHead, ours: Whereabouts | None, data: bytes, ended: bool) -> None:
+    def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:
         headers = [*head.passed_on, *(ours.headers() if ours is not None else ())]
         if ended and not head.length and head.status not in WITHOUT_BODY:
             headers.append((LENGTH, b"%d" % len(data)))
@@ -86,7 +86,7 @@ class _Answer(Client):
         self._over = ended
         if self._held > _HELD_BYTES and not ended and not self._paused:
             self._paused = True
-            self.exchange.pause()
+            self.proxied.pause()
         self._something.set()
 
     def break_off(self) -> None:
@@ -95,7 +95,7 @@ class _Answer(Client):
 
     def client_left(self) -> None:
         """Nobody wants the rest."""
-        self.exchange.client_left()
+        self.proxied.client_left()
         self._messages.clear()
         self.break_off()
 
@@ -110,7 +110,7 @@ class _Answer(Client):
         self._held -= len(message.get("body", b""))
         if self._paused and not self._messages:
             self._paused = False
-            self.exchange.resume()
+            self.proxied.resume()
         return message
 
 

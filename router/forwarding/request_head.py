@@ -5,10 +5,10 @@ from __future__ import annotations
 from router.access import without_credentials
 from router.admission.ticket import urgent
 from router.apis.sessions import only_naming
-from router.telemetry.request_id import HEADER as REQUEST_ID
-from router.telemetry.request_id import given_id, with_id
-from router.upstream.answer_head import LENGTH
-from router.upstream.origin import Headers, forwarded_lines
+from router.http.headers import Headers, forwarded_lines
+from router.http.request_id import HEADER as REQUEST_ID
+from router.http.request_id import given_id, with_id
+from router.http.response_head import LENGTH
 
 _EXPLAIN = (b"x-kvrouter-explain", b"1")
 

@@ -226,7 +226,7 @@ class HitAudit:
         if prediction.by_events is not None and prediction.made_at > self._known_since(target, audit):
             audit.event_errors.add(prediction.by_events - cached, usage.prompt)
             if audit.event_errors.enough:
-                self._judge(target, audit)
+                self._stall_detector(target, audit)
         if audit.errors.enough and audit.errors.excess > self._tolerance and self.basis(target) is Basis.HISTORY:
             self._history.forget(target)  # it may have restarted, or holds less than we think
             audit.errors.clear()
@@ -236,7 +236,7 @@ class HitAudit:
         stream = self._indexer.stream(target)
         return max(stream.began_at if stream else 0.0, audit.judged_at)
 
-    def _judge(self, target: Target, audit: TargetAudit) -> None:
+    def _stall_detector(self, target: Target, audit: TargetAudit) -> None:
         """Choose what a target is predicted from, now that enough is known of its events."""
         drift = audit.event_errors.share
         right = drift <= self._tolerance

@@ -9,10 +9,10 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 
-from router.holdings.shared_prefixes import Edge, Holder, SharedPrefixes
+from router.holdings.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
 
 
-class RecentPrefixes(Holder):
+class RecentPrefixes(PrefixHolder):
     """What one holder in a tree has seen and not forgotten."""
 
     __slots__ = ("_ends", "_prefixes")

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 from indexer.tree import common_blocks
 
 
-class Holder:
+class PrefixHolder:
     """Who holds prefixes. `chunks`: how many."""
 
     __slots__ = ("chunks",)
@@ -30,7 +30,7 @@ class Holder:
         self.chunks = 0
 
 
-HolderT = TypeVar("HolderT", bound=Holder)
+HolderT = TypeVar("HolderT", bound=PrefixHolder)
 
 
 class Edge(Generic[HolderT]):

@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeAlias
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
-from router.holdings.shared_prefixes import Edge, Holder, SharedPrefixes
+from router.holdings.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
 
 # Finer than most engines' blocks, so that rounding down to a block loses nothing.
 CHUNK_TOKENS: Final = 16
@@ -129,7 +129,7 @@ class SpeculativeHoldings:
             self.forget(holder.target)  # who knows whether it will be heard of again
 
 
-class _Target(Holder):
+class _Target(PrefixHolder):
     """What a target holds until it is forgotten. What it held before may still be in flight then."""
 
     __slots__ = ("forgotten", "target")

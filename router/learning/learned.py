@@ -9,7 +9,7 @@ from indexer import Indexer, Target
 from router.holdings.speculation import CHUNK_TOKENS
 from router.learning.eviction_pressure import EvictionPressure
 from router.learning.output_length import OutputLengths
-from router.learning.rates import RateLearner, Rates, RateTable
+from router.policies.rates import RateLearner, Rates, RateTable
 from router.policies.records import Candidate
 
 # How often the counters of evictions are read.

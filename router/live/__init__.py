@@ -3,8 +3,8 @@
 And the requests that pass, for whoever records them.
 """
 
-from router.live.board import Board
+from router.live.fleet_snapshot import FleetSnapshot
 from router.live.request_stream import RequestStream
 from router.live.routes import live_routes
 
-__all__ = ["Board", "RequestStream", "live_routes"]
+__all__ = ["FleetSnapshot", "RequestStream", "live_routes"]

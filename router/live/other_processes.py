@@ -14,7 +14,7 @@ import structlog
 from starlette.requests import Request
 
 from router.live.request_stream import Listener, Recording
-from router.sharing.siblings import Siblings
+from router.sharing.worker_processes import WorkerProcesses
 
 log = structlog.get_logger()
 
@@ -24,9 +24,9 @@ _SILENCE = 10.0
 _MAX_LINE = 1 << 24
 
 
-def recording_of(request: Request, siblings: Siblings | None) -> Recording | None:
+def recording_of(request: Request, worker_processes: WorkerProcesses | None) -> Recording | None:
     """The recording that another process asks for; None when somebody else asks."""
-    if siblings is None or (request.scope.get("server") or ("",))[0] != str(siblings.path):
+    if worker_processes is None or (request.scope.get("server") or ("",))[0] != str(worker_processes.path):
         return None
     told = request.headers.get(_RECORDING)
     return msgspec.json.decode(told, type=Recording) if told else None
@@ -35,14 +35,14 @@ def recording_of(request: Request, siblings: Siblings | None) -> Recording | Non
 class OtherProcesses:
     """Reads the requests of the other processes for the listeners of this one."""
 
-    def __init__(self, siblings: Siblings, token: str) -> None:
-        self._siblings = siblings
+    def __init__(self, worker_processes: WorkerProcesses, token: str) -> None:
+        self._worker_processes = worker_processes
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def read(self, listener: Listener) -> None:
         """Until cancelled. A process that ends is asked again when it is back."""
         async with asyncio.TaskGroup() as tasks:
-            for number in self._siblings.others:
+            for number in self._worker_processes.others:
                 tasks.create_task(self._read(number, listener))
 
     async def _read(self, number: int, listener: Listener) -> None:
@@ -53,7 +53,7 @@ class OtherProcesses:
             try:
                 async with (
                     aiohttp.ClientSession(
-                        connector=aiohttp.UnixConnector(str(self._siblings.path_of(number))),
+                        connector=aiohttp.UnixConnector(str(self._worker_processes.path_of(number))),
                         timeout=timeout,
                         read_bufsize=_MAX_LINE,
                     ) as session,

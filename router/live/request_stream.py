@@ -176,10 +176,10 @@ class Listener:
 
     def missing(self) -> Line:
         """What this listener was not told of."""
-        elsewhere = self._missing_elsewhere.values()
+        peer_load = self._missing_elsewhere.values()
         return {
-            "dropped": self._dropped + sum(each.dropped for each in elsewhere),
-            "unknown": self._unknown + sum(each.unknown for each in elsewhere),
+            "dropped": self._dropped + sum(each.dropped for each in peer_load),
+            "unknown": self._unknown + sum(each.unknown for each in peer_load),
         }
 
     def _add(self, line: bytes) -> None:

@@ -13,10 +13,10 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from indexer.api import token_check
 from indexer.errors import RequestError
 from indexer.openapi import errors
-from router.live.board import MAX_VIEWERS, Board
+from router.live.fleet_snapshot import MAX_VIEWERS, FleetSnapshot
 from router.live.other_processes import OtherProcesses, recording_of
 from router.live.request_stream import DEFAULT_BLOCK_TOKENS, MAX_LISTENERS, Recording, RequestStream
-from router.sharing.siblings import Siblings
+from router.sharing.worker_processes import WorkerProcesses
 
 _PAGE = Path(__file__).with_name("page.html")
 # The page loads nothing from anywhere else, and nothing may frame it.
@@ -29,11 +29,13 @@ _PAGE_HEADERS = {
 }
 
 
-def live_routes(board: Board, passing: RequestStream, token: str, siblings: Siblings | None = None) -> APIRouter:
+def live_routes(
+    snapshot: FleetSnapshot, passing: RequestStream, token: str, worker_processes: WorkerProcesses | None = None
+) -> APIRouter:
     """The page is anybody's; what it shows wants the admin token where there is one."""
     routes = APIRouter()
     page = _PAGE.read_text()
-    others = OtherProcesses(siblings, token) if siblings else None
+    others = OtherProcesses(worker_processes, token) if worker_processes else None
 
     @routes.get("/ui", response_class=HTMLResponse)
     async def ui() -> HTMLResponse:
@@ -48,10 +50,10 @@ def live_routes(board: Board, passing: RequestStream, token: str, siblings: Sibl
     )
     async def live() -> StreamingResponse:
         """The state of the fleet as server-sent events: first all of it, then once a second what changed."""
-        if board.full:
+        if snapshot.full:
             raise RequestError(f"{MAX_VIEWERS} look on already. Close one.", status=503, type="service_unavailable")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_events(board), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(_events(snapshot), media_type="text/event-stream", headers=headers)
 
     @routes.get(
         "/requests",
@@ -68,7 +70,7 @@ def live_routes(board: Board, passing: RequestStream, token: str, siblings: Sibl
             message = f"{MAX_LISTENERS} record already. End one of them."
             raise RequestError(message, status=503, type="service_unavailable")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        if (told := recording_of(request, siblings)) is not None:
+        if (told := recording_of(request, worker_processes)) is not None:
             lines = passing.lines(told)
         else:
             lines = passing.lines(Recording(block_tokens), others.read if others else None)
@@ -77,6 +79,6 @@ def live_routes(board: Board, passing: RequestStream, token: str, siblings: Sibl
     return routes
 
 
-async def _events(board: Board) -> AsyncIterator[bytes]:
-    async for update in board.updates():
+async def _events(snapshot: FleetSnapshot) -> AsyncIterator[bytes]:
+    async for update in snapshot.updates():
         yield b"data: %b\n\n" % msgspec.json.encode(update)

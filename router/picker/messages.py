@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from router.http.headers import Headers
 from router.picker import ext_proc_pb2 as pb
-from router.upstream.origin import Headers
 
 DESTINATION = "x-gateway-destination-endpoint"
 _SUBSET = "x-gateway-destination-endpoint-subset"

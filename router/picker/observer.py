@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from router.picker import ext_proc_pb2 as pb
 from router.picker.messages import read_observed
-from router.picker.request import Desk
+from router.picker.request import PickerState
 
 
-def observe(message: pb.ProcessingRequest, desk: Desk) -> bool:
+def observe(message: pb.ProcessingRequest, state: PickerState) -> bool:
     """See what is shown. Whether more is wanted."""
     if message.WhichOneof("request") != "response_body":
         return True
     number = read_observed(message)
     if number is None:
         return False  # the picker answered it itself
-    desk.observed = True
-    request = desk.requests.get(number)
+    state.observed = True
+    request = state.requests.get(number)
     part = message.response_body
     return request is not None and request.observed(part.body, part.end_of_stream)

@@ -6,9 +6,9 @@ import time
 
 import msgspec
 
-from router.apis.model_cards import model_card, model_cards
 from router.fleet.fleet import Fleet
-from router.forwarding.visit import Visit
+from router.forwarding.request_context import RequestContext
+from router.routes.model_cards import model_card, model_cards
 
 _MODELS = "/v1/models"
 
@@ -20,14 +20,14 @@ class OwnAnswers:
         self._fleet = fleet
         self._started = int(time.time())
 
-    def to(self, visit: Visit) -> bytes | None:
+    def to(self, context: RequestContext) -> bytes | None:
         """The answer's body; None when the request is for a worker. Raises RequestError (404)."""
-        if visit.head.method != "GET" or not visit.head.path.startswith(_MODELS):
+        if context.head.method != "GET" or not context.head.path.startswith(_MODELS):
             return None
-        if visit.head.path == _MODELS:
-            cards = model_cards(self._fleet, self._started, visit.tenant)
+        if context.head.path == _MODELS:
+            cards = model_cards(self._fleet, self._started, context.tenant)
             return msgspec.json.encode({"object": "list", "data": list(cards.values())})
-        if visit.head.path.startswith(_MODELS + "/"):
-            name = visit.head.path.removeprefix(_MODELS + "/")
-            return msgspec.json.encode(model_card(self._fleet, self._started, name, visit.tenant))
+        if context.head.path.startswith(_MODELS + "/"):
+            name = context.head.path.removeprefix(_MODELS + "/")
+            return msgspec.json.encode(model_card(self._fleet, self._started, name, context.tenant))
         return None

@@ -24,20 +24,20 @@ import structlog
 from indexer.errors import RequestError
 from router.access import OPEN
 from router.fleet.fleet import Fleet, Worker
-from router.forwarding.client import Client
-from router.forwarding.exchange import Exchange
-from router.forwarding.proxy import Entrance, too_large, too_slow
+from router.forwarding.proxied_request import ProxiedRequest
+from router.forwarding.proxy import ProxyContext, too_large, too_slow
+from router.forwarding.request_context import RequestContext
 from router.forwarding.request_head import RequestHead
-from router.forwarding.visit import Visit
-from router.forwarding.whereabouts import Whereabouts
+from router.forwarding.response_writer import ResponseWriter
+from router.forwarding.routing_headers import RoutingHeaders
+from router.http.headers import Headers
+from router.http.request_id import with_id
 from router.picker import ext_proc_pb2 as pb
 from router.picker import messages
 from router.picker.addresses import Addresses
 from router.picker.own_answers import OwnAnswers
 from router.settings import PickerSettings
-from router.telemetry.request_id import with_id
-from router.upstream import AnswerHead, Origin, Receiver, UnreachableError, UpstreamTimeoutError
-from router.upstream.origin import Headers
+from router.upstream import Origin, ResponseHandler, ResponseHead, UnreachableError, UpstreamTimeoutError
 
 log = structlog.get_logger()
 
@@ -50,10 +50,10 @@ _LATE = ("timeout", "response_timeout", "per_try_timeout")
 
 
 @dataclass(slots=True)
-class Desk:
+class PickerState:
     """What requests need, and those that are here: by the numbers their answers are observed under."""
 
-    entrance: Entrance
+    proxy_context: ProxyContext
     fleet: Fleet
     settings: PickerSettings
     own_answers: OwnAnswers
@@ -68,19 +68,19 @@ class Desk:
         return self.addresses.of(worker.url)
 
 
-class PickedRequest(Client):
+class PickedRequest(ResponseWriter):
     """A request between Envoy and its worker. It is the client and the carrier of its exchange.
 
     `send` takes messages for Envoy. After `refused` Envoy wants no more of them.
     """
 
-    def __init__(self, desk: Desk, send: Callable[[bytes], None]) -> None:
+    def __init__(self, state: PickerState, send: Callable[[bytes], None]) -> None:
         self.refused = False
-        self._desk = desk
+        self._state = state
         self._send = send
-        self._number = str(next(desk.numbers))
-        self._visit: Visit | None = None
-        self._exchange: Exchange | None = None
+        self._number = str(next(state.numbers))
+        self._context: RequestContext | None = None
+        self._proxied: ProxiedRequest | None = None
         self._late: asyncio.TimerHandle | None = None
         self._resolving: asyncio.Task[None] | None = None
         # The request.
@@ -94,8 +94,8 @@ class PickedRequest(Client):
         # The answer.
         self._answer_mode = _Mode.NONE
         self._address = ""
-        self._answer: Receiver | None = None  # who hears of it: the exchange, or its prefill and decode
-        self._head: AnswerHead | None = None
+        self._answer: ResponseHandler | None = None  # who hears of it: the exchange, or its prefill and decode
+        self._head: ResponseHead | None = None
         self._passing = False  # what the exchange says now is the worker's
         self._begun = False
         self._seen: list[tuple[bytes, bool]] = []  # observed before the head came
@@ -130,7 +130,7 @@ class PickedRequest(Client):
         if self._resolving is not None:
             self._resolving.cancel()
         self._closed = True
-        expected = self._observing or (self._desk.observed and not self._was_observed)
+        expected = self._observing or (self._state.observed and not self._was_observed)
         if self._ends_unseen and expected:  # what is shown beside may come a bit later
             self._ending = asyncio.get_running_loop().call_later(_OBSERVED_SECONDS, self._end)
         else:
@@ -139,25 +139,23 @@ class PickedRequest(Client):
     @property
     def _ends_unseen(self) -> bool:
         """Whether the answer is under way, and Envoy would not say that it came to its end."""
-        return (
-            self._exchange is not None and not self._exchange.over and self._begun and self._answer_mode == _Mode.NONE
-        )
+        return self._proxied is not None and not self._proxied.over and self._begun and self._answer_mode == _Mode.NONE
 
     def _end(self) -> None:
         if self._ending is not None:
             self._ending.cancel()
         if self._ends_unseen and not self._observing:
             self._pass(b"", True)
-        if self._exchange is not None:
-            self._exchange.client_left()  # if there is anything left of it
-        self._desk.requests.pop(self._number, None)
-        if self._visit is not None:
-            self._visit.end()
+        if self._proxied is not None:
+            self._proxied.client_left()  # if there is anything left of it
+        self._state.requests.pop(self._number, None)
+        if self._context is not None:
+            self._context.end()
 
     # The request
 
     def _request_head(self, message: pb.ProcessingRequest) -> None:
-        desk, head = self._desk, message.request_headers
+        state, head = self._state, message.request_headers
         pseudo, headers = messages.read_headers(head.headers)
         if message.HasField("protocol_config"):
             self._mode = message.protocol_config.request_body_mode
@@ -166,34 +164,34 @@ class PickedRequest(Client):
         path = target.partition("?")[0]
         self._came = headers
         request = RequestHead(method, path, target.encode("latin-1"), headers)
-        self._visit = visit = desk.entrance.visits.begin(request)
+        self._context = context = state.proxy_context.contexts.begin(request)
         try:
-            visit.admit()
+            context.admit()
             if path in OPEN:
                 raise _of_the_picker(path)
-            if (own := desk.own_answers.to(visit)) is not None:
-                self.begin(AnswerHead(200, [(b"content-type", b"application/json")]), None, own, True)
+            if (own := state.own_answers.to(context)) is not None:
+                self.begin(ResponseHead(200, [(b"content-type", b"application/json")]), None, own, True)
                 return
             if not head.end_of_stream:
                 self._expect_body()
             self._subset = messages.read_subset(message, headers)
         except RequestError as error:
-            refusal, body = visit.refusal(error)
-            self.begin(AnswerHead(error.status, refusal), None, body, True)
+            refusal, body = context.refusal(error)
+            self.begin(ResponseHead(error.status, refusal), None, body, True)
             return
         self._path = target
-        self._exchange = Exchange(desk.entrance.forwarding, visit, self, self, self._outside())
+        self._proxied = ProxiedRequest(state.proxy_context.services, context, self, self, self._outside())
         if head.end_of_stream:
             self._start()
             return
         self._has_body = True
-        self._late = asyncio.get_running_loop().call_later(desk.entrance.settings.body_timeout, self._too_slow)
+        self._late = asyncio.get_running_loop().call_later(state.proxy_context.settings.body_timeout, self._too_slow)
         if self._mode == _Mode.BUFFERED:
             self._send(messages.KEEP_REQUEST_HEAD)
 
     def _expect_body(self) -> None:
         """Raise RequestError when no body will come that could be used."""
-        settings = self._desk.entrance.settings
+        settings = self._state.proxy_context.settings
         length = next((value for name, value in self._came if name == b"content-length"), b"")
         if length.isdigit() and int(length) > settings.max_body_bytes:
             raise too_large(settings)
@@ -209,66 +207,66 @@ class PickedRequest(Client):
         """The workers that the request may not go to."""
         if self._subset is None:
             return []
-        return [each for each in self._desk.fleet.workers if self._desk.address_of(each) not in self._subset]
+        return [each for each in self._state.fleet.workers if self._state.address_of(each) not in self._subset]
 
     def _request_body(self, part: pb.HttpBody) -> None:
-        if self._whole or self._exchange is None:
+        if self._whole or self._proxied is None:
             return
         self._size += len(part.body)
-        if self._size > self._desk.entrance.settings.max_body_bytes:
-            self._exchange.refuse(too_large(self._desk.entrance.settings))
+        if self._size > self._state.proxy_context.settings.max_body_bytes:
+            self._proxied.refuse(too_large(self._state.proxy_context.settings))
             return
         self._body.append(part.body)
         if part.end_of_stream or self._mode == _Mode.BUFFERED:  # then it is whole, whatever trailers follow
             self._start()
 
     def _request_trailers(self) -> None:
-        if not self._whole and self._exchange is not None:
+        if not self._whole and self._proxied is not None:
             self._has_trailers = True
             self._start()
         else:
             self._send(messages.KEEP_REQUEST_TRAILERS)
 
     def _too_slow(self) -> None:
-        if self._exchange is not None and not self._whole:
-            self._exchange.refuse(too_slow(self._desk.entrance.settings))
+        if self._proxied is not None and not self._whole:
+            self._proxied.refuse(too_slow(self._state.proxy_context.settings))
 
     def _start(self) -> None:
-        assert self._exchange is not None
+        assert self._proxied is not None
         self._whole = True
         if self._late is not None:
             self._late.cancel()
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = [body]
-        self._exchange.start(body)
+        self._proxied.start(body)
 
     # The carrier
 
-    def send(self, worker: Worker, answer: Receiver, headers: Headers, body: bytes) -> PickedRequest:
+    def send(self, worker: Worker, answer: ResponseHandler, headers: Headers, body: bytes) -> PickedRequest:
         """The exchange has found a worker."""
-        address = self._desk.address_of(worker)
+        address = self._state.address_of(worker)
         if address is not None:
             self._route(worker, answer, address, headers, body)
         else:
             self._resolving = asyncio.create_task(self._route_by_name(worker, answer, headers, body))
         return self
 
-    async def _route_by_name(self, worker: Worker, answer: Receiver, headers: Headers, body: bytes) -> None:
+    async def _route_by_name(self, worker: Worker, answer: ResponseHandler, headers: Headers, body: bytes) -> None:
         try:
-            address = await self._desk.addresses.found(worker.url)
+            address = await self._state.addresses.found(worker.url)
         except OSError as error:
             answer.failed(UnreachableError(f"{worker.url}: {error.strerror}"))
         else:
             self._route(worker, answer, address, headers, body)
 
-    def _route(self, worker: Worker, answer: Receiver, address: str, headers: Headers, body: bytes) -> None:
+    def _route(self, worker: Worker, answer: ResponseHandler, address: str, headers: Headers, body: bytes) -> None:
         """Tell Envoy where to send the request."""
-        assert self._exchange is not None
+        assert self._proxied is not None
         if self._subset is not None and address not in self._subset:
-            self._exchange.refuse(_none_allowed())  # it was added while the request waited
+            self._proxied.refuse(_none_allowed())  # it was added while the request waited
             return
         self._address, self._answer = address, answer
-        self._desk.requests[self._number] = self
+        self._state.requests[self._number] = self
         endpoints = ",".join([address, *self._fallbacks(worker)])
         prefix = Origin.of(worker.url).path.decode("latin-1")
         if self._has_body:
@@ -291,15 +289,15 @@ class PickedRequest(Client):
 
     def _fallbacks(self, first: Worker) -> list[str]:
         """Where else it may go when its worker does not take it, the best first."""
-        most = self._desk.settings.fallbacks
-        placement = self._exchange.placement if self._exchange else None
-        if not most or placement is None or placement.prefill is not None:
+        most = self._state.settings.fallbacks
+        assignment = self._proxied.assignment if self._proxied else None
+        if not most or assignment is None or assignment.prefill is not None:
             return []  # a decode belongs to its prefill
-        by_url = {worker.url: worker for worker in self._desk.fleet.workers}
+        by_url = {worker.url: worker for worker in self._state.fleet.workers}
         found: dict[str, None] = {}
-        for cost in sorted(placement.decision.costs, key=lambda cost: cost.total):
+        for cost in sorted(assignment.decision.costs, key=lambda cost: cost.total):
             worker = by_url.get(cost.candidate.target.worker)
-            if worker is not None and worker is not first and (address := self._desk.address_of(worker)):
+            if worker is not None and worker is not first and (address := self._state.address_of(worker)):
                 found.setdefault(address)
         return list(found)[:most]
 
@@ -315,15 +313,15 @@ class PickedRequest(Client):
     # The answer
 
     def _answer_head(self, message: pb.ProcessingRequest) -> None:
-        exchange, answer = self._exchange, self._answer
-        if exchange is None or answer is None or exchange.over or exchange.placement is None:
+        proxied, answer = self._proxied, self._answer
+        if proxied is None or answer is None or proxied.over or proxied.assignment is None:
             self._send(messages.KEEP_HEAD)  # Envoy's own, before there was a worker
             return
         pseudo, headers = messages.read_headers(message.response_headers.headers)
-        head = AnswerHead(int(pseudo.get(":status", "0")), headers)
+        head = ResponseHead(int(pseudo.get(":status", "0")), headers)
         served, problem = messages.read_served(message), messages.read_problem(message)
         if served and served != self._address:
-            self._served_by(exchange, served)
+            self._served_by(proxied, served)
         if problem is not None:
             late = any(word in problem for word in _LATE)
             answer.failed(UpstreamTimeoutError(problem) if late else UnreachableError(problem))
@@ -335,24 +333,24 @@ class PickedRequest(Client):
         seen, self._seen = self._seen, []
         for data, ended in seen:
             self._pass(data, ended)
-        if self._answer_mode == _Mode.NONE and not exchange.over and exchange.placement is not None:
-            reservation = exchange.placement.reservation
+        if self._answer_mode == _Mode.NONE and not proxied.over and proxied.assignment is not None:
+            reservation = proxied.assignment.reservation
             self._unseen = asyncio.get_running_loop().call_later(reservation.backlog, reservation.first_byte)
 
-    def _served_by(self, exchange: Exchange, address: str) -> None:
+    def _served_by(self, proxied: ProxiedRequest, address: str) -> None:
         """Envoy went on to a fallback."""
-        worker = next((each for each in self._desk.fleet.workers if self._desk.address_of(each) == address), None)
+        worker = next((each for each in self._state.fleet.workers if self._state.address_of(each) == address), None)
         if worker is None:
             return
         self._address = address
         try:
-            exchange.moved(worker)
+            proxied.moved(worker)
         except RequestError as error:
             log.warning("served by a worker that is not used", worker=worker.url, reason=str(error))
 
     def _pass(self, data: bytes, ended: bool) -> None:
         """The exchange learns of bytes that the worker sent."""
-        if self._answer is not None and self._exchange is not None and not self._exchange.over and self._begun:
+        if self._answer is not None and self._proxied is not None and not self._proxied.over and self._begun:
             self._passing = True
             self._answer.more(data, ended)
             self._passing = False
@@ -373,8 +371,8 @@ class PickedRequest(Client):
 
     def observed(self, data: bytes, ended: bool) -> bool:
         """Bytes of the answer are shown beside. Whether more of them are wanted."""
-        exchange = self._exchange
-        if exchange is None or exchange.over or self._answer_mode != _Mode.NONE:
+        proxied = self._proxied
+        if proxied is None or proxied.over or self._answer_mode != _Mode.NONE:
             return False
         first, self._was_observed = not self._was_observed, True
         self._observing = True
@@ -392,17 +390,17 @@ class PickedRequest(Client):
     def _wants_usage(self) -> bool:
         """Whether an answer is looked at to its end."""
         streamed = self._head is not None and self._head.first(b"content-type").startswith(b"text/event-stream")
-        limited = self._visit is not None and self._visit.tenant is not None
-        return not streamed or limited or self._desk.random.random() < self._desk.settings.read_usage
+        limited = self._context is not None and self._context.tenant is not None
+        return not streamed or limited or self._state.random.random() < self._state.settings.read_usage
 
     # The client
 
-    def begin(self, head: AnswerHead, ours: Whereabouts | None, data: bytes, ended: bool) -> None:  # noqa: ARG002
+    def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:  # noqa: ARG002
         """The exchange passes on a worker's head, or answers itself."""
-        assert self._visit is not None
+        assert self._context is not None
         said = ours.headers() if ours is not None else []
-        self._visit.answered(head.status, said)
-        headers = with_id([*head.passed_on, *said], self._visit.id)
+        self._context.answered(head.status, said)
+        headers = with_id([*head.passed_on, *said], self._context.id)
         if self._passing:
             assert self._head is not None
             mode = None
@@ -415,8 +413,8 @@ class PickedRequest(Client):
     def more(self, data: bytes, ended: bool) -> None:  # noqa: ARG002
         """Envoy has these bytes already, unless they are the router's: then the answer ends here."""
         if self._passing:
-            assert self._visit is not None
-            self._visit.passed(len(data))
+            assert self._context is not None
+            self._context.passed(len(data))
         elif self._begun and data:
             self.break_off()
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router.picker import ext_proc_pb2 as pb
 from router.picker.observer import observe
 from router.picker.own_answers import OwnAnswers
-from router.picker.request import Desk, PickedRequest
+from router.picker.request import PickedRequest, PickerState
 from router.readiness import Readiness
 from router.settings import Settings
 
@@ -38,8 +38,8 @@ _HEALTH_SECONDS = 0.5
 class ExternalProcessor:
     """Serves the streams of Envoys, one for each request."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, state: PickerState) -> None:
+        self._state = state
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server is told of it."""
@@ -53,11 +53,11 @@ class ExternalProcessor:
         if message is grpc.aio.EOF:
             return
         if message.observability_mode:
-            while message is not grpc.aio.EOF and observe(message, self._desk):
+            while message is not grpc.aio.EOF and observe(message, self._state):
                 message = await context.read()
             return
         outbox = _Outbox(context)
-        request = PickedRequest(self._desk, outbox.put)
+        request = PickedRequest(self._state, outbox.put)
         try:
             while message is not grpc.aio.EOF:
                 with outbox.gathering():
@@ -148,20 +148,20 @@ async def running_picker(app: FastAPI, settings: Settings) -> AsyncIterator[int]
 
     Raises OSError when the address cannot be bound.
     """
-    state = app.state
-    desk = Desk(state.entrance, state.fleet, settings.picker, OwnAnswers(state.fleet))
-    state.fleet.on_removed.append(lambda worker: desk.addresses.forget(worker.url))
+    router = app.state
+    state = PickerState(router.proxy_context, router.fleet, settings.picker, OwnAnswers(router.fleet))
+    state.fleet.on_removed.append(lambda worker: state.addresses.forget(worker.url))
     size = ("grpc.max_receive_message_length", settings.server.max_body_bytes + _MESSAGE_MARGIN)
     server = grpc.aio.server(options=[*_OPTIONS, size])
-    server.add_generic_rpc_handlers((ExternalProcessor(desk).handler(),))
-    health_pb2_grpc.add_HealthServicer_to_server(_Health(state.readiness), server)
+    server.add_generic_rpc_handlers((ExternalProcessor(state).handler(),))
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(router.readiness), server)
     port = _bind(server, settings)
     await server.start()
     try:
         yield port
     finally:
         await server.stop(settings.server.shutdown_timeout)
-        await desk.addresses.close()
+        await state.addresses.close()
 
 
 def _bind(server: Any, settings: Settings) -> int:

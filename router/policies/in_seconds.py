@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.learning.rates import prefill_seconds
+from router.policies.rates import prefill_seconds
 from router.policies.records import Candidate, Request
 
 

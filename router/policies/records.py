@@ -6,7 +6,7 @@ What is not known of a candidate is never taken for zero:
     eviction        a worker whose evictions cannot be seen is taken to evict (`router.learning.eviction_pressure`)
     queue, context  what this router has in flight there
     KV usage        that of the fullest candidate whose usage is known (`known_usage`)
-    rates           those of the slowest worker that is known (`router.learning.rates`)
+    rates           those of the slowest worker that is known (`router.policies.rates`)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 
 from indexer import Target
-from router.learning.rates import Rates
+from router.policies.rates import Rates
 
 
 @dataclass(slots=True, init=False)
@@ -144,6 +144,12 @@ class Decision:
     def costs(self) -> list[Cost]:
         """The cost of every candidate, in their order."""
         return [Cost(candidate, self.terms(candidate)) for candidate in self.candidates]
+
+    def summary(self) -> str:
+        """The terms of the choice in one line, for a header: `pending=0 prefill=12 total=12 candidates=2`."""
+        cost = Cost(self.choice, self.terms(self.choice))
+        terms = cost.terms | {"total": cost.total, "candidates": len(self.candidates)}
+        return " ".join(f"{name}={value:.6g}" for name, value in terms.items())
 
 
 # Candidates are never empty.

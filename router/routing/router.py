@@ -15,9 +15,7 @@ from indexer import Indexer, Match, MatchQuery, Target, UnknownModelError
 from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
 from kvevents import Tier
-from router.admission.late_binding import must_wait
-from router.admission.limits import NO_LIMITS, Limits
-from router.apis.conversations import CACHE_BYTES, Conversations
+from router.apis.body_cache import CACHE_BYTES, BodyCache
 from router.apis.requests import RoutedRequest
 from router.apis.response_owners import ResponseOwners
 from router.apis.usage import Usage
@@ -25,19 +23,21 @@ from router.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
 from router.disaggregation.decision import decode_policy, disaggregate, prefill_policy
 from router.fleet.discovery import Engine
 from router.fleet.fleet import Fleet, Worker
+from router.fleet.load import LoadTable, Reservation
 from router.fleet.worker import choosable
 from router.holdings.audit import HitAudit, Prediction
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings, chunk_hashes, chunk_root
 from router.learning.learned import Learned
-from router.learning.rates import Rates, prefill_seconds
 from router.policies import ByTurn, Candidate, Policy, Request
-from router.routing.choice import Choice, Options, Overlap
-from router.routing.load import LoadTable, Reservation
-from router.routing.placement import Placement, Watching
+from router.policies.rates import Rates, prefill_seconds
+from router.routing.assignment import Assignment, RequestSampler
+from router.routing.late_binding import must_wait
+from router.routing.limits import NO_LIMITS, Limits
+from router.routing.prebuilt_choices import PrebuiltChoices
 from router.routing.routed_prompt import RoutedPrompt, tokenized_prompt, unread_prompt
-from router.routing.servers import Rank, Served, Servers, Serving
-from router.routing.standing import Standing
+from router.routing.selection import CandidateSet, Overlap, Selection
+from router.routing.target_directory import ModelTargets, RoutableRank, ServedModel, TargetDirectory
 from router.settings import Backend, DisaggregationSettings, Role
 from router.sharing import LoadSharing
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
@@ -80,31 +80,31 @@ class Router:
         `seen_bytes` bounds what is kept of the chats seen before.
         """
         self.needs_prompts = self._policy_needs_prompts = needs_prompts
-        self.seen = Conversations(seen_bytes)
+        self.seen = BodyCache(seen_bytes)
         self._fleet = fleet
         self._indexer = indexer
         self._tokenizers = tokenizers
         self._policy = policy
         self._load = load
-        self._servers = Servers(fleet, load)
+        self._servers = TargetDirectory(fleet, load)
         self._look_again_at = 0.0
         fleet.on_scrape.append(self._scraped)
-        sharing.elsewhere.on_change.append(load.changed)
+        sharing.peer_load.on_change.append(load.changed)
         self._speculation = speculation
         self._learned = learned
         self._history = history
         self._audit = audit
         self._sharing = sharing
         self.responses = ResponseOwners()
-        self.watching: Watching | None = None
+        self.watching: RequestSampler | None = None
         self._watch_from = 0.0
         self._random = Random()
         self._disaggregation = disaggregation
         self._decode_policy = decode_policy(self._random)
         self._prefill_policy = prefill_policy(self._random)
-        self._standing: Standing | None = None
+        self._standing: PrebuiltChoices | None = None
         if isinstance(policy, ByTurn):
-            self._standing = Standing(fleet, self._servers, policy, self._random)
+            self._standing = PrebuiltChoices(fleet, self._servers, policy, self._random)
 
     def look_at_prompts(self, wanted: bool) -> None:
         """Somebody wants to know the prompts, although the policy may look at none; or does not any more."""
@@ -176,7 +176,7 @@ class Router:
         without: Collection[Worker] = (),
         limits: Limits = NO_LIMITS,
         now: float | None = None,
-    ) -> Choice | None:
+    ) -> Selection | None:
         """The choice as it would be now; None when all targets are at their limits. `now`: by `time.monotonic`, where
         it was just read.
 
@@ -204,7 +204,9 @@ class Router:
             raise self._unknown_model(prompt.name)
         raise _unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
 
-    def _disaggregated(self, prompt: RoutedPrompt, without: Collection[Worker], options: Options, now: float) -> Choice:
+    def _disaggregated(
+        self, prompt: RoutedPrompt, without: Collection[Worker], options: CandidateSet, now: float
+    ) -> Selection:
         """The choice in a fleet with workers for prefill or decode alone."""
         candidates, request = options.candidates, self._request(prompt, options)
         if not any(options.rank_of(candidate).worker.role is Role.DECODE for candidate in candidates):
@@ -236,20 +238,22 @@ class Router:
             return ADAPTERS[backend]
         return _ADAPTER_OF_ENGINE.get(worker.description.engine) if worker.description else None
 
-    def busy(self, choice: Choice) -> bool:
+    def busy(self, choice: Selection) -> bool:
         """Whether a request better waits than goes to its choice, because that is busy with the prompts of others.
 
         Where there is no other target there is nothing to wait for.
         """
         return len(choice.decision.candidates) > 1 and self._must_wait(choice.rank)
 
-    def has_room(self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, late_binding: bool) -> bool:
+    def any_has_capacity(
+        self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, late_binding: bool
+    ) -> bool:
         """Whether any target could take a request now: it may be worth choosing again."""
         of_target = self._servers.of(prompt.name).of_target
         ranks = [rank for rank in of_target.values() if rank.worker not in without]
         late_binding = late_binding and len(ranks) > 1
         return any(
-            self.room(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
+            self.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
             and not (late_binding and self._must_wait(rank))
             for rank in ranks
         )
@@ -266,38 +270,40 @@ class Router:
         rates = self._learned.rates.learner(best.target.worker, best.target.model).rates
         return prefill_seconds(rates, prompt.tokens, best.overlap, best.requests, best.context)
 
-    def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Placement:
+    def place(self, prompt: RoutedPrompt, without: Collection[Worker] = ()) -> Assignment:
         """Choose a target, whatever its load, and reserve a share. Raises RequestError (503) when no worker is left."""
         choice = self.choose(prompt, without)
         assert choice is not None
         now = time.monotonic()
-        placement = self.reserve(prompt, choice, now)
-        self.hold(prompt, placement, now)
-        return placement
+        assignment = self.reserve(prompt, choice, now)
+        self.record_in_flight(prompt, assignment, now)
+        return assignment
 
-    def reserve(self, prompt: RoutedPrompt, chosen: Choice, now: float | None = None) -> Placement:
-        """Reserve a request's share of its choice's load, in the same step as the choice; `hold` follows. `now`: by
-        `time.monotonic`, where it was just read."""
+    def reserve(self, prompt: RoutedPrompt, chosen: Selection, now: float | None = None) -> Assignment:
+        """Reserve a request's share of its choice's load, in the same step as the choice; `record_in_flight` follows.
+
+        `now`: by `time.monotonic`, where it was just read.
+        """
         if now is None:
             now = time.monotonic()
         if chosen.disaggregation is None:
             return self._reserve(prompt, chosen, now)
-        placement = self._reserve(prompt, chosen, now, computes=chosen.prefill is None)
+        assignment = self._reserve(prompt, chosen, now, computes=chosen.prefill is None)
         if chosen.prefill is not None:
-            placement.prefill = self._reserve(prompt, chosen.prefill, now, decodes=False)
-            placement.attempt.waits_for_another()
+            assignment.prefill = self._reserve(prompt, chosen.prefill, now, decodes=False)
+            assignment.attempt.waits_for_another()
         log.info(
             "disaggregation",
-            decode=placement.worker.url,
-            prefill=placement.prefill and placement.prefill.worker.url,
+            decode=assignment.worker.url,
+            prefill=assignment.prefill and assignment.prefill.worker.url,
             reason=chosen.disaggregation.reason,
             **chosen.disaggregation.inputs,
         )
-        return placement
+        return assignment
 
     def _reserve(
-        self, prompt: RoutedPrompt, chosen: Choice, now: float, computes: bool = True, decodes: bool = True
-    ) -> Placement:
+        self, prompt: RoutedPrompt, chosen: Selection, now: float, computes: bool = True, decodes: bool = True
+    ) -> Assignment:
         """Reserve a share of a worker that `computes` the prompt, or `decodes` the answer, or both."""
         choice, rank = chosen.decision.choice, chosen.rank
         worker, target, load = rank.worker, rank.target, rank.load
@@ -317,40 +323,40 @@ class Router:
             now=now,
         )
         work = load.pending
-        if self._sharing.carriers:
-            work += self._sharing.elsewhere.of(worker.url, target.dp_rank).pending
+        if self._sharing.channels:
+            work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
         attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
-        return Placement(chosen, reservation, attempt)
+        return Assignment(chosen, reservation, attempt)
 
-    def hold(self, prompt: RoutedPrompt, placement: Placement, now: float | None = None) -> None:
+    def record_in_flight(self, prompt: RoutedPrompt, assignment: Assignment, now: float | None = None) -> None:
         """Count the prompts of a reserved request as held soon, and watch what becomes of it.
 
         In the step of the choice, too: the next request is to know of it. Only the first call counts.
         """
-        if placement.held:
+        if assignment.held:
             return
-        placement.held = True
+        assignment.held = True
         if now is None:
             now = time.monotonic()
-        prefill = placement.prefill
+        prefill = assignment.prefill
         if prefill is not None:
-            self._hold_prompts(prompt, prefill, now, whole=False)
-        self._hold_prompts(prompt, placement, now, whole=prefill is None)
+            self._record_prompts(prompt, prefill, now, whole=False)
+        self._record_prompts(prompt, assignment, now, whole=prefill is None)
         if now >= self._watch_from and self.watching is not None:
-            placement.seen = self.watching.placed(prompt, placement)
+            assignment.seen = self.watching.placed(prompt, assignment)
             self._watch_from = self.watching.due
 
-    def _hold_prompts(self, prompt: RoutedPrompt, placement: Placement, now: float, whole: bool) -> None:
+    def _record_prompts(self, prompt: RoutedPrompt, assignment: Assignment, now: float, whole: bool) -> None:
         """Count known prompts as held soon, and predict what the answer will tell of them. `whole`: it comes from the
         worker that computes them."""
-        chosen = placement.chosen
+        chosen = assignment.chosen
         choice, target, hashes = chosen.decision.choice, chosen.rank.target, chosen.hashes
         if not hashes:
             return
         if len(hashes) == 1:
             self._learned.pressure.routed(hashes[0], chosen.most)
         one_answer = len(prompt.token_ids) == prompt.answers == 1
-        placement.prediction = Prediction(
+        assignment.prediction = Prediction(
             target,
             hashes,
             prompt.tokens,
@@ -364,27 +370,27 @@ class Router:
         for number, known in enumerate(hashes):
             # No event tells that a target holds what media stand in: that has to last.
             lasting = prompt.identities[number] is not prompt.token_ids[number]
-            placement.when_released(self._speculation.hold(target, known, lasting=lasting))
-            if self._sharing.carriers and (ended := self._sharing.sent(target, known)):
-                placement.when_released(ended)
+            assignment.when_released(self._speculation.hold(target, known, lasting=lasting))
+            if self._sharing.channels and (ended := self._sharing.sent(target, known)):
+                assignment.when_released(ended)
         if prompt.streamed and one_answer and whole:
-            placement.timing = self._learned.timing(choice, prompt.tokens)
+            assignment.timing = self._learned.timing(choice, prompt.tokens)
 
-    def answered(self, placement: Placement, usage: Usage | None) -> None:
+    def answered(self, assignment: Assignment, usage: Usage | None) -> None:
         """A worker answered a request in full; `usage` is what it says of the tokens."""
-        if placement.prediction is not None:
-            self._audit.answered(placement.prediction, usage)
-        if placement.seen:
-            placement.seen.answered(usage)
-        if placement.timing and usage:
-            placement.timing.end(usage.completion)
+        if assignment.prediction is not None:
+            self._audit.answered(assignment.prediction, usage)
+        if assignment.seen:
+            assignment.seen.answered(usage)
+        if assignment.timing and usage:
+            assignment.timing.end(usage.completion)
 
     def forget(self, worker: Worker) -> None:
         """A worker's cache was reset. Engines tell of it late, so what it held is forgotten at once."""
         for target in worker.targets:
             self._indexer.clear(target)
             self._speculation.forget(target)
-            self._sharing.elsewhere.forget_prompts(target)
+            self._sharing.peer_load.forget_prompts(target)
             self._history.forget(target)
 
     def removed(self, worker: Worker) -> None:
@@ -407,13 +413,13 @@ class Router:
 
     def _options(
         self, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits, now: float, prefill: bool = False
-    ) -> Options:
+    ) -> CandidateSet:
         """Every target that could take a prompt now, with what it holds of it and has to do.
 
         `prefill`: those that only compute it, for others to go on.
         """
         serving = self._servers.of(prompt.name, prefill)
-        options = Options(serving)
+        options = CandidateSet(serving)
         eviction = self._learned.pressure.price()
         for served, ranks in self._able(serving, prompt, without, limits).items():
             salt = prompt.cache_salt
@@ -436,10 +442,10 @@ class Router:
             options.candidates += candidates
         return options
 
-    def _options_by_load(self, name: str | None, without: Collection[Worker], now: float) -> Options:
+    def _options_by_load(self, name: str | None, without: Collection[Worker], now: float) -> CandidateSet:
         """The same where nothing is asked of a prompt and nothing is limited."""
         serving = self._servers.of(name)
-        options = Options(serving)
+        options = CandidateSet(serving)
         if not without and serving.all_usable:
             options.candidates = self._loaded(serving.ranks, now)
         else:
@@ -447,7 +453,7 @@ class Router:
             options.candidates = self._loaded(serving.usable(able), now)
         return options
 
-    def _loaded(self, ranks: list[Rank], now: float) -> list[Candidate]:
+    def _loaded(self, ranks: list[RoutableRank], now: float) -> list[Candidate]:
         """Targets with what they have to do. They are shared with other requests, and not to be changed.
 
         A target is looked at again only when its load has changed, or what others have there; all of them now and then.
@@ -457,20 +463,20 @@ class Router:
             self._servers.look_again()
         return [rank.candidate if rank.as_of == rank.load.changes else self._look_at(rank) for rank in ranks]
 
-    def _look_at(self, rank: Rank) -> Candidate:
+    def _look_at(self, rank: RoutableRank) -> Candidate:
         """A target with its load, in proportion to what its worker can bear.
 
         That is what this router and those it shares load with have there, and requests that none of them sent.
         """
         target, load = rank.target, rank.load
-        elsewhere = self._sharing.elsewhere.of(target.worker, target.dp_rank)
+        peer_load = self._sharing.peer_load.of(target.worker, target.dp_rank)
         others = rank.worker.metrics.of(target.dp_rank)
         rank.candidate = candidate = Candidate(
             target,
-            requests=load.requests + elsewhere.requests + others.unseen,
-            pending=load.pending + elsewhere.pending,
-            context=load.context + elsewhere.context,
-            waiting=len(load.prefills) + elsewhere.waiting + others.waiting,
+            requests=load.requests + peer_load.requests + others.unseen,
+            pending=load.pending + peer_load.pending,
+            context=load.context + peer_load.context,
+            waiting=len(load.prefills) + peer_load.waiting + others.waiting,
             kv_usage=others.kv_usage,
         )
         if (weight := rank.weight) != 1:
@@ -480,11 +486,11 @@ class Router:
         rank.as_of = load.changes
         return candidate
 
-    def _rated(self, rank: Rank, candidate: Candidate, slowest: Rates) -> Candidate:
+    def _rated(self, rank: RoutableRank, candidate: Candidate, slowest: Rates) -> Candidate:
         """A target with its rates."""
         target, rated = rank.target, candidate.copy()
         rated.rates = self._learned.rates.of(target.worker, target.model, slowest)
-        rated.backlog = rank.load.backlog + self._sharing.elsewhere.backlog(target.worker, target.dp_rank)
+        rated.backlog = rank.load.backlog + self._sharing.peer_load.backlog(target.worker, target.dp_rank)
         return rated
 
     def _evicting(self, candidate: Candidate, price: float) -> Candidate:
@@ -495,22 +501,22 @@ class Router:
         candidate.eviction = price
         return candidate
 
-    def room(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
+    def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
         """Whether a rank may get one more request."""
         if limits.unlimited:
             return True
         load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight
-        shared = self._sharing.elsewhere.of(worker.url, dp_rank)
+        shared = self._sharing.peer_load.of(worker.url, dp_rank)
         requests = load.requests + shared.requests + worker.metrics.of(dp_rank).unseen
-        return limits.room(requests / weight, (load.context + shared.context) / weight, tokens)
+        return limits.has_capacity(requests / weight, (load.context + shared.context) / weight, tokens)
 
-    def _must_wait(self, rank: Rank) -> bool:
+    def _must_wait(self, rank: RoutableRank) -> bool:
         """Late binding's rule. It counts only prefills whose end will be seen."""
-        elsewhere = self._sharing.elsewhere.of(rank.worker.url, rank.target.dp_rank)
-        return must_wait((rank.load.streamed + elsewhere.streamed) / rank.weight)
+        peer_load = self._sharing.peer_load.of(rank.worker.url, rank.target.dp_rank)
+        return must_wait((rank.load.streamed + peer_load.streamed) / rank.weight)
 
     def _overlaps(
-        self, served: Served, prompt: RoutedPrompt, hashes: list[array[int]], now: float
+        self, served: ServedModel, prompt: RoutedPrompt, hashes: list[array[int]], now: float
     ) -> dict[Target, Overlap]:
         """What targets hold of a request's prompts, or will hold once they have seen what is in flight to them.
 
@@ -519,7 +525,7 @@ class Router:
         found: dict[Target, Overlap] = {}
         for number, known in enumerate(hashes):
             matches = self._matched(served, prompt.token_ids[number], prompt.cache_salt)
-            own, others = self._speculation.overlaps(known, now), self._sharing.elsewhere.overlaps(known)
+            own, others = self._speculation.overlaps(known, now), self._sharing.peer_load.overlaps(known)
             seen = self._history.overlaps(known)
             tokens = len(prompt.identities[number])
             for more in matches, others, seen:
@@ -547,7 +553,7 @@ class Router:
                     total.disk += match.tiers[_DISK] + match.tiers[_UNKNOWN]
         return found
 
-    def _request(self, prompt: RoutedPrompt, options: Options) -> Request:
+    def _request(self, prompt: RoutedPrompt, options: CandidateSet) -> Request:
         """What the policy is told of a prompt. Without a session, those that begin alike are taken for one."""
         first = options.rank_of(options.candidates[0])
         hashes = options.hashes_for(first)
@@ -556,8 +562,8 @@ class Router:
         return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
 
     def _able(
-        self, serving: Serving, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits
-    ) -> dict[Served, list[Rank]]:
+        self, serving: ModelTargets, prompt: RoutedPrompt, without: Collection[Worker], limits: Limits
+    ) -> dict[ServedModel, list[RoutableRank]]:
         """The ranks that a request may go to now, by what they serve under its name.
 
         What goes on from a response goes to the worker that made it, as long as that one is there.
@@ -568,12 +574,14 @@ class Router:
         owner = prompt.previous_response and self.responses.of(prompt.previous_response)
         owners = [each for each in workers if each.url == owner] if owner else []
 
-        def room(worker: Worker) -> bool:
-            return any(self.room(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
+        def has_capacity(worker: Worker) -> bool:
+            return any(self.has_capacity(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
 
-        able: dict[Served, list[Rank]] = {}
-        for rank in serving.usable(owners or choosable(workers, self._random, None if limits.unlimited else room)):
-            if limits.unlimited or self.room(rank.worker, rank.target.dp_rank, limits, prompt.tokens):
+        able: dict[ServedModel, list[RoutableRank]] = {}
+        for rank in serving.usable(
+            owners or choosable(workers, self._random, None if limits.unlimited else has_capacity)
+        ):
+            if limits.unlimited or self.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens):
                 able.setdefault(rank.served, []).append(rank)
         return able
 
@@ -581,7 +589,7 @@ class Router:
         """The workers that answer and serve a name; any will do where it is None."""
         return _but(self._fleet.able(name), without)
 
-    def _matched(self, served: Served, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
+    def _matched(self, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What targets hold of a prompt, by the index."""
         try:
             return self._indexer.held(MatchQuery(served.model, token_ids, served.adapter, cache_salt))

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState
-from router.sharing.siblings import TOLD_PATH, SiblingAnswer, Siblings, told
+from router.http.headers import Headers
+from router.sharing.worker_processes import TOLD_PATH, ProcessAnswer, WorkerProcesses, told
 
 log = structlog.get_logger()
 
@@ -52,9 +53,9 @@ _WORST_FIRST = [
 class AllProcesses:
     """Before the application of one of several processes."""
 
-    def __init__(self, app: ASGIApp, siblings: Siblings, fleet: Fleet) -> None:
+    def __init__(self, app: ASGIApp, worker_processes: WorkerProcesses, fleet: Fleet) -> None:
         self._app = app
-        self._siblings = siblings
+        self._worker_processes = worker_processes
         self._fleet = fleet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +63,7 @@ class AllProcesses:
             await self._app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
-        if (scope.get("server") or ("",))[0] == str(self._siblings.path):  # a sibling asks
+        if (scope.get("server") or ("",))[0] == str(self._worker_processes.path):  # a sibling asks
             if path == TOLD_PATH:
                 await _answer(send, 200, [(b"content-type", b"application/json")], told(self._fleet))
             else:
@@ -79,18 +80,18 @@ class AllProcesses:
         if own.status != 200:
             await _answer(send, own.status, own.headers, own.body)
             return
-        others = await self._siblings.ask("GET", scope["path"], scope["headers"], b"", _MERGE_SECONDS)
+        others = await self._worker_processes.ask("GET", scope["path"], scope["headers"], b"", _MERGE_SECONDS)
         answers = [
-            SiblingAnswer(self._siblings.number, 200, own.body),
+            ProcessAnswer(self._worker_processes.number, 200, own.body),
             *(each for each in others if each.status == 200),
         ]
         match scope["path"]:
             case "/metrics":
-                body = merged_metrics(answers, self._siblings.processes)
+                body = merged_metrics(answers, self._worker_processes.processes)
             case "/workers":
                 body = msgspec.json.encode({"workers": merged_workers([_workers(each) for each in answers])})
             case _:
-                body = msgspec.json.encode(merged_health(answers, self._siblings.processes))
+                body = msgspec.json.encode(merged_health(answers, self._worker_processes.processes))
         await _answer(send, 200, own.headers, body)
 
     async def _relayed(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,14 +103,14 @@ class AllProcesses:
         if own.status < 300:
             query = scope["query_string"].decode("latin-1")
             target = scope["path"] + (f"?{query}" if query else "")
-            others = await self._siblings.ask(scope["method"], target, scope["headers"], body, _RELAY_SECONDS)
+            others = await self._worker_processes.ask(scope["method"], target, scope["headers"], body, _RELAY_SECONDS)
             for each in others:
                 if each.status >= 300:
                     log.warning("another process refused a change", process=each.number, change=scope["path"])
         await _answer(send, own.status, own.headers, own.body)
 
 
-def merged_metrics(answers: list[SiblingAnswer], processes: int) -> bytes:
+def merged_metrics(answers: list[ProcessAnswer], processes: int) -> bytes:
     """Prometheus text of several processes as one, with a label `process`."""
     families: dict[str, tuple[list[str], list[str]]] = {}
     for answer in answers:
@@ -158,7 +159,7 @@ def merged_workers(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _add_load(rank: dict[str, Any], same: list[dict[str, Any]]) -> None:
-    """Let a rank's load be that of all processes, and `elsewhere` what none of them has."""
+    """Let a rank's load be that of all processes, and `peer_load` what none of them has."""
     if "load" not in rank:
         return
     known = {name: rank["load"][name] + rank["elsewhere"][name] for name in rank["load"]}
@@ -166,7 +167,7 @@ def _add_load(rank: dict[str, Any], same: list[dict[str, Any]]) -> None:
     rank["elsewhere"] = {name: max(known[name] - rank["load"][name], 0) for name in known}
 
 
-def merged_health(answers: list[SiblingAnswer], processes: int) -> dict[str, Any]:
+def merged_health(answers: list[ProcessAnswer], processes: int) -> dict[str, Any]:
     """The health of all: each finding once, with the processes that have it where not all do."""
     reports = {answer.number: msgspec.json.decode(answer.body) for answer in answers}
     health: dict[str, Any] = next(iter(reports.values()))
@@ -193,7 +194,7 @@ def merged_health(answers: list[SiblingAnswer], processes: int) -> dict[str, Any
     return health
 
 
-def _workers(answer: SiblingAnswer) -> list[dict[str, Any]]:
+def _workers(answer: ProcessAnswer) -> list[dict[str, Any]]:
     workers: list[dict[str, Any]] = msgspec.json.decode(answer.body)["workers"]
     return workers
 
@@ -203,7 +204,7 @@ class _Captured:
 
     def __init__(self) -> None:
         self.status = 500
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers: Headers = []
         self.body = b""
 
     async def send(self, message: Message) -> None:
@@ -241,7 +242,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _answer(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+async def _answer(send: Send, status: int, headers: Headers, body: bytes) -> None:
     kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
     length = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": kept + length})

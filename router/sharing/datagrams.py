@@ -18,7 +18,7 @@ _MAX_BYTES = 256 * 1024
 _AT_ONCE = 64
 
 
-class DatagramCarrier:
+class DatagramChannel:
     """Process `number` of `processes` that have sockets in `folder`."""
 
     def __init__(self, folder: Path, number: int, processes: int) -> None:

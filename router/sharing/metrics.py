@@ -12,7 +12,7 @@ from router.sharing.sharing import LoadSharing
 
 
 class SharingCollector(Collector):
-    """The carriers, the other routers, and what they have in flight, read when asked for."""
+    """The channels, the other routers, and what they have in flight, read when asked for."""
 
     def __init__(self, sharing: LoadSharing, fleet: Fleet) -> None:
         self._sharing = sharing
@@ -20,13 +20,13 @@ class SharingCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("kvrouter_sharing_up", "1 while load is shared over a carrier", labels=["carrier"])
-        for carrier in self._sharing.carriers:
-            up.add_metric([carrier.name], float(carrier.problem is None))
-        elsewhere = self._sharing.elsewhere
-        routers = GaugeMetricFamily("kvrouter_sharing_routers", "Other routers heard of", len(elsewhere.routers()))
+        for channel in self._sharing.channels:
+            up.add_metric([channel.name], float(channel.problem is None))
+        peer_load = self._sharing.peer_load
+        routers = GaugeMetricFamily("kvrouter_sharing_routers", "Other routers heard of", len(peer_load.routers()))
         labels = ["worker", "dp_rank"]
         requests = GaugeMetricFamily("kvrouter_requests_elsewhere", "In flight from other routers", labels=labels)
         for worker in self._fleet.workers:
             for dp_rank in worker.ranks():
-                requests.add_metric([worker.url, str(dp_rank)], elsewhere.of(worker.url, dp_rank).requests)
+                requests.add_metric([worker.url, str(dp_rank)], peer_load.of(worker.url, dp_rank).requests)
         yield from (up, routers, requests)

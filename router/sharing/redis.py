@@ -22,7 +22,7 @@ _LONGEST_BACKOFF = 5.0
 _MAX_WAITING = 256
 
 
-class RedisCarrier:
+class RedisChannel:
     """Reconnects for ever, with a backoff. `silence`: own messages come back, so that so long without one is an error.
 
     `url` as redis-py takes it: redis://user:password@host:6379/0, rediss:// for TLS (?ssl_ca_certs=file), unix://.
@@ -63,7 +63,7 @@ class RedisCarrier:
                     await subscription.get_message(timeout=_CONNECT_SECONDS)
                     self._waiting.clear()
                     if self.problem is not None:
-                        log.info("load is shared", carrier=self.name)
+                        log.info("load is shared", channel=self.name)
                     self.problem, backoff = None, 0.1
                     connected()
                     writing = tasks.create_task(self._write(client))
@@ -75,7 +75,7 @@ class RedisCarrier:
             except* (RedisError, OSError, TimeoutError) as errors:
                 problem = _first(errors)
                 if self.problem != problem:
-                    log.warning("load is not shared", carrier=self.name, reason=problem)
+                    log.warning("load is not shared", channel=self.name, reason=problem)
                 self.problem = problem
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _LONGEST_BACKOFF)

@@ -15,10 +15,10 @@ import msgspec
 import structlog
 
 from indexer import Target
+from router.fleet.load import LoadTable
 from router.holdings.speculation import Ending
-from router.routing.load import LoadTable
-from router.sharing.elsewhere import Elsewhere
 from router.sharing.messages import Kind, Message, RankLoad, SentPrompt, decode, encode, told
+from router.sharing.peer_load import PeerLoad
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ MAX_BYTES = 32 * 1024
 FLUSH_SECONDS = 0.5
 
 
-class Carrier(Protocol):
+class SharingChannel(Protocol):
     """Takes messages to other routers and brings theirs.
 
     `name` for people; `interval`: seconds for which changes are gathered; `problem`: why it does not work now, if so.
@@ -52,15 +52,15 @@ class Carrier(Protocol):
 
 
 class LoadSharing:
-    """Tells the load of `table` over some carriers, and gives what others tell to `elsewhere`.
+    """Tells the load of `table` over some channels, and gives what others tell to `peer_load`.
 
     `on_heard` is called whenever more is known of the others; `on_made` with a response that another router saw and its
     worker; `on_spent` with a tenant and what it spent elsewhere, requests and tokens.
     """
 
-    def __init__(self, table: LoadTable, elsewhere: Elsewhere, carriers: list[Carrier]) -> None:
+    def __init__(self, table: LoadTable, peer_load: PeerLoad, channels: list[SharingChannel]) -> None:
         self.router = token_hex(8)
-        self.elsewhere = elsewhere
+        self.peer_load = peer_load
         self.on_heard: list[Callable[[], None]] = []
         self.on_made: list[Callable[[str, str], None]] = []
         self.on_spent: list[Callable[[str, int, int], None]] = []
@@ -68,18 +68,18 @@ class LoadSharing:
         self._messages = 0
         self._prompts = 0
         self._open: dict[int, None] = {}
-        self.carriers = list(carriers)  # what it is shared over
-        self._tellers = [_Teller(self, carrier) for carrier in carriers]
+        self.channels = list(channels)  # what it is shared over
+        self._tellers = [_Teller(self, channel) for channel in channels]
         self._tasks: list[asyncio.Task[None]] = []
-        self._nearest: dict[str, float] = {}  # of each router the interval of the carrier that it is heard on
-        if carriers:
+        self._nearest: dict[str, float] = {}  # of each router the interval of the channel that it is heard on
+        if channels:
             table.on_change.append(self._changed)
 
     def start(self) -> None:
         """Begin to tell and to hear."""
         for teller in self._tellers:
-            running = teller.carrier.run(partial(self.receive, interval=teller.carrier.interval), teller.hello)
-            self._tasks.append(asyncio.create_task(running, name=f"share load over {teller.carrier.name}"))
+            running = teller.channel.run(partial(self.receive, interval=teller.channel.interval), teller.hello)
+            self._tasks.append(asyncio.create_task(running, name=f"share load over {teller.channel.name}"))
         if self._tellers:
             self._tasks.append(asyncio.create_task(self._beat(), name="share load"))
 
@@ -89,7 +89,7 @@ class LoadSharing:
             teller.tell(Kind.GONE)
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
-                await asyncio.gather(*(t.carrier.flush() for t in self._tellers if t.carrier.problem is None))
+                await asyncio.gather(*(t.channel.flush() for t in self._tellers if t.channel.problem is None))
         await self.kill()
 
     async def kill(self) -> None:
@@ -132,9 +132,9 @@ class LoadSharing:
     def findings(self) -> list[dict[str, Any]]:
         """What is wrong, for /health."""
         return [
-            {"finding": "load_not_shared", "carrier": carrier.name, "detail": carrier.problem}
-            for carrier in self.carriers
-            if carrier.problem is not None
+            {"finding": "load_not_shared", "carrier": channel.name, "detail": channel.problem}
+            for channel in self.channels
+            if channel.problem is not None
         ]
 
     def message(self, kind: Kind, news: _News) -> bytes:
@@ -177,7 +177,7 @@ class LoadSharing:
         for tenant, requests, tokens in message.spent:
             for spent in self.on_spent:
                 spent(tenant, requests, tokens)
-        if self.elsewhere.hear(message) or message.kind is Kind.HELLO:
+        if self.peer_load.hear(message) or message.kind is Kind.HELLO:
             self.tell_everything()
         self._heard()
 
@@ -188,9 +188,9 @@ class LoadSharing:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(self.elsewhere.expiry / BEATS)
-            self.elsewhere.expire()
-            known = self.elsewhere.routers()
+            await asyncio.sleep(self.peer_load.expiry / BEATS)
+            self.peer_load.expire()
+            known = self.peer_load.routers()
             self._nearest = {router: interval for router, interval in self._nearest.items() if router in known}
             self._heard()
             self.tell_everything()
@@ -214,10 +214,10 @@ class _News:
 
 
 class _Teller:
-    """What is to be told over one carrier, gathered for its interval."""
+    """What is to be told over one channel, gathered for its interval."""
 
-    def __init__(self, sharing: LoadSharing, carrier: Carrier) -> None:
-        self.carrier = carrier
+    def __init__(self, sharing: LoadSharing, channel: SharingChannel) -> None:
+        self.channel = channel
         self._sharing = sharing
         self._news = _News()
         self._timer: asyncio.TimerHandle | None = None
@@ -246,7 +246,7 @@ class _Teller:
         self._soon(0)
 
     def hello(self) -> None:
-        """The carrier works now: ask the others what they have in flight, and tell them."""
+        """The channel works now: ask the others what they have in flight, and tell them."""
         self.tell(Kind.HELLO)
         self.everything()
 
@@ -260,8 +260,8 @@ class _Teller:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self.carrier.problem is None:
-            self.carrier.send(self._sharing.message(kind, self._news))
+        if self.channel.problem is None:
+            self.channel.send(self._sharing.message(kind, self._news))
         self._news = _News()
 
     def _soon(self, size: int) -> None:
@@ -269,4 +269,4 @@ class _Teller:
         if len(self._news.ranks) >= MAX_LOADS or self._news.bytes >= MAX_BYTES:
             self.tell()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self.carrier.interval, self.tell)
+            self._timer = asyncio.get_running_loop().call_later(self.channel.interval, self.tell)

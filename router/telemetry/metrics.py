@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter
+import prometheus_client
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.apis.usage import Usage
 from router.fleet.fleet import Fleet, Worker, WorkerState
+from router.fleet.load import LoadTable
 from router.holdings.audit import Basis, HitAudit, Prediction
 from router.policies import Decision
-from router.routing.load import LoadTable
-from router.telemetry.tallies import Count, Spread, Tally
+from router.telemetry.counters import Counter, CounterSeries, Histogram
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -31,54 +32,56 @@ class _OfModel:
         self.prompt_tokens = metrics.prompt_tokens.of(model)
         self.overlap_tokens = metrics.overlap_tokens.of(model)
         self.best_overlap_tokens = metrics.best_overlap_tokens.of(model)
-        self.costs: dict[str, Count] = {}  # by term
+        self.costs: dict[str, CounterSeries] = {}  # by term
 
 
 class RequestMetrics:
     """What became of requests. Models are names that workers serve, so label sets stay bounded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.refused = Counter(
+        self.refused = prometheus_client.Counter(
             "kvrouter_requests_refused", "Requests the router refused", ["status"], registry=registry
         )
-        self.retried = Counter(
+        self.retried = prometheus_client.Counter(
             "kvrouter_requests_retried", "Attempts that went elsewhere", ["worker"], registry=registry
         )
-        self.of_tenant = Counter(
+        self.of_tenant = prometheus_client.Counter(
             "kvrouter_tenant_requests", "Requests of each tenant", ["tenant", "status"], registry=registry
         )
-        self.abandoned = Counter("kvrouter_requests_abandoned", "Requests left by their client", registry=registry)
-        self.broken = Counter(
+        self.abandoned = prometheus_client.Counter(
+            "kvrouter_requests_abandoned", "Requests left by their client", registry=registry
+        )
+        self.broken = prometheus_client.Counter(
             "kvrouter_answers_broken", "Answers that a worker did not finish", ["worker"], registry=registry
         )
         # Those that every request counts in.
-        self.answered = Tally(
+        self.answered = Counter(
             "kvrouter_requests", "Requests answered by workers", ["model", "worker", "status"], registry
         )
-        self.prompt_tokens = Tally("kvrouter_prompt_tokens", "Tokens of routed prompts", ["model"], registry)
-        self.overlap_tokens = Tally(
+        self.prompt_tokens = Counter("kvrouter_prompt_tokens", "Tokens of routed prompts", ["model"], registry)
+        self.overlap_tokens = Counter(
             "kvrouter_overlap_tokens", "Tokens expected to come from the worker's cache", ["model"], registry
         )
-        self.best_overlap_tokens = Tally(
+        self.best_overlap_tokens = Counter(
             "kvrouter_best_overlap_tokens", "The most that any worker's cache had", ["model"], registry
         )
-        self.decisions = Tally("kvrouter_decisions", "Choices of a worker", ["model"], registry)
-        self.cost = Tally("kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term"], registry)
-        self.queue = Spread(
+        self.decisions = Counter("kvrouter_decisions", "Choices of a worker", ["model"], registry)
+        self.cost = Counter("kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term"], registry)
+        self.queue = Histogram(
             "kvrouter_queue_seconds",
             "From the end of a request's body to its sending to a worker",
             ["model"],
             registry,
             _SHORT_BUCKETS,
         )
-        self.first_byte = Spread(
+        self.first_byte = Histogram(
             "kvrouter_time_to_first_byte_seconds",
             "From the end of a request's body to the first byte of its answer's",
             ["model"],
             registry,
             _FIRST_BYTE_BUCKETS,
         )
-        self.token_time = Spread(
+        self.token_time = Histogram(
             "kvrouter_time_per_output_token_seconds",
             "From the first byte of a stream to its last, for each token after the first",
             ["model"],

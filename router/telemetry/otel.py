@@ -17,7 +17,8 @@ from opentelemetry.trace import Span as OtelSpan
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from router.telemetry.tracing import Headers, RequestTrace, Span, Tracing
+from router.http.headers import Headers
+from router.telemetry.spans import RequestTrace, Span, Tracing
 
 _EXPORT_TIMEOUT = 5.0  # seconds; what a collector does not take is dropped
 _propagator = TraceContextTextMapPropagator()

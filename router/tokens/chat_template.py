@@ -13,10 +13,10 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from indexer.errors import RequestError
-from router.apis.conversation import prepare_messages, prepare_tools
+from router.apis.message_normalization import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt, Conversation, Rendering
 from router.tokens.content_format import loops_over_parts, parsed
-from router.tokens.message_loop import MessageLoop, pieces_of
+from router.tokens.incremental_render import MessageLoop, pieces_of
 from router.tokens.opaque_texts import OpaqueRendering
 from router.tokens.skeletons import Skeletons
 

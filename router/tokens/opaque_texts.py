@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import jinja2
 from jinja2 import nodes
 
-from router.tokens.message_loop import PURE, PURE_GLOBALS, RANDOM_FILTERS, pieces_of
+from router.tokens.incremental_render import PURE, PURE_GLOBALS, RANDOM_FILTERS, pieces_of
 
 # Those that hand on what they get, or count it, or look at its type alone.
 _FILTERS = {"count", "d", "default", "first", "last", "length", "list", "map", "rejectattr", "reverse", "selectattr"}

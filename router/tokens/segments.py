@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from indexer.hashing import PackedPrompt, pack_tokens
 from router.errors import TooLongForNowError
-from router.tokens.known_texts import KnownTexts
 from router.tokens.segment_cache import SegmentCache
+from router.tokens.token_cache import TokenCache
 
 # The packed token ids of texts, without those that begin or end every text.
 Encode = Callable[[list[str]], list[bytes]]
@@ -127,7 +127,7 @@ class SegmentedEncoder:
         self._before = pack_tokens(ends.before)
         self._after = pack_tokens(ends.after)
         self._pieces = SegmentCache(cache_bytes - cache_bytes // 2)
-        self._texts = KnownTexts(cache_bytes // 2, cutter.longest)
+        self._texts = TokenCache(cache_bytes // 2, cutter.longest)
 
     @property
     def cached_bytes(self) -> int:

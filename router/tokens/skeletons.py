@@ -12,13 +12,13 @@ from typing import Any
 
 import jinja2
 
-from router.apis.conversation import BILLING_HEADER
-from router.tokens.message_loop import pieces_of
+from router.apis.message_normalization import BILLING_HEADER
+from router.tokens.incremental_render import pieces_of
 from router.tokens.opaque_texts import PROBES, OpaqueRendering, OpaqueText, Place
 
 Message = dict[str, Any]
 
-# In longer chats what is new is rendered (router/tokens/message_loop.py).
+# In longer chats what is new is rendered (router/tokens/incremental_render.py).
 MAX_MESSAGES = 64
 # So many orders of roles are kept.
 _MOST = 512

@@ -9,20 +9,27 @@ pool         the connections to a worker, and one request's way over them
 
 from __future__ import annotations
 
-from router.upstream.answer_head import AnswerHead
-from router.upstream.connection import Passage, Receiver, UnreachableError, UpstreamError, UpstreamTimeoutError
-from router.upstream.origin import Origin, end_to_end
-from router.upstream.pool import Leg, Upstream, Upstreams
+from router.http.headers import end_to_end
+from router.http.origin import Origin
+from router.http.response_head import ResponseHead
+from router.upstream.connection import (
+    ChunkForwarder,
+    ResponseHandler,
+    UnreachableError,
+    UpstreamError,
+    UpstreamTimeoutError,
+)
+from router.upstream.pool import Upstream, UpstreamRequest, Upstreams
 
 __all__ = [
-    "AnswerHead",
-    "Leg",
+    "ChunkForwarder",
     "Origin",
-    "Passage",
-    "Receiver",
+    "ResponseHandler",
+    "ResponseHead",
     "UnreachableError",
     "Upstream",
     "UpstreamError",
+    "UpstreamRequest",
     "UpstreamTimeoutError",
     "Upstreams",
     "end_to_end",

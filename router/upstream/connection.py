@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final
 import httptools
 from mypy_extensions import mypyc_attr
 
-from router.forwarding.deadline import Deadline
-from router.forwarding.known_head import Beginning, KnownHead, head_size
-from router.upstream.answer_head import WITHOUT_BODY, AnswerHead
-from router.upstream.chunks import END, LAST, body_of, body_size
-from router.upstream.origin import Headers
+from router.http.cached_head import CachedHead, HeadPrefix, head_size
+from router.http.chunks import END, LAST, body_of, body_size
+from router.http.deadline import Deadline
+from router.http.headers import Headers
+from router.http.response_head import WITHOUT_BODY, ResponseHead
 
 if TYPE_CHECKING:
-    from router.upstream.pool import Leg, Upstream
+    from router.upstream.pool import Upstream, UpstreamRequest
 
 # Of an answer: of its head, those of 1xx before it, and its trailers.
 MAX_HEAD_BYTES: Final = 64 * 1024
@@ -46,12 +46,12 @@ class _RefusedAnswerError(Exception):
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Receiver:
+class ResponseHandler:
     """Who gets an answer. After `ended` or `failed`, or once it called off the request, nothing more is called."""
 
     __slots__ = ()
 
-    def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
+    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """The head came, and as much of the body as came with it."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class Receiver:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Passage:
+class ChunkForwarder:
     """Where whole chunks of an answer's body go as they come, of whole lines."""
 
     __slots__ = ()
@@ -75,19 +75,18 @@ class Passage:
         raise NotImplementedError
 
 
-class KnownStream:
+class CachedStreamHead:
     """How a worker's answers in chunks begin, and what the parser said of such a head."""
 
     __slots__ = ("head", "said")
 
-    def __init__(self, head: bytes, said: AnswerHead) -> None:
-        self.head = Beginning(head, dated=True)
+    def __init__(self, head: bytes, said: ResponseHead) -> None:
+        self.head = HeadPrefix(head, dated=True)
         self.said = said
 
 
-class Connection:
-    """A connection to a worker, as asyncio's protocols are. `leg` is the request it is used for now; None while it is
-    idle."""
+class UpstreamConnection:
+    """A connection to a worker, as asyncio's protocols are. `current`: the request it is used for; None while idle."""
 
     __slots__ = (
         "_chunk_ended",
@@ -95,13 +94,13 @@ class Connection:
         "_deadline",
         "_early_bytes",
         "_followed",
+        "_forwarder",
         "_framed",
         "_headers",
         "_heard",
         "_home",
         "_loop",
         "_parser",
-        "_passage",
         "_paused",
         "_pieces",
         "_quiet",
@@ -112,15 +111,15 @@ class Connection:
         "_transport",
         "_unparsed",
         "_used",
+        "current",
         "idle",
         "idle_since",
-        "leg",
     )
 
     def __init__(self, home: Upstream) -> None:
-        self._passage: Passage | None = None
+        self._forwarder: ChunkForwarder | None = None
         self._quiet = True  # since the last look of the deadline
-        self.leg: Leg | None = None
+        self.current: UpstreamRequest | None = None
         self.idle = False
         self.idle_since = 0.0
         self._home = home
@@ -140,19 +139,19 @@ class Connection:
         self._pieces: list[bytes] = []
         self._framed = self._reusable = self._complete = self._followed = self._told = False
         self._chunk_ended = False
-        self._passage = None
+        self._forwarder = None
         self._unparsed: bytes | None = None  # the head of an answer that the parser knows nothing of
 
-    def send(self, leg: Leg) -> None:
+    def send(self, current: UpstreamRequest) -> None:
         """Write a request; its leg is told of the answer."""
-        self.leg = leg
+        self.current = current
         if self._status:  # of the last answer that was parsed
             self._expect_nothing()
         self._heard = False
         self._quiet = True
-        self._transport.write(leg.request)
-        if leg.body:
-            self._transport.write(leg.body)
+        self._transport.write(current.request)
+        if current.body:
+            self._transport.write(current.body)
         self._deadline.set(self._home.idle_timeout)
 
     def pause(self) -> None:
@@ -166,14 +165,14 @@ class Connection:
         """Read on."""
         if self._paused:
             self._paused = False
-            if self.leg is not None:
+            if self.current is not None:
                 self._deadline.set(self._home.idle_timeout)
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 
     def abort(self) -> None:
         """Close at once. Nobody is told."""
-        self.leg = self._passage = None
+        self.current = self._forwarder = None
         self._deadline.close()
         self._transport.abort()
 
@@ -184,32 +183,32 @@ class Connection:
         self._home.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        passage = self._passage
-        if passage is not None:
-            if body_size(data) and passage.pass_on(data):
+        forwarder = self._forwarder
+        if forwarder is not None:
+            if body_size(data) and forwarder.pass_on(data):
                 self._quiet = False
                 return
-            self._passage = None
-        leg = self.leg
-        if leg is None:
+            self._forwarder = None
+        current = self.current
+        if current is None:
             self._transport.abort()  # nothing was asked
             return
         first = not self._heard
         self._heard = True
         if first:
-            if leg.method != "HEAD" and self._begins_as_known(leg, data):
+            if current.method != "HEAD" and self._begins_as_known(current, data):
                 return
-        elif self._unparsed is not None and self._goes_on(leg, data):
+        elif self._unparsed is not None and self._goes_on(current, data):
             return
         self._parse(data, first)
 
-    def _begins_as_known(self, leg: Leg, data: bytes) -> bool:
+    def _begins_as_known(self, current: UpstreamRequest, data: bytes) -> bool:
         """Tell of an answer whose head was read before; false when the parser has to look."""
         known = self._home.known_head
         if known is not None and (body := known.read(data)) is not None:
             self._reusable = True
             self._release()
-            leg.answered(known.said, body, True)
+            current.answered(known.said, body, True)
             return True
         stream = self._home.known_stream
         if stream is None or not stream.head.of(data):
@@ -222,14 +221,14 @@ class Connection:
         self._status = stream.said.status
         self._framed = self._reusable = self._told = True
         self._quiet = False
-        leg.answered(stream.said, beginning, False)
-        if self.leg is leg:
+        current.answered(stream.said, beginning, False)
+        if self.current is current:
             self._acknowledge_less()
             if chunks:
-                self._passage = leg.passage
+                self._forwarder = current.forwarder
         return True
 
-    def _goes_on(self, leg: Leg, data: bytes) -> bool:
+    def _goes_on(self, current: UpstreamRequest, data: bytes) -> bool:
         """Tell of whole chunks, and of the end, behind a head that was read before; false as above."""
         ended = data[-len(LAST) :] == LAST
         chunks = data[: -len(LAST)] if ended else data
@@ -241,9 +240,9 @@ class Connection:
             self._complete = True
             self._unparsed = None
             self._release()
-        leg.more(body, ended)
-        if self.leg is leg:
-            self._passage = leg.passage
+        current.more(body, ended)
+        if self.current is current:
+            self._forwarder = current.forwarder
         return True
 
     def eof_received(self) -> None:
@@ -292,36 +291,36 @@ class Connection:
     def _let_pass(self, data: bytes) -> None:
         """From here on chunks may pass as they come, when a line, its chunk and what was read end here."""
         # Only the size of the next chunk could have begun; when that line came whole, the parser has told of the chunk.
-        if self._chunk_ended and self.leg is not None and data.endswith(END):
-            self._passage = self.leg.passage
+        if self._chunk_ended and self.current is not None and data.endswith(END):
+            self._forwarder = self.current.forwarder
 
     def _remember(self, data: bytes) -> None:
         """An answer came, or its beginning. The next one may begin in the same way."""
         if self._status in WITHOUT_BODY or not data.startswith(b"HTTP/1.1 %d" % self._status):
             return  # or one of 1xx before it
-        head = AnswerHead(self._status, self._headers)
+        head = ResponseHead(self._status, self._headers)
         if self._complete:
-            self._home.known_head = KnownHead.of(data, head.without_length(), dated=True) or self._home.known_head
+            self._home.known_head = CachedHead.of(data, head.without_length(), dated=True) or self._home.known_head
         elif head.is_stream and not head.length:
-            self._home.known_stream = KnownStream(data[: head_size(data)], head)
+            self._home.known_stream = CachedStreamHead(data[: head_size(data)], head)
 
     def _tell(self, data: bytes, ended: bool) -> None:
         """Pass on what came. When it was the end, the connection is free before that is told."""
-        leg = self.leg
-        if leg is None or not (data or ended or not self._told):
+        current = self.current
+        if current is None or not (data or ended or not self._told):
             return
         if ended:
             self._release()
-        elif self._told and leg.receiver is not None:
-            leg.receiver.more(data, False)
+        elif self._told and current.handler is not None:
+            current.handler.more(data, False)
             return
         if self._told:
-            leg.more(data, ended)
+            current.more(data, ended)
         else:
             self._told = True
-            head = AnswerHead(self._status, self._headers)
-            leg.answered(head, data, ended)
-            if head.is_stream and self.leg is leg:
+            head = ResponseHead(self._status, self._headers)
+            current.answered(head, data, ended)
+            if head.is_stream and self.current is current:
                 self._acknowledge_less()
 
     def _acknowledge_less(self) -> None:
@@ -337,7 +336,7 @@ class Connection:
 
     def _release(self) -> None:
         """The answer is complete: keep the connection, if another request can follow on it."""
-        self.leg = None
+        self.current = None
         self._used = True
         self._deadline.clear()
         self.resume()
@@ -351,7 +350,7 @@ class Connection:
         self._deadline.close()
         self._parser = None  # which knows this connection
         self._home.closed(self)
-        if self.leg is None:
+        if self.current is None:
             return
         if self._status and not self._framed and exc is None:
             self._complete = True
@@ -369,11 +368,11 @@ class Connection:
         self._fail(UpstreamTimeoutError(f"no byte within {self._home.idle_timeout:g} s"))
 
     def _fail(self, error: UpstreamError, unheard: bool = False) -> None:
-        leg, self.leg, self._passage = self.leg, None, None
+        current, self.current, self._forwarder = self.current, None, None
         self._deadline.close()
         self._transport.abort()
-        if leg is not None:
-            leg.broke(error, unheard)
+        if current is not None:
+            current.broke(error, unheard)
 
     # httptools
 
@@ -413,7 +412,7 @@ class Connection:
         without_body = status in WITHOUT_BODY
         self._framed = self._framed or without_body
         self._reusable = self._framed and parser.should_keep_alive()
-        if self.leg is not None and self.leg.method == "HEAD":  # the parser waits for a body that will not come
+        if self.current is not None and self.current.method == "HEAD":  # the parser waits for a body that will not come
             self._framed, self._reusable, self._complete = True, False, True
 
     def on_body(self, data: bytes) -> None:

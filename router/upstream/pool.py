@@ -12,18 +12,18 @@ import time
 from contextvars import Context
 from typing import Final
 
-from router.forwarding.deadline import Deadline
-from router.forwarding.known_head import KnownHead
-from router.upstream.answer_head import AnswerHead
+from router.http.cached_head import CachedHead
+from router.http.deadline import Deadline
+from router.http.origin import Origin, end_of_head
+from router.http.response_head import ResponseHead
 from router.upstream.connection import (
-    Connection,
-    KnownStream,
-    Passage,
-    Receiver,
+    CachedStreamHead,
+    ChunkForwarder,
+    ResponseHandler,
     UnreachableError,
+    UpstreamConnection,
     UpstreamError,
 )
-from router.upstream.origin import Origin, end_of_head
 
 _now: Final = time.monotonic
 # vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
@@ -36,12 +36,12 @@ _ONE_BUFFER: Final = 64 * 1024
 _MOST_OPENINGS: Final = 256
 
 
-class Leg:
+class UpstreamRequest:
     """One request on its way to one worker.
 
     `request` is written at once: all of it, or the head where `body` is written after it.
 
-    `passage` gets whole chunks of whole lines of the answer's body as they come; None while all is the receiver's.
+    `forwarder` gets whole chunks of whole lines of the answer's body as they come; None while all is the receiver's.
     """
 
     __slots__ = (
@@ -50,20 +50,22 @@ class Leg:
         "_paused",
         "_upstream",
         "body",
+        "forwarder",
+        "handler",
         "method",
-        "passage",
-        "receiver",
         "request",
     )
 
-    def __init__(self, upstream: Upstream, receiver: Receiver, method: str, request: bytes, body: bytes = b"") -> None:
+    def __init__(
+        self, upstream: Upstream, handler: ResponseHandler, method: str, request: bytes, body: bytes = b""
+    ) -> None:
         self.method = method
         self.request = request
         self.body = body
         self._upstream = upstream
-        self.receiver: Receiver | None = receiver
-        self.passage: Passage | None = None
-        self._connection: Connection | None = None
+        self.handler: ResponseHandler | None = handler
+        self.forwarder: ChunkForwarder | None = None
+        self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._paused = False
 
@@ -81,7 +83,7 @@ class Leg:
 
     def abort(self) -> None:
         """Call the request off. The receiver hears nothing more."""
-        self.receiver = None
+        self.handler = None
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
@@ -98,7 +100,7 @@ class Leg:
         else:
             self.over(connection)
 
-    def over(self, connection: Connection) -> None:
+    def over(self, connection: UpstreamConnection) -> None:
         """Go over this connection."""
         self._connecting = None
         self._connection = connection
@@ -106,24 +108,24 @@ class Leg:
         if self._paused:
             connection.pause()
 
-    def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
-        receiver = self.receiver
+    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+        handler = self.handler
         if ended:
-            self._connection = self.receiver = None
-        if receiver is not None:
-            receiver.answered(head, data, ended)
+            self._connection = self.handler = None
+        if handler is not None:
+            handler.answered(head, data, ended)
 
     def more(self, data: bytes, ended: bool) -> None:
-        receiver = self.receiver
+        handler = self.handler
         if ended:
-            self._connection = self.receiver = None
-        if receiver is not None:
-            receiver.more(data, ended)
+            self._connection = self.handler = None
+        if handler is not None:
+            handler.more(data, ended)
 
     def broke(self, error: UpstreamError, unheard: bool) -> None:
         """The connection failed; `unheard`: it had been used before, and nothing came of this request's answer."""
         self._connection = None
-        if self.receiver is None:
+        if self.handler is None:
             return
         if unheard and not self._upstream.closing:
             self._connecting = self._upstream.connect(self)
@@ -131,10 +133,10 @@ class Leg:
             self.failed(error)
 
     def failed(self, error: UpstreamError) -> None:
-        receiver, self.receiver = self.receiver, None
+        handler, self.handler = self.handler, None
         self._connecting = None
-        if receiver is not None:
-            receiver.failed(error)
+        if handler is not None:
+            handler.failed(error)
 
 
 class _Opening:
@@ -155,27 +157,27 @@ class Upstream:
         self.origin = Origin.of(url)
         self.idle_timeout = idle_timeout
         self.closing = False
-        self.known_head: KnownHead[AnswerHead] | None = None  # of its last answer that came at once
-        self.known_stream: KnownStream | None = None
+        self.known_head: CachedHead[ResponseHead] | None = None  # of its last answer that came at once
+        self.known_stream: CachedStreamHead | None = None
         self._tls = tls if self.origin.tls else None
         self._connect_timeout = connect_timeout
         self._loop = asyncio.get_running_loop()
-        self._connections: set[Connection] = set()
-        self._idle: list[Connection] = []  # the latest used last
+        self._connections: set[UpstreamConnection] = set()
+        self._idle: list[UpstreamConnection] = []  # the latest used last
         self._connecting: set[asyncio.Task[None]] = set()
         self._sweep = Deadline(self._loop, self._drop_old)
         self._openings: dict[bytes, _Opening] = {}
 
     def send(
         self,
-        receiver: Receiver,
+        handler: ResponseHandler,
         method: str,
         target: bytes,
         lines: bytes,
         body: bytes,
         request_id: bytes = b"",
         now: float | None = None,
-    ) -> Leg:
+    ) -> UpstreamRequest:
         """Send a request. `target` is a path with its query; `lines` are the headers that are about the message.
 
         `request_id`: what comes beside them, where the same lines come with many requests. `now`: by `time.monotonic`,
@@ -188,9 +190,9 @@ class Upstream:
             request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines), request_id, end, behind)
         else:
             request = b"%b%b%b" % (self.origin.opening(method, target, lines), end, behind)
-        leg = Leg(self, receiver, method, request, body if beside else b"")
-        leg.go(_now() if now is None else now)
-        return leg
+        sent = UpstreamRequest(self, handler, method, request, body if beside else b"")
+        sent.go(_now() if now is None else now)
+        return sent
 
     def _opening(self, method: str, target: bytes, lines: bytes) -> bytes:
         """What a request's head begins with, up to its id."""
@@ -227,14 +229,14 @@ class Upstream:
             task.cancel()
         await asyncio.gather(*self._connecting, return_exceptions=True)
         for connection in list(self._connections):
-            leg = connection.leg
+            sent = connection.current
             connection.abort()
-            if leg is not None:
-                leg.failed(UpstreamError("the router stops"))
+            if sent is not None:
+                sent.failed(UpstreamError("the router stops"))
 
     # What legs and connections ask.
 
-    def idle(self, now: float) -> Connection | None:
+    def idle(self, now: float) -> UpstreamConnection | None:
         """A kept connection, not idle any more."""
         if self._idle:
             connection = self._idle.pop()
@@ -245,24 +247,24 @@ class Upstream:
             self._drop_old()
         return None
 
-    def connect(self, leg: Leg) -> asyncio.Task[None]:
+    def connect(self, sent: UpstreamRequest) -> asyncio.Task[None]:
         """Make a connection for a leg."""
         # In a context of its own: the connection will serve other requests too.
-        task = self._loop.create_task(self._connect(leg), context=Context())
+        task = self._loop.create_task(self._connect(sent), context=Context())
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
         return task
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: UpstreamConnection) -> None:
         self._connections.add(connection)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: UpstreamConnection) -> None:
         self._connections.discard(connection)
         if connection.idle:
             connection.idle = False
             self._idle.remove(connection)
 
-    def keep(self, connection: Connection) -> None:
+    def keep(self, connection: UpstreamConnection) -> None:
         """A connection is idle."""
         if self.closing or len(self._idle) >= MAX_IDLE:
             connection.abort()
@@ -285,23 +287,23 @@ class Upstream:
         if self._idle:
             self._sweep.set(self._idle[0].idle_since - limit)
 
-    async def _connect(self, leg: Leg) -> None:
+    async def _connect(self, sent: UpstreamRequest) -> None:
         origin = self.origin
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self),  # type: ignore[type-var]  # it has what asyncio asks of protocols
+                    lambda: UpstreamConnection(self),  # type: ignore[type-var]  # it has what asyncio asks of protocols
                     origin.host,
                     origin.port,
                     ssl=self._tls,
                     server_hostname=origin.host if self._tls else None,
                 )
         except TimeoutError:
-            leg.failed(UnreachableError(f"no connection within {self._connect_timeout:g} s"))
+            sent.failed(UnreachableError(f"no connection within {self._connect_timeout:g} s"))
         except (OSError, ValueError) as error:
-            leg.failed(UnreachableError(str(error) or type(error).__name__))
+            sent.failed(UnreachableError(str(error) or type(error).__name__))
         else:
-            leg.over(connection)
+            sent.over(connection)
 
 
 class Upstreams:

@@ -13,13 +13,13 @@ from benchmarks.policy.decisions import candidates
 from benchmarks.policy.grid import Cell, full_grid, play, quick_grid
 from benchmarks.policy.report import CellResult, markdown, verdict
 from benchmarks.policy.workloads import CONVERSATION
-from kvrouter.simulation.engine import BlockCache, Engine
-from kvrouter.simulation.fleet import Fleet, Outcome
-from kvrouter.simulation.measures import Measures, measured, percentile
-from kvrouter.simulation.profiles import LLAMA_70B
-from kvrouter.simulation.sides import OURS, OURS_AT_ONCE, SIDES
-from kvrouter.simulation.trace import BLOCK_TOKENS, TracedRequest
-from router.learning.rates import prefill_seconds
+from kvrouter.tools.simulation.engine import BlockCache, Engine
+from kvrouter.tools.simulation.fleet import Fleet, Outcome
+from kvrouter.tools.simulation.measures import Measures, measured, percentile
+from kvrouter.tools.simulation.profiles import LLAMA_70B
+from kvrouter.tools.simulation.sides import OURS, OURS_AT_ONCE, SIDES
+from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TracedRequest
+from router.policies.rates import prefill_seconds
 
 RATES = LLAMA_70B.rates
 

@@ -10,9 +10,9 @@ import aiohttp
 import openai
 from router_under_test import QUICK, RouterUnderTest, serving
 
-from kvrouter.serving import HttpServer
 from router.app import running_router
 from router.picker import running_picker
+from router.server.serving import HttpServer
 from router.settings import Settings
 
 

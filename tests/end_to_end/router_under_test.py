@@ -15,9 +15,9 @@ from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
-from kvrouter.serving import HttpServer, listen
 from router.app import running_router
 from router.fleet.config_reload import SettingsFile
+from router.server.serving import HttpServer, listen
 from router.settings import Settings
 
 QUICK = {"probe_interval": 0.2, "retry_interval": 0.1}

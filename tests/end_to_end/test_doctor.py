@@ -18,8 +18,8 @@ import zmq
 from broken_fleet import Frames, event_relay, request_proxy
 
 from kvevents import BlockStored, WireForm, decode_batch, encode_batch
-from kvrouter.doctor.findings import FIXES, Cause
-from kvrouter.doctor.run import examine
+from kvrouter.tools.doctor.findings import FIXES, Cause
+from kvrouter.tools.doctor.run import examine
 from router.settings import Settings
 from worker import PublisherConfig
 from worker.simulated import SimulatedWorkerSettings, running

@@ -18,13 +18,13 @@ from router_under_test import RouterUnderTest, router, serving, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvrouter import http_protocol
-from kvrouter import serving as serving_module
-from kvrouter.fast_lane import FastLaneProtocol
-from kvrouter.http_protocol import BoundedHttpProtocol
-from kvrouter.ordinary import uvicorn_fits
-from kvrouter.serving import HttpServer
 from router.app import running_router
+from router.server import http_protocol
+from router.server import serving as serving_module
+from router.server.asgi_fallback import uvicorn_fits
+from router.server.fast_lane import FastLaneProtocol
+from router.server.http_protocol import BoundedHttpProtocol
+from router.server.serving import HttpServer
 from router.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -795,5 +795,5 @@ async def test_with_a_uvicorn_that_it_does_not_know_the_lane_is_closed(monkeypat
     async with running_router(settings) as app:
         made = HttpServer(app, 1).config.http
         assert getattr(made, "func", None) is FastLaneProtocol
-        monkeypatch.setattr("kvrouter.serving.uvicorn_fits", lambda: False)
+        monkeypatch.setattr("router.server.serving.uvicorn_fits", lambda: False)
         assert HttpServer(app, 1).config.http is BoundedHttpProtocol

@@ -14,8 +14,8 @@ import pytest
 from router_under_test import RouterUnderTest, until
 from simulated_pairs import MODEL, STYLES, Pairs, routed
 
-from kvrouter.demo.disaggregated import run_disaggregated_demo
 from kvrouter.processes import KvrouterProcess
+from kvrouter.tools.demo.disaggregated import run_disaggregated_demo
 from worker.simulated.disaggregation.nixl import LEASE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.transfer]

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from router_under_test import RouterUnderTest, router
 
-from router.live.board import MAX_VIEWERS
+from router.live.fleet_snapshot import MAX_VIEWERS
 from worker.simulated import SimulatedWorkerSettings, running
 
 pytestmark = pytest.mark.anyio

@@ -19,10 +19,11 @@ from router_under_test import Reply, RouterUnderTest, router, serving
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
 from typer.testing import CliRunner
 
-from kvrouter import cli, http_protocol
-from kvrouter.serving import HttpServer
+from kvrouter import cli
 from router.access import hashed_key
 from router.app import running_router
+from router.server import http_protocol
+from router.server.serving import HttpServer
 from router.settings import ConfigError, Settings, load_settings
 from worker.simulated import SimulatedWorkerSettings, running
 

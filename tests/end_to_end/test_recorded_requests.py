@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from router_under_test import RouterUnderTest, router, until
 
-from kvrouter.simulation.trace import TraceLine, read_trace
-from kvrouter.traces.recording import RecordedRequests, RecordingError, record_requests
+from kvrouter.tools.simulation.trace import TraceLine, read_trace
+from kvrouter.tools.traces.recording import RecordedRequests, RecordingError, record_requests
 from router.live.request_stream import MAX_LISTENERS
 from worker.simulated import SimulatedWorkerSettings, running
 

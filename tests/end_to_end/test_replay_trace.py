@@ -13,9 +13,9 @@ from router_under_test import router
 from typer.testing import CliRunner
 
 from kvrouter.cli import app
-from kvrouter.simulation.trace import Trace, TraceLine
-from kvrouter.traces.live import LiveTarget, ReplayError, replay_live
-from kvrouter.traces.results import Run
+from kvrouter.tools.simulation.trace import Trace, TraceLine
+from kvrouter.tools.traces.live import LiveTarget, ReplayError, replay_live
+from kvrouter.tools.traces.results import Run
 from worker.simulated import SimulatedWorkerSettings, running
 
 pytestmark = pytest.mark.anyio

@@ -19,9 +19,9 @@ import yaml
 from benchmarks.replicas.redis_server import RedisServer, free_port
 from kvrouter.processes import KvrouterProcess
 from router.fleet.fleet import end_tasks
-from router.routing.load import LoadTable, Reservation
-from router.sharing import Elsewhere, LoadSharing
-from router.sharing.redis import RedisCarrier
+from router.fleet.load import LoadTable, Reservation
+from router.sharing import LoadSharing, PeerLoad
+from router.sharing.redis import RedisChannel
 
 pytestmark = pytest.mark.replicas
 
@@ -45,16 +45,16 @@ class Replica:
 
     def __init__(self, url: str, prefix: str = "kvrouter") -> None:
         self.table = LoadTable()
-        self.sharing = LoadSharing(self.table, Elsewhere(EXPIRY, 1.0), [RedisCarrier(url, prefix, 0.005, EXPIRY)])
-        self.elsewhere = self.sharing.elsewhere
+        self.sharing = LoadSharing(self.table, PeerLoad(EXPIRY, 1.0), [RedisChannel(url, prefix, 0.005, EXPIRY)])
+        self.peer_load = self.sharing.peer_load
 
     @property
     def problem(self) -> str | None:
-        return self.sharing.carriers[0].problem
+        return self.sharing.channels[0].problem
 
     def seen(self) -> int:
         """Requests of others on the worker w."""
-        return self.elsewhere.of("w", 0).requests
+        return self.peer_load.of("w", 0).requests
 
 
 @asynccontextmanager
@@ -104,7 +104,7 @@ def test_fleets_with_other_prefixes_are_strangers(redis: RedisServer) -> None:
         ):
             Reservation(one.table.of("w", 0), 5, 10)
             await until(lambda: two.seen() == 1)
-            assert stranger.elsewhere.routers() == []
+            assert stranger.peer_load.routers() == []
 
     asyncio.run(play())
 
@@ -141,7 +141,7 @@ def test_passwords_and_tls(tmp_path: Path) -> None:
             Reservation(one.table.of("w", 0), 5, 10)
             await until(lambda: two.seen() == 1)
             await until(lambda: why in (refused.problem or ""))
-            assert "secret" not in json.dumps([*refused.sharing.findings(), one.sharing.carriers[0].name])
+            assert "secret" not in json.dumps([*refused.sharing.findings(), one.sharing.channels[0].name])
 
     with RedisServer(["--requirepass", "secret"]) as server:
         place = f"127.0.0.1:{server.port}/0"

@@ -139,14 +139,14 @@ async def empty() -> Any:
 
 async def test_a_worker_cannot_send_the_router_elsewhere() -> None:
     async def redirect(exchange: Exchange) -> None:
-        await exchange.answer(b"", "307 Temporary Redirect", b"location: " + elsewhere.url.encode() + b"/secret\r\n")
+        await exchange.answer(b"", "307 Temporary Redirect", b"location: " + peer_load.url.encode() + b"/secret\r\n")
 
-    async with scripted_worker() as elsewhere, scripted_worker(redirect) as worker, router() as routed:
+    async with scripted_worker() as peer_load, scripted_worker(redirect) as worker, router() as routed:
         worker.answers_questions = False
         await routed.call("/workers", {"url": worker.url})
         await until_state(routed, worker, "down")
         assert {exchange.target for exchange in worker.exchanges} == {"/v1/models", "/metrics"}
-        assert elsewhere.exchanges == []
+        assert peer_load.exchanges == []
 
 
 async def test_a_configured_worker_is_not_removed_over_http() -> None:

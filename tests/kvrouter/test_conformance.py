@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
-from kvrouter.replay.check import Score
-from kvrouter.replay.run import IndexerAddress, Place, check_recordings
+from kvrouter.tools.replay.check import Score
+from kvrouter.tools.replay.run import IndexerAddress, Place, check_recordings
 
 DATA = Path(__file__).parents[1] / "data"
 RIGHT = {  # of so many requests; what is missing, no event tells

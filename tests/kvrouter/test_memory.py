@@ -11,7 +11,7 @@ import pytest
 # Bodies that come and go, sixteen at a time, and the pages that had to be mapped for them at last.
 _BODIES = """
 import resource
-from kvrouter.memory import keep_freed_memory
+from router.server.memory import keep_freed_memory
 {prepare}
 def bodies():
     for _ in range(200):

@@ -28,8 +28,8 @@ from kvevents.frames import parse_live, parse_replay, replay_request
 from kvevents.recording import Channel, Record, read_recording
 from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
-from kvrouter.record import RecordedStream, parse_stream, record_streams, worker_sources
-from kvrouter.replay.recorded import load_recording
+from kvrouter.tools.record import RecordedStream, parse_stream, record_streams, worker_sources
+from kvrouter.tools.replay.recorded import load_recording
 from worker import ZmqEventPublisher
 
 DEADLINE_S = 20.0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvrouter.top.feed import Fleet
-from kvrouter.top.screen import COLUMNS, View, ordered, screen
+from kvrouter.tools.top.feed import Fleet
+from kvrouter.tools.top.screen import COLUMNS, View, ordered, screen
 
 
 def rank(number: int, **told: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from indexer.errors import RequestError
-from router.apis.conversation import prepare_messages, prepare_tools
+from router.apis.message_normalization import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
 from router.tokens.chat_template import ChatTemplate
 

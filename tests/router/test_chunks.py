@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.apis.asked_usage import HiddenUsage
+from router.apis.stream_usage import HiddenUsage
 from router.apis.usage import Usage, UsageTail
 from router.fleet.health import Health
 from router.forwarding.event_stream import EventStream
-from router.upstream import AnswerHead, Leg, Passage, Receiver, Upstream, UpstreamError
-from router.upstream.chunks import body_of, body_size
-from router.upstream.connection import Connection, KnownStream
+from router.http.chunks import body_of, body_size
+from router.upstream import ChunkForwarder, ResponseHandler, ResponseHead, Upstream, UpstreamError, UpstreamRequest
+from router.upstream.connection import CachedStreamHead, UpstreamConnection
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TLS = ssl.create_default_context()
@@ -43,20 +43,20 @@ class Transport(asyncio.Transport):
         return 0
 
 
-class Remembering(Receiver):
+class Remembering(ResponseHandler):
     """Lets chunks pass as soon as the answer has begun, and remembers what came either way."""
 
     def __init__(self, passes: bool) -> None:
-        self.leg: Leg | None = None
+        self.sent: UpstreamRequest | None = None
         self.body = b""
         self.passed: list[bytes] = []
         self.ended = self.failed_ = self.kept = False
         self._passes = passes
 
-    def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:  # noqa: ARG002
+    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:  # noqa: ARG002
         self.more(data, ended)
-        if self._passes and self.leg is not None:
-            self.leg.passage = Remembered(self)
+        if self._passes and self.sent is not None:
+            self.sent.forwarder = Remembered(self)
 
     def more(self, data: bytes, ended: bool) -> None:
         self.body += data
@@ -66,7 +66,7 @@ class Remembering(Receiver):
         self.failed_ = True
 
 
-class Remembered(Passage):
+class Remembered(ChunkForwarder):
     def __init__(self, receiver: Remembering) -> None:
         self._receiver = receiver
 
@@ -110,14 +110,14 @@ def received(pieces: list[bytes], passes: bool, knows: bool = False) -> Remember
     async def main() -> Remembering:
         upstream = Upstream("http://127.0.0.1:1", TLS, 5.0, 5.0)
         if knows:
-            upstream.known_stream = KnownStream(HEAD, AnswerHead(200, [(b"content-type", b"text/event-stream")]))
-        connection, transport = Connection(upstream), Transport()
+            upstream.known_stream = CachedStreamHead(HEAD, ResponseHead(200, [(b"content-type", b"text/event-stream")]))
+        connection, transport = UpstreamConnection(upstream), Transport()
         connection.connection_made(transport)
         receiver = Remembering(passes)
-        receiver.leg = leg = Leg(upstream, receiver, "POST", b"", b"")
+        receiver.sent = leg = UpstreamRequest(upstream, receiver, "POST", b"", b"")
         leg.over(connection)
         for piece in pieces:
-            if connection.leg is not None and not transport.closed:
+            if connection.current is not None and not transport.closed:
                 connection.data_received(piece)
         receiver.kept = connection.idle
         connection.connection_lost(None)

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from router.forwarding import deadline
-from router.forwarding.deadline import Deadline
+from router.http import deadline
+from router.http.deadline import Deadline
 
 
 @pytest.fixture(autouse=True)

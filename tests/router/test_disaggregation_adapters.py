@@ -14,22 +14,24 @@ from indexer.errors import RequestError
 from router.disaggregation.adapters import (
     Adapter,
     AnsweredError,
-    End,
     Mooncake,
     Nixl,
     Sglang,
     Sidecar,
     TensorRtLlm,
+    WorkerEndpoint,
 )
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-P, D = End("10.0.0.1", 8000), End("10.0.0.2", 8001)
+P, D = WorkerEndpoint("10.0.0.1", 8000), WorkerEndpoint("10.0.0.2", 8001)
 BODY = (
     b'{"model": "m",  "prompt": "x", "seed": 1.0e2, "stream": true, "stream_options": {"include_usage": true}, "n":1}'
 )
 
 
-def made(kind: type[Adapter], body: bytes = BODY, path: str = TEXT, prefill: End = P, decode: End = D) -> Any:
+def made(
+    kind: type[Adapter], body: bytes = BODY, path: str = TEXT, prefill: WorkerEndpoint = P, decode: WorkerEndpoint = D
+) -> Any:
     return kind(path, body, prefill, decode)
 
 
@@ -54,7 +56,7 @@ def test_sglang_rooms_are_those_of_the_rank(size: int, data: st.DataObject) -> N
     rank = data.draw(st.integers(0, size - 1))
     prompts = data.draw(st.integers(1, 3))
     body = json.dumps({"prompt": ["x"] * prompts}).encode()
-    adapter = made(Sglang, body, prefill=End("p", 1, rank, size, 9000), decode=End("d", 1, 3, 4))
+    adapter = made(Sglang, body, prefill=WorkerEndpoint("p", 1, rank, size, 9000), decode=WorkerEndpoint("d", 1, 3, 4))
     prefill, decode = sent(adapter.prefill().body), sent(adapter.decode(b"").body)
     assert len(prefill["bootstrap_room"]) == len(set(prefill["bootstrap_room"])) == prompts
     assert all(0 <= room < 2**63 and room % size == rank for room in prefill["bootstrap_room"])
@@ -117,7 +119,7 @@ def test_nixl_refuses_an_answer_that_is_none() -> None:
 
 
 def test_mooncake_asks_for_the_engine_and_names_the_transfer_to_both() -> None:
-    adapter = made(Mooncake, prefill=End("10.0.0.1", 8000, 1, 2))
+    adapter = made(Mooncake, prefill=WorkerEndpoint("10.0.0.1", 8000, 1, 2))
     assert adapter.question == "http://10.0.0.1:8998/query"
     adapter.learn(b'{"0": {"engine_id": "a"}, "1": {"engine_id": "b", "worker_addr": {}}}')
     prefill, decode = adapter.prefill(), sent(adapter.decode(b"").body)
@@ -179,7 +181,7 @@ def test_tensorrt_streams_a_whole_chat_as_one_chunk() -> None:
 
 
 def test_the_sidecar_is_told_in_a_header() -> None:
-    adapter = made(Sidecar, prefill=End("fd00::1", 8000))
+    adapter = made(Sidecar, prefill=WorkerEndpoint("fd00::1", 8000))
     assert (adapter.decode(b"").body, adapter.prefills) == (BODY, False)
     assert adapter.decode(b"").headers == [(b"x-prefiller-host-port", b"[fd00::1]:8000")]
 

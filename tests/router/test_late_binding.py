@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission.late_binding import STEP_TOKENS, held_order, must_wait
+from router.routing.late_binding import STEP_TOKENS, held_order, must_wait
 
 
 @pytest.mark.parametrize(

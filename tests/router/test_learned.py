@@ -11,8 +11,8 @@ from indexer import Indexer, Registration, Target
 from kvevents import BlockRemoved, BlockStored, EventBatch, EventSource
 from router.holdings.speculation import CHUNK_TOKENS
 from router.learning.learned import Learned
-from router.learning.rates import Rates, prefill_seconds
 from router.policies import Candidate
+from router.policies.rates import Rates, prefill_seconds
 
 TRUTH = Rates(token=1.2e-4)
 TARGET = Target("http://w:1", 0, "m")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.load import LoadTable, Reservation, TargetLoad
+from router.fleet.load import LoadTable, Reservation, TargetLoad
 
 
 def test_a_request_from_its_choice_to_its_end() -> None:

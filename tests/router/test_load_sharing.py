@@ -17,11 +17,11 @@ from indexer import Target
 from indexer.errors import RequestError
 from router.access import AccessControl
 from router.apis.response_owners import ResponseOwners
+from router.fleet.load import LoadTable, Reservation
 from router.holdings.speculation import CHUNK_TOKENS
-from router.routing.load import LoadTable, Reservation
 from router.settings import TenantSettings, TenantsSettings
-from router.sharing import Elsewhere, LoadSharing
-from router.sharing.datagrams import DatagramCarrier
+from router.sharing import LoadSharing, PeerLoad
+from router.sharing.datagrams import DatagramChannel
 from router.sharing.messages import TOLD_TOKENS, Kind, Message, RankLoad, decode, encode
 
 EXPIRY = 3.0
@@ -71,7 +71,7 @@ class OthersAreForgotten(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.elsewhere = Elsewhere(EXPIRY, LINGER, self.clock)
+        self.peer_load = PeerLoad(EXPIRY, LINGER, self.clock)
         self.told: dict[tuple[str, str], tuple[RankLoad, float]] = {}
         self.heard: dict[str, float] = {}
         self.numbers = dict.fromkeys("abc", 0)
@@ -80,15 +80,15 @@ class OthersAreForgotten(RuleBasedStateMachine):
     def tell(self, router: str, worker: str, requests: int, late: bool) -> None:
         self.numbers[router] += 1
         number = self.numbers[router]
-        self.elsewhere.hear(news(router, number, load_of(worker, requests)))
+        self.peer_load.hear(news(router, number, load_of(worker, requests)))
         if late:  # one that was overtaken
-            self.elsewhere.hear(news(router, number - 1, load_of(worker, 99)))
+            self.peer_load.hear(news(router, number - 1, load_of(worker, 99)))
         self.told[router, worker] = (load_of(worker, requests), self.clock.now)
         self.heard[router] = self.clock.now
 
     @rule(router=st.sampled_from("abc"))
     def say_goodbye(self, router: str) -> None:
-        self.elsewhere.hear(Message(router, self.numbers[router] + 1, Kind.GONE))
+        self.peer_load.hear(Message(router, self.numbers[router] + 1, Kind.GONE))
         self.numbers[router] += 1
         self._forget(router)
 
@@ -96,7 +96,7 @@ class OthersAreForgotten(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.1, 4))
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
-        self.elsewhere.expire()
+        self.peer_load.expire()
         for router, heard in list(self.heard.items()):
             if heard < self.clock.now - EXPIRY:
                 self._forget(router)
@@ -108,13 +108,13 @@ class OthersAreForgotten(RuleBasedStateMachine):
 
     @invariant()
     def sums_are_right(self) -> None:
-        assert set(self.elsewhere.routers()) == set(self.heard)
+        assert set(self.peer_load.routers()) == set(self.heard)
         for worker in "xy":
             known = [load for (_, url), (load, _) in self.told.items() if url == worker]
-            now = self.elsewhere.of(worker, 0)
+            now = self.peer_load.of(worker, 0)
             assert now.requests == sum(load.requests for load in known)
             assert now.context == sum(load.context for load in known)
-            assert self.elsewhere.in_flight(worker, [0])[0] == now.requests
+            assert self.peer_load.in_flight(worker, [0])[0] == now.requests
 
 
 TestOthersAreForgotten = OthersAreForgotten.TestCase
@@ -126,8 +126,8 @@ TestOthersAreForgotten.settings = settings(max_examples=40, stateful_step_count=
 def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, str]], data: st.DataObject) -> None:
     async def play() -> None:
         clock, wire, table = Clock(), Wire(), LoadTable()
-        here = LoadSharing(table, Elsewhere(EXPIRY, LINGER, clock), [wire])
-        there = Elsewhere(EXPIRY, LINGER, clock)
+        here = LoadSharing(table, PeerLoad(EXPIRY, LINGER, clock), [wire])
+        there = PeerLoad(EXPIRY, LINGER, clock)
         held: list[Reservation] = []
         for worker, step in steps:
             if step == "begin":
@@ -159,8 +159,8 @@ def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, 
 def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> None:
     async def play() -> None:
         clock, wire = Clock(), Wire()
-        here = LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER, clock), [wire])
-        there = Elsewhere(EXPIRY, LINGER, clock)
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
+        there = PeerLoad(EXPIRY, LINGER, clock)
         target = Target("http://w", 1, "m")
         prompt = array("Q", range(1, 41))  # 40 chunks: 5 prefixes are told
         ended = here.sent(target, prompt)
@@ -184,7 +184,7 @@ def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> 
 def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
     async def play() -> None:
         wire = Wire()
-        here, there = LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER), [wire]), Elsewhere(EXPIRY, LINGER)
+        here, there = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [wire]), PeerLoad(EXPIRY, LINGER)
         target, other = Target("http://w", 0, "m"), Target("http://v", 0, "m")
         prompt = array("Q", range(1, 9))
         for ended, failed in [(here.sent(target, prompt), True), (here.sent(other, prompt), False)]:
@@ -202,8 +202,8 @@ def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
 def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
     async def play() -> None:
         clock, wire = Clock(), Wire()
-        here = LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER, clock), [wire])
-        there = Elsewhere(EXPIRY, LINGER, clock)
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
+        there = PeerLoad(EXPIRY, LINGER, clock)
         target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
         ended = here.sent(target, prompt)
         here.tell_everything()
@@ -221,12 +221,12 @@ def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
 
 def test_a_router_that_is_gone_takes_its_prompts_along() -> None:
     clock = Clock()
-    there = Elsewhere(EXPIRY, LINGER, clock)
+    there = PeerLoad(EXPIRY, LINGER, clock)
     target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
 
     async def play() -> None:
         wire = Wire()
-        here = LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER, clock), [wire])
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
         here.sent(target, prompt)
         here.start()
         await asyncio.sleep(0.01)
@@ -241,7 +241,7 @@ def test_a_router_that_is_gone_takes_its_prompts_along() -> None:
 
 def test_backlogs_elsewhere_pass_with_time() -> None:
     clock = Clock()
-    there = Elsewhere(EXPIRY, LINGER, clock)
+    there = PeerLoad(EXPIRY, LINGER, clock)
     there.hear(news("a", 1, load_of("w", 1, backlog=2.0)))
     there.hear(news("b", 1, load_of("w", 1, backlog=0.5)))
     assert there.backlog("w", 0) == 2.5
@@ -251,10 +251,10 @@ def test_backlogs_elsewhere_pass_with_time() -> None:
 
 def test_what_is_no_message_is_left_alone() -> None:
     async def play() -> None:
-        here = LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER), [Wire()])
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
         for data in (b"", b"nonsense", encode([1, 2, 3]), encode(news(here.router, 1, load_of("w", 5)))):
             here.receive(data)
-        assert here.elsewhere.routers() == []
+        assert here.peer_load.routers() == []
 
     asyncio.run(play())
 
@@ -262,7 +262,7 @@ def test_what_is_no_message_is_left_alone() -> None:
 def test_a_lost_carrier_is_a_finding_and_costs_nothing_else() -> None:
     async def play() -> None:
         wire, table = Wire(), LoadTable()
-        sharing = LoadSharing(table, Elsewhere(EXPIRY, LINGER), [wire])
+        sharing = LoadSharing(table, PeerLoad(EXPIRY, LINGER), [wire])
         wire.problem = "connection refused"
         Reservation(table.of("w", 0), 7, 20).release()
         sharing.tell_everything()
@@ -277,25 +277,25 @@ def test_processes_of_one_machine_hear_each_other_and_survive_a_death() -> None:
     async def play(folder: Path) -> None:
         tables = [LoadTable() for _ in range(3)]
         sharing = [
-            LoadSharing(table, Elsewhere(0.3, LINGER), [DatagramCarrier(folder, number, 3)])
+            LoadSharing(table, PeerLoad(0.3, LINGER), [DatagramChannel(folder, number, 3)])
             for number, table in enumerate(tables)
         ]
         for each in sharing:
             each.start()
         held = Reservation(tables[0].of("w", 0), 7, 20)
         Reservation(tables[1].of("w", 0), 5, 10)
-        await until(lambda: sharing[2].elsewhere.of("w", 0).pending == 12)
-        await until(lambda: sharing[0].elsewhere.of("w", 0).requests == 1)
+        await until(lambda: sharing[2].peer_load.of("w", 0).pending == 12)
+        await until(lambda: sharing[0].peer_load.of("w", 0).requests == 1)
         held.release()
-        await until(lambda: sharing[2].elsewhere.of("w", 0).requests == 1)
+        await until(lambda: sharing[2].peer_load.of("w", 0).requests == 1)
         await sharing[1].kill()
-        await until(lambda: sharing[2].elsewhere.of("w", 0).requests == 0)
-        again = LoadSharing(tables[1], Elsewhere(0.3, LINGER), [DatagramCarrier(folder, 1, 3)])
+        await until(lambda: sharing[2].peer_load.of("w", 0).requests == 0)
+        again = LoadSharing(tables[1], PeerLoad(0.3, LINGER), [DatagramChannel(folder, 1, 3)])
         again.start()  # a process that takes the place of a dead one
-        await until(lambda: sharing[2].elsewhere.of("w", 0).requests == 1)
+        await until(lambda: sharing[2].peer_load.of("w", 0).requests == 1)
         for each in (sharing[0], sharing[2], again):
             await each.stop()
-        assert again.elsewhere.routers() == []
+        assert again.peer_load.routers() == []
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(play(Path(folder)))
@@ -303,9 +303,9 @@ def test_processes_of_one_machine_hear_each_other_and_survive_a_death() -> None:
 
 def test_who_waits_is_told_when_there_is_less_elsewhere() -> None:
     async def play() -> None:
-        here = LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER), [Wire()])
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
         told: list[int] = []
-        here.on_heard.append(lambda: told.append(here.elsewhere.of("w", 0).requests))
+        here.on_heard.append(lambda: told.append(here.peer_load.of("w", 0).requests))
         here.receive(encode(news("a", 1, load_of("w", 2))))
         here.receive(encode(news("a", 2, load_of("w", 1))))
         here.receive(encode(Message("a", 3, Kind.GONE)))
@@ -320,7 +320,7 @@ def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None
         wires = [Wire(), Wire()]
         wires[1].interval = 1.0  # a slower way for the same
         tenants = TenantsSettings(named={"t": limits})
-        here, there = (LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER), ways) for ways in (wires, []))
+        here, there = (LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in (wires, []))
         controls = [AccessControl(tenants, "token") for _ in range(2)]
         for control, sharing in zip(controls, (here, there), strict=True):
             control.share(sharing)
@@ -342,7 +342,7 @@ def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None
 def test_a_response_is_found_by_the_router_that_did_not_see_it() -> None:
     async def play() -> None:
         wire = Wire()
-        here, there = (LoadSharing(LoadTable(), Elsewhere(EXPIRY, LINGER), ways) for ways in ([wire], []))
+        here, there = (LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in ([wire], []))
         mine, theirs = ResponseOwners(), ResponseOwners()
         mine.on_learned.append(here.made)
         there.on_made.append(theirs.remember)
@@ -355,9 +355,9 @@ def test_a_response_is_found_by_the_router_that_did_not_see_it() -> None:
     asyncio.run(play())
 
 
-def hear_all(wire: Wire, elsewhere: Elsewhere) -> None:
+def hear_all(wire: Wire, peer_load: PeerLoad) -> None:
     for message in wire.told:
-        elsewhere.hear(decode(message))
+        peer_load.hear(decode(message))
     wire.told.clear()
 
 
@@ -371,6 +371,6 @@ async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
 def test_prefixes_that_cannot_be_are_not_held(prefixes: bytes) -> None:
     from router.sharing.messages import SentPrompt
 
-    there = Elsewhere(EXPIRY, LINGER)
+    there = PeerLoad(EXPIRY, LINGER)
     there.hear(Message("a", 1, Kind.NEWS, sent=[SentPrompt(1, "w", 0, "m", prefixes)]))
     assert there.overlaps(array("Q", [int.from_bytes(b"12345678", "little")] * 8)).get(Target("w", 0, "m"), 0) == 0

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from router.fleet.circuit import CircuitLimits, CircuitState
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.health import FirstByte, Health, Outcome, expected_seconds
-from router.fleet.judge import Judge
 from router.fleet.outliers import Alike, OutlierLimits, Recent
+from router.fleet.stall_detector import StallDetector
 from router.fleet.worker import Worker
 from router.settings import FleetSettings, WorkerSettings
 
@@ -146,11 +146,11 @@ def fleet(workers: int, clock: Clock, serves: Callable[[int], str]) -> list[Work
 
 
 @pytest.fixture
-def judge() -> Judge:
-    return Judge(FleetSettings(), None)  # type: ignore[arg-type]  # nobody is silent for so long that events are asked for
+def judge() -> StallDetector:
+    return StallDetector(FleetSettings(), None)  # type: ignore[arg-type]  # nobody is silent for so long that events are asked for
 
 
-def test_only_workers_that_serve_the_same_are_compared(clock: Clock, judge: Judge) -> None:
+def test_only_workers_that_serve_the_same_are_compared(clock: Clock, judge: StallDetector) -> None:
     workers = fleet(6, clock, lambda number: "ab"[number % 2])
     for _ in range(64):
         answered(workers[0].health, clock, 20.0)
@@ -161,7 +161,7 @@ def test_only_workers_that_serve_the_same_are_compared(clock: Clock, judge: Judg
     assert opened == [True] + [False] * 5
 
 
-def test_judging_many_workers_looks_at_each_a_few_times(clock: Clock, judge: Judge) -> None:
+def test_judging_many_workers_looks_at_each_a_few_times(clock: Clock, judge: StallDetector) -> None:
     workers = fleet(300, clock, lambda _: "m")
     clock.asked = 0
     judge.leave_out_stalled(workers)

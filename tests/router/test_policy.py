@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import Target
-from router.learning.rates import Rates, prefill_seconds
 from router.policies import Candidate, KvWeights, Policy, Request, kv_aware, kv_cost
 from router.policies.kv_aware import kv_totals
+from router.policies.rates import Rates, prefill_seconds
 
 WEIGHTS = KvWeights()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.learning.rates import BOUND, HALF_LIFE, BoundedRegression, RateLearner, Rates, RateTable, prefill_seconds
+from router.policies.rates import BOUND, HALF_LIFE, BoundedRegression, RateLearner, Rates, RateTable, prefill_seconds
 
 START = Rates()
 

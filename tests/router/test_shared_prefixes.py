@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from xxhash import xxh3_64_intdigest
 
 from router.holdings.recent_prefixes import RecentPrefixes
-from router.holdings.shared_prefixes import Edge, Holder, SharedPrefixes
+from router.holdings.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
 
 HOLDERS = 3
 prompts = st.lists(st.integers(0, 2), max_size=9)
@@ -27,7 +27,7 @@ def hashes(parts: list[int]) -> array[int]:
     return made
 
 
-def edges(prefixes: SharedPrefixes[Holder] | SharedPrefixes[RecentPrefixes]) -> int:
+def edges(prefixes: SharedPrefixes[PrefixHolder] | SharedPrefixes[RecentPrefixes]) -> int:
     """How many there are; all is as it should be with each."""
     stack, seen = [prefixes._root], 0
     while stack:
@@ -51,10 +51,10 @@ class HeldPrefixes(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.prefixes: SharedPrefixes[Holder] = SharedPrefixes()
-        self.holders = [Holder() for _ in range(HOLDERS)]
+        self.prefixes: SharedPrefixes[PrefixHolder] = SharedPrefixes()
+        self.holders = [PrefixHolder() for _ in range(HOLDERS)]
         self.counts: list[Counter[int]] = [Counter() for _ in range(HOLDERS)]
-        self.held: list[tuple[int, Edge[Holder], array[int]]] = []
+        self.held: list[tuple[int, Edge[PrefixHolder], array[int]]] = []
 
     @rule(holder=holders, prompt=prompts)
     def hold(self, holder: int, prompt: list[int]) -> None:
@@ -133,8 +133,8 @@ TestRemembered.settings = settings(max_examples=120, stateful_step_count=40)
 
 
 def test_a_long_prompt_that_grows_is_kept_in_few_edges() -> None:
-    prefixes: SharedPrefixes[Holder] = SharedPrefixes()
-    holder = Holder()
+    prefixes: SharedPrefixes[PrefixHolder] = SharedPrefixes()
+    holder = PrefixHolder()
     known = hashes([7] * 5000)
     ends = [prefixes.hold(holder, known[:length]) for length in range(1000, 5001, 1000)]
     assert (edges(prefixes), holder.chunks) == (5, 5000)
@@ -159,9 +159,9 @@ def test_a_conversation_that_is_remembered_is_one_edge() -> None:
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=12), st.booleans()), max_size=30))
 def test_hashes_that_no_prompts_have_do_no_harm(told: list[tuple[list[int], bool]]) -> None:
     """Other routers may tell anything."""
-    prefixes: SharedPrefixes[Holder] = SharedPrefixes()
-    holder = Holder()
-    held: list[Edge[Holder]] = []
+    prefixes: SharedPrefixes[PrefixHolder] = SharedPrefixes()
+    holder = PrefixHolder()
+    held: list[Edge[PrefixHolder]] = []
     for known, ends in told:
         held.append(prefixes.hold(holder, array("Q", known)))
         assert prefixes.longest(array("Q", known)).get(holder, 0) <= len(known)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_message_loop import ALTERNATING, BY_MESSAGE, CHATML_WITH_TOOLS, EACH, WHOLE, tokenizer
+from test_incremental_render import ALTERNATING, BY_MESSAGE, CHATML_WITH_TOOLS, EACH, WHOLE, tokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from indexer.errors import RequestError
-from router.apis.conversation import prepare_messages
+from router.apis.message_normalization import prepare_messages
 from router.apis.requests import ChatPrompt
 from router.tokens.chat_template import ChatTemplate
 from router.tokens.content_format import loops_over_parts, parsed

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 import worker.simulated
 from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
-from router.apis.conversations import Conversations
+from router.apis.body_cache import BodyCache
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
 from router.tokens.local_tokenizer import LocalTokenizer
@@ -219,7 +219,7 @@ def test_what_is_short_or_known_is_tokenized_at_once(local: LocalTokenizer) -> N
 
 def test_the_same_chat_is_tokenized_once(local: LocalTokenizer) -> None:
     body = json.dumps({"model": "m", "messages": [USER]}).encode()
-    seen = Conversations()
+    seen = BodyCache()
 
     def chat() -> ChatPrompt:
         found = decode_chat(body, (), seen).prompt
@@ -245,7 +245,7 @@ def test_the_same_chat_is_tokenized_once(local: LocalTokenizer) -> None:
 
 
 def test_a_long_conversation_that_is_known_is_tokenized_at_once(local: LocalTokenizer) -> None:
-    seen, messages = Conversations(), [USER | {"content": f"{number} {LONG}"} for number in range(INLINE_BYTES // 5000)]
+    seen, messages = BodyCache(), [USER | {"content": f"{number} {LONG}"} for number in range(INLINE_BYTES // 5000)]
 
     def chat() -> ChatPrompt:
         found = decode_chat(json.dumps({"model": "m", "messages": messages}).encode(), (), seen).prompt

@@ -12,32 +12,33 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from router.http.headers import forwarded_lines
+from router.http.origin import end_of_head
 from router.upstream import (
-    AnswerHead,
+    ChunkForwarder,
     Origin,
-    Passage,
-    Receiver,
+    ResponseHandler,
+    ResponseHead,
     UnreachableError,
     UpstreamError,
     Upstreams,
     UpstreamTimeoutError,
 )
 from router.upstream import pool as pool_module
-from router.upstream.origin import end_of_head, forwarded_lines
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
-class Remembering(Receiver):
+class Remembering(ResponseHandler):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
-        self.head: AnswerHead | None = None
+        self.head: ResponseHead | None = None
         self.body = b""
         self.error: UpstreamError | None = None
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def answered(self, head: AnswerHead, data: bytes, ended: bool) -> None:
+    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         self.head = head
         self.more(data, ended)
 
@@ -51,7 +52,7 @@ class Remembering(Receiver):
         self.over.set_result(None)
 
 
-class Passing(Passage):
+class Passing(ChunkForwarder):
     """Takes chunks."""
 
     def __init__(self) -> None:
@@ -96,11 +97,11 @@ async def _gone(upstreams: Upstreams) -> bool:
 
 
 async def ask(upstreams: Upstreams, url: str) -> Remembering:
-    receiver = Remembering()
-    upstreams.of(url).send(receiver, "GET", b"/x", b"", b"")
+    handler = Remembering()
+    upstreams.of(url).send(handler, "GET", b"/x", b"", b"")
     async with asyncio.timeout(10):
-        await receiver.over
-    return receiver
+        await handler.over
+    return handler
 
 
 def test_connections_are_used_again_the_latest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +182,10 @@ def test_who_calls_off_a_request_hears_nothing_more() -> None:
             for sent in (False, True):
                 if sent:
                     await ask(upstreams, url)  # an idle connection: the request is written at once
-                receiver = Remembering()
-                upstreams.of(url).send(receiver, "GET", b"/x", b"", b"").abort()
+                handler = Remembering()
+                upstreams.of(url).send(handler, "GET", b"/x", b"", b"").abort()
                 await asyncio.sleep(0.05)
-                assert not receiver.over.done()
+                assert not handler.over.done()
 
     asyncio.run(main())
 
@@ -241,13 +242,13 @@ def test_a_stream_whose_chunks_passed_is_still_missed_when_it_stops() -> None:
 
     async def main() -> None:
         async with served(stops, patience=0.5) as (upstreams, url):
-            receiver, passage = Remembering(), Passing()
-            leg = upstreams.of(url).send(receiver, "GET", b"/x", b"", b"")
-            leg.passage = passage
+            handler, forwarder = Remembering(), Passing()
+            leg = upstreams.of(url).send(handler, "GET", b"/x", b"", b"")
+            leg.forwarder = forwarder
             async with asyncio.timeout(10):
-                await receiver.over
-            assert isinstance(receiver.error, UpstreamTimeoutError)
-            assert b"".join(passage.passed) == event * 4
+                await handler.over
+            assert isinstance(handler.error, UpstreamTimeoutError)
+            assert b"".join(forwarder.passed) == event * 4
 
     asyncio.run(main())
 
@@ -281,10 +282,10 @@ def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
             writer.write(b"0\r\n\r\n")
 
         async with served(streams) as (upstreams, url):
-            receiver = Counting(came)
-            upstreams.of(url).send(receiver, "GET", b"/x", b"", b"")
+            handler = Counting(came)
+            upstreams.of(url).send(handler, "GET", b"/x", b"", b"")
             async with asyncio.timeout(10):
-                await receiver.over
+                await handler.over
         return int(counts[0])
 
     # When the machine stands still for long Linux goes back to acknowledging each.

@@ -1,5 +1,0 @@
-"""`kvrouter doctor`: connects to workers as the router would, and names why their hits are zero or low."""
-
-from kvrouter.doctor.run import run_doctor
-
-__all__ = ["run_doctor"]

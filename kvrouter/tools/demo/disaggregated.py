@@ -1,0 +1,143 @@
+"""The demo of disaggregation: prefill and decode workers of both styles, and a prefill worker that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from kvrouter.processes import KvrouterProcess, ProcessError
+from kvrouter.tools.demo.disaggregated_play import Request, play
+from kvrouter.tools.demo.run import MODEL, TURNS, DemoError
+from kvrouter.tools.demo.workload import make_conversations
+
+AT_ONCE = 8
+_STYLES = {"sglang": "SGLang", "nixl": "vLLM NIXL"}
+_ROLES = ("prefill", "prefill", "decode", "decode")
+_SHOWN_ERRORS = 3
+
+
+@dataclass
+class _Played:
+    """One style's run. `counted`: the decode workers' counters, added up."""
+
+    requests: list[Request]
+    killed_after: int | None
+    counted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def remote(self) -> int:
+        return sum(request.prefill_worker is not None for request in self.requests)
+
+    @property
+    def passed(self) -> bool:
+        """Nothing was lost or wrong, and there was something to lose."""
+        failed = any(request.error is not None for request in self.requests)
+        moved = self.counted["simulated:kv_bytes_received_total"]
+        wrong = self.counted["simulated:kv_pages_wrong_total"]
+        return not failed and not wrong and bool(moved and self.remote) and self.killed_after is not None
+
+
+def run_disaggregated_demo(conversations: int) -> bool:
+    """Play conversations through prefill and decode workers of each style, and print what became of them.
+
+    Whether nothing was lost. Raises DemoError.
+    """
+    console = Console()
+    played: dict[str, _Played] = {}
+    try:
+        for style, name in _STYLES.items():
+            console.print(f"{name}: starting 2 prefill and 2 decode workers and a router …")
+            played[style] = _play_style(style, conversations, console)
+    except (ProcessError, aiohttp.ClientError, TimeoutError) as error:
+        raise DemoError(str(error) or type(error).__name__) from error
+    console.print(_table(list(played.values())))
+    for name, run in zip(_STYLES.values(), played.values(), strict=True):
+        problems = [request.error for request in run.requests if request.error is not None]
+        for problem in problems[:_SHOWN_ERRORS]:
+            console.print(f"{name}: {problem}", style="red")
+    return all(run.passed for run in played.values())
+
+
+def _play_style(style: str, conversations: int, console: Console) -> _Played:
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(KvrouterProcess(["simulate", "--disaggregation", style, "--role", role]))
+            for role in _ROLES
+        ]
+        urls = [worker.wait_until_listening() for worker in workers]
+        config = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
+        # SGLang's workers say which role they have; vLLM's don't.
+        known = [
+            {"url": url} if style == "sglang" else {"url": url, "role": role}
+            for url, role in zip(urls, _ROLES, strict=True)
+        ]
+        Path(config.name).write_text(yaml.safe_dump({"workers": known}))
+        router = stack.enter_context(
+            KvrouterProcess(["serve", "--config", config.name, "--port=0", "--log-level=warning"])
+        )
+        url = router.wait_until_listening()
+        workload = make_conversations(conversations, TURNS, seed=1)
+        kill_after = conversations * TURNS // 3
+        killed_after: int | None = None
+
+        def on_answer(ended: int) -> None:
+            nonlocal killed_after
+            if killed_after is None and ended >= kill_after:
+                killed_after = ended
+                workers[0].send_signal(signal.SIGKILL)
+                console.print(f"  {ended} of {conversations * TURNS} requests answered: a prefill worker is killed")
+
+        requests = asyncio.run(play(url, MODEL, workload, AT_ONCE, on_answer))
+        decodes = [url for url, role in zip(urls, _ROLES, strict=True) if role == "decode"]
+        return _Played(requests, killed_after, asyncio.run(_counters(decodes)))
+
+
+async def _counters(urls: Sequence[str]) -> dict[str, float]:
+    """The metrics of some workers, added up."""
+    totals: dict[str, float] = {}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
+        for url in urls:
+            async with session.get(f"{url}/metrics") as response:
+                text = await response.text()
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+def _table(runs: Sequence[_Played]) -> Table:
+    table = Table(title="Prefill and decode on different workers, one of 2 prefill workers killed")
+    table.add_column("")
+    for name in _STYLES.values():
+        table.add_column(name, justify="right")
+
+    def share(run: _Played) -> str:
+        tokens = sum(request.prompt_tokens for request in run.requests)
+        return f"{sum(request.cached_tokens for request in run.requests) / max(tokens, 1):.0%}"
+
+    def pages(run: _Played) -> str:
+        checked, wrong = (int(run.counted[f"simulated:kv_pages_{what}_total"]) for what in ("checked", "wrong"))
+        return f"{checked} checked, {wrong} wrong"
+
+    def row(name: str, values: Sequence[object]) -> None:
+        table.add_row(name, *map(str, values))
+
+    row("requests", [len(run.requests) for run in runs])
+    row("lost before they began to answer", [sum(request.lost for request in run.requests) for run in runs])
+    row("broken off", [sum(request.error is not None and request.begun for request in run.requests) for run in runs])
+    row("prompt tokens from cache", [share(run) for run in runs])
+    row("remote prefills / skipped", [f"{run.remote} / {len(run.requests) - run.remote}" for run in runs])
+    row("KV moved", [f"{run.counted['simulated:kv_bytes_received_total'] / 2**20:.1f} MiB" for run in runs])
+    row("KV pages, byte by byte", [pages(run) for run in runs])
+    return table

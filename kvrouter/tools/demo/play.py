@@ -1,0 +1,86 @@
+"""Playing conversations through an OpenAI client, and what came of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from kvrouter.tools.demo.workload import Conversation
+
+ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One answered request: who answered, how soon (seconds), and the tokens it says came from its cache."""
+
+    worker: str
+    first_token: float
+    prompt_tokens: int
+    cached_tokens: int
+    expected_tokens: int
+
+
+async def play(
+    url: str, model: str, conversations: Sequence[Conversation], at_once: int, on_answer: Callable[[], None]
+) -> list[Outcome]:
+    """Play all conversations, so many at a time. Raises openai.OpenAIError when a request fails."""
+    places = asyncio.Semaphore(at_once)
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        async def converse(conversation: Conversation) -> list[Outcome]:
+            async with places:
+                return await _converse(client, model, conversation, on_answer)
+
+        played = await asyncio.gather(*map(converse, conversations))
+    return [outcome for outcomes in played for outcome in outcomes]
+
+
+async def _converse(
+    client: AsyncOpenAI, model: str, conversation: Conversation, on_answer: Callable[[], None]
+) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": conversation.system}]
+    for question in conversation.questions:
+        messages.append({"role": "user", "content": question})
+        answer, outcome = await _ask(client, model, messages)
+        messages.append({"role": "assistant", "content": answer})
+        outcomes.append(outcome)
+        on_answer()
+    return outcomes
+
+
+async def _ask(client: AsyncOpenAI, model: str, messages: list[ChatCompletionMessageParam]) -> tuple[str, Outcome]:
+    sent = time.monotonic()
+    first_token: float | None = None
+    answer: list[str] = []
+    prompt_tokens = cached_tokens = 0
+    raw = await client.chat.completions.with_raw_response.create(
+        model=model,
+        messages=messages,
+        max_tokens=ANSWER_TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    async for chunk in raw.parse():
+        for choice in chunk.choices:
+            if choice.delta.content:
+                first_token = first_token or time.monotonic() - sent
+                answer.append(choice.delta.content)
+        if chunk.usage is not None:
+            details = chunk.usage.prompt_tokens_details
+            prompt_tokens = chunk.usage.prompt_tokens
+            cached_tokens = (details and details.cached_tokens) or 0
+    outcome = Outcome(
+        raw.headers["x-kvrouter-worker"],
+        first_token or time.monotonic() - sent,
+        prompt_tokens,
+        cached_tokens,
+        int(raw.headers["x-kvrouter-overlap-tokens"]),
+    )
+    return "".join(answer), outcome

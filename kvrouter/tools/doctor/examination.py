@@ -1,0 +1,310 @@
+"""The examination of one worker: from its address to the match of a prompt that it has just computed.
+
+Each step needs the ones before, so that one cause is named rather than all that follows from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from itertools import pairwise
+
+import aiohttp
+
+from indexer import Indexer, MatchQuery, Registration, Target
+from kvevents import BlockStored
+from kvevents.curve import KeyPair
+from kvrouter.tools.doctor.findings import Cause, Finding
+from kvrouter.tools.doctor.requests import STREAMED_TOKENS, RequestRefusedError, Worker
+from kvrouter.tools.doctor.stream import NoPublisherError, UnreachableError, WatchedStream
+from kvrouter.tools.doctor.tokens import NewPrompt, difference, new_prompt, stored
+from router.apis.requests import ChatPrompt, TextPrompts
+from router.fleet import worker as fleet
+from router.fleet.discovery import DiscoveryError, Engine, WorkerDescription, describe_worker
+from router.settings import WorkerSettings
+from router.tokens.tokenizer_source import TokenizerSource
+from router.tokens.tokenizers import Tokenizers
+
+CLOCK_TOLERANCE = 5.0
+_UNKNOWN_BLOCK_SIZE = 64
+# A buffered stream comes in a few reads at its end. Below this nothing can be told.
+_SHORTEST_STREAM = 0.05
+_STREAMS = 3
+_INSTRUCTION = {"role": "system", "content": "Be brief."}
+
+
+class Examination:
+    """Examines one worker. `findings` grows; `passed` names what was seen to be right."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        session: aiohttp.ClientSession,
+        indexer: Indexer,
+        tokenizers: Tokenizers,
+        source: TokenizerSource,
+        keys: KeyPair | None,
+        patience: float,
+    ) -> None:
+        self.url = str(settings.url).rstrip("/")
+        self.findings: list[Finding] = []
+        self.passed: list[str] = []
+        self._settings = settings
+        self._session = session
+        self._indexer = indexer
+        self._tokenizers = tokenizers
+        self._source = source
+        self._keys = keys
+        self._patience = patience
+
+    async def run(self) -> None:
+        """Go through all steps."""
+        try:
+            described = await describe_worker(self._session, self._settings)
+        except DiscoveryError as error:
+            self._found(Cause.WORKER_UNREACHABLE, str(error))
+            return
+        models = described.base_models()
+        if not models:
+            self._found(Cause.WORKER_UNREACHABLE, f"{self.url}/v1/models names no model")
+            return
+        model = models[0].model
+        self.passed.append(f"answers, and serves {model} ({described.engine})")
+        await self._source.provide(fleet.Worker(self._settings, problem=None), models[0])
+        worker = Worker(self._session, self.url, model)
+        try:
+            if await self._caches(worker, described):
+                await self._examine_streams(worker, described, model)
+            await self._examine_streaming(worker)
+        except RequestRefusedError as error:
+            self._found(Cause.REQUESTS_REFUSED, str(error))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._found(Cause.REQUESTS_REFUSED, f"a request failed: {str(error) or type(error).__name__}")
+
+    async def _caches(self, worker: Worker, described: WorkerDescription) -> bool:
+        """Whether a prompt that is sent twice is cached the second time, as far as the worker tells."""
+        text = _unused_text(worker, described)
+        await worker.complete(text, described.ranks[0])
+        cached = await worker.complete(text, described.ranks[0])
+        if cached == 0:
+            evidence = "a prompt of several blocks was sent twice, and none of it was cached the second time"
+            self._found(Cause.PREFIX_CACHING_OFF, evidence)
+            return False
+        if cached is None and (path := await worker.switched_off()):
+            self._found(Cause.PREFIX_CACHING_OFF, f"GET {path} says so")
+            return False
+        if cached:
+            self.passed.append(f"caches prefixes: {cached} tokens of a repeated prompt")
+        return True
+
+    async def _examine_streams(self, worker: Worker, described: WorkerDescription, model: str) -> None:
+        if not described.streams:
+            if described.engine is not Engine.OTHER:
+                self._found(Cause.EVENTS_OFF, f"{described.engine} says that it publishes no events")
+            else:
+                self._found(Cause.EVENTS_OFF, "it does not say where its events are, and no settings do")
+            return
+        async with AsyncExitStack() as stack:
+            watched = []
+            for source in described.streams:
+                stream = WatchedStream(source, self._keys)
+                stack.push_async_callback(stream.close)
+                if await self._connected(stream):
+                    watched.append(stream)
+            for stream in watched:
+                rank = stream.source.dp_rank
+                target = Target(self.url, rank, model)
+                self._indexer.register(Registration(target, stream.source, described.engine, described.block_size))
+                stack.callback(self._indexer.unregister, [target])
+            for stream in watched:
+                await self._examine_stream(worker, described, model, stream, watched)
+
+    async def _connected(self, stream: WatchedStream) -> bool:
+        rank, source = stream.source.dp_rank, stream.source
+        try:
+            await stream.connect()
+        except UnreachableError as error:
+            self._found(Cause.ENDPOINT_UNREACHABLE, str(error), rank)
+            return False
+        except NoPublisherError as error:
+            self._found(Cause.NO_PUBLISHER, str(error), rank)
+            return False
+        self.passed.append(f"rank {rank}: connected to {source.endpoint}")
+        return True
+
+    async def _examine_stream(
+        self,
+        worker: Worker,
+        described: WorkerDescription,
+        model: str,
+        stream: WatchedStream,
+        all_streams: list[WatchedStream],
+    ) -> None:
+        rank, heard = stream.source.dp_rank, stream.heard
+        found_before = len(self.findings)
+        for _ in range(2):  # the first may have come before the subscription
+            text, another = (_unused_text(worker, described) for _ in range(2))
+            expected = await new_prompt(self._tokenizers, model, TextPrompts([text]), TextPrompts([another]))
+            await worker.complete(text, rank)
+            # Engines that do not take the rank header choose a rank themselves.
+            event = await self._heard_on(all_streams, expected)
+            if any(each.heard.topics for each in all_streams):
+                break
+        if not any(each.heard.topics for each in all_streams):
+            evidence = (
+                f"connected to {stream.source.endpoint}; the worker computed a new prompt, and nothing was published"
+            )
+            self._found(Cause.STREAM_SILENT, evidence, rank)
+            return
+        if not heard.topics:
+            self.passed.append(f"rank {rank}: its prompt was computed by another rank")
+            return
+        self._examine_reading(stream)
+        if len(self.findings) > found_before:
+            return
+        if event is None and expected is not None:
+            evidence = f"a new prompt was sent: {difference(expected.token_ids, heard.stored())}"
+            self._found(Cause.TOKENIZER, evidence, rank)
+            return
+        if event is not None:
+            self._examine_stored(event, described, rank)
+        await self._examine_chat(worker, model, stream, all_streams, described)
+        self._examine_order(stream)
+        await self._examine_replay(stream)
+        if expected is not None and len(self.findings) == found_before:
+            await self._examine_match(Target(self.url, rank, model), expected.token_ids)
+
+    async def _heard_on(self, streams: list[WatchedStream], prompt: NewPrompt | None) -> BlockStored | None:
+        """The event that stores a prompt, if it comes on any of the streams in time.
+
+        Where its tokens are not known, the wait is until anything comes.
+        """
+        deadline = time.monotonic() + self._patience
+        while True:
+            for stream in streams:
+                stream.arrived.clear()
+                if prompt is None and stream.heard.topics:
+                    return None
+                if prompt is not None and (found := stored(prompt, stream.heard.stored())):
+                    return found
+            waiting = [asyncio.create_task(stream.arrived.wait()) for stream in streams]
+            try:
+                left = max(deadline - time.monotonic(), 0)
+                done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waiting:
+                    task.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
+            if not done:
+                return None
+
+    def _examine_reading(self, stream: WatchedStream) -> None:
+        """Topics and the form of what came."""
+        rank, heard, topic = stream.source.dp_rank, stream.heard, stream.source.topic
+        if not any(published.startswith(topic) for published in heard.topics):
+            names = ", ".join(sorted(map(repr, heard.topics)))
+            self._found(Cause.TOPIC_MISMATCH, f"subscribed to {topic!r}; the engine publishes under {names}", rank)
+        elif heard.unreadable:
+            self._found(Cause.EVENTS_UNREADABLE, heard.unreadable[0], rank)
+        elif any(event.block_hashes and not event.token_ids for event in heard.stored()):
+            self._found(Cause.EVENTS_WITHOUT_TOKENS, "BlockStored events come without token_ids", rank)
+
+    def _examine_stored(self, event: BlockStored, described: WorkerDescription, rank: int) -> None:
+        """What an event says of a prompt that was sent without salt and adapter."""
+        if described.block_size not in (None, event.block_size):
+            evidence = f"the settings say {described.block_size} tokens, the engine's events {event.block_size}"
+            self._found(Cause.BLOCK_SIZE, evidence, rank)
+        keys = event.extra_keys[0] if event.extra_keys else None
+        if event.lora_name is not None or event.lora_id is not None:
+            name = event.lora_name or event.lora_id
+            self._found(Cause.ADAPTER, f"a prompt for the base model was computed with the adapter {name!r}", rank)
+        elif keys or event.cache_salt:
+            self._found(Cause.SALT, "a prompt sent without a salt was stored with one", rank)
+
+    async def _examine_chat(
+        self,
+        worker: Worker,
+        model: str,
+        stream: WatchedStream,
+        all_streams: list[WatchedStream],
+        described: WorkerDescription,
+    ) -> None:
+        texts = [_unused_text(worker, described) for _ in range(2)]
+        messages, others = ([_INSTRUCTION, {"role": "user", "content": text}] for text in texts)
+        expected = await new_prompt(self._tokenizers, model, ChatPrompt(messages), ChatPrompt(others))
+        if expected is None:
+            return
+        rank = stream.source.dp_rank
+        try:
+            await worker.chat(messages, rank)
+        except RequestRefusedError:
+            return  # a model without a chat template
+        if await self._heard_on(all_streams, expected) is None:
+            evidence = f"a new conversation was sent: {difference(expected.token_ids, stream.heard.stored())}"
+            self._found(Cause.CHAT_TEMPLATE, evidence, rank)
+        else:
+            self.passed.append(f"rank {rank}: prompts and conversations have the same tokens here and there")
+
+    def _examine_order(self, stream: WatchedStream) -> None:
+        """Sequence numbers and times of the batches."""
+        rank, batches = stream.source.dp_rank, stream.heard.batches
+        for (before, _, _), (after, _, _) in pairwise(batches):
+            if after != before + 1:
+                what = "batches are missing" if after > before else "two publishers, or one that started again"
+                self._found(Cause.SEQUENCE, f"number {after} came after {before}: {what}", rank)
+                break
+        ahead = min((batch.ts - arrived for _, arrived, batch in batches), key=abs, default=0.0)
+        if abs(ahead) > CLOCK_TOLERANCE:
+            side = "ahead of" if ahead > 0 else "behind"
+            self._found(Cause.CLOCK, f"the engine's clock is {abs(ahead):.0f} s {side} this one", rank)
+
+    async def _examine_replay(self, stream: WatchedStream) -> None:
+        rank = stream.source.dp_rank
+        if stream.source.replay_endpoint is None:
+            self._found(Cause.REPLAY_MISSING, "the stream has no replay endpoint", rank)
+            return
+        try:
+            batches = await stream.replayed()
+        except (UnreachableError, NoPublisherError) as error:
+            self._found(Cause.REPLAY_SILENT, str(error), rank)
+            return
+        self.passed.append(f"rank {rank}: {batches} batches can be replayed")
+
+    async def _examine_match(self, target: Target, token_ids: list[int]) -> None:
+        """Whether the index finds the prompt."""
+        query = MatchQuery(target.model, token_ids)
+        deadline = time.monotonic() + self._patience
+        while not (matched := max((m.matched_tokens for m in self._indexer.match(query)), default=0)):
+            if time.monotonic() > deadline:
+                evidence = f"a prompt of {len(token_ids)} tokens was computed and told of, and is not found"
+                self._found(Cause.NOT_MATCHED, evidence, target.dp_rank)
+                return
+            await asyncio.sleep(0.05)
+        self.passed.append(f"rank {target.dp_rank}: {matched} of {len(token_ids)} tokens of a prompt are found")
+
+    async def _examine_streaming(self, worker: Worker) -> None:
+        """Whether tokens come one by one: the first of a long answer comes long before its last."""
+        text = worker.unused_text(1)
+        await worker.stream(text, 1)
+        for _ in range(_STREAMS):  # a busy worker may stutter
+            one, many = await worker.stream(text, 1), await worker.stream(text, STREAMED_TOKENS)
+            if many.whole < _SHORTEST_STREAM or one.whole > many.whole / 2:
+                return
+            if many.first_byte < (one.whole + many.whole) / 2:
+                first = f"the first of {STREAMED_TOKENS} tokens after {many.first_byte * 1000:.0f} ms"
+                self.passed.append(f"streams: {first}, the last after {many.whole * 1000:.0f} ms")
+                return
+        evidence = (
+            f"{STREAMED_TOKENS} tokens took {many.whole * 1000:.0f} ms and the first came after "
+            f"{many.first_byte * 1000:.0f} ms, although one alone takes {one.whole * 1000:.0f} ms"
+        )
+        self._found(Cause.STREAM_BUFFERED, evidence)
+
+    def _found(self, cause: Cause, evidence: str, dp_rank: int | None = None) -> None:
+        self.findings.append(Finding(cause, self.url, evidence, dp_rank))
+
+
+def _unused_text(worker: Worker, described: WorkerDescription) -> str:
+    """A text of several blocks that is in nobody's cache."""
+    return worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE)

@@ -1,0 +1,193 @@
+"""The conformance check: does an indexer that read the events before a request say what the engine said of it?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrouter.tools.replay.index_client import IndexClient, IndexerError, RankName
+from kvrouter.tools.replay.pace import Pace
+from kvrouter.tools.replay.publication import Publication
+from kvrouter.tools.replay.recorded import LiveMessage, Recording
+from kvrouter.tools.replay.registration import registered
+from kvrouter.tools.replay.stored_prefixes import StoredPrefixes
+from kvrouter.tools.replay.truth import AnsweredRequest
+
+READ_TIMEOUT_S = 10.0  # for the indexer to have read what was published
+SETTLED_S = 0.1  # an answer that stands so long is the indexer's last word
+SETTLE_TIMEOUT_S = 2.0
+_POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A request of which the indexer says something else than the engine, in tokens by source number.
+
+    `ghosts`: the sources said to hold what was not stored since they started.
+    """
+
+    request: AnsweredRequest
+    answers: dict[int, int]
+    ghosts: frozenset[int]
+    wrong: bool
+
+
+@dataclass(slots=True)
+class Score:
+    """How many requests of a recording were answered as the engine did."""
+
+    recording: str
+    requests: int = 0
+    right: int = 0
+    seconds: float = 0.0
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+    @property
+    def ghosts(self) -> int:
+        """Requests with a match that no engine can hold."""
+        return sum(bool(mismatch.ghosts) for mismatch in self.mismatches)
+
+
+async def check_indexer(
+    client: IndexClient,
+    recording: Recording,
+    requests: Sequence[AnsweredRequest],
+    publication: Publication,
+    model: str,
+    speed: float | None,
+) -> Score:
+    """Publish a recording up to each request's start, ask the indexer of its prompt, and compare.
+
+    `requests` in order of their start. Raises IndexerError, also when the indexer does not get to read what was
+    published.
+    """
+    async with registered(client, recording, publication, model) as names:
+        check = _Check(client, recording, publication, model, names)
+        await check.look_for_workers()
+        pace = Pace(min(recording.started_at, requests[0].t_start), speed)
+        started = time.monotonic()
+        position = 0
+        for request in requests:
+            while position < len(recording.messages) and recording.messages[position].received_at < request.t_start:
+                await pace.wait_for(recording.messages[position].received_at)
+                await check.publish(recording.messages[position])
+                position += 1
+            await pace.wait_for(request.t_start)
+            await check.ask(request)
+        check.score.seconds = time.monotonic() - started
+        return check.score
+
+
+class _Check:
+    def __init__(
+        self,
+        client: IndexClient,
+        recording: Recording,
+        publication: Publication,
+        model: str,
+        names: dict[int, RankName],
+    ) -> None:
+        self.score = Score(recording.name)
+        self._client = client
+        self._recording = recording
+        self._publication = publication
+        self._model = model
+        self._names = names
+        self._stored = {number: StoredPrefixes() for number in recording.sources}
+        self._lives = dict.fromkeys(recording.sources, 0)
+        self._tells_last_seq = False
+        for number, source in recording.sources.items():
+            for batch in source.batches_before():
+                self._stored[number].apply(batch)
+
+    async def look_for_workers(self) -> None:
+        """Find out whether the indexer tells how far it has read."""
+        known = await self._client.last_seqs()
+        self._tells_last_seq = known is not None and set(self._names.values()) <= set(known)
+
+    async def publish(self, message: LiveMessage) -> None:
+        await self._publication.publish(message)
+        stored = self._stored[message.source]
+        if message.life != self._lives[message.source]:
+            self._lives[message.source] = message.life
+            stored.restart()
+        if (batch := message.batch()) is not None:
+            stored.apply(batch)
+
+    async def ask(self, request: AnsweredRequest) -> None:
+        """Ask of a request once everything is read, and add what comes to the score."""
+        asked = self._asked(request)
+        if not asked:
+            raise IndexerError(f"request {request.i}: worker {request.worker}, rank {request.dp_rank} is not recorded")
+        if self._tells_last_seq:
+            await self._wait_until_read()
+        answers = await self._settled(request, asked)
+        ghosts = frozenset(n for n, tokens in answers.items() if tokens > self._longest_stored(n, request))
+        wrong = request.cached_tokens not in answers.values()
+        self.score.requests += 1
+        self.score.right += not wrong
+        if wrong or ghosts:
+            self.score.mismatches.append(Mismatch(request, answers, ghosts, wrong))
+
+    def _asked(self, request: AnsweredRequest) -> list[int]:
+        """The sources that may have answered a request: one, or any of the worker's when the engine chose the rank."""
+        return [
+            number
+            for number, source in self._recording.sources.items()
+            if source.worker == request.worker and request.dp_rank in (None, source.dp_rank)
+        ]
+
+    async def _wait_until_read(self) -> None:
+        expected = {
+            self._names[number]: source.last_seq
+            for number, source in self._publication.sources.items()
+            if source.last_seq is not None
+        }
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        while True:
+            known = await self._client.last_seqs() or {}
+            behind = {name: seq for name, seq in expected.items() if known.get(name) != seq}
+            if not behind:
+                return
+            if time.monotonic() > deadline:
+                name, seq = next(iter(behind.items()))
+                raise IndexerError(
+                    f"the indexer has not read batch {seq} of {name.instance}, rank {name.dp_rank}, "
+                    f"{READ_TIMEOUT_S:g} s after it was published: its last_seq is {known.get(name)}"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _settled(self, request: AnsweredRequest, asked: list[int]) -> dict[int, int]:
+        """The indexer's answer by source. A wrong one counts when it stands; any, if nothing else tells that the events
+        are in."""
+        answers = await self._answers(request, asked)
+        stands_since = time.monotonic()
+        deadline = stands_since + SETTLE_TIMEOUT_S
+        while not (self._tells_last_seq and request.cached_tokens in answers.values()):
+            now = time.monotonic()
+            if now - stands_since > SETTLED_S or now > deadline:
+                break
+            await asyncio.sleep(_POLL_S)
+            latest = await self._answers(request, asked)
+            if latest != answers:
+                answers, stands_since = latest, time.monotonic()
+        return answers
+
+    async def _answers(self, request: AnsweredRequest, asked: list[int]) -> dict[int, int]:
+        adapter, salt = self._identity(request)
+        ranks = [self._names[number] for number in asked]
+        tokens = request.prompt_token_ids[:-1]  # the last one is always computed
+        matched = await self._client.matched(ranks, self._model, tokens, adapter, salt)
+        return dict(zip(asked, matched, strict=True))
+
+    def _longest_stored(self, number: int, request: AnsweredRequest) -> int:
+        block_size = self._recording.sources[number].block_size
+        if block_size is None:
+            return 0
+        adapter, salt = self._identity(request)
+        return self._stored[number].longest(request.prompt_token_ids[:-1], adapter, salt, block_size)
+
+    def _identity(self, request: AnsweredRequest) -> tuple[str | None, str | None]:
+        return (request.model if request.model not in ("", self._model) else None), request.cache_salt

@@ -1,0 +1,177 @@
+"""The screen: what there is of a fleet, made to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvrouter.tools.top.feed import Fleet
+
+Row = dict[str, Any]
+
+_WORST = ("down", "left_out", "trial", "new", "warming", "draining", "drained", "ready")
+_STYLES = dict.fromkeys(("ready", "live"), "green") | dict.fromkeys(("down", "left_out", "lost"), "bold red")
+# Lines beside those of the ranks: totals, the head of the table, requests and keys.
+_OTHER_LINES = 14
+_REQUESTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column and the key that sorts by it. `largest`: the largest values come first."""
+
+    key: str
+    title: str
+    value: Callable[[Row], Any]
+    shown: Callable[[Row], RenderableType]
+    largest: bool = True
+
+
+def _held(row: Row) -> int:
+    return sum(row.get("held", {}).values())
+
+
+def _state(state: str | None) -> Text:
+    return Text((state or "-").replace("_", " "), style=_STYLES.get(state or "", "yellow"))
+
+
+def _hit(row: Row) -> str:
+    prompt = row.get("prompt")
+    return f"{row['predicted'] / prompt:.0%} / {row['hit'] / prompt:.0%}" if prompt else "-"
+
+
+def _gaps(row: Row) -> str:
+    if row.get("gaps") is None:
+        return "-"
+    return f"{row['gaps']} / {row['replays']}" + (f", {row['lost']} lost" if row["lost"] else "")
+
+
+COLUMNS = (
+    Column("w", "worker", lambda row: row["worker"], lambda row: _short(row["worker"]), largest=False),
+    Column("d", "rank", lambda row: row["dp_rank"], lambda row: str(row["dp_rank"]), largest=False),
+    Column("s", "state", lambda row: _WORST.index(row["state"]), lambda row: _state(row["state"]), largest=False),
+    Column("e", "events", lambda row: row.get("stream") or "", lambda row: _state(row.get("stream")), largest=False),
+    Column("h", "held", _held, lambda row: _count(_held(row))),
+    Column("r", "requests", lambda row: row["requests"], lambda row: str(row["requests"])),
+    Column("p", "to prefill", lambda row: row["pending"], lambda row: _count(row["pending"])),
+    Column(
+        "k",
+        "KV",
+        lambda row: -1 if row["kv_usage"] is None else row["kv_usage"],
+        lambda row: "-" if row["kv_usage"] is None else f"{row['kv_usage']:.0%}",
+    ),
+    Column("a", "predicted / actual", lambda row: row.get("wrong", -1), _hit),
+    Column("l", "lag", lambda row: row.get("lag_ms") or -1, lambda row: _milliseconds(row.get("lag_ms"))),
+    Column("g", "gaps / replays", lambda row: row.get("gaps") or -1, _gaps),
+)
+KEYS = {column.key: column for column in COLUMNS}
+
+
+@dataclass(slots=True)
+class View:
+    """What is looked at: the column that sorts, in its own order or the other way, and how many rows are skipped."""
+
+    key: str = "s"
+    reverse: bool = False
+    skip: int = 0
+
+    def press(self, key: str) -> None:
+        """A key was pressed: a column's letter sorts by it, again turns the order round; j and J scroll."""
+        if key in ("j", "\x1b[B"):
+            self.skip += 1
+        elif key in ("J", "\x1b[A"):
+            self.skip = max(self.skip - 1, 0)
+        elif key in KEYS:
+            self.reverse = not self.reverse if key == self.key else False
+            self.key, self.skip = key, 0
+
+
+def screen(fleet: Fleet, view: View, lines: int) -> RenderableType:
+    """The whole screen, for a terminal with so many lines."""
+    ranks = ordered(list(fleet.ranks.values()), view)
+    room = max(lines - _OTHER_LINES, 3)
+    view.skip = min(view.skip, max(len(ranks) - room, 0))
+    return Group(
+        _totals(fleet),
+        _ranks(ranks[view.skip : view.skip + room], view),
+        Text(f"{len(ranks)} ranks, from {view.skip + 1}" if len(ranks) > room else ""),
+        _requests(fleet),
+        Text("sort: " + " ".join(f"{each.key}={each.title}" for each in COLUMNS) + "   j/J: down, up   q: quit", "dim"),
+    )
+
+
+def ordered(ranks: list[Row], view: View) -> list[Row]:
+    """The ranks as the view sorts them; equal ones by worker and rank."""
+    column = KEYS[view.key]
+    ranks = sorted(ranks, key=lambda row: (row["worker"], row["dp_rank"], row["model"]))
+    return sorted(ranks, key=column.value, reverse=column.largest is not view.reverse)
+
+
+def _totals(fleet: Fleet) -> RenderableType:
+    totals, point = fleet.totals, fleet.point
+    told = (
+        ("workers up", f"{totals.get('up', 0)} of {totals.get('workers', 0)}"),
+        ("in flight", str(totals.get("requests", 0))),
+        ("queued", str(totals.get("queued", 0))),
+        ("requests/s", f"{point.get('requests', 0):.1f}"),
+        ("predicted", _share(point.get("predicted"))),
+        ("cached", _share(point.get("cached"))),
+        ("first byte p50", _seconds(point.get("ttft_p50"))),
+        ("p90", _seconds(point.get("ttft_p90"))),
+    )
+    line = Text()
+    for name, value in told:
+        line.append(f"{name} ", "dim").append(f"{value}   ", "bold")
+    return line
+
+
+def _ranks(rows: list[Row], view: View) -> RenderableType:
+    table = Table(box=None, expand=True, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        sign = " ▾" if column.key == view.key else ""
+        left = column.key in "wse"
+        table.add_column(column.title + sign, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(column.shown(row) for column in COLUMNS))
+    return table
+
+
+def _requests(fleet: Fleet) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="dim", title="latest requests", title_justify="left")
+    for name in ("tokens", "cached", "best", "worker", "first byte", "whole", "cost"):
+        table.add_column(name, justify="left" if name in ("worker", "cost") else "right", no_wrap=True)
+    for number in sorted(fleet.requests)[-_REQUESTS:]:
+        seen = fleet.requests[number]
+        terms = " ".join(f"{name}={amount:.3g}" for name, amount in seen["terms"].items() if amount)
+        times = (_milliseconds(seen["first_byte_ms"]), _milliseconds(seen["whole_ms"]))
+        counts = (str(seen[name]) for name in ("tokens", "overlap", "best_overlap"))
+        table.add_row(*counts, f"{_short(seen['worker'])} {seen['dp_rank']}", *times, terms)
+    return table
+
+
+def _short(url: str) -> str:
+    return url.partition("://")[2] or url
+
+
+def _count(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return str(round(value))
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _seconds(value: float | None) -> str:
+    return _milliseconds(None if value is None else value * 1000)
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} ms"

@@ -1,0 +1,144 @@
+"""`kvrouter record --requests`: the requests that pass a router, as a trace in Mooncake's format.
+
+The router tells hashes, which are numbered here in the order they come, so that a trace holds nothing made of a prompt.
+Lines come when requests end, and are put in the order of their arrival at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TraceHead, TraceLine
+
+SILENCE = 15.0  # seconds after which the router is taken to be gone; it says something every second
+LAST_SECONDS = 0.3  # of reading, after the end was asked for
+_MAX_LINE = 1 << 24
+
+
+class RecordingError(Exception):
+    """The router does not tell of its requests; the message says why."""
+
+
+@dataclass(slots=True)
+class RecordedRequests:
+    """How much was recorded. `broken_off`: why the recording ended before it was meant to."""
+
+    requests: int = 0
+    tokens: int = 0
+    dropped: int = 0
+    unknown: int = 0
+    broken_off: str = ""
+
+    def summary(self, output: Path) -> list[str]:
+        """What to tell of it."""
+        lines = [f"recorded {self.requests} requests of {self.tokens} prompt tokens to {output}"]
+        if self.dropped:
+            lines.append(f"{self.dropped} requests are missing: they came faster than they were read")
+        if self.unknown:
+            lines.append(f"{self.unknown} requests are left out: the router does not know their tokens")
+        if self.broken_off:
+            lines.append(f"the recording broke off: {self.broken_off}")
+        return lines
+
+
+async def record_requests(
+    url: str, token: str, output: Path, block_tokens: int, stopped: asyncio.Event, on_begun: Callable[[], None]
+) -> RecordedRequests:
+    """Record until `stopped`. `on_begun` is called once the router tells. Raises RecordingError before, and OSError."""
+    recorded = RecordedRequests()
+    reading = asyncio.create_task(_read(url, token, output, block_tokens, recorded, on_begun))
+    stopping = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():  # what ended until now is still on its way
+            await asyncio.wait((reading,), timeout=LAST_SECONDS)
+    finally:
+        for task in (reading, stopping):
+            task.cancel()
+        await asyncio.gather(reading, stopping, return_exceptions=True)
+    if not reading.cancelled():
+        reading.result()
+    if recorded.requests:
+        _sort(output)
+    return recorded
+
+
+async def _read(
+    url: str, token: str, output: Path, block_tokens: int, recorded: RecordedRequests, on_begun: Callable[[], None]
+) -> None:
+    """Write what a router tells as it comes, so that little is lost should this end suddenly."""
+    encode = msgspec.json.Encoder().encode
+    numbers: dict[int, int] = {}
+    begun = False
+    try:
+        async with aclosing(_told(url, token, block_tokens)) as told:
+            await anext(told)
+            begun = True
+            with output.open("wb") as file:
+                if block_tokens != BLOCK_TOKENS:
+                    file.write(encode(TraceHead(block_tokens)) + b"\n")
+                on_begun()
+                async for line in told:
+                    if "timestamp" not in line:
+                        recorded.dropped, recorded.unknown = line["dropped"], line["unknown"]
+                        file.flush()
+                        continue
+                    traced = msgspec.convert(line, TraceLine)
+                    traced.hash_ids = [numbers.setdefault(known, len(numbers)) for known in traced.hash_ids]
+                    file.write(encode(traced) + b"\n")
+                    recorded.requests += 1
+                    recorded.tokens += traced.input_length
+        recorded.broken_off = "the router ended"
+    except StopAsyncIteration:
+        raise RecordingError(f"{url} says nothing: is this a router's URL?") from None
+    except RecordingError as error:
+        if not begun:
+            raise
+        recorded.broken_off = str(error)
+
+
+def _sort(output: Path) -> None:
+    """Put the lines of a file in the order of their times."""
+    lines = output.read_bytes().splitlines(keepends=True)
+    head = [line for line in lines[:1] if line.startswith(b'{"block_tokens"')]
+    beside = output.with_name(f"{output.name}.sorted")
+    beside.write_bytes(b"".join(head + sorted(lines[len(head) :], key=_timestamp)))
+    beside.replace(output)
+
+
+def _timestamp(line: bytes) -> float:
+    return msgspec.json.decode(line, type=TraceLine).timestamp
+
+
+async def _told(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict[str, Any], None]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, read_bufsize=_MAX_LINE) as session,
+            session.get(
+                f"{url.rstrip('/')}/requests", params={"block_tokens": block_tokens}, headers=headers
+            ) as response,
+        ):
+            if response.status in (401, 403):
+                raise RecordingError(f"{url} wants the admin token: give it with --token")
+            if response.status != 200 or response.content_type != "application/x-ndjson":
+                raise RecordingError(f"{url} answers {response.status}: {await _said(response)}")
+            async for line in response.content:
+                yield msgspec.json.decode(line)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise RecordingError(f"{url}: {str(error) or type(error).__name__}") from error
+
+
+async def _said(response: aiohttp.ClientResponse) -> str:
+    with suppress(Exception):
+        return str((await response.json())["error"]["message"])
+    return "is this a router's URL?"

@@ -1,0 +1,146 @@
+"""`kvrouter replay-trace` from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from secrets import token_hex
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvrouter.tools.simulation.sides import Side
+from kvrouter.tools.simulation.trace import Trace, TracedRequest, TraceError, read_trace, requests_of
+from kvrouter.tools.traces.live import LiveTarget, replay_live
+from kvrouter.tools.traces.plots import seconds, share
+from kvrouter.tools.traces.report import Report, headline, render
+from kvrouter.tools.traces.results import Run
+from kvrouter.tools.traces.simulated import SimulatedFleet, simulate
+from kvrouter.tools.traces.workload import Workload, shape
+
+
+def open_trace(path: Path, limit: int | None) -> Trace:
+    """A trace that begins at 0 and has at least one request. Raises TraceError, and OSError."""
+    trace = read_trace(path, limit)
+    if not trace.lines:
+        raise TraceError(f"{path} holds no requests")
+    begins = trace.lines[0].timestamp
+    for line in trace.lines:
+        line.timestamp -= begins
+    return trace
+
+
+def replay_simulated(path: Path, trace: Trace, sides: Sequence[Side], fleet: SimulatedFleet, speed: float) -> Report:
+    """A trace under several policies in a simulated fleet."""
+    requests = requests_of(trace.lines, speed, trace.block_tokens)
+    with _progress(len(requests)) as begin:
+        runs = [simulate(requests, trace.block_tokens, side, fleet, 1, begin(side.name)) for side in sides]
+    settings = {
+        "Simulated fleet": f"{fleet.workers} engines, each {fleet.profile.name}",
+        "Cache of each": f"{fleet.kv_tokens:,} tokens",
+        "Policies": ", ".join(side.name + (" (holds requests)" if side.late_binding else "") for side in sides),
+    }
+    return _report(path, trace, requests, runs, settings, speed, fleet.workers * fleet.kv_tokens)
+
+
+def replay_to(path: Path, trace: Trace, targets: Sequence[LiveTarget], speed: float) -> Report:
+    """A trace sent to one router after the other. Raises ReplayError."""
+    requests = requests_of(trace.lines, speed, trace.block_tokens)
+    runs: list[Run] = []
+    with _progress(len(requests)) as begin:
+        for target in targets:
+            runs.append(asyncio.run(replay_live(trace, target, begin(target.label))))
+    settings = {
+        **{target.label: target.url for target in targets},
+        "Answers": f"as long as in the trace, at most {targets[0].max_tokens} tokens",
+        "Seed of the prompts": targets[0].seed.rpartition("/")[0],
+    }
+    return _report(path, trace, requests, runs, settings, speed, None)
+
+
+def live_targets(
+    urls: Sequence[str], model: str | None, api_key: str, speed: float, max_tokens: int, seed: str | None
+) -> list[LiveTarget]:
+    """The routers named as URL or LABEL=URL. Raises ValueError.
+
+    Each gets prompts of its own, since routers may share workers; and every replay new ones, since caches last.
+    """
+    seed = seed or token_hex(8)
+    targets: dict[str, LiveTarget] = {}
+    for text in urls:
+        label, separator, url = text.partition("=")
+        if not separator or "://" in label:
+            label, url = text.partition("://")[2].rstrip("/"), text
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--url {text}: expected URL or LABEL=URL, such as new=http://127.0.0.1:8080")
+        if label in targets:
+            raise ValueError(f"--url: two are called {label!r}; give them different labels, as LABEL=URL")
+        targets[label] = LiveTarget(label, url.rstrip("/"), model, api_key, speed, max_tokens, f"{seed}/{label}")
+    return list(targets.values())
+
+
+def write_report(report: Report, html: Path, as_json: Path | None) -> None:
+    """Write the page and, if wanted, the results as JSON; print the figures. Raises OSError."""
+    html.write_text(render(report), encoding="utf-8")
+    if as_json is not None:
+        results = {
+            "trace": report.trace,
+            "settings": dict(report.settings),
+            "workload": asdict(report.workload),
+            "runs": [run.as_json() for run in report.runs],
+        }
+        as_json.write_text(json.dumps(results) + "\n")
+    console = Console()
+    console.print(_table(report.runs, report.workload))
+    console.print(" ".join(headline(report.runs, report.workload.best_hit_rate)))
+    console.print(f"report: {html}", soft_wrap=True)
+
+
+def _report(
+    path: Path,
+    trace: Trace,
+    requests: Sequence[TracedRequest],
+    runs: Sequence[Run],
+    settings: dict[str, str],
+    speed: float,
+    cache_tokens: int | None,
+) -> Report:
+    common = {
+        "Trace": path.name,
+        "Speed": f"{speed:g} times as recorded",
+        "Blocks of the trace": f"{trace.block_tokens} tokens",
+    }
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    workload = shape(trace.lines, requests, trace.block_tokens)
+    return Report(path.name, cache_tokens is None, runs, requests, workload, common | settings, cache_tokens, made)
+
+
+def _table(runs: Sequence[Run], workload: Workload) -> Table:
+    table = Table(caption=f"best possible hit rate {share(workload.best_hit_rate)}")
+    for name in ("", "hit rate", "TTFT p50", "p90", "p99", "busiest", "failed"):
+        table.add_column(name, justify="left" if not name else "right")
+    for run in runs:
+        figures = run.figures
+        rate = "not told" if figures.hit_rate is None else share(figures.hit_rate)
+        times = [seconds(each) for each in (figures.ttft_p50, figures.ttft_p90, figures.ttft_p99)]
+        table.add_row(run.label, rate, *times, f"{figures.busiest:.2f}", str(figures.failed))
+    return table
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
+    """Shows a bar for each run that is begun; what that returns is called for each request."""
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def begin(name: str) -> Callable[[], None]:
+            task = progress.add_task(name, total=total)
+            return lambda: progress.advance(task)
+
+        yield begin

@@ -1,0 +1,102 @@
+"""The shape of a trace: what comes when, how long it is, and how much of it any cache could know."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvrouter.tools.simulation.measures import percentile
+from kvrouter.tools.simulation.trace import TracedRequest, TraceLine
+
+_SIZES = 8  # of caches that are tried, each twice the one before
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A trace in figures. Lengths in tokens, times in seconds.
+
+    `best_hit_rate`: what one cache finds that forgets nothing. `by_cache`: what caches of so many tokens find that
+    forget what was used least recently; empty where no prompt fills a block. `working_set`: the tokens of all different
+    blocks. `recorded_hit_rate`: what was cached when the trace was recorded, if it tells.
+    """
+
+    requests: int
+    seconds: float
+    sessions: int
+    prompt_tokens: int
+    output_tokens: int
+    prompt_p50: float
+    prompt_p90: float
+    output_p50: float
+    output_p90: float
+    working_set: int
+    best_hit_rate: float
+    by_cache: list[tuple[int, float]]
+    recorded_hit_rate: float | None
+    recorded_ttft_p50: float | None
+    recorded_ttft_p90: float | None
+
+
+def shape(lines: Sequence[TraceLine], requests: Sequence[TracedRequest], block_tokens: int) -> Workload:
+    """The workload of these requests, which are those of the lines; at least one."""
+    prompts = [request.input_tokens for request in requests]
+    outputs = [request.output_tokens for request in requests]
+    blocks = len({block for request in requests for block in request.finished})
+    told = [line for line in lines if line.cached_tokens is not None]
+    ttfts = [line.ttft_ms / 1000 for line in lines if line.ttft_ms is not None]
+    sizes = sorted({blocks >> halvings for halvings in range(1, _SIZES + 1)} - {0, blocks})
+    best = _hit_rate(requests, block_tokens, blocks)
+    return Workload(
+        len(requests),
+        requests[-1].arrival - requests[0].arrival,
+        len({request.session for request in requests}),
+        sum(prompts),
+        sum(outputs),
+        percentile(prompts, 0.5),
+        percentile(prompts, 0.9),
+        percentile(outputs, 0.5),
+        percentile(outputs, 0.9),
+        blocks * block_tokens,
+        best,
+        [(size * block_tokens, _hit_rate(requests, block_tokens, size)) for size in sizes]
+        + ([(blocks * block_tokens, best)] if blocks else []),
+        sum(line.cached_tokens or 0 for line in told) / (sum(line.input_length for line in told) or 1)
+        if told
+        else None,
+        percentile(ttfts, 0.5) if ttfts else None,
+        percentile(ttfts, 0.9) if ttfts else None,
+    )
+
+
+def _hit_rate(requests: Sequence[TracedRequest], block_tokens: int, capacity: int) -> float:
+    """The share of prompt tokens that one cache of so many blocks finds, were every request answered at once."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    found = total = 0
+    for request in requests:
+        matched = 0
+        for block in request.blocks[: (request.input_tokens - 1) // block_tokens]:
+            if block not in cache:
+                break
+            matched += 1
+        found += matched * block_tokens
+        total += request.input_tokens
+        for block in reversed(request.finished):  # the last of a prompt is forgotten first
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return found / total
+
+
+def histogram(values: Sequence[float], edges: Sequence[float]) -> list[int]:
+    """How many values are in each range between two edges; the last includes its end."""
+    ordered = sorted(values)
+    counts, place = [], 0
+    for _, above in pairwise(edges):
+        begun = place
+        while place < len(ordered) and (ordered[place] < above or above == edges[-1]):
+            place += 1
+        counts.append(place - begun)
+    return counts

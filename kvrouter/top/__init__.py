@@ -1,5 +1,0 @@
-"""`kvrouter top`: the fleet on one screen of a terminal, updating."""
-
-from kvrouter.top.run import run_top
-
-__all__ = ["run_top"]

@@ -1,0 +1,134 @@
+"""Leaving workers out: those that hang, and those that are far worse than the others, but never all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import structlog
+
+from indexer import Indexer, Target
+from router.fleet.circuit import CircuitState
+from router.fleet.health import FirstByte, Health, StallLimits, latest, rank_stalled, stalled
+from router.fleet.outliers import Alike, OutlierLimits, Recent
+from router.fleet.worker import Worker, WorkerState
+from router.settings import FleetSettings
+
+log = structlog.get_logger()
+
+_INTERVAL = 0.25
+_OUTLIER_TURNS = 4  # outliers are looked for once in so many turns
+_FEWEST_TO_COMPARE = 3
+_WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED)
+
+
+class StallDetector:
+    """Looks at all workers several times a second, and logs every change of a worker's state once."""
+
+    def __init__(self, settings: FleetSettings, indexer: Indexer) -> None:
+        self._stall = StallLimits(settings.stall_seconds, settings.stall_factor)
+        self._outlier = OutlierLimits(settings.outlier_factor)
+        self._max_ejected = settings.max_ejected
+        self._indexer = indexer
+        self._logged: dict[Worker, WorkerState] = {}
+
+    async def run(self, workers: Callable[[], Sequence[Worker]]) -> None:
+        """Go on judging until cancelled."""
+        turn = 0
+        while True:
+            now = workers()
+            self.leave_out_stalled(now)
+            self.leave_out_stalled_ranks(now)
+            if turn % _OUTLIER_TURNS == 0:
+                self.leave_out_outliers(now)
+            self.log_changes(now)
+            turn += 1
+            await asyncio.sleep(_INTERVAL)
+
+    def leave_out_stalled(self, workers: Sequence[Worker]) -> None:
+        """Open the circuits of workers that hang, and send elsewhere what waits there."""
+        usual: dict[frozenset[str], list[FirstByte]] = {}  # by what workers serve
+        for worker in workers:
+            if not worker.up or not worker.health.attempts:
+                continue
+            silent = self._silence(worker.health, worker.metrics.progress_at, worker.targets)
+            if silent < self._stall.silence or not _others(worker, workers):
+                continue  # most workers; what is usual takes longer to tell
+            models = frozenset(worker.models())
+            seen = usual.get(models)
+            if seen is None:
+                alike = [other.health for other in workers if other.models() & models]
+                seen = usual[models] = latest([health.first_bytes() for health in alike])
+            reason = stalled(worker.health, self._stall, seen, silent, worker.metrics.unanswered)
+            if reason is None:
+                continue
+            circuit = worker.health.circuit
+            if circuit.state is not CircuitState.OPEN:
+                circuit.open(reason)
+            if moved := worker.health.give_up_waiting():
+                log.warning("requests sent elsewhere", worker=worker.url, requests=moved, reason=reason)
+
+    def leave_out_stalled_ranks(self, workers: Sequence[Worker]) -> None:
+        """Open the circuits of single ranks that hang while others of their worker work."""
+        for worker in workers:
+            for dp_rank, health in worker.health.ranks.items():
+                others = [other for rank, other in worker.health.ranks.items() if rank != dp_rank]
+                if not worker.up or health.circuit.state is CircuitState.OPEN or not others:
+                    continue
+                targets = (target for target in worker.targets if target.dp_rank == dp_rank)
+                silent = self._silence(health, worker.metrics.rank_progress_at(dp_rank), targets)
+                if silent < self._stall.silence:
+                    continue  # likewise
+                seen = [first for other in (health, *others) for first in other.first_bytes()]
+                reason = rank_stalled(health, self._stall, seen, silent)
+                if reason is not None:
+                    health.circuit.open(reason)
+                    moved = health.give_up_waiting()
+                    log.warning("rank left out", worker=worker.url, dp_rank=dp_rank, moved=moved, reason=reason)
+
+    def leave_out_outliers(self, workers: Sequence[Worker]) -> None:
+        """Open the circuits of workers that are far worse than the others, for a bounded share of the workers."""
+        up = [worker for worker in workers if worker.up and not worker.draining]
+        well = [worker for worker in up if worker.health.circuit.state is CircuitState.CLOSED]
+        left = max(int(self._max_ejected * len(up)), 1) - (len(up) - len(well))
+        if left <= 0:
+            return
+        recent = {worker: Recent(worker.health, self._outlier) for worker in well}
+        models = {worker: frozenset(worker.models()) for worker in well}
+        for served in set(models.values()):
+            alike = [recent[worker] for worker in well if models[worker] & served]
+            if len(alike) < _FEWEST_TO_COMPARE:
+                continue
+            compared = Alike(alike, self._outlier)
+            for worker in well:
+                if models[worker] == served and left > 0 and (reason := compared.outlier(recent[worker])):
+                    worker.health.circuit.open(reason)
+                    worker.health.forget()
+                    left -= 1
+
+    def log_changes(self, workers: Sequence[Worker]) -> None:
+        """Log the workers whose state is another than the last time."""
+        for worker in workers:
+            before, state = self._logged.get(worker, WorkerState.NEW), worker.state
+            if state is not before:
+                write = log.info if state in _WELL else log.warning
+                write("worker state", worker=worker.url, state=str(state), before=str(before), reason=worker.reason)
+        self._logged = {worker: worker.state for worker in workers}
+
+    def _silence(self, health: Health, progress_at: float, targets: Iterable[Target]) -> float:
+        """Seconds since anything was heard of the work of a worker or a rank, which is these targets."""
+        silent = health.clock() - max(health.last_byte, progress_at)
+        if silent < self._stall.silence:
+            return silent
+        reports = [self._indexer.report(target) for target in targets]
+        events = [report.stream.received_at for report in reports if report and report.stream]
+        return min([silent, *(time.time() - at for at in events if at is not None)])
+
+
+def _others(worker: Worker, workers: Sequence[Worker]) -> bool:
+    """Whether any other worker can take a worker's requests."""
+    return any(
+        other is not worker and other.up and other.trusted and not other.draining and other.models() & worker.models()
+        for other in workers
+    )

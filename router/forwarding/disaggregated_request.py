@@ -1,0 +1,287 @@
+"""Two requests for one: a prompt's prefill on one worker, its decode on another, raced and closed together.
+
+    (asked) ──▶ prefill and decode at once            ──▶ the decode's answer is passed on
+            └─▶ prefill ──answered──▶ decode          ──┘
+
+Only the decode's answer is passed on; the prefill's is drained, or read where it tells how to go on. Until the decode's
+first byte a failing prefill ends both. What the prefill refuses as the client's fault is the client's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from router.disaggregation.adapters import Adapter, AnsweredError, PreparedRequest
+from router.fleet.health import Outcome
+from router.http.headers import Headers, forwarded_lines
+from router.routing.assignment import Assignment
+from router.upstream import ResponseHandler, ResponseHead, UpstreamError, UpstreamRequest, Upstreams
+from router.upstream.transport import SentRequest, Transport
+
+_MAX_ANSWER = 16 * 2**20  # of a prefill, where it is read
+
+
+class PrefillFailedError(UpstreamError):
+    """The prefill worker failed; the decode worker did not.
+
+    `answered`: it can be reached, and said that it failed. `together`: both ran at once, so that the decode worker may
+    be why.
+    """
+
+    def __init__(self, problem: str, answered: bool, together: bool) -> None:
+        super().__init__(problem)
+        self.answered = answered
+        self.together = together
+
+
+class DisaggregatedRequest(ResponseHandler):
+    """The requests to the two workers of a placement. To the exchange it is one request, which `handler` hears of."""
+
+    def __init__(
+        self,
+        handler: ResponseHandler,
+        upstreams: Upstreams,
+        assignment: Assignment,
+        adapter: Adapter,
+        target: bytes,
+        headers: Headers,
+        prefilled: Callable[[], None],
+        transport: Transport | None = None,
+    ) -> None:
+        """`prefilled` is told when the prefill is done, and the decode is what is waited for.
+
+        `transport`: who sends the decode, if not the router itself.
+        """
+        assert assignment.prefill is not None
+        self._handler: ResponseHandler | None = handler
+        self._upstreams = upstreams
+        self._adapter = adapter
+        self._target = target
+        self._headers = headers
+        self._done = prefilled
+        self._transport = transport
+        self._decode_worker = assignment.worker
+        self._prefill_placement = assignment.prefill
+        self._prefill: UpstreamRequest | None = None
+        self._decode: SentRequest | None = None
+        self._begun = False  # something of the decode's answer came
+        self._paused = False
+        self._asking: UpstreamRequest | None = None
+
+    def start(self) -> None:
+        """Send what can be sent now. Raises RequestError for a body that cannot be changed."""
+        if question := self._adapter.question:
+            self._ask(question)
+        else:
+            self._send_first()
+
+    def pause(self) -> None:
+        """Read no more of the answer for now."""
+        self._paused = True
+        if self._decode is not None:
+            self._decode.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        self._paused = False
+        if self._decode is not None:
+            self._decode.resume()
+
+    @property
+    def answering(self) -> SentRequest | None:
+        """The request whose answer is the client's; None while there is none."""
+        return self._decode
+
+    def abort(self) -> None:
+        """Call both off. The receiver hears nothing more."""
+        self._handler = None
+        ended = [
+            url
+            for url, sent in (
+                (self._prefill_placement.worker.url, self._prefill),
+                (self._decode_worker.url, self._decode),
+            )
+            if sent is not None
+        ]
+        self._close()
+        if ended and (part := self._adapter.abort) is not None:
+            lines = forwarded_lines(part.headers)
+            for url in ended:
+                self._upstreams.of(url).send(_Nobody(), "POST", b"/abort_request", lines, part.body)
+
+    def _ask(self, question: str) -> None:
+        place = urlsplit(question)
+        upstream = self._upstreams.of(f"{place.scheme}://{place.netloc}")
+
+        def learned(head: ResponseHead, body: bytes) -> None:
+            self._asking = None
+            if head.status != 200:
+                self._prefill_failed(f"{question} answers {head.status}")
+                return
+            try:
+                self._adapter.learn(body)
+            except ValueError as error:
+                self._prefill_failed(f"{question}: an answer that makes no sense: {error}")
+                return
+            self._send_first()
+
+        def failed(reason: str) -> None:
+            self._asking = None
+            self._prefill_failed(f"{question}: {reason}")
+
+        self._asking = upstream.send(_Collected(learned, failed), "GET", place.path.encode(), b"", b"")
+
+    def _send_first(self) -> None:
+        adapter = self._adapter
+        if adapter.prefills:
+            self._prefill = self._send(
+                self._prefill_placement.worker.url,
+                adapter.prefill(),
+                _Collected(self._prefilled, self._prefill_failed, kept=not adapter.concurrent),
+            )
+        if adapter.concurrent:
+            self._send_decode(b"")
+
+    def _send_decode(self, prefilled: bytes) -> None:
+        part = self._adapter.decode(prefilled)
+        if self._transport is None:
+            self._decode = self._send(self._decode_worker.url, part, self)
+        else:
+            self._decode = self._transport.send(self._decode_worker, self, self._headers_of(part), part.body)
+        if self._paused:
+            self._decode.pause()
+
+    def _send(self, url: str, part: PreparedRequest, handler: ResponseHandler) -> UpstreamRequest:
+        lines = forwarded_lines(self._headers_of(part))
+        return self._upstreams.of(url).send(handler, "POST", self._target, lines, part.body)
+
+    def _headers_of(self, part: PreparedRequest) -> Headers:
+        return [each for each in self._headers if each[0] not in {name for name, _ in part.headers}] + part.headers
+
+    # What the prefill answers
+
+    def _prefilled(self, head: ResponseHead, body: bytes) -> None:
+        self._prefill = None
+        assignment = self._prefill_placement
+        assignment.attempt.heard()
+        if head.status >= 500:
+            if self._adapter.concurrent:  # perhaps because the decode worker failed it
+                assignment.attempt.end(Outcome.NEITHER, f"status {head.status}")
+            self._prefill_failed(f"status {head.status}", answered=True)
+            return
+        assignment.attempt.end(Outcome.SUCCEEDED if head.status < 400 else Outcome.NEITHER, f"status {head.status}")
+        assignment.first_byte()
+        assignment.release()
+        if self._handler is None or self._begun:
+            return
+        if head.status >= 400:
+            self._answer(head, body)
+            return
+        self._done()
+        if not self._adapter.concurrent:
+            try:
+                self._send_decode(body)
+            except AnsweredError as answered:
+                self._answer(ResponseHead(200, [(b"content-type", answered.content_type)]), answered.body)
+            except ValueError as error:
+                self._prefill_failed(f"an answer that makes no sense: {error}")
+
+    def _prefill_failed(self, reason: str, answered: bool = False) -> None:
+        self._prefill = None
+        self._prefill_placement.attempt.end(Outcome.FAILED, reason)
+        if self._begun:
+            return  # what the decode needed of it has come
+        handler, self._handler = self._handler, None
+        self._close()
+        if handler is not None:
+            problem = f"prefill on {self._prefill_placement.worker.url}: {reason}"
+            handler.failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
+
+    def _answer(self, head: ResponseHead, body: bytes) -> None:
+        """The prefill's answer is the client's."""
+        handler, self._handler = self._handler, None
+        self._close()
+        if handler is not None:
+            handler.answered(head, body, True)
+
+    # What the decode answers
+
+    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+        """The decode's answer begins."""
+        self._heard(data, ended)
+        if self._handler is not None:
+            self._handler.answered(head, data, ended)
+
+    def more(self, data: bytes, ended: bool) -> None:
+        """More of it came."""
+        self._heard(data, ended)
+        if self._handler is not None:
+            self._handler.more(data, ended)
+
+    def failed(self, error: UpstreamError) -> None:
+        """The decode worker failed: the prefill is called off too."""
+        self._decode = None
+        handler, self._handler = self._handler, None
+        self._close()
+        if handler is not None:
+            handler.failed(error)
+
+    def _heard(self, data: bytes, ended: bool) -> None:
+        if not self._begun and (data or ended):
+            self._begun = True
+            self._prefill_placement.first_byte()
+        if ended:
+            self._decode = None
+            self._close()
+
+    def _close(self) -> None:
+        for sent in (self._asking, self._prefill, self._decode):
+            if sent is not None:
+                sent.abort()
+        self._asking = self._prefill = self._decode = None
+
+
+class _Collected(ResponseHandler):
+    """Gathers an answer; `kept`: its body too, else only that of a refusal."""
+
+    def __init__(
+        self,
+        done: Callable[[ResponseHead, bytes], None],
+        failed: Callable[[str], None],
+        kept: bool = True,
+    ) -> None:
+        self._done = done
+        self._failed = failed
+        self._kept = kept
+        self._head: ResponseHead | None = None
+        self._body = bytearray()
+
+    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+        self._head = head
+        self.more(data, ended)
+
+    def more(self, data: bytes, ended: bool) -> None:
+        assert self._head is not None
+        if self._kept or self._head.status >= 400:
+            self._body += data
+        if len(self._body) > _MAX_ANSWER:
+            self._failed(f"an answer of more than {_MAX_ANSWER} bytes")
+        elif ended:
+            self._done(self._head, bytes(self._body))
+
+    def failed(self, error: UpstreamError) -> None:
+        self._failed(str(error))
+
+
+class _Nobody(ResponseHandler):
+    """Does not wait for an answer."""
+
+    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+        """Nothing is done with it."""
+
+    def more(self, data: bytes, ended: bool) -> None:
+        """Nothing is done with it."""
+
+    def failed(self, error: UpstreamError) -> None:
+        """Nobody minds."""

@@ -1,0 +1,48 @@
+"""What an answer says of where it came from."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.http.headers import Headers, lines_of
+
+# The line of each worker: the same ones come again and again. So many are kept.
+_LINES: Final[dict[str, bytes]] = {}
+_MOST: Final = 4096
+
+
+class RoutingHeaders:
+    """Where a request went: to a worker, for so many tokens that it had cached; and more, where it is unusual."""
+
+    __slots__ = ("_more", "_overlap", "_worker")
+
+    def __init__(self, worker: str, overlap: int) -> None:
+        self._worker = worker
+        self._overlap = overlap
+        self._more: Headers | None = None
+
+    def add(self, name: bytes, value: bytes) -> None:
+        """Say this besides."""
+        if self._more is None:
+            self._more = []
+        self._more.append((name, value))
+
+    def headers(self) -> Headers:
+        """The headers that say so."""
+        said = [
+            (b"x-kvrouter-worker", self._worker.encode()),
+            (b"x-kvrouter-overlap-tokens", b"%d" % self._overlap),
+        ]
+        return said + self._more if self._more else said
+
+    def lines(self) -> bytes:
+        """The same as they are sent."""
+        line = _LINES.get(self._worker)
+        if line is None:
+            if len(_LINES) >= _MOST:
+                _LINES.clear()
+            line = _LINES[self._worker] = (
+                b"x-kvrouter-worker: %b\r\nx-kvrouter-overlap-tokens: " % self._worker.encode()
+            )
+        lines = line + str(self._overlap).encode() + b"\r\n"
+        return lines + lines_of(self._more) if self._more else lines

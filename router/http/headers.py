@@ -1,0 +1,37 @@
+"""Headers as lists of pairs, and as the lines in which they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, TypeAlias
+
+Header: TypeAlias = tuple[bytes, bytes]
+# Names are in lower case.
+Headers: TypeAlias = list[Header]
+HeaderItems: TypeAlias = Iterable[Header]
+
+# RFC 9110, 7.6.1: these are about one connection, not about the message.
+HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
+)
+_NOT_FORWARDED: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
+_NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
+
+
+def forwarded_lines(headers: Headers) -> bytes:
+    """The headers that are about the message, as they are sent."""
+    return lines_of(end_to_end(headers, _NOT_FORWARDED))
+
+
+def lines_of(headers: Headers) -> bytes:
+    """Headers as they are sent."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
+
+
+def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
+    """The headers but those that are dropped, and those that a `connection` header names."""
+    for name, value in headers:
+        if name == b"connection" and value.lower() not in _NAMING_NOTHING:
+            dropped = dropped | {part.strip().lower() for part in value.split(b",")}
+    return [header for header in headers if header[0] not in dropped]

@@ -1,0 +1,69 @@
+"""`POST /explain`: the decision a request would get now, term by term, without sending it or reserving anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from indexer.errors import RequestError
+from router.admission.admission import Admission
+from router.apis.endpoints import PROMPTED, Call, read_call
+from router.apis.fields import kind_of, read_body
+from router.http.headers import HeaderItems
+from router.policies import Cost
+from router.routing.router import Router
+
+
+class ExplainBody(msgspec.Struct):
+    """`POST /explain`: a request, and the path it would be sent to."""
+
+    request: dict[str, Any]
+    path: str = "/v1/chat/completions"
+
+
+class _ExplainFields(msgspec.Struct):
+    request: Any = None
+    path: Any = "/v1/chat/completions"
+
+
+async def explain(router: Router, admission: Admission, body: bytes, headers: HeaderItems) -> dict[str, Any]:
+    """The answer to `/explain`, the best candidate first. Raises RequestError naming the field at fault."""
+    fields = read_body(body, _ExplainFields)
+    if not isinstance(fields.request, dict):
+        raise RequestError(
+            f"request is {kind_of(fields.request)}. Send the body of the request to explain.", param="request"
+        )
+    if not isinstance(fields.path, str) or not fields.path.startswith("/"):
+        raise RequestError(f"path must be one such as {', '.join(PROMPTED)}.", param="path")
+    asked = msgspec.json.encode(fields.request)
+    prompt = await router.read(read_call(Call("POST", fields.path, headers, asked)), len(asked))
+    prompt = replace(prompt, path=fields.path)
+    choice = router.choose(prompt)
+    assert choice is not None  # nothing is at a limit where there is none
+    decision = choice.decision
+    costs = sorted(decision.costs, key=lambda cost: cost.total)
+    return {
+        "path": fields.path,
+        "model": prompt.name,
+        "tokens": prompt.tokens,
+        "exact": prompt.exact,
+        "session": prompt.session,
+        "held": admission.would_hold(prompt),
+        "choice": {"worker": decision.choice.target.worker, "dp_rank": decision.choice.target.dp_rank},
+        "candidates": [_candidate(cost) for cost in costs],
+        "disaggregation": choice.disaggregation and choice.disaggregation.as_json(),
+    }
+
+
+def _candidate(cost: Cost) -> dict[str, Any]:
+    candidate = cost.candidate
+    return {
+        "worker": candidate.target.worker,
+        "dp_rank": candidate.target.dp_rank,
+        "overlap": candidate.overlap,
+        "load": {"requests": candidate.requests, "pending": candidate.pending, "context": candidate.context},
+        "terms": cost.terms,
+        "total": cost.total,
+    }

@@ -1,0 +1,140 @@
+"""uvicorn's class, for those requests of a connection that are not the lane's. The lane reads them, and tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Protocol
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from router.http.headers import Headers
+
+
+class ConnectionOwner(Protocol):
+    """Whose requests they are."""
+
+    def ordinary_answered(self) -> None:
+        """A request is answered."""
+
+    def left(self) -> None:
+        """The connection speaks another protocol from now on."""
+
+
+class ParsedRequest:
+    """A request that was read. To uvicorn's class it is the parser."""
+
+    def __init__(self, method: bytes, version: str, keeps_alive: bool, upgrades: bool) -> None:
+        self._method = method
+        self._version = version
+        self._keeps_alive = keeps_alive
+        self._upgrades = upgrades
+
+    def get_method(self) -> bytes:
+        return self._method
+
+    def get_http_version(self) -> str:
+        return self._version
+
+    def should_keep_alive(self) -> bool:
+        return self._keeps_alive
+
+    def should_upgrade(self) -> bool:
+        return self._upgrades
+
+    def feed_data(self, data: bytes) -> None:
+        """What follows is no HTTP."""
+        raise httptools.HttpParserUpgrade(len(data))
+
+
+class AsgiFallback(HttpToolsProtocol):
+    """Serves requests by ASGI, each as soon as its head is read, and one at a time."""
+
+    def __init__(
+        self,
+        connection: ConnectionOwner,
+        transport: asyncio.Transport,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(config, server_state, app_state, loop)
+        self._connection = connection
+        self.connection_made(transport)
+        self.connections.discard(self)  # whose connection it is is among them
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def owes_answer(self) -> bool:
+        """Whether that one came whole."""
+        return self.busy and not self.cycle.more_body
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether another request may follow the last one."""
+        return not self.busy or self.cycle.keep_alive
+
+    def take(self, request: ParsedRequest, url: bytes, headers: Headers) -> None:
+        """Serve a request, of which the head came."""
+        self.parser = request  # type: ignore[assignment]
+        self.on_message_begin()
+        self.on_url(url)
+        for name, value in headers:
+            self.on_header(name, value)
+        self.on_headers_complete()
+
+    def upgrade(self) -> None:
+        """The request came whole, and what follows speaks what it asked for, if that is spoken here."""
+        self.data_received(b"")
+
+    def handle_websocket_upgrade(self) -> None:
+        self._connection.left()
+        super().handle_websocket_upgrade()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+        self._connection.ordinary_answered()
+
+
+# What is used of uvicorn's class, and how it is called.
+_METHODS = {
+    "connection_made": ["self", "transport"],
+    "connection_lost": ["self", "exc"],
+    "data_received": ["self", "data"],
+    "handle_websocket_upgrade": ["self"],
+    "on_message_begin": ["self"],
+    "on_url": ["self", "url"],
+    "on_header": ["self", "name", "value"],
+    "on_headers_complete": ["self"],
+    "on_body": ["self", "body"],
+    "on_message_complete": ["self"],
+    "on_response_complete": ["self"],
+    "shutdown": ["self"],
+    "pause_writing": ["self"],
+    "resume_writing": ["self"],
+}
+_ATTRIBUTES = {"parser", "transport", "flow", "cycle", "connections", "server_state"}
+
+
+def uvicorn_fits(protocol: type = HttpToolsProtocol, cycle: type = RequestResponseCycle) -> bool:
+    """Whether uvicorn's classes are as this module knows them."""
+    for name, parameters in _METHODS.items():
+        method = getattr(protocol, name, None)
+        if method is None or list(inspect.signature(method).parameters) != parameters:
+            return False
+    known, known_of_cycle = _names_in_init(protocol), _names_in_init(cycle)
+    return known >= _ATTRIBUTES and known_of_cycle >= {"response_complete", "keep_alive", "more_body"}
+
+
+def _names_in_init(kind: type) -> set[str]:
+    return set(inspect.getattr_static(kind, "__init__").__code__.co_names)

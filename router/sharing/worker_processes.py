@@ -1,0 +1,156 @@
+"""The processes that serve one port together, and how one asks the others: over a Unix socket that each listens on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from socket import AF_UNIX, SOCK_STREAM, socket
+
+import aiohttp
+import msgspec
+import structlog
+from pydantic import ValidationError
+
+from indexer.dump import DumpError, TargetDump, read_dump
+from router.fleet.fleet import Fleet
+from router.http.headers import Headers
+from router.settings import WorkerSettings
+from router.sharing.datagrams import DatagramChannel
+
+log = structlog.get_logger()
+
+# Where a process tells a new one what it was told while it ran. Only answered on the Unix socket.
+TOLD_PATH = "/processes/told"
+
+_DUMP_SECONDS = 5.0  # of silence
+_HEADERS_OF_THE_CONNECTION = {b"host", b"connection", b"content-length", b"transfer-encoding", b"expect"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessAnswer:
+    """What process `number` answered."""
+
+    number: int
+    status: int
+    body: bytes
+
+
+class _Told(msgspec.Struct):
+    """What a process was told over HTTP: workers that were added, as settings, and the URLs of those that drain."""
+
+    added: list[dict[str, object]]
+    draining: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcesses:
+    """Process `number` of `processes`, whose sockets are in `folder`.
+
+    `again`: it takes the place of one that died, so the others know more than it.
+    """
+
+    folder: Path
+    number: int
+    processes: int
+    again: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The Unix socket on which this process answers the others."""
+        return self.path_of(self.number)
+
+    @property
+    def others(self) -> list[int]:
+        return [number for number in range(self.processes) if number != self.number]
+
+    def channel(self) -> DatagramChannel:
+        """Shares load between them."""
+        return DatagramChannel(self.folder, self.number, self.processes)
+
+    async def ask(self, method: str, target: str, headers: Headers, body: bytes, seconds: float) -> list[ProcessAnswer]:
+        """What all others answer within some seconds; those that do not are left out."""
+        answers = await asyncio.gather(
+            *(self._ask(number, method, target, headers, body, seconds) for number in self.others)
+        )
+        return [answer for answer in answers if answer is not None]
+
+    async def catch_up(self, fleet: Fleet) -> None:
+        """Take over what the others were told while this process did not run."""
+        if not self.again:
+            return
+        for answer in await self.ask("GET", TOLD_PATH, [], b"", 1.0):
+            try:
+                told = msgspec.json.decode(answer.body, type=_Told)
+                await fleet.assign("api", [WorkerSettings.model_validate(each) for each in told.added])
+            except (msgspec.DecodeError, ValidationError) as error:
+                log.warning("a process does not say what it was told", process=answer.number, reason=str(error))
+                continue
+            for worker in fleet.workers:
+                fleet.drain(worker, worker.url in told.draining)
+            return
+
+    def load_index(self, secret: str, token: str) -> list[TargetDump]:
+        """What the index of another process holds; nothing when all of them start."""
+        if not self.again:
+            return []
+        for number in self.others:
+            connection = _UnixConnection(self.path_of(number))
+            try:
+                connection.request("GET", "/dump", headers={"authorization": f"Bearer {token}"} if token else {})
+                answer = connection.getresponse()
+                if answer.status == 200:
+                    return read_dump(answer, secret)
+            except (OSError, DumpError, ValueError) as error:
+                log.debug("no index from a sibling", process=number, reason=str(error))
+            finally:
+                connection.close()
+        return []
+
+    async def _ask(
+        self,
+        number: int,
+        method: str,
+        target: str,
+        headers: Headers,
+        body: bytes,
+        seconds: float,
+    ) -> ProcessAnswer | None:
+        passed = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in headers
+            if name not in _HEADERS_OF_THE_CONNECTION
+        ]
+        connector = aiohttp.UnixConnector(str(self.path_of(number)))
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                session.request(method, f"http://sibling{target}", headers=passed, data=body or None) as response,
+            ):
+                return ProcessAnswer(number, response.status, await response.read())
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.debug("a process does not answer", process=number, reason=str(error) or type(error).__name__)
+            return None
+
+    def path_of(self, number: int) -> Path:
+        """The Unix socket on which a process answers the others."""
+        return self.folder / f"{number}.http"
+
+
+def told(fleet: Fleet) -> bytes:
+    """What this process was told, for one that starts."""
+    added = [worker.model_dump(mode="json") for worker in fleet.assigned("api")]
+    return msgspec.json.encode(_Told(added, [worker.url for worker in fleet.workers if worker.draining]))
+
+
+class _UnixConnection(HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("sibling", timeout=_DUMP_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket(AF_UNIX, SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))

@@ -1,0 +1,117 @@
+"""Figures for Prometheus that every request counts in: plain numbers, made into series when they are asked for.
+
+Those of prometheus_client take a lock each time, and cost more than the choice of a worker. These are counted by the
+event loop alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+Labels = tuple[str | int, ...]
+
+
+class CounterSeries:
+    """One series of a counter. Whoever counts adds to `amount`."""
+
+    __slots__ = ("amount",)
+
+    def __init__(self) -> None:
+        self.amount = 0.0
+
+
+class Counter(Collector):
+    """A counter."""
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = labels
+        self._counts: dict[Labels, CounterSeries] = {}
+        registry.register(self)
+
+    def of(self, *labels: str | int) -> CounterSeries:
+        """The series with a value for each label."""
+        count = self._counts.get(labels)
+        if count is None:
+            count = self._counts[labels] = CounterSeries()
+        return count
+
+    @property
+    def total(self) -> float:
+        """The sum of all series."""
+        return sum(count.amount for count in self._counts.values())
+
+    def forget(self, value: str) -> None:
+        """End the series that have this value for any label. What is counted in them from now on is told nobody."""
+        for labels in [labels for labels in self._counts if value in labels]:
+            del self._counts[labels]
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        for labels, count in list(self._counts.items()):
+            family.add_metric([str(label) for label in labels], count.amount)
+        yield family
+
+
+class HistogramSeries:
+    """One series of a histogram: how many values there were up to each bound, and beyond."""
+
+    __slots__ = ("_lowest", "bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self._lowest = bounds[0]
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        # Most are small, and what is compiled need not look any further then.
+        self.counts[0 if value <= self._lowest else bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Histogram(Collector):
+    """A histogram with these upper bounds, and one more for all that is larger."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str],
+        registry: CollectorRegistry,
+        bounds: Sequence[float],
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = labels
+        self._bounds = bounds
+        self._series: dict[Labels, HistogramSeries] = {}
+        registry.register(self)
+
+    def of(self, *labels: str | int) -> HistogramSeries:
+        """The series with a value for each label."""
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = HistogramSeries(self._bounds)
+        return series
+
+    def at_most(self) -> dict[float, int]:
+        """By upper bound, how many values of all series were at most so large. Empty before the first."""
+        columns = zip(*(series.counts for series in self._series.values()), strict=True)
+        return dict(zip((*self._bounds, float("inf")), accumulate(map(sum, columns)), strict=False))
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+        names = [*map(str, self._bounds), "+Inf"]
+        for labels, series in list(self._series.items()):
+            buckets = list(zip(names, map(float, accumulate(series.counts)), strict=True))
+            family.add_metric([str(label) for label in labels], buckets, series.sum)
+        yield family
