@@ -5,6 +5,5 @@ And the requests that pass, for whoever records them.
 
 from router.live.fleet_snapshot import FleetSnapshot
 from router.live.request_stream import RequestStream
-from router.live.routes import live_routes
 
-__all__ = ["FleetSnapshot", "RequestStream", "live_routes"]
+__all__ = ["FleetSnapshot", "RequestStream"]

@@ -6,14 +6,29 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from fastapi import APIRouter, Request
 
 from indexer.errors import RequestError
+from indexer.openapi import errors, json_body
 from router.admission.admission import Admission
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
 from router.http.headers import HeaderItems
 from router.policies import Cost
 from router.routing.router import Router
+from router.services import Services
+
+
+def explain_routes(services: Services) -> APIRouter:
+    """The route that explains a decision."""
+    routes = APIRouter()
+
+    @routes.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
+    async def explain_decision(request: Request) -> dict[str, Any]:
+        """The decision a request would get now, without sending it."""
+        return await explain(services.router, services.admission, await request.body(), request.scope["headers"])
+
+    return routes
 
 
 class ExplainBody(msgspec.Struct):

@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastapi import APIRouter, Request
+
 from indexer.errors import RequestError
+from indexer.openapi import errors
 from router.access import Tenant
 from router.fleet.fleet import Fleet
+from router.forwarding.request_context import context_of
+from router.services import Services
+
+
+def model_routes(services: Services) -> APIRouter:
+    """The routes of the models that are served."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        """Every model and adapter that a worker serves; a tenant is told of those it may use."""
+        tenant = context_of(request.scope).tenant
+        return {"object": "list", "data": list(model_cards(services.fleet, services.started, tenant).values())}
+
+    @routes.get("/v1/models/{name:path}", responses=errors(404))
+    async def model(name: str, request: Request) -> dict[str, Any]:
+        """One of them."""
+        return model_card(services.fleet, services.started, name, context_of(request.scope).tenant)
+
+    return routes
 
 
 def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`GET /live`: the board as server-sent events. `GET /ui`: the page that shows it. `GET /requests`: what passes."""
+"""`GET /live`: the fleet as server-sent events. `GET /ui`: the page that shows it. `GET /requests`: requests as they pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from indexer.errors import RequestError
 from indexer.openapi import errors
 from router.live.fleet_snapshot import MAX_VIEWERS, FleetSnapshot
 from router.live.other_processes import OtherProcesses, recording_of
-from router.live.request_stream import DEFAULT_BLOCK_TOKENS, MAX_LISTENERS, Recording, RequestStream
-from router.sharing.worker_processes import WorkerProcesses
+from router.live.request_stream import DEFAULT_BLOCK_TOKENS, MAX_LISTENERS, Recording
+from router.services import Services
 
-_PAGE = Path(__file__).with_name("page.html")
+_PAGE = Path(__file__).parents[1] / "live" / "page.html"
 # The page loads nothing from anywhere else, and nothing may frame it.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -29,11 +29,11 @@ _PAGE_HEADERS = {
 }
 
 
-def live_routes(
-    snapshot: FleetSnapshot, passing: RequestStream, token: str, worker_processes: WorkerProcesses | None = None
-) -> APIRouter:
+def live_routes(services: Services) -> APIRouter:
     """The page is anybody's; what it shows wants the admin token where there is one."""
     routes = APIRouter()
+    snapshot, request_stream = services.snapshot, services.request_stream
+    worker_processes, token = services.worker_processes, services.settings.server.token
     page = _PAGE.read_text()
     others = OtherProcesses(worker_processes, token) if worker_processes else None
 
@@ -66,14 +66,14 @@ def live_routes(
         block_tokens: Annotated[int, Query(ge=16, le=65_536)] = DEFAULT_BLOCK_TOKENS,
     ) -> StreamingResponse:
         """The requests that pass from now on, as a trace in Mooncake's format: lengths and hashes, never text."""
-        if passing.full:
+        if request_stream.full:
             message = f"{MAX_LISTENERS} record already. End one of them."
             raise RequestError(message, status=503, type="service_unavailable")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        if (told := recording_of(request, worker_processes)) is not None:
-            lines = passing.lines(told)
+        if (recording := recording_of(request, worker_processes)) is not None:
+            lines = request_stream.lines(recording)
         else:
-            lines = passing.lines(Recording(block_tokens), others.read if others else None)
+            lines = request_stream.lines(Recording(block_tokens), others.read if others else None)
         return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
 
     return routes

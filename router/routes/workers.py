@@ -1,5 +1,6 @@
-"""Workers over HTTP: to add, drain and remove them. All of it wants the admin token.
+"""Workers over HTTP: to see, add, drain and remove them. What changes something wants the admin token.
 
+`GET    /workers`           whether each is used, its load, its streams and what it holds
 `POST   /workers`           {"url", "model"?, "block_size"?, "streams"?, "weight"?, "role"?}
 `DELETE /workers?url=…`     one that was added so
 `POST   /workers/drain`     {"url"}: no new requests          `POST /workers/undrain`   as before
@@ -14,12 +15,13 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
 
-from indexer.api import token_check
+from indexer.api import token_check, workers_report
 from indexer.errors import RequestError
 from indexer.openapi import errors, json_body, schema_body
 from router.fleet.allowed_networks import AddressNotAllowedError, check_address
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
+from router.services import Services
 from router.settings import WorkerSettings
 
 MAX_ADDED = 1024
@@ -29,9 +31,44 @@ class _Named(msgspec.Struct):
     url: str
 
 
-def worker_routes(fleet: Fleet, allowed_networks: list[str], token: str) -> APIRouter:
-    """The routes that change which workers there are."""
-    routes = APIRouter(dependencies=[Depends(token_check(token))])
+def worker_routes(services: Services) -> APIRouter:
+    """The routes that tell of the workers, and those that change which there are."""
+    routes = APIRouter()
+    routes.include_router(_changes(services))
+
+    @routes.get("/workers")
+    async def workers() -> dict[str, Any]:
+        """Every worker: whether it is used, its load, its streams and what it holds."""
+        return {"workers": _report(services)}
+
+    return routes
+
+
+def _report(services: Services) -> list[dict[str, Any]]:
+    by_url = {worker.url: worker for worker in services.fleet.workers}
+    report = workers_report(services.indexer)
+    for entry in report:
+        if worker := by_url.pop(entry["worker"], None):
+            entry |= worker_status(worker)
+            for rank in entry["ranks"]:
+                rank |= _rank_load(services, worker, rank["dp_rank"])
+    return report + [{"worker": worker.url, "ranks": []} | worker_status(worker) for worker in by_url.values()]
+
+
+def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, Any]:
+    load = services.load.of(worker.url, dp_rank)
+    peers = services.sharing.peer_load.of(worker.url, dp_rank)
+    return {
+        "load": {"requests": load.requests, "pending": load.pending, "context": load.context},
+        "saturated": services.admission.saturated(worker, dp_rank),
+        "elsewhere": {"requests": peers.requests, "pending": peers.pending, "context": peers.context},
+    }
+
+
+def _changes(services: Services) -> APIRouter:
+    fleet, settings = services.fleet, services.settings
+    allowed_networks = settings.fleet.allowed_networks
+    routes = APIRouter(dependencies=[Depends(token_check(settings.server.token))])
 
     @routes.post(
         "/workers",

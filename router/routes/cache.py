@@ -1,0 +1,41 @@
+"""`POST /reset_prefix_cache`: resets the cache of every worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+from fastapi import APIRouter, Depends
+
+from indexer.api import token_check
+from indexer.openapi import errors
+from router.fleet.worker import Worker
+from router.services import Services
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+def cache_routes(services: Services) -> APIRouter:
+    """The route that changes what workers hold; it wants the admin token."""
+    routes = APIRouter(dependencies=[Depends(token_check(services.settings.server.token))])
+
+    @routes.post("/reset_prefix_cache", responses=errors(401))
+    async def reset_prefix_cache() -> dict[str, Any]:
+        """Reset the cache of every worker, and forget what they held."""
+        workers = services.fleet.workers
+        statuses = await asyncio.gather(*(_reset(services, worker) for worker in workers))
+        return {"workers": dict(zip((worker.url for worker in workers), statuses, strict=True))}
+
+    return routes
+
+
+async def _reset(services: Services, worker: Worker) -> str:
+    try:
+        async with services.session.post(f"{worker.url}/reset_prefix_cache", timeout=_TIMEOUT) as response:
+            if response.status != 200:
+                return f"refused with status {response.status}"
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return str(error) or type(error).__name__
+    services.router.forget(worker)
+    return "reset"

@@ -1,0 +1,265 @@
+"""Everything behind the application, started in order and stopped in reverse.
+
+    indexer ──▶ fleet ──▶ load sharing ──▶ router ──▶ admission ──▶ proxy
+                  └─ followed: Kubernetes, the settings file
+
+`Services` is what routes and the proxy work with. Each is made in one place here, and told of the others it has to hear
+of: what starts a background task also ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+
+import aiohttp
+from prometheus_client import CollectorRegistry
+
+from indexer import Indexer
+from indexer.metrics import IndexCollector
+from router.access import AccessControl
+from router.admission.admission import Admission
+from router.admission.admission_metrics import AdmissionMetrics
+from router.embedded_index import running_indexer
+from router.fleet.config_reload import SettingsFile, follow_workers
+from router.fleet.fleet import Fleet, end_tasks
+from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
+from router.fleet.load import LoadTable
+from router.forwarding.proxied_request import ProxyServices
+from router.forwarding.proxy import ProxyContext
+from router.forwarding.request_context import RequestContexts
+from router.holdings.audit import HitAudit
+from router.holdings.history import RoutingHistory
+from router.holdings.speculation import SpeculativeHoldings
+from router.learning.learned import Learned
+from router.live import FleetSnapshot, RequestStream
+from router.live.series import Series
+from router.policies import WITHOUT_PROMPTS, policy_named
+from router.policies.rates import Rates
+from router.readiness import Readiness
+from router.routing.router import Router
+from router.settings import PolicyName, Settings, UpstreamSettings
+from router.sharing import LoadSharing, PeerLoad, SharingCollector, replica_channels
+from router.sharing.worker_processes import WorkerProcesses
+from router.telemetry.metrics import AuditCollector, FleetCollector, RequestMetrics
+from router.telemetry.tracing import tracing_to
+from router.tokens.tokenizer_metrics import TokenizerCollector
+from router.tokens.tokenizer_source import TokenizerSource
+from router.tokens.tokenizers import Tokenizers
+from router.upstream import Upstreams
+from router.upstream.pool import KEEPALIVE_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the application's routes and the proxy work with; all of it runs.
+
+    `session`: for all that is asked of workers beside requests. `started`: in seconds since the epoch.
+    """
+
+    settings: Settings
+    indexer: Indexer
+    session: aiohttp.ClientSession
+    tokenizers: Tokenizers
+    fleet: Fleet
+    load: LoadTable
+    sharing: LoadSharing
+    audit: HitAudit
+    router: Router
+    admission: Admission
+    registry: CollectorRegistry
+    snapshot: FleetSnapshot
+    request_stream: RequestStream
+    readiness: Readiness
+    proxy: ProxyContext
+    worker_processes: WorkerProcesses | None
+    started: int
+
+    async def end_streams(self) -> None:
+        """End the answers that have no end of their own, so that the server can stop."""
+        self.request_stream.end()
+        await self.snapshot.end()
+
+
+@asynccontextmanager
+async def running_services(
+    settings: Settings, file: SettingsFile | None = None, worker_processes: WorkerProcesses | None = None
+) -> AsyncIterator[Services]:
+    """Start everything that the settings want; all of it ends with the context.
+
+    The workers follow the `file` that the settings came from. `worker_processes`: those that share its port.
+    """
+    async with AsyncExitStack() as stack:
+        registry = CollectorRegistry()
+        indexer = stack.enter_context(running_indexer(settings, worker_processes))
+        session = await stack.enter_async_context(_client_session(settings.upstream))
+        tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
+        stack.push_async_callback(tokenizers.close)
+        source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
+        fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
+        if worker_processes:
+            await worker_processes.catch_up(fleet)
+        await fleet.start()
+        stack.push_async_callback(fleet.stop)
+        await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
+
+        load = LoadTable()
+        sharing = _load_sharing(settings, load, fleet, worker_processes)
+        sharing.start()
+        stack.push_async_callback(sharing.stop)
+        history = RoutingHistory()
+        audit = HitAudit(indexer, history, settings.audit)
+        router = _router(settings, fleet, indexer, tokenizers, load, history, audit, sharing)
+        admission = _admission(settings, router, fleet, load, sharing)
+        metrics = RequestMetrics(registry)
+        AdmissionMetrics(admission, registry)
+        for collector in (
+            SharingCollector(sharing, fleet),
+            IndexCollector(indexer),
+            TokenizerCollector(tokenizers),
+            FleetCollector(fleet, load),
+            AuditCollector(audit),
+        ):
+            registry.register(collector)
+        fleet.on_removed += [router.removed, metrics.forget]
+        _follow_workers(stack, settings, file, session, fleet)
+
+        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, Series(metrics, audit))
+        router.watching = snapshot
+        stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
+        request_stream = RequestStream(router.look_at_prompts)
+        proxy = _proxy(stack, settings, router, admission, fleet, sharing, metrics, request_stream)
+        yield Services(
+            settings,
+            indexer,
+            session,
+            tokenizers,
+            fleet,
+            load,
+            sharing,
+            audit,
+            router,
+            admission,
+            registry,
+            snapshot,
+            request_stream,
+            Readiness(fleet, indexer, settings.events.catch_up_timeout),
+            proxy,
+            worker_processes,
+            int(time.time()),
+        )
+
+
+def _load_sharing(
+    settings: Settings, load: LoadTable, fleet: Fleet, worker_processes: WorkerProcesses | None
+) -> LoadSharing:
+    channels = replica_channels(settings.replicas) + ([worker_processes.channel()] if worker_processes else [])
+    peer_load = PeerLoad(settings.replicas.expiry, settings.proxy.speculation_seconds)
+    fleet.peer_load = peer_load.in_flight
+    return LoadSharing(load, peer_load, channels)
+
+
+def _router(
+    settings: Settings,
+    fleet: Fleet,
+    indexer: Indexer,
+    tokenizers: Tokenizers,
+    load: LoadTable,
+    history: RoutingHistory,
+    audit: HitAudit,
+    sharing: LoadSharing,
+) -> Router:
+    router = Router(
+        fleet,
+        indexer,
+        tokenizers,
+        policy_named(settings.policy, Random()),
+        load,
+        SpeculativeHoldings(settings.proxy.speculation_seconds),
+        Learned(Rates(**settings.rates.model_dump())),
+        history,
+        audit,
+        sharing,
+        settings.disaggregation,
+        needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
+        seen_bytes=settings.tokenizer.cache_bytes,
+    )
+    router.responses.on_learned.append(sharing.made)
+    sharing.on_made.append(router.responses.remember)
+    return router
+
+
+def _admission(settings: Settings, router: Router, fleet: Fleet, load: LoadTable, sharing: LoadSharing) -> Admission:
+    """The queue, woken by everything after which a waiting request may find a place."""
+    admission = Admission(router, settings.admission, settings.policy.name is PolicyName.KV_AWARE)
+    load.on_ended.append(admission.freed)
+    if admission.late_binding:
+        load.on_first_byte.append(admission.wake)
+    fleet.on_change.append(admission.wake)
+    sharing.on_heard.append(admission.wake)
+    return admission
+
+
+def _follow_workers(
+    stack: AsyncExitStack,
+    settings: Settings,
+    file: SettingsFile | None,
+    session: aiohttp.ClientSession,
+    fleet: Fleet,
+) -> None:
+    """Add and remove workers as Kubernetes and the settings file say."""
+    tasks: list[asyncio.Task[None]] = []
+    if settings.kubernetes.used:
+        cluster = ClusterAccess.in_cluster(settings.kubernetes.namespace)
+        tasks.append(asyncio.create_task(follow_kubernetes(settings.kubernetes, cluster, session, fleet)))
+    if file is not None:
+        tasks.append(asyncio.create_task(follow_workers(file, settings, fleet)))
+    stack.push_async_callback(end_tasks, tasks)
+
+
+def _proxy(
+    stack: AsyncExitStack,
+    settings: Settings,
+    router: Router,
+    admission: Admission,
+    fleet: Fleet,
+    sharing: LoadSharing,
+    metrics: RequestMetrics,
+    request_stream: RequestStream,
+) -> ProxyContext:
+    """What requests for workers need on their way."""
+    tracing = tracing_to(settings.otel.endpoint)
+    if tracing is not None:
+        stack.push_async_callback(asyncio.to_thread, tracing.stop)
+    upstreams = Upstreams(_client_tls(settings.upstream), settings.proxy.connect_timeout, settings.proxy.idle_timeout)
+    stack.push_async_callback(upstreams.close)
+    fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
+    access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
+    if access:
+        access.share(sharing)
+    contexts = RequestContexts(access, tracing, metrics, settings.logs.access)
+    services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream)
+    return ProxyContext(contexts, services, settings.server)
+
+
+def _client_tls(settings: UpstreamSettings) -> ssl.SSLContext:
+    tls = ssl.create_default_context(cafile=settings.ca)
+    if not settings.verify:
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    if settings.certificate is not None:
+        tls.load_cert_chain(settings.certificate, settings.key)
+    return tls
+
+
+def _client_session(settings: UpstreamSettings) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=_client_tls(settings)),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
