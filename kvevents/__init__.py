@@ -1,7 +1,8 @@
 """The wire: KV-cache events, the forms engines send them in, stream frames and replay."""
 
 from kvevents.decode import MalformedBatchError, decode_batch
-from kvevents.encode import WireForm, encode_batch
+from kvevents.dialects import WireForm
+from kvevents.encode import encode_batch
 from kvevents.endpoints import rank_endpoint
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch, RejectedEvent
 from kvevents.sources import EventSource

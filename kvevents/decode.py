@@ -1,9 +1,7 @@
-"""Decode event batches as vLLM and SGLang send them.
+"""Decode event batches, each event in whichever of `kvevents.dialects` it is written.
 
-A batch is the msgpack array `[ts, events, dp_rank]`. Each event is a tagged map (`{"type": "BlockStored", …}`, vLLM
-from 0.24, SGLang from 0.5.20), a tagged array with fields by position (`["BlockStored", …]`, before), or one of
-Mooncake's standard maps. Missing and unknown fields are tolerated. An event that cannot be read is set aside in
-`EventBatch.rejected`; the others stay.
+A batch is the msgpack array `[ts, events, dp_rank]`. Missing, null and unknown fields are tolerated. An event that
+cannot be read is set aside in `EventBatch.rejected`; the others stay.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch, RejectedEvent
-from kvevents.standard import decode_standard_event
+from kvevents.dialects import DIALECTS
+from kvevents.dialects.dialect import is_map
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent
 
 
 class MalformedBatchError(ValueError):
@@ -33,67 +32,12 @@ class _RawBatch(msgspec.Struct, array_like=True):
     dp_rank: int | None = None
 
 
-class _SglangExtras(msgspec.Struct):
-    cache_salt: str | None = None
-
-
-class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
-    block_hashes: list[EngineHash]
-    parent_block_hash: EngineHash | None = None
-    token_ids: list[int] = []
-    block_size: int = 0
-    lora_id: int | None = None
-    medium: str | None = None
-    # vLLM's lora_name; SGLang 0.5.18 and 0.5.19 put a map with the cache salt in the same place.
-    lora_name_or_salt: str | _SglangExtras | None = None
-    extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-    def event(self) -> BlockStored:
-        named = self.lora_name_or_salt
-        lora_name = None if isinstance(named, _SglangExtras) else named
-        cache_salt = named.cache_salt if isinstance(named, _SglangExtras) else None
-        return BlockStored(
-            self.block_hashes,
-            self.parent_block_hash,
-            self.token_ids,
-            self.block_size,
-            self.lora_id,
-            self.medium,
-            lora_name,
-            self.extra_keys,
-            self.group_idx,
-            self.kv_cache_spec_kind,
-            self.kv_cache_spec_sliding_window,
-            cache_salt,
-        )
-
-
-class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
-    block_hashes: list[EngineHash]
-    medium: str | None = None
-    group_idx: int | None = None
-
-    def event(self) -> BlockRemoved:
-        return BlockRemoved(self.block_hashes, self.medium, self.group_idx)
-
-
-class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
-    medium: str | None = None
-
-    def event(self) -> AllBlocksCleared:
-        return AllBlocksCleared(self.medium)
-
-
 # msgspec refuses what is nested too deep with a RecursionError.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
 _decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
-_decode_map = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared).decode
-_decode_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
+_READERS = tuple(dict.fromkeys(dialect.read for dialect in DIALECTS.values()))
 
 
 class _Time(msgspec.Struct, array_like=True):
@@ -144,21 +88,11 @@ def _decode_one_by_one(payload: bytes) -> EventBatch:
 
 
 def _decode_event(raw: msgspec.Raw) -> Event:
-    if not _is_map(raw):
-        listed: _StoredArray | _RemovedArray | _ClearedArray = _decode_array(raw)
-        return listed.event()
-    try:
-        event: Event = _decode_map(raw)
-        return event
-    except msgspec.ValidationError:
-        if not _has_event_type(raw):
-            raise
-    return decode_standard_event(raw)
-
-
-class _EventType(msgspec.Struct):
-    event_type: Any = None
-    type: Any = None
+    for read in _READERS:
+        event = read(raw)
+        if event is not None:
+            return event
+    raise msgspec.ValidationError("an event of no known dialect")
 
 
 class _Pairs(msgspec.Struct):
@@ -172,25 +106,14 @@ class _ArrayPairs(msgspec.Struct, array_like=True):
     token_ids: list[tuple[int, int]]
 
 
-_decode_type = msgspec.msgpack.Decoder(_EventType).decode
 _decode_map_pairs = msgspec.msgpack.Decoder(_Pairs).decode
 _decode_array_pairs = msgspec.msgpack.Decoder(_ArrayPairs).decode
-
-
-def _is_map(raw: msgspec.Raw) -> bool:
-    first = memoryview(raw)[0]
-    return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
-
-
-def _has_event_type(raw: msgspec.Raw) -> bool:
-    found = _decode_type(raw)
-    return found.event_type is not None and found.type is None
 
 
 def _reason(raw: msgspec.Raw, reason: str) -> str:
     """Why an event is set aside. SGLang with EAGLE sends pairs of tokens, for a cache that keeps pairs."""
     try:
-        _decode_map_pairs(raw) if _is_map(raw) else _decode_array_pairs(raw)
+        _decode_map_pairs(raw) if is_map(raw) else _decode_array_pairs(raw)
     except _UNREADABLE:
         return reason
     return "token_ids are pairs, as EAGLE's cache keeps them: they name no prefix of a prompt"

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
-from worker.dialect import hash_types, in_dialect
+from kvevents.dialects import DIALECTS
 from worker.held_blocks import HeldBlocks
 from worker.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, PublisherConfig, Snapshot
 
@@ -69,7 +69,7 @@ class Reporter:
         self.silent_because = silent_because
         self.untold = 0
         self._form = publisher.wire_form
-        self._hash_types = hash_types(self._form)
+        self._dialect = DIALECTS[self._form]
         self._process = os.getpid()
         self._lock = threading.Lock()  # guards all below
         self._held = HeldBlocks()
@@ -248,8 +248,8 @@ class Reporter:
             raise ValueError(f"token_ids: {len(event.token_ids)} for {len(hashes)} blocks of {event.block_size} tokens")
 
     def _check_hashes(self, field: str, hashes: list[EngineHash]) -> None:
-        if not self._hash_types.issuperset(map(type, hashes)):
-            expected = " or ".join(sorted(each.__name__ for each in self._hash_types))
+        if not self._dialect.hash_types.issuperset(map(type, hashes)):
+            expected = " or ".join(sorted(each.__name__ for each in self._dialect.hash_types))
             raise ValueError(f"{field}: a block hash is {expected} in the {self._form.value} dialect")
         try:
             _encode(hashes)
@@ -257,7 +257,7 @@ class Reporter:
             raise ValueError(f"{field}: a hash takes more than 64 bits") from error
 
     def _store(self, event: BlockStored) -> None:
-        told = in_dialect(event, self._form)
+        told = self._dialect.expressible(event)
         group = event.group_idx or 0
         if told is None or (self._hidden and (group, event.parent_block_hash) in self._hidden):
             if not self.untold:

@@ -1,4 +1,4 @@
-"""`GET /live`: the fleet as server-sent events. `GET /ui`: the page that shows it. `GET /requests`: requests as they pass."""
+"""`GET /live`: the fleet as server-sent events. `GET /ui`: the page for it. `GET /requests`: requests as they pass."""
 
 from __future__ import annotations
 

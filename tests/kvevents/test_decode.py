@@ -302,6 +302,15 @@ def test_events_are_laid_out_as_the_engines_decoders_require(form: WireForm, eve
     assert msgspec.msgpack.decode(encode_batch(EventBatch(1.0, [event], 3), form)) == [1.0, [sent], 3]
 
 
+@pytest.mark.parametrize("name", BlockStored.__struct_fields__[1:])
+def test_null_is_as_good_as_missing(name: str) -> None:
+    fields = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": 6, "token_ids": [1, 2], "block_size": 2}
+    missing = {key: value for key, value in fields.items() if key != name}
+    null, without = decode_events(fields | {name: None}), decode_events(missing)
+    assert null.rejected == without.rejected == []
+    assert null.events == without.events
+
+
 STANDARD = {
     "event_id": 42,
     "timestamp": 1739145600000,
@@ -337,6 +346,14 @@ STANDARD = {
         ),
         ({"event_type": "removed"}, BlockRemoved([7, 8], "GPU")),
         ({"event_type": "cleared", "medium": None}, AllBlocksCleared()),
+        # As Mooncake's master sends them: a `type` of its own, and null for what it does not know.
+        ({"type": "kv_event", "event_type": "removed", "block_size": None}, BlockRemoved([7, 8], "GPU")),
+        ({"type": "BlockStored", "event_type": "removed"}, BlockRemoved([7, 8], "GPU")),
+        ({"event_type": "cleared", "medium": None, "seq_hashes": None}, AllBlocksCleared()),
+        (
+            {"block_size": None, "lora_name": None, "additional_salt": None, "model_name": None, "backend_id": None},
+            BlockStored([7, 8], None, [1, 2, 3, 4], 2, medium="GPU"),
+        ),
     ],
 )
 def test_a_standard_map_is_the_same_event(changes: dict[str, Any], event: Event) -> None:

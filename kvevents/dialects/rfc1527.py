@@ -6,14 +6,20 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvevents.dialects.dialect import Dialect, is_map, only_full_attention
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
 
+class _Kind(msgspec.Struct):
+    event_type: Any = None
+
+
 class _StandardEvent(msgspec.Struct):
-    """`backend_id` says who owns the cache, not who to route to, and is left out."""
+    """`backend_id` says who owns the cache, not who to route to, and is left out. Mooncake's master sends null for what
+    it does not know."""
 
     event_type: Literal["stored", "removed", "cleared"]
-    seq_hashes: list[EngineHash] = []
+    seq_hashes: list[EngineHash] | None = None
     parent_hash: EngineHash | None = None
     base_block_idx: int | None = None
     token_ids: list[int] | None = None
@@ -23,32 +29,37 @@ class _StandardEvent(msgspec.Struct):
     additional_salt: str | None = None
 
 
+_decode_kind = msgspec.msgpack.Decoder(_Kind).decode
 _decode = msgspec.msgpack.Decoder(_StandardEvent).decode
 
 
-def decode_standard_event(raw: msgspec.Raw) -> Event:
-    """Decode one event map. Raises msgspec.DecodeError for what is none."""
+def read(raw: msgspec.Raw) -> Event | None:
+    """One event map."""
+    if not is_map(raw) or _decode_kind(raw).event_type is None:
+        return None
     event = _decode(raw)
+    hashes = event.seq_hashes or []
     medium = event.medium.upper() if event.medium else None
     if event.event_type == "removed":
-        return BlockRemoved(event.seq_hashes, medium)
+        return BlockRemoved(hashes, medium)
     if event.event_type == "cleared":
         return AllBlocksCleared(medium)
-    if event.base_block_idx and event.parent_hash is None and event.token_ids:
+    token_ids = event.token_ids or []
+    if event.base_block_idx and event.parent_hash is None and token_ids:
         raise msgspec.ValidationError("base_block_idx is above 0 and there is no parent_hash: the prefix is unknown")
     return BlockStored(
-        event.seq_hashes,
+        hashes,
         event.parent_hash,
-        event.token_ids or [],
-        event.block_size or 0,
+        token_ids,
+        event.block_size or (len(token_ids) // len(hashes) if hashes else 0),
         medium=medium,
         lora_name=event.lora_name,
         cache_salt=event.additional_salt,
     )
 
 
-def standard_event(event: Event, dp_rank: int | None) -> dict[str, Any]:
-    """An event as a map. What the standard has no place for (cache groups, extra keys, LoRA numbers) is left out."""
+def _write(event: Event, dp_rank: int | None) -> dict[str, Any]:
+    """What the standard has no place for (cache groups, extra keys, LoRA numbers) is left out."""
     medium = event.medium.lower() if event.medium else None
     if isinstance(event, AllBlocksCleared):
         return {"event_type": "cleared", "medium": medium, "dp_rank": dp_rank}
@@ -66,3 +77,10 @@ def standard_event(event: Event, dp_rank: int | None) -> dict[str, Any]:
         "medium": medium,
         "dp_rank": dp_rank,
     }
+
+
+def _adapters_by_name(event: BlockStored) -> BlockStored | None:
+    return only_full_attention(event, adapter=event.lora_id is not None and event.lora_name is None)
+
+
+STANDARD = Dialect(read, _write, _adapters_by_name)
