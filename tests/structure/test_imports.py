@@ -49,7 +49,9 @@ def imported(module: str) -> frozenset[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(modules()[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {name if (name := f"{node.module}.{alias.name}") in modules() else node.module for alias in node.names}
+            found |= {
+                name if (name := f"{node.module}.{alias.name}") in modules() else node.module for alias in node.names
+            }
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return frozenset(name for name in found if name in modules() and name != module)
@@ -84,23 +86,29 @@ def test_rooms_of_the_router_import_only_from_lower_ones() -> None:
     wrong = [
         f"{module} imports {other}"
         for module, other in arrows()
-        if module.startswith("router.") and other.startswith("router.") and place[room_of(module)] < place[room_of(other)]
+        if module.startswith("router.")
+        and other.startswith("router.")
+        and place[room_of(module)] < place[room_of(other)]
     ]
     assert wrong == []
 
 
 def test_no_modules_import_each_other() -> None:
-    graph = {module: {other for other in imported(module) if not other.startswith(f"{module}.")} for module in modules()}
+    others = {
+        module: {other for other in imported(module) if not other.startswith(f"{module}.")} for module in modules()
+    }
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(others).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-# Files that may be long, because they are one list that is read from top to bottom.
-LONG = {"router/settings.py"}
-
-
-def test_no_file_is_too_long_to_read() -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules().values()}
-    assert {name: length for name, length in lengths.items() if length > 450 and name not in LONG} == {}
+def test_a_long_file_says_why() -> None:
+    """In its docstring, in a sentence that begins with "One file"."""
+    silent = [
+        f"{path.relative_to(ROOT)}: {lines} lines"
+        for path in modules().values()
+        if (lines := len(path.read_text().splitlines())) > 420
+        and "One file" not in (ast.get_docstring(ast.parse(path.read_text())) or "")
+    ]
+    assert silent == []
