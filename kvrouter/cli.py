@@ -313,7 +313,7 @@ def _record_requests(url: str, token: str, output: Path, seconds: float | None, 
 @app.command()
 def replay(
     recordings: Annotated[list[Path], typer.Argument(metavar="FILE...", help="The recording; --check takes several.")],
-    speed: Annotated[float | None, typer.Option(min=1e-3, help="So many times faster than recorded.")] = None,
+    speed: Annotated[float | None, typer.Option(min=1e-3, help="How many times faster than recorded.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="As fast as can be; always so with --check.")] = False,
     bind_host: Annotated[str, typer.Option(help="Address to publish on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the first source; 0 takes free ones.")] = 0,
@@ -383,8 +383,8 @@ def replay_trace(
     kv_tokens: Annotated[
         int | None, typer.Option(min=1, help="Simulation: tokens of each engine's cache.  [default: the engine's]")
     ] = None,
-    speed: Annotated[float, typer.Option(min=1e-3, help="So many times faster than recorded.")] = 1.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
+    speed: Annotated[float, typer.Option(min=1e-3, help="How many times faster than recorded.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests, this many.")] = None,
     model: Annotated[str | None, typer.Option(help="Live: the model.  [default: the only one there is]")] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Live: the routers' API key.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Live: answers are at most so long.")] = 2048,

@@ -14,7 +14,7 @@ class Readiness:
     """Not ready at first; once the index has caught up it stays so, and only the workers matter.
 
     A stream that cannot be reached would keep it from that for ever: it is waited for `patience` seconds. `stopping` is
-    set when the router is told to stop: it still serves, but should get nothing more.
+    set when the router is asked to stop: it still serves, but should get nothing more.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
     indexer ──▶ fleet ──▶ load sharing ──▶ router ──▶ admission ──▶ proxy
                   └─ followed: Kubernetes, the settings file
 
-`Services` is what routes and the proxy work with. Each is made in one place here, and told of the others it has to hear
-of: what starts a background task also ends it.
+`Services` is what routes and the proxy work with. Each is made in one place here, and connected to the others it hears
+from. What starts a background task also ends it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Stream:
 
 
 async def keep_streaming(url: str, streams: int, seconds: float, tokens: int) -> list[Stream]:
-    """Keep so many streams open for a while, each of so many tokens; returns when the last has ended."""
+    """Keep a number of streams open for a while, each of `tokens` tokens; returns when the last has ended."""
     seen: list[Stream] = []
     deadline = time.monotonic() + seconds
     timeout = aiohttp.ClientTimeout(total=ATTEMPT_TIMEOUT)

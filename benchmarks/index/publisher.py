@@ -42,7 +42,7 @@ class Streams:
         """Return once somebody subscribed to every stream. Raises TimeoutError."""
         for worker, socket in self._sockets.items():
             if not socket.poll(_JOIN_TIMEOUT_MS):
-                raise TimeoutError(f"nobody subscribed to the stream of worker {worker}")
+                raise TimeoutError(f"no subscriber on the stream of worker {worker}")
             socket.recv()
 
     def send(self, worker: int, seq: int, payload: bytes) -> None:
@@ -54,7 +54,7 @@ class Streams:
 
 
 class Publisher:
-    """A process that publishes a workload as often as it is told to, to one indexer at a time.
+    """A process that publishes a workload as often as it is asked to, to one indexer at a time.
 
     The streams of one time are closed by the next `open`.
     """

@@ -15,7 +15,7 @@ _SECONDS = 0.3
 
 
 def candidates(count: int, random: Random) -> list[Candidate]:
-    """So many targets in the middle of a busy day."""
+    """A number of targets in the middle of a busy day."""
     return [
         Candidate(
             Target(f"http://10.0.{number // 256}.{number % 256}:8000", 0, "model"),
@@ -32,7 +32,7 @@ def candidates(count: int, random: Random) -> list[Candidate]:
 
 
 def decision_seconds(count: int) -> dict[str, float]:
-    """Seconds a decision among so many targets takes, by policy: the median of many."""
+    """Seconds a decision among this many targets takes, by policy: the median of many."""
     costs: dict[str, float] = {}
     for side in (OURS, *PEERS):
         random = Random(1)

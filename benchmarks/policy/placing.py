@@ -1,7 +1,7 @@
 """What a placement costs: the index, the load, the policy and the reservation, by the router itself.
 
-A real router over workers that nobody asks: every one has something in flight, a tenth of them hold the first half of
-the prompt by their events.
+A real router over workers that get no requests: every one has something in flight, a tenth of them hold the first half
+of the prompt by their events.
 """
 
 from __future__ import annotations

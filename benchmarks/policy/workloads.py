@@ -38,7 +38,7 @@ AGENT = Workload("agent", 8, 9000, 16.0, 1500, 1100, 130, 4.0)
 
 
 def sessions(workload: Workload, rate: float, seconds: float, random: Random) -> list[TraceLine]:
-    """A trace of so many seconds with `rate` new sessions a second."""
+    """A trace of `seconds` seconds with `rate` new sessions a second."""
     ids = count()
     shared = [
         (tokens, [next(ids) for _ in range(tokens // BLOCK_TOKENS)])

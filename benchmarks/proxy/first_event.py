@@ -32,7 +32,7 @@ def first_event(url: str, what: str, count: int) -> float:
 
 
 class _Client(asyncio.Protocol):
-    """Asks when it is told to."""
+    """Asks when it is triggered."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]

@@ -160,8 +160,8 @@ async def _load(url: str, size: int, connections: int, seconds: float, new: bool
     errors = sum(await asyncio.gather(*(client.over for client in clients)))
     p99 = quantiles(times, n=100)[98] if len(times) > 1 else times[0]
     took = time.perf_counter() - began
-    told = {"requests": len(times), "seconds": took, "p50": median(times), "p99": p99, "errors": errors}
-    print("RESULT", json.dumps(told))
+    result = {"requests": len(times), "seconds": took, "p50": median(times), "p99": p99, "errors": errors}
+    print("RESULT", json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nobody uses, and that no outgoing connection is given meanwhile."""
+    """A port that is free, and that no outgoing connection is given meanwhile."""
     while True:
         port = random.randrange(20_000, 30_000)
         with socket.socket() as probe:

@@ -17,7 +17,7 @@ _WORDS = ("the", "of", "and", "to", "in", "that", "for", "was", "with", "not", "
 
 
 def bodies(size: int, stream: bool = False, stamped: bool = False) -> list[bytes]:
-    """Chats of about so many bytes: conversations, four turns of each, with all but the last message in common."""
+    """Chats of about this many bytes: conversations, four turns of each, with all but the last message in common."""
     chats = _chats(size)
     for chat in chats if stamped else ():
         chat[-1]["content"] = STAMP + chat[-1]["content"][len(STAMP) :]
@@ -30,7 +30,7 @@ def one_token_streams(size: int) -> list[bytes]:
 
 
 def turns(tokens: int, count: int) -> list[bytes]:
-    """Turns of a conversation of about so many tokens, with all but the last message in common: streams of a token."""
+    """Turns of a conversation of about `tokens` tokens, with all but the last message in common. Streams of a token."""
     random = Random(f"conversation {tokens}")
     share = tokens // _MESSAGES
     said = [" ".join(random.choices(_WORDS, k=share)) for _ in range(_MESSAGES - 1)]

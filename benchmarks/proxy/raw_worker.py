@@ -61,7 +61,9 @@ class _Worker(asyncio.Protocol):
             self._answer(head, body)
 
     def _answer(self, head: bytes, body: bytes) -> None:
-        if head.startswith(b"post") and (b'"stream": true' in body or b'"stream":true' in body):  # some write it anew
+        if head.startswith(b"post") and (
+            b'"stream": true' in body or b'"stream":true' in body
+        ):  # some routers encode it again
             self._transport.write(_STREAM + _chunk(EVENT))
             self._loop.call_later(PAUSE, self._next, 0 if _ONE_TOKEN.search(body) else CHUNKS - 1)
         elif head.startswith(b"post"):

@@ -31,7 +31,7 @@ class Streamed:
 
 
 def streamed(url: str, streams: int) -> Streamed:
-    """Ask for so many streams at once. Raises LoadError when one is not complete."""
+    """Ask for `count` streams at once. Raises LoadError when one is not complete."""
     command = [sys.executable, "-m", "benchmarks.proxy.streams", url, str(streams)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * _DEADLINE, check=False)
     if done.returncode:

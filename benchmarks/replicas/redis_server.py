@@ -83,7 +83,7 @@ def _executable() -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port that is free."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]

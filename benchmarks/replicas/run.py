@@ -96,7 +96,7 @@ async def _with_faults(
 
 @asynccontextmanager
 async def _routers(workers: Sequence[str], count: int, redis: str) -> AsyncIterator[list[str]]:
-    """So many routers, which know each other if there is a Redis."""
+    """A number of routers, which know each other if there is a Redis."""
     config: dict[str, Any] = {"workers": [{"url": url} for url in workers], "replicas": {"redis": redis}}
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

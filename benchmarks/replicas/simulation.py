@@ -1,8 +1,8 @@
 """Several routers before one simulated fleet: `python -m benchmarks.replicas.simulation`.
 
 The fleet is that of `kvrouter.tools.simulation`; each request comes to a router at random. Every router sees its own
-requests at once, those of the others when they are told, and once a second the engines' own counts of requests. All see
-the same events.
+requests at once, those of the others when it hears of them, and once a second the engines' own counts of requests. All
+see the same events.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Telling:
 
 
 @dataclass(slots=True)
-class _Told:
+class _Sent:
     router: _Router
     message: Message
     sent: list[tuple[int, tuple[int, ...]]]
@@ -119,11 +119,11 @@ class SeveralRouters(Fleet):
 
     def _learn(self) -> None:
         what = self._timed[0][3]
-        if isinstance(what, _Telling | _Told | tuple):
+        if isinstance(what, _Telling | _Sent | tuple):
             _, _, worker, _ = heappop(self._timed)
         if isinstance(what, _Telling):
             self._tell(what.router)
-        elif isinstance(what, _Told):
+        elif isinstance(what, _Sent):
             for router in self._routers:
                 if router is not what.router:
                     router.peer_load.hear(what.message)
@@ -142,9 +142,9 @@ class SeveralRouters(Fleet):
         for worker in router.changed:
             load = router.loads[worker]
             loads.append(RankLoad(str(worker), 0, load.requests, load.pending, load.context, load.waiting, 0, 0.0))
-        told = _Told(router, Message(router.name, router.messages, Kind.NEWS, loads), router.sent)
+        sent = _Sent(router, Message(router.name, router.messages, Kind.NEWS, loads), router.sent)
         router.changed, router.sent = set(), []
-        self._later((self._sharing.delay or 0.0) / 2, -1, told)
+        self._later((self._sharing.delay or 0.0) / 2, -1, sent)
 
     def _promise(self, router: _Router, worker: int, blocks: tuple[int, ...]) -> None:
         if id(blocks) in self._promised:

@@ -1,6 +1,6 @@
 """The command `python -m benchmarks.reporter`, which `make bench-reporter` runs.
 
-A reporter with a real publisher and nobody listening takes 65 new blocks of 16 tokens, removes 64 old ones, and steps.
+A reporter with a real publisher without subscribers takes 65 new blocks of 16 tokens, removes 64 old ones, and steps.
 The limit beside it is what encoding the same names and tokens costs, without any bookkeeping.
 """
 
@@ -19,7 +19,7 @@ import typer
 from worker import Reporter
 
 BLOCKS, BLOCK_SIZE = 64, 16
-HELD_STEPS = 500  # so many steps' blocks are held, the oldest of them are removed
+HELD_STEPS = 500  # the blocks of this many steps are held, the oldest of them are removed
 
 
 def main(

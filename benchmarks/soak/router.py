@@ -52,9 +52,9 @@ def _is_socket(descriptor: str) -> bool:
         return False
 
 
-async def _serve(config: Path, told: Path) -> None:
+async def _serve(config: Path, reports: Path) -> None:
     def tell() -> None:
-        with told.open("a") as file:
+        with reports.open("a") as file:
             file.write(json.dumps(_holds()) + "\n")
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)

@@ -77,10 +77,10 @@ class Result:
 class Soak:
     """A router in front of simulated workers, and what is done to both."""
 
-    def __init__(self, url: str, pid: int, told: Path, workers: list[SimulatedWorker]) -> None:
+    def __init__(self, url: str, pid: int, reports: Path, workers: list[SimulatedWorker]) -> None:
         self.url = url
         self._pid = pid
-        self._told = told
+        self._reports = reports
         self._workers = workers
         self._random = Random(5)
         self._lines = 0
@@ -107,7 +107,7 @@ class Soak:
         return result
 
     async def _capacity(self, seconds: float) -> float:
-        """Whole requests a second, when so many clients as there is work for ask one after the other."""
+        """Whole requests a second, when `clients` clients ask one after the other."""
         clients = Clients(self.url, Random(1))
         end = time.monotonic() + seconds
 
@@ -151,7 +151,7 @@ class Soak:
         os.kill(self._pid, signal.SIGUSR1)
         self._lines += 1
         async with asyncio.timeout(60):
-            while not self._told.exists() or len(lines := self._told.read_text().splitlines()) < self._lines:  # noqa: ASYNC110
+            while not self._reports.exists() or len(lines := self._reports.read_text().splitlines()) < self._lines:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         holds: dict[str, int] = json.loads(lines[-1])
         return holds
@@ -176,12 +176,12 @@ async def soaking() -> AsyncIterator[Soak]:
                 "server": {"port": port, "body_timeout": BODY_TIMEOUT},
                 "workers": [{"url": worker.url} for worker in workers],
             }
-            config, told = folder / "config.yaml", folder / "told"
+            config, reports = folder / "config.yaml", folder / "reports"
             config.write_text(json.dumps(settings))
-            command = [sys.executable, "-m", "benchmarks.soak.router", str(config), str(told)]
+            command = [sys.executable, "-m", "benchmarks.soak.router", str(config), str(reports)]
             url = f"http://127.0.0.1:{port}"
             with started(command, ROUTER_CORE, folder / "router.log", lambda: answers(f"{url}/ready")) as pid:
-                yield Soak(url, pid, told, workers)
+                yield Soak(url, pid, reports, workers)
     finally:
         for worker in workers:
             worker.stop()

@@ -63,7 +63,7 @@ class SidesProcess:
         self._in_turn({"do": "verify", "size": size})
 
     def times(self, size: int, blocks: int | None, repeats: int) -> list[float]:
-        """Seconds of each batch, or of so many blocks of it."""
+        """Seconds of each batch, or of some blocks of it."""
         return list(self._in_turn({"do": "time", "size": size, "blocks": blocks, "repeats": repeats}))
 
     def rest(self) -> None:

@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
 @cache
 def batch(size: int, blocks: int | None = None) -> Blocks:
-    """The batch of a block size, or its first so many blocks."""
+    """The batch of a block size, or its first `blocks` blocks."""
     if blocks is not None:
         whole = batch(size)
         return Blocks(size, whole.sources[:blocks], whole.destinations[:blocks])

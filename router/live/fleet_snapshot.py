@@ -1,4 +1,4 @@
-"""Everything the live page shows, kept up to date while somebody looks, and told as what has changed.
+"""Everything the live page shows, kept up to date while somebody looks, and sent as what has changed.
 
 One task looks at the fleet once a second, in pieces, so that requests never wait for a large one. Every viewer is sent
 what changed since it was last sent something; one that is slow misses nothing but the steps in between.
@@ -123,7 +123,7 @@ class FleetSnapshot:
                 since = points[-1]["time"] if points else since
                 update = {
                     "time": time.time(),
-                    # A row is made anew only when it changes, so it is enough to compare which it is.
+                    # A row is made again only when it changes, so it is enough to compare which it is.
                     "ranks": {key: row for key, row in self._rows.items() if sent.get(key) is not row},
                     "gone": [key for key in sent if key not in self._rows],
                     "totals": self._totals(),

@@ -20,7 +20,7 @@ MAX_PREFIXES = 4096
 _HOLDERS = 16
 _SHOWN = 12  # children of a prefix
 _LEAST_SHARE = 0.01  # of all requests
-_SAME = 0.98  # of a prefix's requests: a longer one that has so many is shown in its place
+_SAME = 0.98  # of a prefix's requests: a longer one with this share is shown in its place
 _RESCALE = 2.0**40
 
 
@@ -90,7 +90,7 @@ class HotPrefixes:
 
 
 def lengths(chunks: int) -> Iterator[int]:
-    """The lengths, in chunks, that are looked at of a prompt of so many: 1, 2, 3, 4, 6, 8, 11, …"""
+    """The lengths, in chunks, that are looked at of a prompt of `chunks`: 1, 2, 3, 4, 6, 8, 11, …"""
     length = 1
     while length <= chunks:
         yield length

@@ -1,6 +1,6 @@
 """A recording of the requests of all processes that share a port: the one that is asked reads the others' too.
 
-They are told the recording's key and its beginning, so that equal prefixes have equal ids whichever process they pass.
+They get the recording's key and its beginning, so that equal prefixes have equal ids whichever process they pass.
 The clock is that of the machine, which is the same for all processes.
 """
 
@@ -28,8 +28,8 @@ def recording_of(request: Request, worker_processes: WorkerProcesses | None) -> 
     """The recording that another process asks for; None when somebody else asks."""
     if worker_processes is None or (request.scope.get("server") or ("",))[0] != str(worker_processes.path):
         return None
-    told = request.headers.get(_RECORDING)
-    return msgspec.json.decode(told, type=Recording) if told else None
+    sent = request.headers.get(_RECORDING)
+    return msgspec.json.decode(sent, type=Recording) if sent else None
 
 
 class OtherProcesses:

@@ -1,4 +1,4 @@
-"""The requests that pass, told as a trace in Mooncake's format to those who record: lengths and hashes, never text.
+"""The requests that pass, as a trace in Mooncake's format to those who record: lengths and hashes, never text.
 
 A line is made of each prompt when its request ends:
 
@@ -8,8 +8,8 @@ A line is made of each prompt when its request ends:
     session_id       the same for the requests of one session
     model, worker, cached_tokens, ttft_ms, failed   what came of it
 
-Every recording has a random key of its own, which nobody is told: ids of two recordings have nothing in common, and
-whoever knows a prompt cannot find out whether it was asked.
+Every recording has a random key of its own, which is never disclosed: ids of two recordings have nothing in common, and
+knowing a prompt does not reveal whether it was asked.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class PassingRequest:
         """It is over; times are of `time.monotonic`."""
         ttft = None if first_byte_at is None else round((first_byte_at - self._arrived) * 1000, 1)
         outcome: Line = {"worker": worker, "ttft_ms": ttft, "cached_tokens": usage.cached if usage else None}
-        told = {name: value for name, value in outcome.items() if value is not None}
+        fields = {name: value for name, value in outcome.items() if value is not None}
         if failed:
-            told["failed"] = True
-        self._stream.tell(self._prompt, self._arrived, usage.completion if usage else 0, told)
+            fields["failed"] = True
+        self._stream.tell(self._prompt, self._arrived, usage.completion if usage else 0, fields)
 
 
 class RequestStream:
     """Tells listeners of the requests that pass.
 
-    `listening`: whether there are any, which is all that a request asks while nobody records. `on_listening` is called
-    with it when it changes.
+    `listening`: whether there are any, which is all that a request asks while nothing is recorded. `on_listening` is
+    called with it when it changes.
     """
 
     def __init__(self, on_listening: Callable[[bool], None] = lambda _: None) -> None:
@@ -103,7 +103,7 @@ class RequestStream:
         """What passes from now on, as lines of JSON, with lines in between that tell what is missing.
 
         A line without a timestamp is such a one: `dropped` are lines that a slow reader missed, `unknown` requests
-        whose tokens nobody here knows. `others` reads what other processes tell, until it is cancelled.
+        whose tokens are not known here. `others` reads what other processes tell, until it is cancelled.
         """
         with self._listening(Listener(recording)) as listener:
             reading = asyncio.create_task(others(listener)) if others else None
@@ -175,7 +175,7 @@ class Listener:
             self._missing_elsewhere[process] = msgspec.json.decode(line, type=_Missing)
 
     def missing(self) -> Line:
-        """What this listener was not told of."""
+        """How much this listener missed."""
         peer_load = self._missing_elsewhere.values()
         return {
             "dropped": self._dropped + sum(each.dropped for each in peer_load),

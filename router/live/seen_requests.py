@@ -1,4 +1,4 @@
-"""Some of the requests that pass, with the decision that placed them. Not all: more than these nobody can read."""
+"""Some of the requests that pass, with the decision that placed them. Not all: more could not be read."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class SeenRequests:
         if now < self.due:
             return None
         self.due = now + 1 / PER_SECOND
-        told = _told(decision)
-        seen = SeenRequest(next(self._numbers), model or "", tokens, told, now, time.time(), self.clock, self._changes)
+        costs = _costs_of(decision)
+        seen = SeenRequest(next(self._numbers), model or "", tokens, costs, now, time.time(), self.clock, self._changes)
         seen.changed = next(self._changes)
         self._seen.append(seen)
         return seen
@@ -93,7 +93,7 @@ class SeenRequests:
         return [seen for seen in self._seen if seen.changed > change]
 
 
-def _told(decision: Decision) -> dict[str, Any]:
+def _costs_of(decision: Decision) -> dict[str, Any]:
     choice = decision.choice
     return {
         "worker": choice.target.worker,

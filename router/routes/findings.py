@@ -1,4 +1,4 @@
-"""What is wrong with the fleet as the router sees it, in words for whoever operates it."""
+"""What is wrong with the fleet as the router sees it, in words for its operators."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
-# The model and adapter behind a name. Raises RequestError (404) for a name that nobody serves.
+# The model and adapter behind a name. Raises RequestError (404) for a name that no worker serves.
 Resolve = Callable[[str, str], tuple[str, str | None]]
 
 

@@ -20,7 +20,7 @@ def model_routes(services: Services) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        """Every model and adapter that a worker serves; a tenant is told of those it may use."""
+        """Every model and adapter that a worker serves; a tenant sees those it may use."""
         tenant = context_of(request.scope).tenant
         return {"object": "list", "data": list(model_cards(services.fleet, services.started, tenant).values())}
 

@@ -32,7 +32,7 @@ class AccessLine:
         self._fields |= {_CHOICE[name]: value.decode() for name, value in headers if name in _CHOICE}
 
     def passed(self, size: int) -> None:
-        """So many bytes of the answer's body are sent."""
+        """This many bytes of the answer's body are sent."""
         if size and not self._sent:
             self._fields["first_byte_ms"] = self._ms()
         self._sent += size

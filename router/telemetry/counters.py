@@ -18,7 +18,7 @@ Labels = tuple[str | int, ...]
 
 
 class CounterSeries:
-    """One series of a counter. Whoever counts adds to `amount`."""
+    """One series of a counter. To count, add to `amount`."""
 
     __slots__ = ("amount",)
 
@@ -49,7 +49,7 @@ class Counter(Collector):
         return sum(count.amount for count in self._counts.values())
 
     def forget(self, value: str) -> None:
-        """End the series that have this value for any label. What is counted in them from now on is told nobody."""
+        """End the series that have this value for any label. What is counted in them from now on is lost."""
         for labels in [labels for labels in self._counts if value in labels]:
             del self._counts[labels]
 

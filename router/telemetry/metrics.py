@@ -112,7 +112,7 @@ class RequestMetrics:
                 cost.amount += amount
 
     def begun(self, model: str, worker: str, status: int, tokens: int, overlap: int) -> None:
-        """A worker answers a prompt of so many tokens."""
+        """A worker answers a prompt of this many tokens."""
         of_model = self._of_models.get(model) or self._of(model)
         self.answered.of(model, worker, status).amount += 1
         of_model.prompt_tokens.amount += tokens
@@ -173,10 +173,12 @@ class AuditCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["worker", "dp_rank", "model"]
-        answers = CounterMetricFamily("kvrouter_audit_answers", "Answers that told their cached tokens", labels=labels)
+        answers = CounterMetricFamily(
+            "kvrouter_audit_answers", "Answers that reported their cached tokens", labels=labels
+        )
         prompt = CounterMetricFamily("kvrouter_audit_prompt_tokens", "Their prompts' tokens", labels=labels)
         predicted = CounterMetricFamily("kvrouter_audit_predicted_tokens", "Predicted cached tokens", labels=labels)
-        cached = CounterMetricFamily("kvrouter_audit_cached_tokens", "Cached tokens as engines told", labels=labels)
+        cached = CounterMetricFamily("kvrouter_audit_cached_tokens", "Cached tokens as engines reported", labels=labels)
         wrong = CounterMetricFamily("kvrouter_audit_wrong_tokens", "Tokens predicted too high or low", labels=labels)
         lengths = CounterMetricFamily("kvrouter_audit_lengths_wrong", "Prompts of another length", labels=labels)
         error = GaugeMetricFamily("kvrouter_audit_error_ratio", "Recently wrong share of prompt tokens", labels=labels)

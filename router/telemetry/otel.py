@@ -36,9 +36,9 @@ class OtelTracing(Tracing):
     def request(self, method: str, path: str, headers: Headers) -> RequestTrace:
         carrier = {name.decode(): value.decode("latin-1") for name, value in headers}
         span = self._tracer.start_span("request", _propagator.extract(carrier), SpanKind.SERVER)
-        told = _OtelTrace(self._tracer, span)
-        told.set(http_request_method=method, url_path=path)
-        return told
+        trace = _OtelTrace(self._tracer, span)
+        trace.set(http_request_method=method, url_path=path)
+        return trace
 
     def stop(self) -> None:
         """Send what is left, and end."""
@@ -55,7 +55,7 @@ class _OtelSpan(Span):
     def end(self, problem: str | None = None) -> None:
         if self._span.is_recording():
             if problem is not None:
-                # An exception's message may hold what the client sent: only its name is told.
+                # An exception's message may hold what the client sent: only its name is sent.
                 self._span.set_status(Status(StatusCode.ERROR, problem))
             self._span.end()
 

@@ -1,6 +1,6 @@
 """Spans of what happens to a request, for those who want them: `router.telemetry.otel` makes them.
 
-Where nobody does there are none, and the client's `traceparent` passes as any other header does.
+Where none are wanted there are none, and the client's `traceparent` passes as any other header does.
 """
 
 from __future__ import annotations

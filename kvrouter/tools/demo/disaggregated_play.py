@@ -34,9 +34,9 @@ class Request:
 async def play(
     url: str, model: str, conversations: Sequence[Conversation], at_once: int, on_answer: Callable[[int], None]
 ) -> list[Request]:
-    """Play all conversations, so many at a time; one whose request fails ends there.
+    """Play all conversations, `at_once` at a time; one whose request fails ends there.
 
-    `on_answer` is told how many requests have ended.
+    `on_answer` is called with how many requests have ended.
     """
     places = asyncio.Semaphore(at_once)
     requests: list[Request] = []

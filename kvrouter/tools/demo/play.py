@@ -29,7 +29,7 @@ class Outcome:
 async def play(
     url: str, model: str, conversations: Sequence[Conversation], at_once: int, on_answer: Callable[[], None]
 ) -> list[Outcome]:
-    """Play all conversations, so many at a time. Raises openai.OpenAIError when a request fails."""
+    """Play all conversations, `at_once` at a time. Raises openai.OpenAIError when a request fails."""
     places = asyncio.Semaphore(at_once)
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
 

@@ -28,7 +28,7 @@ from router.tokens.tokenizers import Tokenizers
 
 CLOCK_TOLERANCE = 5.0
 _UNKNOWN_BLOCK_SIZE = 64
-# A buffered stream comes in a few reads at its end. Below this nothing can be told.
+# A buffered stream comes in a few reads at its end. Below this nothing can be concluded.
 _SHORTEST_STREAM = 0.05
 _STREAMS = 3
 _INSTRUCTION = {"role": "system", "content": "Be brief."}
@@ -277,7 +277,7 @@ class Examination:
         deadline = time.monotonic() + self._patience
         while not (matched := max((m.matched_tokens for m in self._indexer.match(query)), default=0)):
             if time.monotonic() > deadline:
-                evidence = f"a prompt of {len(token_ids)} tokens was computed and told of, and is not found"
+                evidence = f"a prompt of {len(token_ids)} tokens was computed and reported, and is not found"
                 self._found(Cause.NOT_MATCHED, evidence, target.dp_rank)
                 return
             await asyncio.sleep(0.05)
@@ -306,5 +306,5 @@ class Examination:
 
 
 def _unused_text(worker: Worker, described: WorkerDescription) -> str:
-    """A text of several blocks that is in nobody's cache."""
+    """A text of several blocks that is in no cache."""
     return worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE)

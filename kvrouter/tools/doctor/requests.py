@@ -1,4 +1,4 @@
-"""Requests that the doctor sends to a worker: prompts that nobody sent before."""
+"""Requests that the doctor sends to a worker: prompts that were never sent before."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Worker:
         self._model = model
 
     def unused_text(self, block_size: int) -> str:
-        """A text of several blocks that is in nobody's cache."""
+        """A text of several blocks that is in no cache."""
         return " ".join(secrets.token_hex(4) for _ in range(_WORDS_PER_BLOCK * block_size))
 
     async def complete(self, text: str, dp_rank: int) -> int | None:
@@ -64,7 +64,7 @@ class Worker:
         return usage.cached if usage else None
 
     async def stream(self, text: str, tokens: int) -> Timing:
-        """Stream an answer of so many tokens. Raises RequestRefusedError."""
+        """Stream an answer of this many tokens. Raises RequestRefusedError."""
         body = {"prompt": text, "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "stream": True}
         began = time.monotonic()
         async with self._post("/v1/completions", body, {}) as response:

@@ -19,7 +19,7 @@ class UnusableRecordingError(ValueError):
 
 @dataclass(slots=True)
 class Life:
-    """One publisher from its start to its end: its batches by sequence number, as far as anything told of them."""
+    """One publisher from its start to its end: its batches by sequence number, as far as they are known."""
 
     batches: dict[int, bytes] = field(default_factory=dict)
     first_live: int | None = None
@@ -61,7 +61,7 @@ class Source:
     lives: list[Life]
 
     def batches_before(self) -> list[EventBatch]:
-        """What was published before the recording began, as far as a replay told of it."""
+        """What was published before the recording began, as far as a replay showed it."""
         first = self.lives[0]
         return _decoded_all(first.batches[seq] for seq in sorted(first.batches) if seq < first.first_to_come)
 

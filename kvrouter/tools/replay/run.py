@@ -1,4 +1,4 @@
-"""The two ways to replay: publish a recording for whoever listens, or check an indexer with it."""
+"""The two ways to replay: publish a recording to subscribers, or check an indexer with it."""
 
 from __future__ import annotations
 

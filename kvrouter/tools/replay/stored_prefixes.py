@@ -22,7 +22,7 @@ class StoredPrefixes:
         self._adapters: set[str] = set()
 
     def restart(self) -> None:
-        """The engine began anew."""
+        """The engine restarted."""
         self._digests.clear()
         self._stored.clear()
 

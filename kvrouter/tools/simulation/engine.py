@@ -27,7 +27,7 @@ class BlockCache:
         self.capacity = capacity
         self.unnamed = 0
         self._used: dict[int, int] = {}  # references by id
-        self._idle: OrderedDict[int, None] = OrderedDict()  # nobody's, the first is evicted first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # used by no sequence; the first is evicted first
         self.removed: list[int] = []  # since `take_removed`
 
     @property
@@ -43,7 +43,7 @@ class BlockCache:
         return len(ids)
 
     def acquire(self, ids: tuple[int, ...], others: int) -> bool:
-        """Use blocks that are there, and so many new ones. False, and nothing changes, if they do not fit."""
+        """Use blocks that are there, and `new` more. False, and nothing changes, if they do not fit."""
         revived = sum(block in self._idle for block in ids)
         if self.in_use + revived + others > self.capacity:
             return False
@@ -223,13 +223,13 @@ class Engine:
         self.next_event = now + seconds
 
     def _seconds(self, steps: int) -> float:
-        """How long so many steps take in which only decoding is done."""
+        """How long this many steps take in which only decoding is done."""
         n = len(self._decoding)
         once = self._rates.step + self._rates.token * n + self._rates.context_token * self._context
         return steps * once + self._rates.context_token * n * steps * (steps - 1) / 2
 
     def _steps_by(self, seconds: float) -> int:
-        """How many such steps have begun after so many seconds, at least one."""
+        """How many such steps have begun after this many seconds, at least one."""
         n = len(self._decoding)
         once = self._rates.step + self._rates.token * n + self._rates.context_token * self._context
         growth = self._rates.context_token * n / 2  # seconds = (once - growth) · k + growth · k²

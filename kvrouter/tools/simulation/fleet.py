@@ -156,7 +156,7 @@ class Fleet:
         arriving = next(coming, None)
         while True:
             while wake and wake[0][0] != self._engines[wake[0][1]].next_event:
-                heappop(wake)  # it was planned anew since
+                heappop(wake)  # it was planned again since
             arrival = arriving.request.arrival if arriving else inf
             timed = self._timed[0][0] if self._timed else inf
             engine = wake[0][0] if wake else inf

@@ -7,7 +7,7 @@
     session_id     optional; without one, the second block stands for it (the first is often the same for all)
     model, worker, cached_tokens, ttft_ms, failed   optional: what came of it, as `kvrouter record --requests` saw it
 
-Blocks of another size are told by a first line of its own, such as {"block_tokens": 64}.
+Blocks of another size are declared by a first line of its own, such as {"block_tokens": 64}.
 
 https://github.com/kvcache-ai/Mooncake
 """
@@ -23,7 +23,7 @@ from typing import IO, Annotated
 import msgspec
 
 BLOCK_TOKENS = 512
-# Prompts that begin with so many equal tokens are taken for one session when nobody names theirs.
+# Prompts that begin with this many equal tokens are taken for one session when no session is named.
 _SESSION_TOKENS = 2 * BLOCK_TOKENS
 
 
@@ -112,7 +112,7 @@ def _checked(line: TraceLine, block_tokens: int) -> TraceLine:
 def requests_of(
     lines: Iterable[TraceLine], speed: float = 1.0, block_tokens: int = BLOCK_TOKENS
 ) -> list[TracedRequest]:
-    """The requests of a trace that is replayed so many times as fast, by their arrival."""
+    """The requests of a trace replayed `speed` times as fast, by their arrival."""
     requests = [_request(line, speed, block_tokens) for line in sorted(lines, key=lambda line: line.timestamp)]
     later: dict[int, TracedRequest] = {}  # by each block's id: the next request with that block
     finished: list[TracedRequest] = []
@@ -134,7 +134,7 @@ def _request(line: TraceLine, speed: float, block_tokens: int) -> TracedRequest:
 def _finished(
     request: TracedRequest, number: int, later: dict[int, TracedRequest], block_tokens: int
 ) -> tuple[int, ...]:
-    """A block of the answer has the id that the next turn gives it; without one, an id that nobody asks for."""
+    """A block of the answer has the id that the next turn gives it; without one, an id that is never asked for."""
     total = (request.input_tokens + request.output_tokens) // block_tokens
     known = request.blocks
     turn = later.get(known[-1]) if known else None

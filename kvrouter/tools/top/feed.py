@@ -19,7 +19,7 @@ class FeedError(Exception):
 
 @dataclass(slots=True)
 class Fleet:
-    """The fleet as it was last told: ranks by their key, totals, the last point of the series, requests."""
+    """The fleet as it was last reported: ranks by their key, totals, the last point of the series, requests."""
 
     ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     totals: dict[str, Any] = field(default_factory=dict)

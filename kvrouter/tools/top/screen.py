@@ -92,7 +92,7 @@ class View:
 
 
 def screen(fleet: Fleet, view: View, lines: int) -> RenderableType:
-    """The whole screen, for a terminal with so many lines."""
+    """The whole screen, for a terminal with this many lines."""
     ranks = ordered(list(fleet.ranks.values()), view)
     room = max(lines - _OTHER_LINES, 3)
     view.skip = min(view.skip, max(len(ranks) - room, 0))
@@ -114,7 +114,7 @@ def ordered(ranks: list[Row], view: View) -> list[Row]:
 
 def _totals(fleet: Fleet) -> RenderableType:
     totals, point = fleet.totals, fleet.point
-    told = (
+    shown = (
         ("workers up", f"{totals.get('up', 0)} of {totals.get('workers', 0)}"),
         ("in flight", str(totals.get("requests", 0))),
         ("queued", str(totals.get("queued", 0))),
@@ -125,7 +125,7 @@ def _totals(fleet: Fleet) -> RenderableType:
         ("p90", _seconds(point.get("ttft_p90"))),
     )
     line = Text()
-    for name, value in told:
+    for name, value in shown:
         line.append(f"{name} ", "dim").append(f"{value}   ", "bold")
     return line
 

@@ -19,7 +19,7 @@ from kvrouter.tools.simulation.trace import Trace, TraceLine
 from kvrouter.tools.traces.prompts import Prompts
 from kvrouter.tools.traces.results import Answer, Run
 
-AT_ONCE = 2048  # requests; more wait here, which is told
+AT_ONCE = 2048  # requests; more wait here, and the report says so
 ANSWER_SECONDS = 600.0
 _ASK_SECONDS = 10.0
 _LATE_SECONDS = 0.1

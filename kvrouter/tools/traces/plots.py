@@ -1,7 +1,7 @@
 """Figures as SVG, to stand in a page: their colours are the page's, so that they are light or dark as it is.
 
 Series have the classes s0, s1, …; heat has the class `heat` and an opacity. Every figure has a title that is read out,
-and what is under the pointer is told in words.
+and what is under the pointer is said in words.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def percentiles(times: Mapping[str, Sequence[float]]) -> str:
             continue
         y = 15 + line * row
         p50, p90, p99 = marks[label]
-        told = f"{label}: half within {seconds(p50)}, 90 % within {seconds(p90)}, 99 % within {seconds(p99)}"
+        title = f"{label}: half within {seconds(p50)}, 90 % within {seconds(p90)}, 99 % within {seconds(p99)}"
         parts.append(
-            f'<g class="s{row}"><title>{escape(told)}</title>'
+            f'<g class="s{row}"><title>{escape(title)}</title>'
             f'<line class="range" x1="{x(p50):.1f}" x2="{x(p99):.1f}" y1="{y}" y2="{y}"/>'
             f'<circle class="hollow" cx="{x(p50):.1f}" cy="{y}" r="5"/>'
             f'<circle class="fill" cx="{x(p90):.1f}" cy="{y}" r="6"/>'
@@ -134,11 +134,11 @@ def heat(label: str, load: Mapping[str, Sequence[float]], most: float, end: floa
             while after < bins and levels[after] == levels[place]:
                 after += 1
             if levels[place]:
-                told = f"{worker}, {duration(end * place / bins)}: {max(values[place:after]):.1f} requests in flight"
+                title = f"{worker}, {duration(end * place / bins)}: {max(values[place:after]):.1f} requests in flight"
                 parts.append(
                     f'<rect class="heat" fill-opacity="{levels[place] / 20:g}" x="{left + step * place:.1f}" '
                     f'y="{cell * row:.1f}" width="{step * (after - place):.1f}" height="{cell - 0.6:.1f}">'
-                    f"<title>{escape(told)}</title></rect>"
+                    f"<title>{escape(title)}</title></rect>"
                 )
             place = after
     bottom = cell * len(rows) + 16
@@ -243,7 +243,7 @@ def _log_axis(low: float, high: float, x: Callable[[float], float], top: float, 
 
 
 def log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Round values between two, at most so many: 1, 2 and 5 times powers of ten, or powers alone."""
+    """Round values between two, at most `most`: 1, 2 and 5 times powers of ten, or powers alone."""
     exponents = range(floor(log10(low)), ceil(log10(high)) + 1)
     for multiples in ((1, 2, 5), (1, 3), (1,)):
         ticks = [multiple * 10.0**exponent for exponent in exponents for multiple in multiples]

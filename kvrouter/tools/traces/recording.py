@@ -79,14 +79,14 @@ async def _read(
     numbers: dict[int, int] = {}
     begun = False
     try:
-        async with aclosing(_told(url, token, block_tokens)) as told:
-            await anext(told)
+        async with aclosing(_lines(url, token, block_tokens)) as lines:
+            await anext(lines)
             begun = True
             with output.open("wb") as file:
                 if block_tokens != BLOCK_TOKENS:
                     file.write(encode(TraceHead(block_tokens)) + b"\n")
                 on_begun()
-                async for line in told:
+                async for line in lines:
                     if "timestamp" not in line:
                         recorded.dropped, recorded.unknown = line["dropped"], line["unknown"]
                         file.flush()
@@ -118,7 +118,7 @@ def _timestamp(line: bytes) -> float:
     return msgspec.json.decode(line, type=TraceLine).timestamp
 
 
-async def _told(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict[str, Any], None]:
+async def _lines(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict[str, Any], None]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE)
     try:

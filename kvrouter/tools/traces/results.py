@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A run in figures: times in seconds; `hit_rate` None when no answer told of its cached tokens.
+    """A run in figures: times in seconds; `hit_rate` None when no answer reported cached tokens.
 
     `busiest`: the requests in flight on the busiest worker, on average, as a multiple of the mean of all workers.
     """
@@ -72,9 +72,9 @@ class Run:
     @cached_property
     def figures(self) -> Figures:
         """The run in figures."""
-        told = [answer for answer in self.answers if answer.cached_tokens is not None]
-        prompt = sum(answer.prompt_tokens for answer in told)
-        cached = sum(answer.cached_tokens or 0 for answer in told)
+        reported = [answer for answer in self.answers if answer.cached_tokens is not None]
+        prompt = sum(answer.prompt_tokens for answer in reported)
+        cached = sum(answer.cached_tokens or 0 for answer in reported)
         tpots = [
             (answer.seconds - answer.ttft) / (answer.output_tokens - 1)
             for answer in self.answers
@@ -106,7 +106,7 @@ class Run:
         return busy
 
     def load(self, bins: int, end: float) -> dict[str, list[float]]:
-        """The requests in flight on each worker, on average in each of so many equal times until `end`."""
+        """The requests in flight on each worker, on average in each of `count` equal times until `end`."""
         width = max(end, 1e-9) / bins
         load = {worker: [0.0] * bins for worker in self.busy_seconds()}
         for answer in self.answers:

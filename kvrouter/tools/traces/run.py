@@ -127,7 +127,7 @@ def _table(runs: Sequence[Run], workload: Workload) -> Table:
         table.add_column(name, justify="left" if not name else "right")
     for run in runs:
         figures = run.figures
-        rate = "not told" if figures.hit_rate is None else share(figures.hit_rate)
+        rate = "not reported" if figures.hit_rate is None else share(figures.hit_rate)
         times = [seconds(each) for each in (figures.ttft_p50, figures.ttft_p90, figures.ttft_p99)]
         table.add_row(run.label, rate, *times, f"{figures.busiest:.2f}", str(figures.failed))
     return table

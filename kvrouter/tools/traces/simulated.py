@@ -19,7 +19,7 @@ DEFAULT_POLICIES = [side.name for side in (OURS, *PEERS)]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """So many engines, each with a cache of so many tokens."""
+    """A number of engines, each with a cache of this many tokens."""
 
     profile: Profile
     workers: int

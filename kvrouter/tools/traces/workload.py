@@ -17,7 +17,7 @@ _SIZES = 8  # of caches that are tried, each twice the one before
 class Workload:
     """A trace in figures. Lengths in tokens, times in seconds.
 
-    `best_hit_rate`: what one cache finds that forgets nothing. `by_cache`: what caches of so many tokens find that
+    `best_hit_rate`: what one cache finds that forgets nothing. `by_cache`: what caches of each size find that
     forget what was used least recently; empty where no prompt fills a block. `working_set`: the tokens of all different
     blocks. `recorded_hit_rate`: what was cached when the trace was recorded, if it tells.
     """
@@ -44,7 +44,7 @@ def shape(lines: Sequence[TraceLine], requests: Sequence[TracedRequest], block_t
     prompts = [request.input_tokens for request in requests]
     outputs = [request.output_tokens for request in requests]
     blocks = len({block for request in requests for block in request.finished})
-    told = [line for line in lines if line.cached_tokens is not None]
+    reported = [line for line in lines if line.cached_tokens is not None]
     ttfts = [line.ttft_ms / 1000 for line in lines if line.ttft_ms is not None]
     sizes = sorted({blocks >> halvings for halvings in range(1, _SIZES + 1)} - {0, blocks})
     best = _hit_rate(requests, block_tokens, blocks)
@@ -62,8 +62,8 @@ def shape(lines: Sequence[TraceLine], requests: Sequence[TracedRequest], block_t
         best,
         [(size * block_tokens, _hit_rate(requests, block_tokens, size)) for size in sizes]
         + ([(blocks * block_tokens, best)] if blocks else []),
-        sum(line.cached_tokens or 0 for line in told) / (sum(line.input_length for line in told) or 1)
-        if told
+        sum(line.cached_tokens or 0 for line in reported) / (sum(line.input_length for line in reported) or 1)
+        if reported
         else None,
         percentile(ttfts, 0.5) if ttfts else None,
         percentile(ttfts, 0.9) if ttfts else None,
@@ -71,7 +71,7 @@ def shape(lines: Sequence[TraceLine], requests: Sequence[TracedRequest], block_t
 
 
 def _hit_rate(requests: Sequence[TracedRequest], block_tokens: int, capacity: int) -> float:
-    """The share of prompt tokens that one cache of so many blocks finds, were every request answered at once."""
+    """The share of prompt tokens that one cache of this many blocks finds, were every request answered at once."""
     cache: OrderedDict[int, None] = OrderedDict()
     found = total = 0
     for request in requests:
