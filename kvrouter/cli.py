@@ -515,7 +515,7 @@ def _run(service: Any, log_level: str) -> None:
 
     from router.errors import KubernetesError, TokenizerUnavailableError
     from router.server.logs import log_to_stderr
-    from router.server.serving import raise_file_limit
+    from router.server.sockets import raise_file_limit
 
     log_to_stderr(log_level)
     raise_file_limit()
