@@ -9,7 +9,7 @@ from collections import Counter
 from multiprocessing import get_context
 from multiprocessing.synchronize import Semaphore
 
-from router.server.serving import bind, listen
+from router.server.sockets import bind, listen
 
 _spawn = get_context("spawn")
 

@@ -1,4 +1,4 @@
-"""uvicorn's class, for those requests of a connection that are not the lane's. The lane reads them, and tells it."""
+"""uvicorn's class, for those requests of a connection that are not for workers. The connection reads them."""
 
 from __future__ import annotations
 
@@ -11,39 +11,36 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from router.http.headers import Headers
+from router.server.incoming_request import IncomingRequest
 
 
-class ConnectionOwner(Protocol):
-    """Whose requests they are."""
+class Connection(Protocol):
+    """The connection that the requests come over."""
 
-    def ordinary_answered(self) -> None:
+    def asgi_response_ended(self) -> None:
         """A request is answered."""
 
-    def left(self) -> None:
+    def let_go(self) -> None:
         """The connection speaks another protocol from now on."""
 
 
-class ParsedRequest:
-    """A request that was read. To uvicorn's class it is the parser."""
+class _ReadHead:
+    """What uvicorn's class asks its parser: here of a request whose head was read before."""
 
-    def __init__(self, method: bytes, version: str, keeps_alive: bool, upgrades: bool) -> None:
-        self._method = method
-        self._version = version
-        self._keeps_alive = keeps_alive
-        self._upgrades = upgrades
+    def __init__(self, request: IncomingRequest) -> None:
+        self._request = request
 
     def get_method(self) -> bytes:
-        return self._method
+        return self._request.method
 
     def get_http_version(self) -> str:
-        return self._version
+        return self._request.version
 
     def should_keep_alive(self) -> bool:
-        return self._keeps_alive
+        return self._request.keep_alive
 
     def should_upgrade(self) -> bool:
-        return self._upgrades
+        return self._request.upgrades
 
     def feed_data(self, data: bytes) -> None:
         """What follows is no HTTP."""
@@ -55,7 +52,7 @@ class AsgiFallback(HttpToolsProtocol):
 
     def __init__(
         self,
-        connection: ConnectionOwner,
+        connection: Connection,
         transport: asyncio.Transport,
         config: Config,
         server_state: ServerState,
@@ -65,7 +62,7 @@ class AsgiFallback(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, loop)
         self._connection = connection
         self.connection_made(transport)
-        self.connections.discard(self)  # whose connection it is is among them
+        self.connections.discard(self)  # the connection itself is among them
 
     @property
     def busy(self) -> bool:
@@ -73,37 +70,41 @@ class AsgiFallback(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def owes_answer(self) -> bool:
-        """Whether that one came whole."""
+    def owes_response(self) -> bool:
+        """Whether that request came whole."""
         return self.busy and not self.cycle.more_body
 
     @property
-    def keeps_alive(self) -> bool:
+    def keep_alive(self) -> bool:
         """Whether another request may follow the last one."""
         return not self.busy or self.cycle.keep_alive
 
-    def take(self, request: ParsedRequest, url: bytes, headers: Headers) -> None:
-        """Serve a request, of which the head came."""
-        self.parser = request  # type: ignore[assignment]
+    def take(self, request: IncomingRequest) -> None:
+        """Serve a request, of which the head came and perhaps more."""
+        self.parser = _ReadHead(request)  # type: ignore[assignment]
         self.on_message_begin()
-        self.on_url(url)
-        for name, value in headers:
+        self.on_url(request.target)
+        for name, value in request.headers:
             self.on_header(name, value)
         self.on_headers_complete()
+        if request.body:
+            self.on_body(request.whole_body())
+        if request.complete:
+            self.on_message_complete()
 
     def upgrade(self) -> None:
         """The request came whole, and what follows speaks what it asked for, if that is spoken here."""
         self.data_received(b"")
 
     def handle_websocket_upgrade(self) -> None:
-        self._connection.left()
+        self._connection.let_go()
         super().handle_websocket_upgrade()
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
-        self._connection.ordinary_answered()
+        self._connection.asgi_response_ended()
 
 
 # What is used of uvicorn's class, and how it is called.

@@ -1,107 +1,59 @@
 """The fast lane: requests for workers, served where they arrive, without ASGI between.
 
-A connection's requests are read here. A POST to an endpoint of the workers is the lane's: its body is collected, an
-exchange sends it on, and what the worker answers is written to the client as it comes. Any other request, and what
-wants another protocol, uvicorn's class is told of, which is made when there is one.
-
-              ┌─ not ours ──▶ uvicorn's cycle ──▶ ASGI
+              ┌─ for the application ─▶ AsgiFallback ──▶ ASGI
     head ─────┤
-              └─ ours ──▶ body ──▶ exchange ──▶ answer ──▶ the next request
+              └─ for workers ──▶ body ──▶ ProxiedRequest ──▶ FramedResponse ──▶ the next request
+
+`RequestReader` reads a connection's requests. A POST to an endpoint of the workers is served here. Any other request,
+and one that wants another protocol, is handed over to uvicorn's class, which is made when there is one.
 
 One request of a connection is served at a time. What is pipelined behind it is kept parsed, and nothing more is read
-until its turn comes. Answers are framed here anew, so that nothing but what was understood is ever passed on.
+until its turn comes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
-from http import HTTPStatus
+from enum import Enum
 from typing import Any, Final
 
-import httptools
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from indexer.errors import RequestError
-from router.apis.endpoints import BY_LOAD, PROMPTED
-from router.forwarding.event_stream import ChunkWriter
 from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.proxy import ProxyContext, too_large, too_slow
-from router.forwarding.request_context import RequestContext
 from router.forwarding.request_head import RequestHead
-from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.routing_headers import RoutingHeaders
-from router.http.cached_head import CachedHead, RecentHeads
-from router.http.chunks import body_size
+from router.http.cached_head import RecentHeads
 from router.http.deadline import Deadline
-from router.http.headers import Headers, lines_of
-from router.http.response_head import WITHOUT_BODY, ResponseHead
-from router.server import http_protocol
-from router.server.asgi_fallback import AsgiFallback, ParsedRequest
-from router.server.http_protocol import HEAD_BYTES, RefusedRequestError
+from router.http.response_head import ResponseHead
+from router.server.asgi_fallback import AsgiFallback
+from router.server.framed_response import FramedResponse, ResponseOwner, bad_request
+from router.server.incoming_request import IncomingRequest
+from router.server.request_reader import RequestReader, RequestReceiver
 
-_PATHS: Final = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
-_STATUS_LINES: Final = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
-_OK: Final = 200
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-# How long the rest of a body that was refused is read, so that its client gets to read the answer.
+# How long the rest of a body that was refused is read, so that its client gets to read the response.
 _LINGER_SECONDS: Final = 5.0
-# More than so much is not copied behind a head.
-_ONE_BUFFER: Final = 64 * 1024
-
-_log = logging.getLogger("uvicorn.error")
 
 
-class _Request:
-    """A request as the parser reads it."""
+class _Intake(Enum):
+    """What becomes of the bytes that come."""
 
-    __slots__ = (
-        "body",
-        "complete",
-        "expects",
-        "handed_over",
-        "head",
-        "headers",
-        "keeps_alive",
-        "method",
-        "size",
-        "upgrades",
-        "url",
-        "version",
-    )
-
-    def __init__(self) -> None:
-        self.method = b""
-        self.url = b""
-        self.version = ""
-        self.headers: Headers = []
-        self.body: list[bytes] = []
-        self.size = 0
-        self.keeps_alive = False
-        self.upgrades = False
-        self.expects = False
-        self.complete = False
-        self.handed_over = False
-        self.head: RequestHead | None = None  # once it is known to be ours
-
-    def told(self) -> None:
-        """The head is complete."""
-        path = self.url.partition(b"?")[0]
-        if self.method == b"POST" and path in _PATHS and not self.upgrades and b"#" not in self.url:
-            self.head = RequestHead("POST", path.decode(), self.url, self.headers)
-
-    def length(self) -> int:
-        """How long its body is said to be; 0 when that is not said."""
-        for name, value in self.headers:
-            if name == b"content-length":
-                return int(value)
-        return 0
+    OPEN = "requests are read, and served in their turn"
+    UNREADABLE = "nothing more can be read, which is said once all requests before are answered"
+    LINGERING = "the rest of a refused request is read to its end, and nothing is done with it"
 
 
-class FastLaneProtocol(ResponseWriter):
-    """A client's connection, as asyncio's protocols are and as uvicorn keeps them. It is the client of its exchange."""
+# Looking one up in its class costs more than comparing it.
+_OPEN: Final = _Intake.OPEN
+_UNREADABLE: Final = _Intake.UNREADABLE
+_LINGERING: Final = _Intake.LINGERING
+
+
+class FastLaneProtocol(RequestReceiver, ResponseOwner):
+    """A client's connection, as asyncio's protocols are and as uvicorn keeps them."""
 
     def __init__(
         self,
@@ -114,7 +66,6 @@ class FastLaneProtocol(ResponseWriter):
     ) -> None:
         """`recent`: the heads that other connections' requests had."""
         self._proxy_context = proxy_context
-        self._recent = recent
         self._config = config
         self._server_state = server_state
         self._app_state = app_state
@@ -123,52 +74,43 @@ class FastLaneProtocol(ResponseWriter):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._write_paused = False
         self._deadline = Deadline(self._loop, self._late)
-        # What is read. The parser is made for what is not known.
-        self._known: CachedHead[RequestHead] | None = None  # of the last request that came at once
-        self._parser: httptools.HttpRequestParser | None = None
-        self._reading: _Request | None = None  # what the parser is at
-        self._between = True  # it is before a request
-        self._reading_head = True
-        self._head_bytes = 0
-        self._unreadable: str | None = None  # why what follows cannot be read
-        self._queue: deque[_Request] | None = None  # made for the first that has to wait
-        self._ordinary: AsgiFallback | None = None  # made for the first request that is not ours
-        # The request that is served here, and its answer.
-        self._context: RequestContext | None = None
-        self._current: _Request | None = None  # where the parser has read it
-        self._proxied: ProxiedRequest | None = None
-        self._whole = False  # all of it came
-        self._chunks_allowed = False  # it is of HTTP/1.1
-        self._keeps_alive = True
-        self._chunked = self._until_close = self._lingering = False
+        # What comes.
+        self._reader = RequestReader(self, recent, self._deadline)
+        self._intake = _OPEN
+        self._problem = ""  # why nothing more can be read
+        self._queue: deque[IncomingRequest] | None = None  # made for the first that has to wait
+        self._fallback: AsgiFallback | None = None  # made for the first request that is not for workers
+        # The request that is served here. One whose head was known came whole, and is no `IncomingRequest`.
+        self._response: FramedResponse | None = None
+        self._request: IncomingRequest | None = None
+        self._proxied: ProxiedRequest | None = None  # once all of it came
 
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._server_state.connections.add(self)  # type: ignore[arg-type]  # it has what uvicorn asks of them
-        self._deadline.set(http_protocol.HEAD_SECONDS)
+        self._reader.begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        proxied = self._proxied
-        if self._context is not None:
-            if proxied is not None:
-                proxied.client_left()
+        if self._response is not None:
+            if self._proxied is not None:
+                self._proxied.client_left()
             else:
                 self._proxy_context.services.metrics.abandoned.inc()
-            self._done().end()
+            self._end_request()
         self._queue = None
-        self.left()
-        if self._ordinary is not None:
-            self._ordinary.connection_lost(exc)
-            self._ordinary = None
+        self.let_go()
+        if self._fallback is not None:
+            self._fallback.connection_lost(exc)
+            self._fallback = None
         if exc is None:
             self._transport.close()
-        self._parser = None  # which knows this connection
 
-    def left(self) -> None:
-        """The connection is not ours any more."""
+    def let_go(self) -> None:
+        """The connection has ended, or is another protocol's from now on."""
         self._deadline.close()
+        self._reader.close()
         self._server_state.connections.discard(self)
 
     def eof_received(self) -> None:
@@ -176,455 +118,252 @@ class FastLaneProtocol(ResponseWriter):
 
     def pause_writing(self) -> None:
         self._write_paused = True
-        if self._ordinary is not None:
-            self._ordinary.pause_writing()
+        if self._fallback is not None:
+            self._fallback.pause_writing()
         if self._proxied is not None:
             self._proxied.pause()
 
     def resume_writing(self) -> None:
         self._write_paused = False
-        if self._ordinary is not None:
-            self._ordinary.resume_writing()
+        if self._fallback is not None:
+            self._fallback.resume_writing()
         if self._proxied is not None:
             self._proxied.resume()
 
     def shutdown(self) -> None:
         """The server stops: the connection is closed when its request is answered."""
-        if self._context is not None:
-            self._keeps_alive = False
+        if self._response is not None:
+            self._response.keep_alive = False
             self._queue = None
-        elif self._ordinary is not None:
-            self._ordinary.shutdown()
+        elif self._fallback is not None:
+            self._fallback.shutdown()
         else:
             self._transport.close()
 
     def _late(self) -> None:
-        if self._context is not None and not self._whole:
-            self._refuse(too_slow(self._proxy_context.settings))
+        """The deadline passed: of a head, a body, the next request, or the rest of a refused one."""
+        if self._response is not None and not self._came_whole:
+            self._refuse(self._response, too_slow(self._proxy_context.settings))
         else:
             self._transport.close()
 
     # What comes
 
     def data_received(self, data: bytes) -> None:
-        if self._between and self._expects_a_request:
-            known = self._known
-            if known is not None and (body := known.read(data)) is not None:
-                self._take_known(known.said, body)
-                return
-            read = self._recent.read(data)
-            if read is not None:
-                self._known, body = read
-                self._take_known(self._known.said, body)
-                return
-        self._parse(data)
-
-    def _parse(self, data: bytes) -> None:
-        begins, last, before = self._between, self._reading, self._head_bytes
-        parser = self._parser
-        if parser is None:
-            parser = self._parser = httptools.HttpRequestParser(self)
-            # Answer a request although more follows it that it said would not: uvicorn does.
-            parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        try:
-            parser.feed_data(data)
-        except httptools.HttpParserError:
-            _log.warning("Invalid HTTP request received.")
-            self._refuse_the_rest("Invalid HTTP request received.")
-        except httptools.HttpParserUpgrade:
-            if self._ordinary is not None and self._reading is not None and self._reading.handed_over:
-                self._ordinary.upgrade()
-        if self._transport.is_closing():
-            return
-        if self._reading_head:
-            # The parser keeps a header to itself until it is complete.
-            self._head_bytes = before + len(data)
-            if self._head_bytes > HEAD_BYTES:
-                self._refuse_the_rest("Request header fields too large.")
-            return
-        request = self._reading
-        if (
-            begins
-            and request is not None
-            and request is not last
-            and request.complete
-            and request.keeps_alive
-            and request.head is not None
-        ):
-            known = CachedHead.of(data, request.head.without_length())
+        if self._response is None and self._fallback is None and not self._queue and self._intake is _OPEN:
+            known = self._reader.read_known(data)
             if known is not None:
-                self._known = self._recent.add(known)
+                head, body = known
+                self._serve_known(head, body)
+                return
+        self._reader.parse(data)
 
-    def on_message_begin(self) -> None:
-        self._between = False
-        self._reading = _Request()
-        if not self._reading_head:
-            self._reading_head = True
-            self._deadline.set(http_protocol.HEAD_SECONDS)
-        self._head_bytes = 0
-
-    def on_url(self, url: bytes) -> None:
-        self._read.url += url
-        self._count(len(url))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
-        if self._reading_head:  # else it is a trailer
-            self._read.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        request, parser = self._read, self._parser
-        assert parser is not None
-        self._reading_head = False
-        self._deadline.clear()
-        if not request.url.startswith(b"/"):
-            raise RefusedRequestError("the target is no path")
-        request.method = parser.get_method()
-        request.version = parser.get_http_version()
-        request.keeps_alive = parser.should_keep_alive() and request.version == "1.1"
-        request.expects = any(name == b"expect" and value.lower() == b"100-continue" for name, value in request.headers)
+    def head_read(self, request: IncomingRequest) -> None:
         if not self._takes_more:
             return
         if self._busy or self._queue:
-            # Whatever it would upgrade to, it is too late for that: others were before it.
-            request.told()
+            request.upgrades = False  # too late: others were before it
             if self._queue is None:
                 self._queue = deque()
             self._queue.append(request)
             self._transport.pause_reading()
         else:
-            request.upgrades = parser.should_upgrade()
-            request.told()
-            self._take(request)
+            self._serve(request)
 
-    def on_body(self, body: bytes) -> None:
-        request = self._read
-        if request.handed_over:
-            if self._ordinary is not None:
-                self._ordinary.on_body(body)
-        elif request is self._current or (self._queue is not None and request in self._queue):
-            request.size += len(body)
+    def body_read(self, request: IncomingRequest, data: bytes) -> None:
+        if request.asgi:
+            if self._fallback is not None:
+                self._fallback.on_body(data)
+        elif request is self._request or (self._queue is not None and request in self._queue):
+            request.size += len(data)
             if request.size <= self._proxy_context.settings.max_body_bytes:
-                request.body.append(body)
-            elif request is self._current:
-                self._refuse(too_large(self._proxy_context.settings))
+                request.body.append(data)
+            elif request is self._request and self._response is not None:
+                self._refuse(self._response, too_large(self._proxy_context.settings))
 
-    def on_message_complete(self) -> None:
-        request = self._read
-        request.complete = self._between = True
-        if request.handed_over:
-            if self._ordinary is not None:
-                self._ordinary.on_message_complete()
-        elif request is self._current:
-            self._start(request)
-        elif self._lingering:
+    def request_read(self, request: IncomingRequest) -> None:
+        if request.asgi:
+            if self._fallback is not None:
+                self._fallback.on_message_complete()
+        elif request is self._request and self._response is not None:
+            self._proxy(self._response, request.whole_body())
+        elif self._intake is _LINGERING:
             self._transport.close()
 
-    @property
-    def _read(self) -> _Request:
-        assert self._reading is not None
-        return self._reading
+    def upgrade_read(self, request: IncomingRequest) -> None:
+        if request.asgi and self._fallback is not None:
+            self._fallback.upgrade()
 
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > HEAD_BYTES:
-            raise RefusedRequestError("the head is too large")  # httptools makes a parser's error of it: 400
-
-    # What cannot be read
-
-    def _refuse_the_rest(self, problem: str) -> None:
-        """Say that what comes cannot be read, once all before it is answered."""
-        if self._context is not None and not self._whole:
-            context = self._done()
-            context.answered(400, [])
-            context.end()
-        if self._lingering:
+    def refuse_rest(self, problem: str) -> None:
+        if self._transport.is_closing():
+            return
+        if self._response is not None and not self._came_whole:
+            self._response.context.answered(400, [])
+            self._end_request()
+        if self._intake is _LINGERING:
             self._transport.close()
-        elif self._owes_answers:
-            self._unreadable = problem
+        elif self._owes_response:
+            self._intake, self._problem = _UNREADABLE, problem
             self._transport.pause_reading()
         else:
-            self._say_unreadable(problem)
+            self._close_unreadable(problem)
 
-    def _say_unreadable(self, problem: str) -> None:
-        lines = lines_of(self._server_state.default_headers)
-        self._transport.write(
-            b"HTTP/1.1 400 Bad Request\r\n%bcontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%b" % (lines, len(problem), problem.encode("ascii"))
-        )
+    def _close_unreadable(self, problem: str) -> None:
+        self._transport.write(bad_request(self._server_state, problem))
         self._transport.close()
-
-    @property
-    def _owes_answers(self) -> bool:
-        """Whether a request that came whole is not answered yet."""
-        if self._context is not None or (self._ordinary is not None and self._ordinary.owes_answer):
-            return True
-        return self._queue is not None and any(request.complete for request in self._queue)
 
     # Requests in their turn
 
     @property
-    def _busy(self) -> bool:
-        return self._context is not None or (self._ordinary is not None and self._ordinary.busy)
+    def _came_whole(self) -> bool:
+        """Whether all of the request came that is served here."""
+        return self._request is None or self._request.complete
 
     @property
-    def _expects_a_request(self) -> bool:
-        """Whether nothing is served, and uvicorn has nothing to do with this connection."""
-        return (
-            self._context is None
-            and not self._queue
-            and not self._lingering
-            and self._ordinary is None
-            and self._unreadable is None
-        )
+    def _busy(self) -> bool:
+        """Whether a request is served, here or by the application."""
+        return self._response is not None or (self._fallback is not None and self._fallback.busy)
+
+    @property
+    def _owes_response(self) -> bool:
+        """Whether a request that came whole is not answered yet."""
+        if self._response is not None or (self._fallback is not None and self._fallback.owes_response):
+            return True
+        return self._queue is not None and any(request.complete for request in self._queue)
 
     @property
     def _takes_more(self) -> bool:
         """Whether another request may follow the last one that came."""
-        if self._lingering or self._transport.is_closing():
+        if self._intake is _LINGERING or self._transport.is_closing():
             return False
         if self._queue:
-            return self._queue[-1].keeps_alive
-        if self._context is not None:
-            return self._keeps_alive
-        return self._ordinary is None or self._ordinary.keeps_alive
-
-    def _take_known(self, head: RequestHead, body: bytes) -> None:
-        """Serve a request that came at once, over a connection that stays: of a head that is known, and any body."""
-        self._reading_head = False
-        self._keeps_alive = self._chunks_allowed = self._whole = True
-        self._chunked = self._until_close = False
-        self._context = context = self._proxy_context.contexts.begin(head)
-        try:
-            context.admit()
-            if len(body) > self._proxy_context.settings.max_body_bytes:
-                raise too_large(self._proxy_context.settings)
-        except RequestError as error:
-            self._refuse(error)
-            return
-        self._proxy(context, body)
-
-    def _take(self, request: _Request) -> None:
-        head = request.head
-        if head is None:
-            self._hand_over(request)
-            return
-        self._current = request
-        self._whole = request.complete
-        self._chunks_allowed = request.version == "1.1"
-        self._chunked = self._until_close = False
-        self._keeps_alive = request.keeps_alive
-        self._context = context = self._proxy_context.contexts.begin(head)
-        settings = self._proxy_context.settings
-        try:
-            context.admit()
-            size = request.size if request.complete else max(request.size, request.length())
-            if size > settings.max_body_bytes:
-                raise too_large(settings)
-        except RequestError as error:
-            self._refuse(error)
-            return
-        if request.complete:
-            self._start(request)
-            return
-        if request.expects and not request.body and request.version == "1.1":
-            self._transport.write(_CONTINUE)
-        self._deadline.set(settings.body_timeout)
-
-    def _start(self, request: _Request) -> None:
-        assert self._context is not None
-        self._whole = True
-        body = request.body
-        self._proxy(self._context, body[0] if len(body) == 1 else b"".join(body))
-
-    def _proxy(self, context: RequestContext, body: bytes) -> None:
-        self._deadline.clear()
-        self._proxied = proxied = ProxiedRequest(self._proxy_context.services, context, self)
-        proxied.start(body)
-
-    def _hand_over(self, request: _Request) -> None:
-        """Let uvicorn serve a request, of which all came that came so far."""
-        request.handed_over = True
-        ordinary = self._ordinary
-        if ordinary is None:
-            ordinary = self._ordinary = AsgiFallback(
-                self, self._transport, self._config, self._server_state, self._app_state, self._loop
-            )
-            if self._write_paused:
-                ordinary.pause_writing()
-        told = ParsedRequest(request.method, request.version, request.keeps_alive, request.upgrades)
-        ordinary.take(told, request.url, request.headers)
-        if request.body:
-            ordinary.on_body(b"".join(request.body))
-        if request.complete:
-            ordinary.on_message_complete()
-
-    def ordinary_answered(self) -> None:
-        """uvicorn's class has answered."""
-        if not self._transport.is_closing():
-            self._deadline.set(self._keep_alive_seconds)
-        self._plan_next()
-
-    def _refuse(self, error: RequestError) -> None:
-        """Answer a request without sending it anywhere."""
-        assert self._context is not None
-        headers, body = self._context.refusal(error)
-        self.begin(ResponseHead(error.status, headers), None, body, True)
+            return self._queue[-1].keep_alive
+        if self._response is not None:
+            return self._response.keep_alive
+        return self._fallback is None or self._fallback.keep_alive
 
     def _plan_next(self) -> None:
+        """Serve the next request in the queue, or say at its end what could not be read."""
         if self._queue:
-            self._loop.call_soon(self._next)
-        elif self._unreadable is not None and not self._owes_answers and not self._transport.is_closing():
-            self._say_unreadable(self._unreadable)
+            self._loop.call_soon(self._serve_next)
+        elif self._intake is _UNREADABLE and not self._owes_response and not self._transport.is_closing():
+            self._close_unreadable(self._problem)
 
-    def _next(self) -> None:
+    def _serve_next(self) -> None:
         queue = self._queue
         if self._busy or not queue or self._transport.is_closing():
             return
         request = queue.popleft()
-        if self._unreadable is not None and not request.complete:
-            if not self._owes_answers:
-                self._say_unreadable(self._unreadable)
+        if self._intake is _UNREADABLE and not request.complete:
+            if not self._owes_response:
+                self._close_unreadable(self._problem)
             return
-        if not queue and self._unreadable is None:
+        if not queue and self._intake is not _UNREADABLE:
             self._transport.resume_reading()
-        self._take(request)
+        self._serve(request)
 
-    # The answer
+    # One request
 
-    def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:
-        context, status = self._context, head.status
-        assert context is not None
-        if not self._whole:
-            self._keeps_alive = False
-        before = _common.before(self._server_state, status)
-        if _common.closes:
-            self._keeps_alive = False
-        context.answered(status, ours.headers() if ours is not None and context.logged else [])
-        beginning = head.beginning(before)
-        said = ours.lines() if ours is not None else b""
-        if data and context.logged:
-            context.passed(len(data))
-        size = len(data)
-        if ended and not head.length and self._keeps_alive and size <= _ONE_BUFFER and status == _OK:
-            # As nearly all are.
-            length = str(size).encode()
-            self._transport.write(
-                b"%b%bx-request-id: %b\r\ncontent-length: %b\r\n\r\n%b" % (beginning, said, context.id, length, data)
-            )
-            self._answered()
+    def _serve(self, request: IncomingRequest) -> None:
+        """Serve a request that the parser reads, or have it served."""
+        head = request.find_endpoint()
+        if head is None:
+            self._hand_over(request)
             return
-        lines = [beginning, said, b"x-request-id: ", context.id, b"\r\n"]
-        if head.length:
-            lines.append(b"content-length: %b\r\n" % head.length)
-        elif status not in WITHOUT_BODY:
-            if ended:
-                lines.append(b"content-length: %d\r\n" % size)
-            elif self._chunks_allowed:
-                lines.append(b"transfer-encoding: chunked\r\n")
-                self._chunked = True
-            else:
-                self._until_close, self._keeps_alive = True, False
-        if not self._keeps_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        if data and self._chunked:
-            data = b"%x\r\n%b\r\n" % (size, data)
-        if size <= _ONE_BUFFER:
-            lines.append(data)
-            self._transport.write(b"".join(lines))
-        else:
-            self._transport.write(b"".join(lines))
-            self._transport.write(data)
-        if ended:
-            self._answered()
+        self._request = request
+        size = request.size if request.complete else max(request.size, request.announced_size())
+        response = self._begin_response(head, size, request.keep_alive, request.version == "1.1")
+        if response is None:
+            return
+        if request.complete:
+            self._proxy(response, request.whole_body())
+            return
+        if request.expects_continue and not request.body and request.version == "1.1":
+            self._transport.write(_CONTINUE)
+        self._deadline.set(self._proxy_context.settings.body_timeout)
 
-    def more(self, data: bytes, ended: bool) -> None:
-        if data and self._context is not None and self._context.logged:
-            self._context.passed(len(data))
-        if self._chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-            if ended:
-                data += b"0\r\n\r\n"
-        if data:
-            self._transport.write(data)
-        if ended:
-            self._answered()
+    def _serve_known(self, head: RequestHead, body: bytes) -> None:
+        """Serve a request that came at once, with a known head, over a connection that stays."""
+        response = self._begin_response(head, len(body), True, True)
+        if response is not None:
+            self._proxy(response, body)
 
-    def chunks(self) -> ChunkWriter | None:
-        if not self._chunked or self._context is None:
+    def _begin_response(
+        self, head: RequestHead, size: int, keep_alive: bool, chunks_allowed: bool
+    ) -> FramedResponse | None:
+        """The response to a request with a body of this size. None when the request is refused."""
+        context = self._proxy_context.contexts.begin(head)
+        self._response = response = FramedResponse(
+            self, self._transport, self._server_state, context, keep_alive, chunks_allowed
+        )
+        try:
+            context.admit()
+            if size > self._proxy_context.settings.max_body_bytes:
+                raise too_large(self._proxy_context.settings)
+        except RequestError as error:
+            self._refuse(response, error)
             return None
-        return _LoggedChunks(self._transport, self._context) if self._context.logged else self._transport
+        return response
 
-    def break_off(self) -> None:
-        if self._context is not None:
-            self._done().end()
-        # A body that ends with the connection must not seem to be whole; and who does not read would never see its end.
-        if self._until_close or self._write_paused:
+    def _proxy(self, response: FramedResponse, body: bytes) -> None:
+        """Send a request on, all of which came."""
+        self._deadline.clear()
+        self._proxied = proxied = ProxiedRequest(self._proxy_context.services, response.context, response)
+        proxied.start(body)
+
+    def _refuse(self, response: FramedResponse, error: RequestError) -> None:
+        """Answer a request without sending it anywhere."""
+        if not self._came_whole:
+            response.keep_alive = False
+        headers, body = response.context.refusal(error)
+        response.begin(ResponseHead(error.status, headers), None, body, True)
+
+    def response_ended(self) -> None:
+        response, came_whole = self._response, self._came_whole
+        assert response is not None
+        self._end_request()
+        if response.keep_alive:
+            self._deadline.set(self._keep_alive_seconds)
+            if self._queue is not None or self._intake is _UNREADABLE:
+                self._plan_next()
+        elif came_whole:
+            self._transport.close()
+        else:
+            self._intake = _LINGERING
+            self._deadline.set(_LINGER_SECONDS)
+
+    def response_broken_off(self, until_close: bool) -> None:
+        if self._response is not None:
+            self._end_request()
+        # A body that ends with the connection must not seem to be whole. And who does not read would never see its end.
+        if until_close or self._write_paused:
             self._transport.abort()
         else:
             self._transport.close()
 
-    def _answered(self) -> None:
-        self._done().end()
-        if self._keeps_alive:
+    def _end_request(self) -> None:
+        """Nothing is served here any more."""
+        response = self._response
+        assert response is not None
+        self._response = self._request = self._proxied = None
+        response.context.end()
+
+    # Requests for the application
+
+    def _hand_over(self, request: IncomingRequest) -> None:
+        """Let uvicorn's class serve a request, with all that came of it."""
+        request.asgi = True
+        fallback = self._fallback
+        if fallback is None:
+            fallback = self._fallback = AsgiFallback(
+                self, self._transport, self._config, self._server_state, self._app_state, self._loop
+            )
+            if self._write_paused:
+                fallback.pause_writing()
+        fallback.take(request)
+
+    def asgi_response_ended(self) -> None:
+        """The application has answered."""
+        if not self._transport.is_closing():
             self._deadline.set(self._keep_alive_seconds)
-            if self._queue is not None or self._unreadable is not None:
-                self._plan_next()
-        elif self._whole:
-            self._transport.close()
-        else:
-            self._lingering = True
-            self._deadline.set(_LINGER_SECONDS)
-
-    def _done(self) -> RequestContext:
-        """Nothing is served any more."""
-        context = self._context
-        assert context is not None
-        self._context = self._current = self._proxied = None
-        return context
-
-
-class _LoggedChunks:
-    """Counts what is written for the line in the log."""
-
-    __slots__ = ("_context", "_transport")
-
-    def __init__(self, transport: asyncio.Transport, context: RequestContext) -> None:
-        self._transport = transport
-        self._context = context
-
-    def write(self, data: bytes) -> None:
-        self._context.passed(body_size(data))
-        self._transport.write(data)
-
-
-class _Common:
-    """What all answers begin with: the status line, the date, which changes each second, and other headers of all.
-
-    `closes`: whether connections are to be closed.
-    """
-
-    __slots__ = ("_before", "_headers", "_lines", "closes")
-
-    def __init__(self) -> None:
-        self._headers: Headers | None = None
-        self._lines = b""
-        self._before: dict[int, bytes] = {}
-        self.closes = False
-
-    def before(self, state: ServerState, status: int) -> bytes:
-        """What an answer of this status begins with: the same bytes as long as nothing changes."""
-        if state.default_headers is not self._headers:
-            self._headers = headers = state.default_headers
-            self._lines = lines_of([header for header in headers if header[0] != b"connection"])
-            self._before = {}
-            self.closes = (b"connection", b"close") in headers
-        known = self._before.get(status)
-        if known is None:
-            line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-            known = self._before[status] = line + self._lines
-        return known
-
-
-_common: Final = _Common()
+        self._plan_next()

@@ -1,8 +1,4 @@
-"""HTTP/1.1 as uvicorn and httptools read it, with bounds: on the size of a request's head, and on how long it takes.
-
-httptools refuses what could be read in two ways: several lengths, a length beside a transfer coding, bare CR or LF.
-Refused here besides: targets that are not a path.
-"""
+"""HTTP/1.1 as uvicorn and httptools read it, with bounds on the head of a request: the way without the fast lane."""
 
 from __future__ import annotations
 
@@ -11,13 +7,7 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.http.deadline import Deadline
-
-HEAD_BYTES = 64 * 1024
-HEAD_SECONDS = 30.0
-
-
-class RefusedRequestError(Exception):
-    """A request that is not read any further."""
+from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_target
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -27,43 +17,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._reading_head = True
-        self._head_bytes = 0
-        self._deadline = Deadline(self.loop, self._late)
-        self._deadline.set(HEAD_SECONDS)
+        self._deadline = Deadline(self.loop, transport.close)
+        self._limiter = HeadLimiter(self._deadline)
+        self._limiter.begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        before = self._head_bytes
+        before = self._limiter.size
         super().data_received(data)
-        # The parser keeps a header to itself until it is complete.
-        if self._reading_head and not self.transport.is_closing():
-            self._head_bytes = before + len(data)
-            if self._head_bytes > HEAD_BYTES:
-                self._refuse_head()
+        if not self.transport.is_closing() and not self._limiter.fits(before, len(data)):
+            self.send_400_response(TOO_LARGE)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._begin_head()
+        self._limiter.begin()
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._count(len(url))
+        self._limiter.add(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + len(b": \r\n"))
-        if self._reading_head:  # else it is a trailer, and no header
+        self._limiter.add(len(name) + len(value) + len(b": \r\n"))
+        if self._limiter.reading:  # else it is a trailer, and no header
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._end_head(self.url)
+        self._limiter.end()
+        check_target(self.url)
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if self._owes_answers:
+        """Refuse what came, once all that came whole before it is answered."""
+        if self._owes_answer:
             self._unreadable = msg
             self.flow.pause_reading()
         else:
@@ -71,37 +59,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._refuse_the_rest()
-
-    def _refuse_the_rest(self) -> None:
-        """Say that what came after the last request could not be read, once all before it is answered."""
-        if self._unreadable is not None and not self._owes_answers and not self.transport.is_closing():
+        if self._unreadable is not None and not self._owes_answer and not self.transport.is_closing():
             super().send_400_response(self._unreadable)
 
     @property
-    def _owes_answers(self) -> bool:
+    def _owes_answer(self) -> bool:
         """Whether a request that came whole is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
-
-    def _begin_head(self) -> None:
-        if not self._reading_head:
-            self._reading_head = True
-            self._deadline.set(HEAD_SECONDS)
-        self._head_bytes = 0
-
-    def _end_head(self, target: bytes) -> None:
-        self._reading_head = False
-        self._deadline.clear()
-        if not target.startswith(b"/"):
-            raise RefusedRequestError("the target is no path")
-
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > HEAD_BYTES:
-            raise RefusedRequestError("the head is too large")  # httptools makes a parser's error of it: 400
-
-    def _refuse_head(self) -> None:
-        self.send_400_response("Request header fields too large.")
-
-    def _late(self) -> None:
-        self.transport.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,7 +24,9 @@ import uvloop
 from router.errors import KubernetesError, TokenizerUnavailableError
 from router.fleet.config_reload import SettingsFile
 from router.server.logs import log_to_stderr
-from router.server.serving import bind, serve_worker_process, url_of
+from router.server.serving import serve_worker_process
+from router.server.signals import SignalWaiter
+from router.server.sockets import bind, url_of
 from router.settings import Settings
 from router.sharing.worker_processes import WorkerProcesses
 
@@ -51,7 +52,7 @@ class _Running:
 
 
 class Supervisor:
-    """Keeps `processes` processes running until it is told to stop."""
+    """Keeps `processes` processes running until a signal comes."""
 
     def __init__(self, settings: Settings, file: SettingsFile | None, processes: int, log_level: str) -> None:
         self._settings = settings
@@ -67,10 +68,10 @@ class Supervisor:
         server = self._settings.server
         with ExitStack() as stack:
             bind(server.host, server.port).close()  # fails where others share the port already
-            place = stack.enter_context(closing(bind(server.host, server.port, shared=True)))  # it keeps the port
+            address = stack.enter_context(closing(bind(server.host, server.port, shared=True)))  # it keeps the port
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-")))
-            host, port = place.getsockname()[:2]
-            signals = stack.enter_context(_Signals())
+            host, port = address.getsockname()[:2]
+            signals = stack.enter_context(SignalWaiter())
             stack.callback(self._kill)
             for number in range(self._processes):
                 self._start(WorkerProcesses(folder, number, self._processes), port)
@@ -81,24 +82,24 @@ class Supervisor:
             self._stop(signals)
 
     def _start(self, worker_processes: WorkerProcesses, port: int) -> None:
-        ready, tell = _spawn.Pipe(duplex=False)
+        ready, serves = _spawn.Pipe(duplex=False)
         process = _spawn.Process(
             target=_run_process,
-            args=(self._settings, self._file, worker_processes, port, self._log_level, tell),
+            args=(self._settings, self._file, worker_processes, port, self._log_level, serves),
             name=f"kvrouter-{worker_processes.number}",
         )
         process.start()
-        tell.close()
+        serves.close()
         self._running[worker_processes.number] = _Running(process, ready, time.monotonic())
 
-    def _wait_until_ready(self, signals: _Signals) -> bool:
-        """Whether all serve; False when told to stop. Raises ProcessFailedError when one ends instead."""
+    def _wait_until_ready(self, signals: SignalWaiter) -> bool:
+        """Whether all serve; False when a signal came first. Raises ProcessFailedError when one ends instead."""
         waiting = {running.ready: running for running in self._running.values()}
         while waiting:
-            said = connection.wait([*waiting, signals.readable])
-            if signals.readable in said:
+            woken = connection.wait([*waiting, signals.readable])
+            if signals.readable in woken:
                 return False
-            for each in [ready for ready in waiting if ready in said]:
+            for each in [ready for ready in waiting if ready in woken]:
                 running = waiting.pop(each)
                 try:
                     running.ready.recv()
@@ -106,13 +107,13 @@ class Supervisor:
                     raise ProcessFailedError(f"process {running.process.name} did not start") from None
         return True
 
-    def _supervise(self, folder: Path, port: int, signals: _Signals) -> None:
-        while not signals.came:
+    def _supervise(self, folder: Path, port: int, signals: SignalWaiter) -> None:
+        while not signals.last:
             sentinels = {running.process.sentinel: number for number, running in self._running.items()}
             now = time.monotonic()
             wait = min((at - now for at in self._restart_at.values()), default=None)
-            said = connection.wait([*sentinels, signals.readable], None if wait is None else max(wait, 0))
-            for sentinel in [each for each in sentinels if each in said]:
+            woken = connection.wait([*sentinels, signals.readable], None if wait is None else max(wait, 0))
+            for sentinel in [each for each in sentinels if each in woken]:
                 self._ended(sentinels[sentinel])
             for number in [n for n, at in self._restart_at.items() if at <= time.monotonic()]:
                 del self._restart_at[number]
@@ -129,9 +130,9 @@ class Supervisor:
         log.error("process ended", process=number, code=running.process.exitcode, again_in=backoff)
         running.ready.close()
 
-    def _stop(self, signals: _Signals) -> None:
+    def _stop(self, signals: SignalWaiter) -> None:
         """Let all finish what they have. A second signal ends that."""
-        number = signals.came or signal.SIGTERM
+        number = signals.last or signal.SIGTERM
         for running in self._running.values():
             if running.process.pid is not None and running.process.is_alive():
                 os.kill(running.process.pid, number)
@@ -140,7 +141,7 @@ class Supervisor:
         deadline = time.monotonic() + drain + server.shutdown_timeout + _MARGIN
         signals.forget()
         while alive := [r.process.sentinel for r in self._running.values() if r.process.is_alive()]:
-            if signals.came or time.monotonic() > deadline:
+            if signals.last or time.monotonic() > deadline:
                 return
             connection.wait([*alive, signals.readable], max(deadline - time.monotonic(), 0))
 
@@ -151,62 +152,29 @@ class Supervisor:
             running.ready.close()
 
 
-class _Signals:
-    """SIGINT and SIGTERM, as something to wait for beside others. `came`: the last one."""
-
-    def __init__(self) -> None:
-        self.came: int | None = None
-        self.readable, self._writable = socket.socketpair()
-
-    def __enter__(self) -> _Signals:
-        for each in (self.readable, self._writable):
-            each.setblocking(False)
-        self._before = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-        self.readable.close()
-        self._writable.close()
-
-    def forget(self) -> None:
-        """Wait for the next one."""
-        self.came = None
-        while True:
-            try:
-                self.readable.recv(64)
-            except BlockingIOError:
-                return
-
-    def _note(self, number: int, _: object) -> None:
-        self.came = number
-        self._writable.send(b"!")
-
-
 def _run_process(
     settings: Settings,
     file: SettingsFile | None,
     worker_processes: WorkerProcesses,
     port: int,
     log_level: str,
-    ready: Connection,
+    serves: Connection,
 ) -> None:
-    """What one of the processes does."""
+    """What one of the processes does. It sends to `serves` once it serves."""
     os.setpgid(0, 0)  # Ctrl-C is for the parent, which passes it on
     log_to_stderr(log_level)
     structlog.contextvars.bind_contextvars(process=worker_processes.number)
     parent = parent_process()
     assert parent is not None
 
-    def serving() -> None:
-        ready.send(True)
-        ready.close()
+    def ready() -> None:
+        serves.send(True)
+        serves.close()
 
     try:
-        uvloop.run(serve_worker_process(settings, file, worker_processes, port, serving, parent.sentinel))
+        uvloop.run(serve_worker_process(settings, file, worker_processes, port, ready, parent.sentinel))
     except KeyboardInterrupt:
-        return  # told to stop before it served
+        return  # interrupted before it served
     except (OSError, TokenizerUnavailableError, KubernetesError) as error:
         print(f"kvrouter: {error}", file=sys.stderr)
         raise SystemExit(1) from error

@@ -12,7 +12,7 @@ from router_under_test import QUICK, RouterUnderTest, serving
 
 from router.app import running_router
 from router.picker import running_picker
-from router.server.serving import HttpServer
+from router.server.http_server import HttpServer
 from router.settings import Settings
 
 

@@ -17,7 +17,8 @@ from yarl import URL
 
 from router.app import running_router
 from router.fleet.config_reload import SettingsFile
-from router.server.serving import HttpServer, listen
+from router.server.http_server import HttpServer
+from router.server.sockets import listen
 from router.settings import Settings
 
 QUICK = {"probe_interval": 0.2, "retry_interval": 0.1}

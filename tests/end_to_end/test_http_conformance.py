@@ -19,12 +19,11 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.app import running_router
-from router.server import http_protocol
-from router.server import serving as serving_module
+from router.server import head_limiter, http_server
 from router.server.asgi_fallback import uvicorn_fits
 from router.server.fast_lane import FastLaneProtocol
 from router.server.http_protocol import BoundedHttpProtocol
-from router.server.serving import HttpServer
+from router.server.http_server import HttpServer
 from router.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -406,7 +405,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(
     async with wire(url) as client:
         await client.send(WHOLE)
         assert (await client.answer()).status == 200
-        monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+        monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 0.2)
         await client.send(POST)
         assert await client.rest() == b""
     assert len(worker.exchanges) == 1
@@ -760,7 +759,7 @@ async def test_a_router_that_stops_lets_requests_finish(lane: bool) -> None:
 
 
 async def test_a_connection_that_asks_nothing_more_is_closed(lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_module, "KEEP_ALIVE_SECONDS", 1)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_SECONDS", 1)
     async with scripted_worker() as worker:
         settings = Settings(workers=[{"url": worker.url}], server={"fast_lane": lane})  # type: ignore[list-item, arg-type]
         async with (
@@ -795,5 +794,5 @@ async def test_with_a_uvicorn_that_it_does_not_know_the_lane_is_closed(monkeypat
     async with running_router(settings) as app:
         made = HttpServer(app, 1).config.http
         assert getattr(made, "func", None) is FastLaneProtocol
-        monkeypatch.setattr("router.server.serving.uvicorn_fits", lambda: False)
+        monkeypatch.setattr("router.server.http_server.uvicorn_fits", lambda: False)
         assert HttpServer(app, 1).config.http is BoundedHttpProtocol

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from kvrouter import cli
 from router.access import hashed_key
 from router.app import running_router
-from router.server import http_protocol
-from router.server.serving import HttpServer
+from router.server import head_limiter
+from router.server.http_server import HttpServer
 from router.settings import ConfigError, Settings, load_settings
 from worker.simulated import SimulatedWorkerSettings, running
 
@@ -346,7 +346,7 @@ async def test_a_head_that_never_ends_is_not_waited_for(
     plain: tuple[ScriptedWorker, RouterUnderTest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, unguarded = plain
-    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 0.2)
     assert await raw(unguarded, b"") == b""
     assert await raw(unguarded, HEAD + b"X-A: on") == b""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from router.server.serving import listen
+from router.server.sockets import listen
 
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:

@@ -1,0 +1,56 @@
+"""Options that several commands have, and how commands read their settings and fail."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from router.settings import Settings
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="Settings file, such as config.yaml.")]
+WorkerUrls = Annotated[list[str] | None, typer.Option("--worker", "-w", help="URL of a worker; repeatable.")]
+AdminToken = Annotated[str, typer.Option(envvar="KVROUTER_SERVER__TOKEN", help="The router's server.token.")]
+
+
+class Level(StrEnum):
+    """How much is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+LogLevel = Annotated[Level, typer.Option(help="How much is logged.")]
+
+NO_WORKERS = "no workers: name them under workers: in the settings file, or with --worker URL"
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given: not None, and not an empty section."""
+    return {name: value for name, value in options.items() if value is not None and value != {}}
+
+
+def of_workers(urls: list[str] | None) -> dict[str, Any]:
+    """The settings that `--worker` overrides."""
+    return {"workers": [{"url": url} for url in urls]} if urls else {}
+
+
+def settings_from(config: Path | None, overrides: dict[str, Any]) -> Settings:
+    """The settings of a file, with what was given on the command line. Ends the command when they are wrong."""
+    from router.settings import ConfigError, load_settings
+
+    try:
+        return load_settings(config, overrides)
+    except ConfigError as error:
+        fail(str(error))
+
+
+def fail(message: str, status: int = 1) -> NoReturn:
+    """End the command with a message."""
+    typer.echo(f"kvrouter: {message}", err=True)
+    raise typer.Exit(status)

@@ -1,0 +1,96 @@
+"""Commands that ask a running fleet: who holds a prompt, where it would go, what goes on, what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from kvrouter.commands.options import (
+    NO_WORKERS,
+    AdminToken,
+    ConfigFile,
+    Level,
+    WorkerUrls,
+    fail,
+    of_workers,
+    settings_from,
+)
+
+
+def match(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    model: Annotated[str, typer.Option(help="The model's name.")],
+    url: Annotated[str, typer.Option(help="The router or indexer to ask.")] = "http://127.0.0.1:8080",
+    chat: Annotated[bool, typer.Option(help="The prompt is a user's message, rendered with the chat template.")] = True,
+) -> None:
+    """Ask who holds how much of a prompt."""
+    from kvrouter.match import print_matches
+
+    try:
+        print_matches(url, _request_of(prompt, model, chat))
+    except ConnectionError as error:
+        fail(str(error))
+
+
+def explain(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    model: Annotated[str, typer.Option(help="The model's name.")],
+    url: Annotated[str, typer.Option(help="The router to ask.")] = "http://127.0.0.1:8080",
+    chat: Annotated[bool, typer.Option(help="The prompt is a user's message, rendered with the chat template.")] = True,
+) -> None:
+    """Ask where a prompt would go now, and why."""
+    from kvrouter.explain import print_explanation
+
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    try:
+        print_explanation(url, {"path": path, "request": _request_of(prompt, model, chat)})
+    except ConnectionError as error:
+        fail(str(error))
+
+
+def top(
+    url: Annotated[str, typer.Option(help="The router to watch.")] = "http://127.0.0.1:8080",
+    token: AdminToken = "",
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
+) -> None:
+    """Show the fleet in the terminal, updating: its ranks' state, cache, load and hits, and the latest requests."""
+    from kvrouter.tools.top import run_top
+    from kvrouter.tools.top.feed import FeedError
+
+    try:
+        asyncio.run(run_top(url, token, once))
+    except FeedError as error:
+        fail(str(error))
+
+
+def doctor(
+    config: ConfigFile = None,
+    worker: WorkerUrls = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The workers' API key.")] = None,
+    patience: Annotated[float, typer.Option(min=0.1, help="Seconds that events may take to come.")] = 4.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Find out why hits are zero or low, by connecting to the workers as the router would.
+
+    Sends a few short requests to each worker. The exit status is 0 when nothing is wrong, 1 when something is, and 2
+    when nothing could be examined.
+    """
+    from kvrouter.tools.doctor import run_doctor
+    from router.server.logs import log_to_stderr
+
+    settings = settings_from(config, of_workers(worker))
+    if not settings.workers:
+        fail(NO_WORKERS, status=2)
+    log_to_stderr(Level.ERROR)
+    if not asyncio.run(run_doctor(settings, api_key, patience, as_json)):
+        raise typer.Exit(1)
+
+
+def _request_of(prompt: str, model: str, chat: bool) -> dict[str, Any]:
+    """The body of a request with this prompt; - is standard input."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    fields = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    return {"model": model, **fields}

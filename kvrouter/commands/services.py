@@ -1,0 +1,125 @@
+"""Commands that serve until a signal ends them: the router, the picker, the index."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrouter.commands.options import (
+    NO_WORKERS,
+    ConfigFile,
+    Level,
+    LogLevel,
+    WorkerUrls,
+    fail,
+    given,
+    of_workers,
+    settings_from,
+)
+
+if TYPE_CHECKING:
+    from router.settings import Settings
+
+
+def serve(
+    config: ConfigFile = None,
+    worker: WorkerUrls = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="8080")] = None,
+    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.", show_default="kv_aware")] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes that share the port.", show_default="1")] = None,
+    peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
+    log_level: LogLevel = Level.INFO,
+) -> None:
+    """Run the router, with the index inside."""
+    from router.fleet.config_reload import SettingsFile
+    from router.server.serving import serve_router
+    from router.server.supervisor import ProcessFailedError, Supervisor
+
+    overrides = of_workers(worker) | given(
+        server=given(host=host, port=port, processes=processes), policy=given(name=policy), index=given(peer=peer)
+    )
+    settings = _router_settings(config, overrides)
+    file = SettingsFile(config, overrides) if config else None
+    if settings.server.processes == 1:
+        _run(serve_router(settings, file), log_level)
+        return
+    from router.server.logs import log_to_stderr
+
+    log_to_stderr(log_level)
+    try:
+        Supervisor(settings, file, settings.server.processes, log_level).run()
+    except (OSError, ProcessFailedError) as error:
+        fail(str(error))
+
+
+def picker(
+    config: ConfigFile = None,
+    worker: WorkerUrls = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of HTTP: health, metrics, workers.", show_default="8080")
+    ] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port for Envoy.", show_default="9002")] = None,
+    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.", show_default="kv_aware")] = None,
+    peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
+    log_level: LogLevel = Level.INFO,
+) -> None:
+    """Run the router as an endpoint picker: Envoy asks it where to send requests, and carries them itself."""
+    from importlib.util import find_spec
+
+    from router.fleet.config_reload import SettingsFile
+    from router.server.serving import serve_picker
+
+    if not (find_spec("grpc") and find_spec("grpc_health")):
+        fail("the picker wants more packages: pip install 'kvrouter[envoy]'")
+    overrides = of_workers(worker) | given(
+        server=given(host=host, port=port),
+        picker=given(port=grpc_port),
+        policy=given(name=policy),
+        index=given(peer=peer),
+    )
+    settings = _router_settings(config, overrides)
+    if settings.server.processes != 1:
+        fail(
+            "server.processes: a picker is one process. Run several pickers, which share their load over replicas.redis"
+        )
+    _run(serve_picker(settings, SettingsFile(config, overrides) if config else None), log_level)
+
+
+def indexer(
+    config: ConfigFile = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8090,
+    log_level: LogLevel = Level.INFO,
+) -> None:
+    """Run the index alone: workers are registered over HTTP."""
+    from router.server.serving import serve_indexer
+
+    _run(serve_indexer(settings_from(config, {"server": {"host": host, "port": port}})), log_level)
+
+
+def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:
+    """A router's settings. Without workers there must be a way to learn of some."""
+    settings = settings_from(config, overrides)
+    if not settings.workers and config is None and not settings.kubernetes.used:
+        fail(NO_WORKERS)
+    return settings
+
+
+def _run(service: Coroutine[Any, Any, None], log_level: str) -> None:
+    import uvloop
+
+    from router.errors import KubernetesError, TokenizerUnavailableError
+    from router.server.logs import log_to_stderr
+    from router.server.sockets import raise_file_limit
+
+    log_to_stderr(log_level)
+    raise_file_limit()
+    try:
+        uvloop.run(service)
+    except (OSError, TokenizerUnavailableError, KubernetesError) as error:
+        fail(str(error))

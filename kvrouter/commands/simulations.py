@@ -1,0 +1,82 @@
+"""Commands that need no GPU: a simulated worker, and a demonstration with several."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvrouter.commands.options import fail, given
+
+
+def simulate(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 0,
+    model: Annotated[str, typer.Option(help="Name of the served model.")] = "simulated",
+    adapter: Annotated[list[str] | None, typer.Option(help="Name of a LoRA adapter; repeatable.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
+    blocks: Annotated[int, typer.Option(help="Blocks in the cache of each DP rank.")] = 4096,
+    dp_size: Annotated[int, typer.Option(help="Number of DP ranks.")] = 1,
+    prefix_caching: Annotated[bool, typer.Option(help="Keep what was computed, and find it again.")] = True,
+    max_model_len: Annotated[int, typer.Option(help="Tokens of the longest prompt with its answer.")] = 32768,
+    prefill_ms: Annotated[float, typer.Option(help="Milliseconds to compute one uncached prompt token.")] = 0.15,
+    step_ms: Annotated[float, typer.Option(help="Milliseconds a step takes at least: the time of a token.")] = 5.0,
+    kv_events: Annotated[str | None, typer.Option(help="Publisher configuration in JSON, as SGLang takes it.")] = None,
+    disaggregation: Annotated[str | None, typer.Option(help="sglang or nixl: how it hands KV pages over.")] = None,
+    role: Annotated[str | None, typer.Option(help="prefill or decode; wants --disaggregation.")] = None,
+    bootstrap_port: Annotated[int, typer.Option(help="Of a prefill worker's bootstrap service; 0: a free one.")] = 0,
+) -> None:
+    """Run a simulated worker: real cache, scheduler, events and API, made-up words."""
+    from worker.publisher import PublisherConfig
+    from worker.simulated import SimulatedWorkerSettings, run
+
+    try:
+        options = given(
+            kv_events=kv_events and PublisherConfig.from_json(kv_events), disaggregation=disaggregation, role=role
+        )
+        settings = SimulatedWorkerSettings(
+            host=host,
+            port=port,
+            model=model,
+            adapters=tuple(adapter or ()),
+            block_size=block_size,
+            num_blocks=blocks,
+            dp_size=dp_size,
+            prefix_caching=prefix_caching,
+            max_model_len=max_model_len,
+            prefill_s_per_token=prefill_ms / 1000,
+            base_step_s=step_ms / 1000,
+            bootstrap_port=bootstrap_port,
+            **options,
+        )
+        run(settings)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+
+
+def demo(
+    workers: Annotated[int, typer.Option(min=1, help="Simulated workers.")] = 4,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations to play, each of several requests.")] = 48,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the router up at the end.")] = False,
+    disaggregated: Annotated[
+        bool, typer.Option("--disaggregated", help="Instead: prefill and decode workers, one of which is killed.")
+    ] = False,
+) -> None:
+    """Compare kv-aware routing with round robin on simulated workers.
+
+    --disaggregated plays the conversations on 2 prefill and 2 decode workers, SGLang's way and vLLM's with NIXL, and
+    kills a prefill worker. The exit status is 0 when no request is lost.
+    """
+    from kvrouter.tools.demo import run_demo
+    from kvrouter.tools.demo.run import DemoError
+
+    try:
+        if disaggregated:
+            from kvrouter.tools.demo.disaggregated import run_disaggregated_demo
+
+            if not run_disaggregated_demo(conversations):
+                raise typer.Exit(1)
+            return
+        run_demo(workers, conversations, keep)
+    except DemoError as error:
+        fail(str(error))

@@ -1,0 +1,69 @@
+"""uvicorn's server with our protocols: it serves an application over HTTP, drains its connections, and ends in time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from router.forwarding.proxy import ProxyContext
+from router.http.cached_head import RecentHeads
+from router.server.asgi_fallback import uvicorn_fits
+from router.server.fast_lane import FastLaneProtocol
+from router.server.http_protocol import BoundedHttpProtocol
+
+log = structlog.get_logger()
+
+# Longer than clients and balancers keep an idle connection: a request on one that we close meanwhile would be lost.
+KEEP_ALIVE_SECONDS = 75
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application; at its end requests in flight have `shutdown_timeout` seconds to finish."""
+
+    def __init__(
+        self, app: FastAPI, shutdown_timeout: float, certificate: Path | None = None, key: Path | None = None
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_http_protocol(app),  # type: ignore[arg-type]  # called as a class is
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(shutdown_timeout),
+        )
+        super().__init__(config)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the requests in flight. Those that would never end by themselves are ended."""
+        if end := getattr(self.config.app.state, "on_shutdown", None):  # type: ignore[union-attr]
+            await end()
+        await super().shutdown(sockets)
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()  # uvicorn would raise them again at its end, before ours
+
+    def drain(self) -> None:
+        """Have clients open new connections, elsewhere if they can, instead of reusing the ones they have."""
+        self.config.encoded_headers.append((b"connection", b"close"))
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+
+
+def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol | FastLaneProtocol]:
+    proxy_context: ProxyContext | None = getattr(app.state, "proxy_context", None)
+    if proxy_context is None or not proxy_context.settings.fast_lane:
+        return BoundedHttpProtocol
+    if not uvicorn_fits():
+        log.warning("the fast lane is closed: it does not know this uvicorn", version=uvicorn.__version__)
+        return BoundedHttpProtocol
+    return partial(FastLaneProtocol, proxy_context, RecentHeads())

@@ -1,0 +1,67 @@
+"""A client's request as the parser reads it, before anything is done with it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.apis.endpoints import BY_LOAD, PROMPTED
+from router.forwarding.request_head import RequestHead
+from router.http.headers import Headers
+from router.http.response_head import LENGTH
+
+_WORKERS_PATHS: Final = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
+
+
+class IncomingRequest:
+    """A request, of which more may come. Names of headers are in lower case.
+
+    `size`: bytes of its body that came, which `body` holds as long as they are not too many. `complete`: all of it
+    came. `upgrades`: it asks for another protocol. `asgi`: it was given to the application.
+    """
+
+    __slots__ = (
+        "asgi",
+        "body",
+        "complete",
+        "expects_continue",
+        "headers",
+        "keep_alive",
+        "method",
+        "size",
+        "target",
+        "upgrades",
+        "version",
+        "worker_head",
+    )
+
+    def __init__(self) -> None:
+        self.method = b""
+        self.target = b""
+        self.version = ""
+        self.headers: Headers = []
+        self.body: list[bytes] = []
+        self.size = 0
+        self.keep_alive = False
+        self.upgrades = False
+        self.expects_continue = False
+        self.complete = False
+        self.asgi = False
+        self.worker_head: RequestHead | None = None  # of a request for workers, once that is known
+
+    def find_endpoint(self) -> RequestHead | None:
+        """Its head, when it is for an endpoint of the workers; None when it is the application's."""
+        path = self.target.partition(b"?")[0]
+        if self.method == b"POST" and path in _WORKERS_PATHS and not self.upgrades and b"#" not in self.target:
+            self.worker_head = RequestHead("POST", path.decode(), self.target, self.headers)
+        return self.worker_head
+
+    def announced_size(self) -> int:
+        """How long its head says that the body is, in bytes; 0 where it says nothing."""
+        for name, value in self.headers:
+            if name == LENGTH:
+                return int(value)
+        return 0
+
+    def whole_body(self) -> bytes:
+        """All of the body that came."""
+        return self.body[0] if len(self.body) == 1 else b"".join(self.body)

@@ -1,0 +1,155 @@
+"""Reads a client's requests from the bytes of its connection, and tells the connection of each part.
+
+httptools parses what is new. The head of a request that was parsed before is known by its bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import httptools
+
+from router.forwarding.request_head import RequestHead
+from router.http.cached_head import CachedHead, RecentHeads
+from router.http.deadline import Deadline
+from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_target
+from router.server.incoming_request import IncomingRequest
+
+_INVALID = "Invalid HTTP request received."
+
+_log = logging.getLogger("uvicorn.error")
+
+
+class RequestReceiver:
+    """A connection that requests come over. By default it does nothing with them."""
+
+    def head_read(self, request: IncomingRequest) -> None:
+        """The head of a request is complete."""
+
+    def body_read(self, request: IncomingRequest, data: bytes) -> None:
+        """More of its body came."""
+
+    def request_read(self, request: IncomingRequest) -> None:
+        """All of it came."""
+
+    def upgrade_read(self, request: IncomingRequest) -> None:
+        """All of it came, and what follows speaks the protocol that it asked for."""
+
+    def refuse_rest(self, problem: str) -> None:
+        """What came now cannot be read, nor what follows."""
+
+
+class RequestReader:
+    """Reads one connection. It is httptools' protocol."""
+
+    __slots__ = ("_cached", "_limiter", "_parser", "_receiver", "_recent", "_request")
+
+    def __init__(self, receiver: RequestReceiver, recent: RecentHeads[RequestHead], deadline: Deadline) -> None:
+        """`recent`: the heads that other connections' requests had. `deadline`: the connection's."""
+        self._receiver = receiver
+        self._recent = recent
+        self._limiter = HeadLimiter(deadline)
+        self._cached: CachedHead[RequestHead] | None = None  # of this connection's last request that came at once
+        self._parser: httptools.HttpRequestParser | None = None  # made for the first head that is not known
+        self._request: IncomingRequest | None = None  # what the parser read last
+
+    def begin(self) -> None:
+        """The connection is made: a head is waited for."""
+        self._limiter.begin()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._parser = None
+        self._receiver = RequestReceiver()
+
+    def read_known(self, data: bytes) -> tuple[RequestHead, bytes] | None:
+        """The head and the body of a request that is all of `data`, and whose head is known; else None.
+
+        Such a request keeps the connection alive.
+        """
+        if self._request is not None and not self._request.complete:
+            return None
+        cached = self._cached
+        body = None if cached is None else cached.read(data)
+        if body is None:
+            read = self._recent.read(data)
+            if read is None:
+                return None
+            cached, body = read
+            self._cached = cached
+        assert cached is not None
+        self._limiter.end()
+        return cached.said, body
+
+    def parse(self, data: bytes) -> None:
+        """Read what came. The receiver hears of it meanwhile."""
+        last, before = self._request, self._limiter.size
+        parser = self._parser
+        if parser is None:
+            parser = self._parser = httptools.HttpRequestParser(self)
+            # Answer a request although more follows it that it said would not: uvicorn does.
+            parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserError:
+            _log.warning(_INVALID)
+            self._receiver.refuse_rest(_INVALID)
+        except httptools.HttpParserUpgrade:
+            self._receiver.upgrade_read(self._current)
+        else:
+            if not self._limiter.fits(before, len(data)):
+                self._receiver.refuse_rest(TOO_LARGE)
+            elif last is None or last.complete:
+                self._remember(data, last)
+
+    def _remember(self, data: bytes, last: IncomingRequest | None) -> None:
+        """Keep the head of a request that is all of `data`."""
+        request = self._request
+        if request is None or request is last or request.worker_head is None:
+            return
+        if request.complete and request.keep_alive:
+            known = CachedHead.of(data, request.worker_head.without_length())
+            if known is not None:
+                self._cached = self._recent.add(known)
+
+    # What httptools calls
+
+    def on_message_begin(self) -> None:
+        self._request = IncomingRequest()
+        self._limiter.begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._current.target += url
+        self._limiter.add(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._limiter.add(len(name) + len(value) + len(b": \r\n"))
+        if self._limiter.reading:  # else it is a trailer
+            self._current.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        request, parser = self._current, self._parser
+        assert parser is not None
+        self._limiter.end()
+        check_target(request.target)
+        request.method = parser.get_method()
+        request.version = parser.get_http_version()
+        request.keep_alive = parser.should_keep_alive() and request.version == "1.1"
+        request.upgrades = parser.should_upgrade()
+        request.expects_continue = any(
+            name == b"expect" and value.lower() == b"100-continue" for name, value in request.headers
+        )
+        self._receiver.head_read(request)
+
+    def on_body(self, body: bytes) -> None:
+        self._receiver.body_read(self._current, body)
+
+    def on_message_complete(self) -> None:
+        request = self._current
+        request.complete = True
+        self._receiver.request_read(request)
+
+    @property
+    def _current(self) -> IncomingRequest:
+        assert self._request is not None
+        return self._request

@@ -1,0 +1,90 @@
+"""Another package with the name of one of ours, where Python finds it first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvrouter
+
+OURS = Path(kvrouter.__file__).resolve().parent.parent
+AS_MODULE = [sys.executable, "-P", "-m", "kvrouter"]
+AS_COMMAND = [str(Path(sys.executable).parent / "kvrouter")]
+# Neither reaches a worker, should it start after all.
+SERVE = ["serve", "--port=0", "--worker=http://127.0.0.1:1"]
+BROKEN = "raise ImportError('the other one was imported')"
+
+
+def run(command: list[str], first: Path) -> tuple[int, str]:
+    """Run a command that looks for packages in a folder first: its exit status, and all it printed."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(first)}, cwd=first
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def package(folder: Path, name: str) -> Path:
+    """Another package of that name."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(BROKEN)
+    return folder / name
+
+
+def module(folder: Path, name: str) -> Path:
+    """A module of that name."""
+    (folder / f"{name}.py").write_text(BROKEN)
+    return folder / f"{name}.py"
+
+
+@pytest.mark.parametrize("make", [package, module])
+@pytest.mark.parametrize("name", ["router", "indexer", "worker", "kvevents"])
+def test_it_is_named_in_one_line_with_both_paths(tmp_path: Path, make: Callable[[Path, str], Path], name: str) -> None:
+    foreign = make(tmp_path, name)
+    status, output = run([*AS_MODULE, *SERVE], tmp_path)
+    assert status == 1
+    [line] = output.splitlines()
+    assert line.startswith("kvrouter: another ")
+    assert f"finds {foreign} before {OURS / name}" in line
+
+
+def test_the_installed_command_sees_it_as_well(tmp_path: Path) -> None:
+    foreign = package(tmp_path, "router")
+    status, output = run([*AS_COMMAND, *SERVE], tmp_path)
+    assert status == 1
+    [line] = output.splitlines()
+    assert str(foreign) in line
+    assert str(OURS / "router") in line
+
+
+def test_it_is_seen_in_the_working_directory_where_python_looks_there(tmp_path: Path) -> None:
+    foreign = package(tmp_path, "worker")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvrouter", "simulate", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")},
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert str(foreign) in done.stderr
+
+
+def test_a_folder_that_is_no_package_is_in_nobodys_place(tmp_path: Path) -> None:
+    for name in ("router", "indexer", "worker", "kvevents"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("")
+    status, output = run([*AS_MODULE, "serve", "--worker=nonsense"], tmp_path)
+    assert (status, output.startswith("kvrouter: options: workers.0.url: ")) == (1, True)
+
+
+def test_our_own_by_way_of_a_link_are_ours(tmp_path: Path) -> None:
+    for name in ("router", "indexer", "worker", "kvevents"):
+        (tmp_path / name).symlink_to(OURS / name)
+    status, output = run([*AS_MODULE, "serve", "--worker=nonsense"], tmp_path)
+    assert (status, output.startswith("kvrouter: options: workers.0.url: ")) == (1, True)

@@ -1,0 +1,83 @@
+"""The bounds on the heads of a connection's requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router.http.deadline import Deadline
+from router.server import head_limiter
+from router.server.head_limiter import HEAD_BYTES, HeadLimiter, RefusedRequestError, check_target
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def late() -> asyncio.Event:
+    return asyncio.Event()
+
+
+@pytest.fixture
+async def limiter(late: asyncio.Event) -> AsyncIterator[HeadLimiter]:
+    deadline = Deadline(asyncio.get_running_loop(), late.set)
+    yield HeadLimiter(deadline)
+    deadline.close()
+
+
+async def test_a_head_may_have_all_the_bytes_and_not_one_more(limiter: HeadLimiter) -> None:
+    limiter.begin()
+    limiter.add(HEAD_BYTES)
+    with pytest.raises(RefusedRequestError):
+        limiter.add(1)
+
+
+async def test_bytes_count_that_the_parser_keeps_to_itself(limiter: HeadLimiter) -> None:
+    limiter.begin()
+    assert limiter.fits(limiter.size, HEAD_BYTES - 1)
+    assert limiter.fits(limiter.size, 1)
+    assert not limiter.fits(limiter.size, 1)
+
+
+async def test_each_head_is_counted_from_its_own_beginning(limiter: HeadLimiter) -> None:
+    for _ in range(3):
+        assert limiter.size == 0
+        limiter.begin()
+        limiter.add(HEAD_BYTES - 10)
+        assert limiter.fits(0, HEAD_BYTES - 10)
+        limiter.end()
+
+
+async def test_a_body_of_any_size_fits(limiter: HeadLimiter) -> None:
+    limiter.begin()
+    limiter.end()
+    assert limiter.fits(limiter.size, 100 * HEAD_BYTES)
+
+
+async def test_a_head_has_one_deadline_however_often_it_begins(
+    limiter: HeadLimiter, late: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 0.05)
+    limiter.begin()
+    monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 60.0)
+    limiter.begin()  # the parser has seen the first byte
+    async with asyncio.timeout(10):
+        await late.wait()
+
+
+async def test_a_head_that_came_is_not_late(
+    limiter: HeadLimiter, late: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 0.05)
+    limiter.begin()
+    limiter.end()
+    await asyncio.sleep(0.2)
+    assert not late.is_set()
+
+
+@pytest.mark.parametrize("target", [b"", b"*", b"http://other.example/", b"other.example:80", b"@other.example/x"])
+def test_targets_that_are_no_path_are_refused(target: bytes) -> None:
+    check_target(b"/" + target)
+    with pytest.raises(RefusedRequestError):
+        check_target(target)
