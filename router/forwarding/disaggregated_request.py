@@ -196,36 +196,36 @@ class DisaggregatedRequest(ResponseHandler):
         self._close()
         if handler is not None:
             problem = f"prefill on {self._prefill_placement.worker.url}: {reason}"
-            handler.failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
+            handler.on_failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
 
     def _answer(self, head: ResponseHead, body: bytes) -> None:
         """The prefill's answer is the client's."""
         handler, self._handler = self._handler, None
         self._close()
         if handler is not None:
-            handler.answered(head, body, True)
+            handler.on_head(head, body, True)
 
     # What the decode answers
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """The decode's answer begins."""
         self._heard(data, ended)
         if self._handler is not None:
-            self._handler.answered(head, data, ended)
+            self._handler.on_head(head, data, ended)
 
-    def more(self, data: bytes, ended: bool) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
         """More of it came."""
         self._heard(data, ended)
         if self._handler is not None:
-            self._handler.more(data, ended)
+            self._handler.on_body(data, ended)
 
-    def failed(self, error: UpstreamError) -> None:
+    def on_failed(self, error: UpstreamError) -> None:
         """The decode worker failed: the prefill is called off too."""
         self._decode = None
         handler, self._handler = self._handler, None
         self._close()
         if handler is not None:
-            handler.failed(error)
+            handler.on_failed(error)
 
     def _heard(self, data: bytes, ended: bool) -> None:
         if not self._begun and (data or ended):
@@ -257,11 +257,11 @@ class _Collected(ResponseHandler):
         self._head: ResponseHead | None = None
         self._body = bytearray()
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         self._head = head
-        self.more(data, ended)
+        self.on_body(data, ended)
 
-    def more(self, data: bytes, ended: bool) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
         assert self._head is not None
         if self._kept or self._head.status >= 400:
             self._body += data
@@ -270,18 +270,18 @@ class _Collected(ResponseHandler):
         elif ended:
             self._done(self._head, bytes(self._body))
 
-    def failed(self, error: UpstreamError) -> None:
+    def on_failed(self, error: UpstreamError) -> None:
         self._failed(str(error))
 
 
 class _Nobody(ResponseHandler):
     """Does not wait for an answer."""
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """Nothing is done with it."""
 
-    def more(self, data: bytes, ended: bool) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
         """Nothing is done with it."""
 
-    def failed(self, error: UpstreamError) -> None:
+    def on_failed(self, error: UpstreamError) -> None:
         """Nobody minds."""

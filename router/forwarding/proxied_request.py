@@ -447,7 +447,7 @@ class ProxiedRequest(ResponseHandler):
 
     # What the worker answers
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """The answer begins. Engines send the head of a stream at once. It is worth nothing: until the first event the
         request can still go elsewhere."""
         try:
@@ -457,7 +457,7 @@ class ProxiedRequest(ResponseHandler):
         except Exception:
             self._crash()
 
-    def more(self, data: bytes, ended: bool) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
         try:
             if not self._begun and self._head is not None:
                 self._begin(self._head, data, ended)
@@ -478,7 +478,7 @@ class ProxiedRequest(ResponseHandler):
         if isinstance(sent, UpstreamRequest) and assignment is not None and tail is not None and client is not None:
             sent.forwarder = EventStream(client, assignment.attempt.health, tail, self._hidden)
 
-    def failed(self, error: UpstreamError) -> None:
+    def on_failed(self, error: UpstreamError) -> None:
         try:
             self._sent = None
             assignment = self._assignment
