@@ -28,8 +28,8 @@ from router.fleet.config_reload import SettingsFile, follow_workers
 from router.fleet.fleet import Fleet, Worker, end_tasks
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
-from router.forwarding.proxied_request import ProxyServices
 from router.forwarding.proxy import Proxy, ProxyContext
+from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import ContextMiddleware, RequestContexts, context_of
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory

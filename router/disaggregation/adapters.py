@@ -12,12 +12,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import msgspec
 
 from indexer.errors import RequestError
 from router.disaggregation.bodies import encoded, fields_of, prompts_in, with_fields
+from router.fleet.worker import Worker
 from router.http.headers import Headers
 from router.settings import Backend
 
@@ -34,6 +36,13 @@ class WorkerEndpoint:
     dp_rank: int = 0
     dp_size: int = 1
     bootstrap_port: int = 8998
+
+    @classmethod
+    def of(cls, worker: Worker, dp_rank: int) -> WorkerEndpoint:
+        """That of a worker's rank."""
+        url = urlsplit(worker.url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        return cls(url.hostname or "", port, dp_rank, len(worker.ranks()), worker.bootstrap_port)
 
     @property
     def address(self) -> str:
