@@ -30,7 +30,7 @@ from router.fleet.config_reload import SettingsFile, follow_workers
 from router.fleet.fleet import Fleet, end_tasks
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
-from router.forwarding.proxied_request import ProxyServices
+from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.request_context import RequestContexts
 from router.holdings.audit import HitAudit

@@ -25,7 +25,7 @@ from router.server.logs import log_to_stderr
 from router.server.serving import serve_router
 from router.settings import load_settings
 from router.upstream.connection import UpstreamConnection
-from router.upstream.pool import UpstreamRequest
+from router.upstream.request import UpstreamRequest
 
 _COUNTED = {
     "clients": FastLaneProtocol,

@@ -2,5 +2,5 @@
 
 decision   which decode worker, whether another computes the prompt, and which
 adapters   what the engines' ways of disaggregation want in the two requests
-pair       the two requests on their way
+bodies     JSON bodies of which a few fields change
 """

@@ -3,7 +3,7 @@
 SGLang         both at once, with a room where the two meet
 vLLM, NIXL     prefill first, for one token; what it answers tells the decode worker where to pull from
 vLLM, Mooncake both at once, with a transfer that both know
-TensorRT-LLM   context first; its answer goes on as generation, unless it was all there is to say
+TensorRT-LLM   context first; its answer goes on as generation, unless the answer was complete
 sidecar        the decode worker's sidecar is told where to prefill, in a header (llm-d)
 """
 
@@ -12,12 +12,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import msgspec
 
 from indexer.errors import RequestError
 from router.disaggregation.bodies import encoded, fields_of, prompts_in, with_fields
+from router.fleet.worker import Worker
 from router.http.headers import Headers
 from router.settings import Backend
 
@@ -35,6 +37,13 @@ class WorkerEndpoint:
     dp_size: int = 1
     bootstrap_port: int = 8998
 
+    @classmethod
+    def of(cls, worker: Worker, dp_rank: int) -> WorkerEndpoint:
+        """That of a worker's rank."""
+        url = urlsplit(worker.url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        return cls(url.hostname or "", port, dp_rank, len(worker.ranks()), worker.bootstrap_port)
+
     @property
     def address(self) -> str:
         """The host as it stands in a URL."""
@@ -50,7 +59,7 @@ class PreparedRequest:
 
 
 class AnsweredError(Exception):
-    """The prefill's answer is all there is to say: `body` is what the client gets."""
+    """The prefill's answer is complete: `body` is what the client gets."""
 
     def __init__(self, body: bytes, content_type: bytes) -> None:
         super().__init__("answered by the prefill")
@@ -73,16 +82,16 @@ class Adapter:
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         self.path = path
         self.body = body
-        self.prefill_end = prefill
-        self.decode_end = decode
+        self.prefill_worker = prefill
+        self.decode_worker = decode
 
     @property
-    def question(self) -> str | None:
-        """A URL whose answer is needed first, for `learn`."""
+    def query_url(self) -> str | None:
+        """A URL whose answer is needed first, by `read_query`; None where nothing is."""
         return None
 
-    def learn(self, answer: bytes) -> None:
-        """Take in what was asked. Raises ValueError when it makes no sense."""
+    def read_query(self, answer: bytes) -> None:
+        """Take in the answer to the query. Raises ValueError when it makes no sense."""
 
     def prefill(self) -> PreparedRequest:
         """What the prefill worker is sent."""
@@ -97,7 +106,7 @@ class Adapter:
 
     @property
     def abort(self) -> PreparedRequest | None:
-        """What tells a worker at `/abort_request` that nobody waits any more, where closing the connection does not."""
+        """What `/abort_request` of a worker gets when all is called off, where closing the connection is not enough."""
         return None
 
 
@@ -117,33 +126,33 @@ class Sglang(Adapter):
         self._rid = rid if rid is not None else uuid4().hex
 
     def prefill(self) -> PreparedRequest:
-        fields = self._meeting()
-        if self.prefill_end.dp_size > 1:
-            fields["routed_dp_rank"] = self.prefill_end.dp_rank
+        fields = self._bootstrap_fields()
+        if self.prefill_worker.dp_size > 1:
+            fields["routed_dp_rank"] = self.prefill_worker.dp_rank
         return PreparedRequest(with_fields(self.body, **fields))
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
-        fields = self._meeting()
-        if self.prefill_end.dp_size > 1:
-            fields["disagg_prefill_dp_rank"] = self.prefill_end.dp_rank
-        if self.decode_end.dp_size > 1:
-            fields["routed_dp_rank"] = self.decode_end.dp_rank
+        fields = self._bootstrap_fields()
+        if self.prefill_worker.dp_size > 1:
+            fields["disagg_prefill_dp_rank"] = self.prefill_worker.dp_rank
+        if self.decode_worker.dp_size > 1:
+            fields["routed_dp_rank"] = self.decode_worker.dp_rank
         return PreparedRequest(with_fields(self.body, **fields))
 
     @property
     def abort(self) -> PreparedRequest | None:
         return PreparedRequest(msgspec.json.encode({"rid": self._rid}), [(b"content-type", b"application/json")])
 
-    def _meeting(self) -> dict[str, Any]:
-        end = self.prefill_end
-        place = {"bootstrap_host": end.host, "bootstrap_port": end.bootstrap_port}
-        return place | {"bootstrap_room": self._room, "rid": self._rid}
+    def _bootstrap_fields(self) -> dict[str, Any]:
+        worker = self.prefill_worker
+        bootstrap = {"bootstrap_host": worker.host, "bootstrap_port": worker.bootstrap_port}
+        return bootstrap | {"bootstrap_room": self._room, "rid": self._rid}
 
     def _new_room(self) -> int:
         """A room that the prefill's chosen rank serves."""
-        size = self.prefill_end.dp_size
+        size = self.prefill_worker.dp_size
         room = random.randrange(_MAX_ROOM - size)
-        return room - room % size + self.prefill_end.dp_rank
+        return room - room % size + self.prefill_worker.dp_rank
 
 
 class Nixl(Adapter):
@@ -155,10 +164,10 @@ class Nixl(Adapter):
         return PreparedRequest(_one_token(self.path, self.body, kv_transfer_params=wanted))
 
     def decode(self, prefilled: bytes) -> PreparedRequest:
-        handed_over = _raw_field(prefilled, "kv_transfer_params")
-        if handed_over is None:  # nothing to pull: the decode worker computes the prompt
+        transfer_params = _raw_field(prefilled, "kv_transfer_params")
+        if transfer_params is None:  # nothing to pull: the decode worker computes the prompt
             return PreparedRequest(self.body)
-        return PreparedRequest(with_fields(self.body, kv_transfer_params=handed_over))
+        return PreparedRequest(with_fields(self.body, kv_transfer_params=transfer_params))
 
 
 class Mooncake(Adapter):
@@ -172,23 +181,23 @@ class Mooncake(Adapter):
         self._engine_id = ""
 
     @property
-    def question(self) -> str | None:
-        return f"http://{self.prefill_end.address}:{self.prefill_end.bootstrap_port}/query"
+    def query_url(self) -> str | None:
+        return f"http://{self.prefill_worker.address}:{self.prefill_worker.bootstrap_port}/query"
 
-    def learn(self, answer: bytes) -> None:
+    def read_query(self, answer: bytes) -> None:
         ranks = msgspec.json.decode(answer, type=dict[str, dict[str, Any]])
-        engine_id = ranks.get(str(self.prefill_end.dp_rank), {}).get("engine_id")
+        engine_id = ranks.get(str(self.prefill_worker.dp_rank), {}).get("engine_id")
         if not isinstance(engine_id, str):
-            raise ValueError(f"no engine_id for rank {self.prefill_end.dp_rank}")
+            raise ValueError(f"no engine_id for rank {self.prefill_worker.dp_rank}")
         self._engine_id = engine_id
 
     def prefill(self) -> PreparedRequest:
         wanted = {"do_remote_decode": True, "transfer_id": self._transfer}
         body = _one_token(self.path, self.body, kv_transfer_params=wanted)
-        return PreparedRequest(body, [(b"x-data-parallel-rank", b"%d" % self.prefill_end.dp_rank)])
+        return PreparedRequest(body, [(b"x-data-parallel-rank", b"%d" % self.prefill_worker.dp_rank)])
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
-        address = f"http://{self.prefill_end.address}:{self.prefill_end.bootstrap_port}"
+        address = f"http://{self.prefill_worker.address}:{self.prefill_worker.bootstrap_port}"
         source = {"remote_bootstrap_addr": address, "remote_engine_id": self._engine_id}
         wanted = {"do_remote_prefill": True, "transfer_id": self._transfer, **source}
         return PreparedRequest(with_fields(self.body, kv_transfer_params=wanted))
@@ -213,7 +222,7 @@ class TensorRtLlm(Adapter):
         if not isinstance(choice, dict):
             raise ValueError("it has no choices")
         if choice.get("finish_reason") not in ("length", "not_finished"):
-            raise _as_asked(answer, choice, self.body)
+            raise _complete_answer(answer, choice, self.body)
         params = choice.get("disaggregated_params")
         if not isinstance(params, dict):
             raise ValueError("choices[0] has no disaggregated_params")
@@ -230,7 +239,7 @@ class Sidecar(Adapter):
     prefills = False
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
-        to = f"{self.prefill_end.address}:{self.prefill_end.port}"
+        to = f"{self.prefill_worker.address}:{self.prefill_worker.port}"
         return PreparedRequest(self.body, [(b"x-prefiller-host-port", to.encode())])
 
 
@@ -244,7 +253,7 @@ ADAPTERS: dict[Backend, type[Adapter]] = {
 
 
 def _one_token(path: str, body: bytes, **values: Any) -> bytes:
-    """A request for the prompt's sake: one token, not streamed."""
+    """A request that computes the prompt: one token, not streamed."""
     fields = fields_of(body)
     for name in ("stream_options", "min_tokens"):
         fields.pop(name, None)
@@ -261,7 +270,7 @@ def _raw_field(answer: bytes, name: str) -> msgspec.Raw | None:
     return None if value is None or bytes(value) == b"null" else value
 
 
-def _as_asked(answer: dict[str, Any], choice: dict[str, Any], body: bytes) -> AnsweredError:
+def _complete_answer(answer: dict[str, Any], choice: dict[str, Any], body: bytes) -> AnsweredError:
     """The prefill's whole answer, as a stream if that was asked for."""
     answer.pop("prompt_token_ids", None)
     choice.pop("disaggregated_params", None)

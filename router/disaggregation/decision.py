@@ -36,15 +36,15 @@ class Disaggregation:
 
     def as_json(self) -> dict[str, Any]:
         """For the explanation of a decision."""
-        told: dict[str, Any] = {"remote_prefill": self.prefill is not None, "reason": self.reason, **self.inputs}
+        report: dict[str, Any] = {"remote_prefill": self.prefill is not None, "reason": self.reason, **self.inputs}
         if self.prefill is not None:
             target = self.prefill.choice.target
-            told["prefill"] = {"worker": target.worker, "dp_rank": target.dp_rank}
-            told["prefill_candidates"] = [
+            report["prefill"] = {"worker": target.worker, "dp_rank": target.dp_rank}
+            report["prefill_candidates"] = [
                 {"worker": cost.candidate.target.worker, "dp_rank": cost.candidate.target.dp_rank, "terms": cost.terms}
                 for cost in self.prefill.costs
             ]
-        return told
+        return report
 
 
 def decode_policy(random: Random) -> Policy:

@@ -1,6 +1,6 @@
 """Two requests for one: a prompt's prefill on one worker, its decode on another, raced and closed together.
 
-    (asked) ──▶ prefill and decode at once            ──▶ the decode's answer is passed on
+    (query) ──▶ prefill and decode at once            ──▶ the decode's answer is passed on
             └─▶ prefill ──answered──▶ decode          ──┘
 
 Only the decode's answer is passed on; the prefill's is drained, or read where it tells how to go on. Until the decode's
@@ -36,7 +36,7 @@ class PrefillFailedError(UpstreamError):
 
 
 class DisaggregatedRequest(ResponseHandler):
-    """The requests to the two workers of a placement. To the exchange it is one request, which `handler` hears of."""
+    """The requests to the two workers of an assignment. To who sends it, it is one request with one `handler`."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class DisaggregatedRequest(ResponseHandler):
         adapter: Adapter,
         target: bytes,
         headers: Headers,
-        prefilled: Callable[[], None],
+        on_prefilled: Callable[[], None],
         transport: Transport | None = None,
     ) -> None:
-        """`prefilled` is told when the prefill is done, and the decode is what is waited for.
+        """`on_prefilled` is called when the prefill is done, and the decode is what is waited for.
 
         `transport`: who sends the decode, if not the router itself.
         """
@@ -59,20 +59,20 @@ class DisaggregatedRequest(ResponseHandler):
         self._adapter = adapter
         self._target = target
         self._headers = headers
-        self._done = prefilled
+        self._on_prefilled = on_prefilled
         self._transport = transport
         self._decode_worker = assignment.worker
-        self._prefill_placement = assignment.prefill
+        self._prefill_assignment = assignment.prefill
         self._prefill: UpstreamRequest | None = None
         self._decode: SentRequest | None = None
-        self._begun = False  # something of the decode's answer came
+        self._query: UpstreamRequest | None = None  # what the adapter has to know first
+        self._decoding = False  # something of the decode's answer came
         self._paused = False
-        self._asking: UpstreamRequest | None = None
 
     def start(self) -> None:
         """Send what can be sent now. Raises RequestError for a body that cannot be changed."""
-        if question := self._adapter.question:
-            self._ask(question)
+        if url := self._adapter.query_url:
+            self._send_query(url)
         else:
             self._send_first()
 
@@ -94,12 +94,12 @@ class DisaggregatedRequest(ResponseHandler):
         return self._decode
 
     def abort(self) -> None:
-        """Call both off. The receiver hears nothing more."""
+        """Call both off. The handler hears nothing more."""
         self._handler = None
         ended = [
             url
             for url, sent in (
-                (self._prefill_placement.worker.url, self._prefill),
+                (self._prefill_assignment.worker.url, self._prefill),
                 (self._decode_worker.url, self._decode),
             )
             if sent is not None
@@ -108,37 +108,37 @@ class DisaggregatedRequest(ResponseHandler):
         if ended and (part := self._adapter.abort) is not None:
             lines = forwarded_lines(part.headers)
             for url in ended:
-                self._upstreams.of(url).send(_Nobody(), "POST", b"/abort_request", lines, part.body)
+                self._upstreams.of(url).send(_Ignored(), "POST", b"/abort_request", lines, part.body)
 
-    def _ask(self, question: str) -> None:
-        place = urlsplit(question)
-        upstream = self._upstreams.of(f"{place.scheme}://{place.netloc}")
+    def _send_query(self, url: str) -> None:
+        parts = urlsplit(url)
+        upstream = self._upstreams.of(f"{parts.scheme}://{parts.netloc}")
 
-        def learned(head: ResponseHead, body: bytes) -> None:
-            self._asking = None
+        def on_answer(head: ResponseHead, body: bytes) -> None:
+            self._query = None
             if head.status != 200:
-                self._prefill_failed(f"{question} answers {head.status}")
+                self._prefill_failed(f"{url} answers {head.status}")
                 return
             try:
-                self._adapter.learn(body)
+                self._adapter.read_query(body)
             except ValueError as error:
-                self._prefill_failed(f"{question}: an answer that makes no sense: {error}")
+                self._prefill_failed(f"{url}: an answer that makes no sense: {error}")
                 return
             self._send_first()
 
-        def failed(reason: str) -> None:
-            self._asking = None
-            self._prefill_failed(f"{question}: {reason}")
+        def on_failed(reason: str) -> None:
+            self._query = None
+            self._prefill_failed(f"{url}: {reason}")
 
-        self._asking = upstream.send(_Collected(learned, failed), "GET", place.path.encode(), b"", b"")
+        self._query = upstream.send(_Collected(on_answer, on_failed), "GET", parts.path.encode(), b"", b"")
 
     def _send_first(self) -> None:
         adapter = self._adapter
         if adapter.prefills:
             self._prefill = self._send(
-                self._prefill_placement.worker.url,
+                self._prefill_assignment.worker.url,
                 adapter.prefill(),
-                _Collected(self._prefilled, self._prefill_failed, kept=not adapter.concurrent),
+                _Collected(self._prefill_answered, self._prefill_failed, keep_body=not adapter.concurrent),
             )
         if adapter.concurrent:
             self._send_decode(b"")
@@ -161,9 +161,9 @@ class DisaggregatedRequest(ResponseHandler):
 
     # What the prefill answers
 
-    def _prefilled(self, head: ResponseHead, body: bytes) -> None:
+    def _prefill_answered(self, head: ResponseHead, body: bytes) -> None:
         self._prefill = None
-        assignment = self._prefill_placement
+        assignment = self._prefill_assignment
         assignment.attempt.heard()
         if head.status >= 500:
             if self._adapter.concurrent:  # perhaps because the decode worker failed it
@@ -173,12 +173,12 @@ class DisaggregatedRequest(ResponseHandler):
         assignment.attempt.end(Outcome.SUCCEEDED if head.status < 400 else Outcome.NEITHER, f"status {head.status}")
         assignment.first_byte()
         assignment.release()
-        if self._handler is None or self._begun:
+        if self._handler is None or self._decoding:
             return
         if head.status >= 400:
             self._answer(head, body)
             return
-        self._done()
+        self._on_prefilled()
         if not self._adapter.concurrent:
             try:
                 self._send_decode(body)
@@ -189,99 +189,102 @@ class DisaggregatedRequest(ResponseHandler):
 
     def _prefill_failed(self, reason: str, answered: bool = False) -> None:
         self._prefill = None
-        self._prefill_placement.attempt.end(Outcome.FAILED, reason)
-        if self._begun:
+        self._prefill_assignment.attempt.end(Outcome.FAILED, reason)
+        if self._decoding:
             return  # what the decode needed of it has come
         handler, self._handler = self._handler, None
         self._close()
         if handler is not None:
-            problem = f"prefill on {self._prefill_placement.worker.url}: {reason}"
-            handler.failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
+            problem = f"prefill on {self._prefill_assignment.worker.url}: {reason}"
+            handler.on_failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
 
     def _answer(self, head: ResponseHead, body: bytes) -> None:
         """The prefill's answer is the client's."""
         handler, self._handler = self._handler, None
         self._close()
         if handler is not None:
-            handler.answered(head, body, True)
+            handler.on_head(head, body, True)
 
     # What the decode answers
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """The decode's answer begins."""
-        self._heard(data, ended)
+        self._note_decode(data, ended)
         if self._handler is not None:
-            self._handler.answered(head, data, ended)
+            self._handler.on_head(head, data, ended)
 
-    def more(self, data: bytes, ended: bool) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
         """More of it came."""
-        self._heard(data, ended)
+        self._note_decode(data, ended)
         if self._handler is not None:
-            self._handler.more(data, ended)
+            self._handler.on_body(data, ended)
 
-    def failed(self, error: UpstreamError) -> None:
+    def on_failed(self, error: UpstreamError) -> None:
         """The decode worker failed: the prefill is called off too."""
         self._decode = None
         handler, self._handler = self._handler, None
         self._close()
         if handler is not None:
-            handler.failed(error)
+            handler.on_failed(error)
 
-    def _heard(self, data: bytes, ended: bool) -> None:
-        if not self._begun and (data or ended):
-            self._begun = True
-            self._prefill_placement.first_byte()
+    def _note_decode(self, data: bytes, ended: bool) -> None:
+        if not self._decoding and (data or ended):
+            self._decoding = True
+            self._prefill_assignment.first_byte()
         if ended:
             self._decode = None
             self._close()
 
     def _close(self) -> None:
-        for sent in (self._asking, self._prefill, self._decode):
+        for sent in (self._query, self._prefill, self._decode):
             if sent is not None:
                 sent.abort()
-        self._asking = self._prefill = self._decode = None
+        self._query = self._prefill = self._decode = None
 
 
 class _Collected(ResponseHandler):
-    """Gathers an answer; `kept`: its body too, else only that of a refusal."""
+    """Gathers an answer, and calls one of two functions at its end.
+
+    `keep_body`: with its body; else only that of a refusal is kept.
+    """
 
     def __init__(
         self,
-        done: Callable[[ResponseHead, bytes], None],
-        failed: Callable[[str], None],
-        kept: bool = True,
+        on_answer: Callable[[ResponseHead, bytes], None],
+        on_failure: Callable[[str], None],
+        keep_body: bool = True,
     ) -> None:
-        self._done = done
-        self._failed = failed
-        self._kept = kept
+        self._on_answer = on_answer
+        self._on_failure = on_failure
+        self._keep_body = keep_body
         self._head: ResponseHead | None = None
         self._body = bytearray()
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         self._head = head
-        self.more(data, ended)
+        self.on_body(data, ended)
 
-    def more(self, data: bytes, ended: bool) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
         assert self._head is not None
-        if self._kept or self._head.status >= 400:
+        if self._keep_body or self._head.status >= 400:
             self._body += data
         if len(self._body) > _MAX_ANSWER:
-            self._failed(f"an answer of more than {_MAX_ANSWER} bytes")
+            self._on_failure(f"an answer of more than {_MAX_ANSWER} bytes")
         elif ended:
-            self._done(self._head, bytes(self._body))
+            self._on_answer(self._head, bytes(self._body))
 
-    def failed(self, error: UpstreamError) -> None:
-        self._failed(str(error))
+    def on_failed(self, error: UpstreamError) -> None:
+        self._on_failure(str(error))
 
 
-class _Nobody(ResponseHandler):
-    """Does not wait for an answer."""
+class _Ignored(ResponseHandler):
+    """An answer that is not waited for."""
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """Nothing is done with it."""
 
-    def more(self, data: bytes, ended: bool) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
         """Nothing is done with it."""
 
-    def failed(self, error: UpstreamError) -> None:
-        """Nobody minds."""
+    def on_failed(self, error: UpstreamError) -> None:
+        """Nothing is done about it."""

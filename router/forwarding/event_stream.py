@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from router.apis.stream_usage import HiddenUsage
 from router.apis.usage import UsageTail
 from router.fleet.health import Health
-from router.upstream.connection import ChunkForwarder
+from router.upstream.response_handler import ChunkForwarder
 
 _USAGE: Final = b'"usage"'
 _NONE: Final = b":null"
@@ -37,7 +37,7 @@ class EventStream(ChunkForwarder):
         self._tail = tail
         self._hidden = hidden
 
-    def pass_on(self, chunks: bytes) -> bool:
+    def forward(self, chunks: bytes) -> bool:
         if self._hidden is not None and not self._hidden.lets_pass(chunks):
             return False
         self._health.heard()

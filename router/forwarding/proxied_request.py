@@ -1,12 +1,18 @@
 """One request on its way: read, placed, sent, and its answer passed on as it comes. Callbacks, and no transport.
 
-    read ──▶ placed ──▶ sent ──▶ head, first bytes ──▶ passed on ──▶ ended
-              ▲           │             │                  └──▶ broken off
-              └── retried elsewhere ◀───┘
+    READING ──▶ WAITING ──▶ SENT ──▶ ANSWERING ──▶ ENDED
+                   ▲          │           └── broken off ──▲
+                   └─ retry ──┴── refused ─────────────────┘
+
+    READING     its body, its prompt and its urgency (`reading`)
+    WAITING     for a worker that can take it; `attempts` knows where it was tried
+    SENT        to a worker, of whose answer nothing was passed on: it can still go elsewhere
+    ANSWERING   `response` passes on what comes, and learns from it
+    ENDED       it holds nothing any more
 
 A request goes to another worker when its own cannot be reached, refuses it as overloaded or hangs, as long as nothing
 of an answer has been passed on and the retry budget lasts. At any time its client may leave. Its load is released on
-every path. It waits in a task only while its prompt is tokenized or no worker has room for it.
+every path. It waits in a task only while its prompt is tokenized or no worker has capacity for it.
 """
 
 from __future__ import annotations
@@ -15,112 +21,68 @@ import asyncio
 import time
 from collections.abc import Collection, Coroutine
 from dataclasses import replace
-from typing import Final, NoReturn
-from urllib.parse import urlsplit
+from enum import Enum, auto
+from typing import Final
 
 import structlog
 
 from indexer.errors import RequestError
-from router.admission.admission import Admission
-from router.admission.ticket import Ticket, deadline_error, read_ticket
-from router.apis.endpoints import RESPONSES, Call, error_event, read_call
+from router.admission.ticket import deadline_error
 from router.apis.requests import RoutedRequest
-from router.apis.response_owners import SEARCHED_BYTES
-from router.apis.stream_usage import HiddenUsage, asking_for_usage
-from router.apis.usage import Usage, UsageTail
-from router.disaggregation.adapters import WorkerEndpoint
-from router.fleet.fleet import Fleet, Worker
+from router.apis.stream_usage import HiddenUsage
+from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
-from router.fleet.retry_budget import RetryBudget
-from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
-from router.forwarding.event_stream import EventStream
+from router.forwarding.attempts import AttemptHandler, Attempts
+from router.forwarding.disaggregated_request import PrefillFailedError
+from router.forwarding.proxy_services import ProxyServices
+from router.forwarding.reading import body_for_workers, read_prompt, read_prompt_aside, ticket_of
 from router.forwarding.request_context import RequestContext
+from router.forwarding.response import ProxiedResponse
 from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.routing_headers import RoutingHeaders
-from router.http.headers import Headers, forwarded_lines
-from router.live.request_stream import PassingRequest, RequestStream
+from router.live.request_stream import PassingRequest
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.router import Router
-from router.settings import ProxySettings
-from router.telemetry.metrics import RequestMetrics
 from router.telemetry.spans import Span
-from router.upstream import (
-    ResponseHandler,
-    ResponseHead,
-    UpstreamError,
-    UpstreamRequest,
-    Upstreams,
-    UpstreamTimeoutError,
-)
-from router.upstream.transport import SentRequest, Transport
+from router.upstream import ResponseHead, UpstreamError, UpstreamTimeoutError
+from router.upstream.transport import Transport
 
 log = structlog.get_logger()
 
-_RANK_HEADER: Final = b"x-data-parallel-rank"  # vLLM and SGLang read it
-
 _now: Final = time.monotonic
 _OK: Final = 200
-# A worker that answers so did not take the request: bad gateway, unavailable, gateway timeout.
-_NOT_TAKEN: Final = (502, 503, 504)
-
-# Looking one up in its class costs more than all that is done with it.
-_SUCCEEDED: Final = Outcome.SUCCEEDED
-_FAILED: Final = Outcome.FAILED
-_NEITHER: Final = Outcome.NEITHER
 
 
-class ProxyServices:
-    """What exchanges need: where requests may go, how they get there, and what is counted."""
+class Phase(Enum):
+    """How far a request has come; the drawing above says what is done in each."""
 
-    def __init__(
-        self,
-        router: Router,
-        admission: Admission,
-        fleet: Fleet,
-        upstreams: Upstreams,
-        settings: ProxySettings,
-        metrics: RequestMetrics,
-        passing: RequestStream,
-    ) -> None:
-        self.router = router
-        self.admission = admission
-        self.fleet = fleet
-        self.upstreams = upstreams
-        self.settings = settings
-        self.metrics = metrics
-        self.passing = passing
-        self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
-        self.attempts = settings.attempts
-        self.ask_usage = settings.ask_usage
-        self.loop = asyncio.get_running_loop()
+    READING = auto()
+    WAITING = auto()
+    SENT = auto()
+    ANSWERING = auto()
+    ENDED = auto()
 
 
-class ProxiedRequest(ResponseHandler):
+# Members of an enumeration are looked up in it each time.
+_READING: Final = Phase.READING
+_SENT: Final = Phase.SENT
+_ANSWERING: Final = Phase.ANSWERING
+_ENDED: Final = Phase.ENDED
+
+
+class ProxiedRequest(AttemptHandler):
     """A request and its answer. `start` begins it; afterwards the client hears of it, unless it left."""
 
     # What most requests never change stands here, so that it is not made for each.
-    _body = b""
+    _phase: Phase = _READING
+    _arrived = 0.0
     _hidden: HiddenUsage | None = None
-    _waiting: asyncio.Task[None] | None = None
+    _recorded: PassingRequest | None = None  # while somebody records
+    _attempts: Attempts | None = None  # once its prompt is known
+    _head: ResponseHead | None = None  # of an answer of which nothing else came
+    _response: ProxiedResponse | None = None  # once something of an answer is passed on
+    _task: asyncio.Task[None] | None = None  # in which it waits
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
-    _prompt: RoutedPrompt
-    _ticket: Ticket
-    _hung = False
-    _others = False
-    _many_ranks = False
-    _assignment: Assignment | None = None
-    _head: ResponseHead | None = None
-    _begun = False
-    _over = False
-    _streams = False
-    _arrived = 0.0
-    _first_byte_at = 0.0
-    _beginning: bytes | None = None
-    _tail: UsageTail | None = None
-    _usage: Usage | None = None
-    _passing: PassingRequest | None = None  # while somebody records
 
     def __init__(
         self,
@@ -130,17 +92,12 @@ class ProxiedRequest(ResponseHandler):
         transport: Transport | None = None,
         without: Collection[Worker] = (),
     ) -> None:
-        """`without`: workers it may not go to."""
+        """`transport`: who sends it, if not the router itself. `without`: workers it may not go to."""
         self._services = services
-        self._transport = transport
-        self._without = without
         self._context = context
         self._client = client
-        self._tried: list[Worker] = []
-        self._sent: SentRequest | None = None
-        self._span: Span | None = None  # of the attempt
-        if context.head.path == RESPONSES:
-            self._beginning = b""
+        self._transport = transport
+        self._without = without
 
     def start(self, body: bytes) -> None:
         """The request is complete."""
@@ -160,96 +117,115 @@ class ProxiedRequest(ResponseHandler):
 
     @property
     def assignment(self) -> Assignment | None:
-        """Where it is; None before it is placed, and between two attempts."""
-        return self._assignment
+        """Where it is; None before it is placed, between two attempts and once it is over."""
+        return None if self._attempts is None else self._attempts.assignment
 
     @property
     def over(self) -> bool:
         """Whether it holds nothing any more."""
-        return self._over
+        return self._phase is _ENDED
 
     def moved(self, worker: Worker) -> None:
-        """Its carrier has sent it to another worker, because the first did not take it. Raises RequestError."""
-        assignment = self._assignment
-        assert assignment is not None
-        assignment.attempt.end(_FAILED, "not taken")
-        assignment.release()
-        self._services.metrics.retried.labels(assignment.worker.url).inc()
-        self._services.fleet.look_soon(assignment.worker)
-        self._tried.append(worker)
-        others = [each for each in self._services.fleet.workers if each is not worker]
-        self._assignment = assignment = self._services.router.place(self._prompt, others)
-        self._many_ranks = len(assignment.worker.ranks()) > 1
+        """Its transport has sent it to another worker, because the first did not take it. Raises RequestError."""
+        assert self._attempts is not None
+        self._attempts.moved(worker)
+
+    # The client
 
     def client_left(self) -> None:
-        """Nobody waits for the answer any more."""
-        if not self._over:
+        """The answer is not wanted any more."""
+        if self._phase is not _ENDED:
             self._services.metrics.abandoned.inc()
             self._finish("client left")
 
     def pause(self) -> None:
-        """The client does not read: nor is the worker read, and it is not waited for without end."""
-        if self._sent is not None:
-            self._sent.pause()
-        if self._stall is None and not self._over:
+        """The client does not read: nor is the worker read, and the client has a time to go on."""
+        if self._attempts is not None and self._attempts.sent is not None:
+            self._attempts.sent.pause()
+        if self._stall is None and self._phase is not _ENDED:
             seconds = self._services.settings.client_timeout
             self._stall = self._services.loop.call_later(seconds, self._client_stalled)
 
     def resume(self) -> None:
         """The client reads again."""
-        if self._sent is not None:
-            self._sent.resume()
+        if self._attempts is not None and self._attempts.sent is not None:
+            self._attempts.sent.resume()
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
 
     def _client_stalled(self) -> None:
-        """The client has not read for too long: what it holds of the worker is others'."""
-        if not self._over:
+        """The client has not read for too long: what it holds of the worker is for others."""
+        if self._phase is not _ENDED:
             self._services.metrics.abandoned.inc()
             self._finish("client does not read")
             self._client.break_off()
 
-    # Reading and placing
+    def _deadline_passed(self) -> None:
+        """The client's deadline: the answer ends here, whatever there is of it."""
+        if self._phase is _ENDED:
+            return
+        if self._response is None:
+            self.refuse(deadline_error())
+        else:
+            self._finish("deadline")
+            self._response.break_off(deadline_error())
+
+    # READING
 
     def _read(self, body: bytes) -> None:
-        context, services = self._context, self._services
-        if context.tenant is not None:
-            body = context.tenant.isolated(context.head.path, body)
-        # With a carrier the answer's bytes are not ours to change.
-        asks = self._transport is None and (services.ask_usage or services.passing.listening)
-        if asks and (asking := asking_for_usage(context.head.path, body)):
-            body, self._hidden = asking, HiddenUsage()
-        self._body = body
+        services, context = self._services, self._context
+        body, self._hidden = body_for_workers(services, context, body, self._transport is None)
         span = context.span("tokenize")
-        try:
-            head = context.head
-            call = Call(head.method, head.path, head.headers, body, head.naming)
-            router = services.router
-            request = read_call(call, with_prompt=router.needs_prompts, seen=router.seen)
-            prompt = router.read_now(request, len(body))
-        except RequestError as error:
-            if span is not None:
-                span.end(type(error).__name__)
-            raise
+        request, prompt = read_prompt(services, context, body, span)
         if prompt is None:
-            self._wait_in(self._read_aside(request, span))
+            self._continue_in_task(self._read_aside(request, body, span))
         else:
-            self._go(prompt, span)
+            self._admit(prompt, body)
 
-    async def _read_aside(self, request: RoutedRequest, span: Span | None) -> None:
-        try:
-            prompt = await self._services.router.read_aside(request, len(self._body))
-        except RequestError as error:
-            if span is not None:
-                span.end(type(error).__name__)
-            raise
-        self._go(prompt, span)
+    async def _read_aside(self, request: RoutedRequest, body: bytes, span: Span | None) -> None:
+        prompt = await read_prompt_aside(self._services, request, body, span)
+        self._admit(prompt, body)
 
-    def _wait_in(self, work: Coroutine[None, None, None]) -> None:
+    def _admit(self, prompt: RoutedPrompt, body: bytes) -> None:
+        """What is asked is known: whether it is allowed, and until when it is of use. Raises RequestError."""
+        services, context = self._services, self._context
+        if services.fleet.disaggregated:
+            prompt = replace(prompt, path=context.head.path)
+        if services.passing.listening:
+            self._recorded = services.passing.began(prompt, self._arrived)
+        ticket = ticket_of(context, prompt, body)
+        if context.tenant is not None:
+            context.tenant.admit(prompt.name, prompt.tokens)
+            body = context.tenant.with_priority(body, prompt.priority)
+        if ticket.deadline is not None:
+            seconds = max(ticket.deadline - ticket.arrived, 0.0)
+            self._deadline = services.loop.call_later(seconds, self._deadline_passed)
+        services.budget.request(ticket.arrived)
+        self._attempts = attempts = Attempts(services, context, prompt, ticket, body, self._transport, self._without)
+        self._send_next(attempts, ticket.arrived)
+
+    # WAITING, and SENT
+
+    def _send_next(self, attempts: Attempts, now: float | None = None) -> None:
+        """Send the request to the next worker. Raises RequestError when there is none."""
+        assignment = attempts.choose(now)
+        if assignment is None:
+            self._phase = Phase.WAITING
+            self._continue_in_task(self._wait(attempts))
+        else:
+            self._phase = _SENT
+            attempts.send(assignment, self, self._arrived)
+
+    async def _wait(self, attempts: Attempts) -> None:
+        assignment = await attempts.wait()
+        self._phase = _SENT
+        attempts.send(assignment, self, self._arrived)
+
+    def _continue_in_task(self, work: Coroutine[None, None, None]) -> None:
         """Go on in a task. What it raises ends the request."""
 
-        async def waiting() -> None:
+        async def working() -> None:
             try:
                 with self._context.logging():
                     await work
@@ -258,420 +234,156 @@ class ProxiedRequest(ResponseHandler):
             except Exception:
                 self._crash()
 
-        self._waiting = self._services.loop.create_task(waiting())
+        self._task = self._services.loop.create_task(working())
 
-    def _go(self, prompt: RoutedPrompt, span: Span | None) -> None:
-        """What is asked is known. Raises RequestError."""
-        if span is not None:
-            span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
-            span.end()
-        if self._services.fleet.disaggregated:
-            prompt = replace(prompt, path=self._context.head.path)
-        self._prompt = prompt
-        services, tenant = self._services, self._context.tenant
-        if services.passing.listening:
-            self._passing = services.passing.began(prompt, self._arrived)
-        self._ticket = ticket = read_ticket(
-            self._context.head.urgency,
-            prompt.priority,
-            tenant=tenant.name if tenant else "",
-            best_priority=tenant.priority if tenant else None,
-            tokens=prompt.tokens,
-            size=len(self._body),
-        )
-        if tenant is not None:
-            tenant.admit(prompt.name, prompt.tokens)
-            self._body = tenant.with_priority(self._body, prompt.priority)
-        now = ticket.arrived
-        if ticket.deadline is not None:
-            left = max(ticket.deadline - now, 0.0)
-            self._deadline = services.loop.call_later(left, self._deadline_passed)
-        services.budget.request(now)
-        self._try_next(now)
-
-    def _try_next(self, now: float | None = None) -> None:
-        """Send the request to another worker. Raises RequestError when there is none."""
-        if len(self._tried) >= self._attempts:
-            self._give_in()
-        span = self._context.span("decide")
-        try:
-            assignment = self._services.admission.place(self._prompt, self._excluded, self._ticket, now)
-        except RequestError as error:
-            if span is not None:
-                span.end(type(error).__name__)
-            raise
-        if assignment is None:
-            self._wait_in(self._place_later(span))
-        else:
-            self._send(assignment, span)
-
-    @property
-    def _attempts(self) -> int:
-        return self._services.attempts if self._transport is None else 1
-
-    @property
-    def _excluded(self) -> Collection[Worker]:
-        """Where it does not go any more, or may not."""
-        return [*self._tried, *self._without] if self._without else self._tried
-
-    async def _place_later(self, span: Span | None) -> None:
-        try:
-            assignment = await self._services.admission.wait(self._prompt, self._excluded, self._ticket)
-        except RequestError as error:
-            if span is not None:
-                span.end(type(error).__name__)
-            raise
-        self._send(assignment, span)
-
-    def _send(self, assignment: Assignment, span: Span | None) -> None:
-        services, prompt, tried, worker = self._services, self._prompt, self._tried, assignment.worker
-        self._assignment = assignment
-        self._many_ranks = len(worker.ranks()) > 1
-        if span is not None:
-            span.set(worker=worker.url, overlap_tokens=assignment.overlap)
-            span.end()
-        now = _now()
-        tried.append(worker)
-        context = self._context
-        self._span = span = context.span("upstream")
-        if span is not None:
-            span.set(worker=worker.url)
-        if assignment.prefill is not None:
-            self._send_pair(assignment, assignment.prefill)
-        elif self._transport is not None:
-            self._sent = self._transport.send(worker, self, self._headers_to(assignment), self._body)
-        else:
-            head, upstream = context.head, services.upstreams.of(worker.url)
-            if span is not None or self._many_ranks:
-                lines = forwarded_lines(self._headers_to(assignment))
-                self._sent = upstream.send(self, head.method, head.target, lines, self._body)
-            else:
-                lines = context.lines_for_workers()
-                self._sent = upstream.send(self, head.method, head.target, lines, self._body, context.id, now)
-        if assignment is not self._assignment or self._over:
-            return  # it went wrong at once
-        # The rest must not hold it up.
-        services.router.record_in_flight(prompt, assignment, now)
-        services.metrics.placed(prompt.name or "", now - self._arrived, assignment.decision, assignment.prediction)
-        self._others = len(tried) < self._attempts and services.router.others(prompt, tried)
-        if assignment.prefill is None:
-            self._may_be_given_up(assignment)
-
-    def _headers_to(self, assignment: Assignment) -> Headers:
-        headers = self._context.headers_for_workers()
-        if self._many_ranks:
-            headers = [header for header in headers if header[0] != _RANK_HEADER]
-            headers.append((_RANK_HEADER, b"%d" % assignment.target.dp_rank))
-        return headers if self._span is None else self._span.inject(headers)
-
-    def _may_be_given_up(self, assignment: Assignment) -> None:
-        # A request that hung one worker may be why; it does not get to hang them all.
-        if self._others and not self._hung:
-            assignment.attempt.give_up = self._give_up
-
-    def _send_pair(self, assignment: Assignment, prefill: Assignment) -> None:
-        """Send the prompt to be computed on one worker and answered by another. Raises RequestError."""
-        services = self._services
-        adapter = services.router.adapter_of(assignment.worker)
-        assert adapter is not None
-        ends = (_end(each.worker, each.target.dp_rank) for each in (prefill, assignment))
-        requests = adapter(self._context.head.path, self._body, *ends)
-        if services.router.others(self._prompt, [*self._tried, prefill.worker], prefill=True) and not self._hung:
-            prefill.attempt.give_up = self._give_up_prefill
-
-        def prefilled() -> None:
-            assignment.attempt.waits_from_now()
-            self._may_be_given_up(assignment)
-
-        target, headers = self._context.head.target, self._headers_to(assignment)
-        pair = DisaggregatedRequest(
-            self, services.upstreams, assignment, requests, target, headers, prefilled, self._transport
-        )
-        self._sent = pair
-        pair.start()
-
-    def _deadline_passed(self) -> None:
-        """The client's deadline: the answer ends here, whatever there is of it."""
-        if self._over:
-            return
-        if self._begun:
-            self._finish("deadline")
-            self._end_unfinished(deadline_error())
-        else:
-            self.refuse(deadline_error())
-
-    def _give_in(self) -> NoReturn:
-        raise RequestError(
-            f"{len(self._tried)} workers could not be reached. Try again later.",
-            status=503,
-            type="service_unavailable",
-            code="no_worker_available",
-        )
-
-    def _give_up(self) -> None:
-        """The worker is left out as hung: try elsewhere, unless its answer begins."""
+    def give_up(self) -> None:
         if self._services.budget.take():
-            self._services.loop.call_soon(self._move, self._assignment)
+            self._services.loop.call_soon(self._leave_hung, self.assignment, False)
 
-    def _give_up_prefill(self) -> None:
-        """The same of the worker that computes the prompt."""
+    def give_up_prefill(self) -> None:
         if self._services.budget.take():
-            self._services.loop.call_soon(self._move, self._assignment, True)
+            self._services.loop.call_soon(self._leave_hung, self.assignment, True)
 
-    def _move(self, assignment: Assignment | None, prefill_hangs: bool = False) -> None:
-        if assignment is self._assignment and not self._begun and not self._over:
-            self._hung = True
-            if prefill_hangs and assignment is not None and assignment.prefill is not None:
-                self._tried[-1] = assignment.prefill.worker  # the decode worker is not to blame
-            self._peer_load("worker hangs")
+    def _leave_hung(self, assignment: Assignment | None, prefill_hangs: bool) -> None:
+        """The worker was ejected as hung: try elsewhere, unless it has answered meanwhile."""
+        attempts = self._attempts
+        if attempts is not None and assignment is attempts.assignment and self._phase is _SENT:
+            attempts.exclude_hung(prefill_hangs)
+            self._retry(attempts, "worker hangs")
 
-    def _peer_load(self, problem: str, unreachable: Worker | None = None, retried: bool = False) -> None:
-        """The attempt failed before anything was passed on. `retried`: that it goes on is still to be allowed."""
-        assignment, sent = self._assignment, self._sent
-        assert assignment is not None
-        self._assignment = self._sent = self._head = None
-        if sent is not None:
-            sent.abort()
-        assignment.release()
-        if self._span is not None:
-            self._span.end(problem)
-        self._services.metrics.retried.labels(assignment.worker.url).inc()
+    def _retry(
+        self, attempts: Attempts, problem: str, unreachable: Worker | None = None, takes_budget: bool = False
+    ) -> None:
+        """The attempt failed before anything was passed on: go elsewhere.
+
+        `unreachable`: the worker that could not be reached. `takes_budget`: that it goes on is still to be allowed.
+        """
+        self._phase, self._head = Phase.WAITING, None
+        attempts.leave(problem)
         try:
             if unreachable is not None:
                 self._services.fleet.report_failure(unreachable, problem)
-            if (unreachable is not None or retried) and not self._services.budget.take():
-                self._give_in()
-            self._try_next()
+            if (unreachable is not None or takes_budget) and not self._services.budget.take():
+                raise attempts.exhausted()
+            self._send_next(attempts)
         except RequestError as error:
             self.refuse(error)
 
     # What the worker answers
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """The answer begins. Engines send the head of a stream at once. It is worth nothing: until the first event the
         request can still go elsewhere."""
         try:
-            self._head = head
             if data or ended or self._transport is not None or not head.is_stream:
-                self._begin(head, data, ended)
-        except Exception:
-            self._crash()
-
-    def more(self, data: bytes, ended: bool) -> None:
-        try:
-            if not self._begun and self._head is not None:
-                self._begin(self._head, data, ended)
+                self._answer(head, data, ended)
             else:
-                self._client.more(self._shown(data, ended), ended)
-                self._learn(data, ended)
-                if not ended:
-                    self._let_events_pass()
+                self._head = head
         except Exception:
             self._crash()
 
-    def _let_events_pass(self) -> None:
-        """From here on chunks may pass as they come, unless the answer's id is still looked for."""
-        if not self._streams or self._beginning is not None:
-            return
-        sent = self._sent.answering if isinstance(self._sent, DisaggregatedRequest) else self._sent
-        assignment, tail, client = self._assignment, self._tail, self._client.chunks()
-        if isinstance(sent, UpstreamRequest) and assignment is not None and tail is not None and client is not None:
-            sent.forwarder = EventStream(client, assignment.attempt.health, tail, self._hidden)
-
-    def failed(self, error: UpstreamError) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
+        """More of it came."""
         try:
-            self._sent = None
-            assignment = self._assignment
+            response, attempts = self._response, self._attempts
+            if response is None or attempts is None:
+                assert self._head is not None
+                self._answer(self._head, data, ended)
+                return
+            response.pass_on(data, ended)
+            if ended:
+                attempts.sent = None
+                self._finish()
+            else:
+                response.forward_chunks(attempts.sent)
+        except Exception:
+            self._crash()
+
+    def on_failed(self, error: UpstreamError) -> None:
+        """It did not come, or not to its end."""
+        try:
+            attempts, response = self._attempts, self._response
+            assert attempts is not None
+            assignment, attempts.sent = attempts.assignment, None
             assert assignment is not None
-            if isinstance(error, PrefillFailedError) and assignment.prefill is not None:
-                self._leave_prefill(assignment, assignment.prefill.worker, error)
-            elif self._begun:
-                self._break_off(assignment, str(error))
+            if response is not None:
+                self._break_off(response, str(error))
+            elif isinstance(error, PrefillFailedError) and assignment.prefill is not None:
+                prefill = assignment.prefill.worker
+                attempts.exclude_prefill(error)
+                self._retry(attempts, str(error), None if error.answered else prefill, takes_budget=True)
             elif isinstance(error, UpstreamTimeoutError):
                 seconds = self._services.settings.idle_timeout
-                assignment.attempt.end(_FAILED, f"no answer within {seconds} s")
+                assignment.attempt.end(Outcome.FAILED, f"no answer within {seconds} s")
                 message = f"The worker did not answer within {seconds} s."
                 self.refuse(RequestError(message, status=504, type="timeout_error"))
             else:
-                assignment.attempt.end(_FAILED, str(error))
-                self._peer_load(str(error), unreachable=assignment.worker)
+                assignment.attempt.end(Outcome.FAILED, str(error))
+                self._retry(attempts, str(error), assignment.worker)
         except Exception:
             self._crash()
 
-    def _leave_prefill(self, assignment: Assignment, prefill: Worker, error: PrefillFailedError) -> None:
-        """A prefill failed before its decode worker did: to another pair."""
-        if not (error.answered and error.together and self._leave_pair(assignment)):
-            self._tried[-1] = prefill  # the decode worker is not to blame
-        self._peer_load(str(error), unreachable=None if error.answered else prefill, retried=True)
+    # ANSWERING
 
-    def _leave_pair(self, assignment: Assignment) -> bool:
-        """One worker of a pair failed and perhaps the other is why: leave both, as far as there are others.
-
-        False, and nothing changes, when there is no other pair, or it is no pair.
-        """
-        if assignment.prefill is None:
-            return False
-        prefill = assignment.prefill.worker
-        known = [*self._excluded, prefill]
-        other_prefill = len(self._tried) < self._attempts and self._services.router.others(
-            self._prompt, known, prefill=True
-        )
-        if other_prefill:
-            self._without = [*self._without, prefill]
-            if not self._others:
-                self._tried[-1] = prefill
-        return self._others or other_prefill
-
-    def _begin(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def _answer(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """Pass on the beginning of an answer, unless the worker says that it did not take the request."""
-        assignment, services = self._assignment, self._services
+        attempts = self._attempts
+        assert attempts is not None
+        assignment = attempts.assignment
         assert assignment is not None
-        attempt = assignment.attempt
-        attempt.give_up = None
-        if head.status >= 500:
-            if head.status in _NOT_TAKEN and self._others and services.budget.take():
-                attempt.end(_FAILED, f"status {head.status}")
-                self._peer_load(f"status {head.status}")
-                return
-            if self._leave_pair(assignment) and services.budget.take():
-                attempt.end(_NEITHER, f"status {head.status}")
-                self._peer_load(f"status {head.status}")
-                return
-        self._begun = True
-        if self._hidden is not None and not HiddenUsage.hides(head.headers):
-            self._hidden = None
-        self._client.begin(head, self._routing_headers(assignment), self._shown(data, ended), ended)
-        # The client does not wait for the rest.
-        self._first_byte_at = self._arrived
-        self._streams = head.is_stream
-        if self._streams or assignment.wants_usage or self._context.tenant is not None or self._passing:
-            self._tail = UsageTail()
-        prompt = self._prompt
-        services.metrics.begun(prompt.name or "", assignment.worker.url, head.status, prompt.tokens, assignment.overlap)
-        self._learn(data, ended)
-        if data and not ended:
-            self._let_events_pass()
-
-    def _learn(self, data: bytes, ended: bool) -> None:
-        """Learn from what was passed on."""
-        assignment = self._assignment
-        assert assignment is not None
-        now = _now()
-        if data:
-            assignment.attempt.heard(now)
-            if self._first_byte_at == self._arrived:
-                self._first_byte_at = now
-                assignment.first_byte(now)
-                self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
-            if self._beginning is not None:
-                self._beginning += data
-                learned = self._services.router.responses.learn(self._beginning, assignment.worker.url)
-                if learned or len(self._beginning) >= SEARCHED_BYTES:
-                    self._beginning = None
-            if self._tail is not None:
-                self._tail.feed(data)
+        assignment.attempt.give_up = None
+        if head.status >= 500 and (outcome := attempts.retries_status(head.status)) is not None:
+            assignment.attempt.end(outcome, f"status {head.status}")
+            self._retry(attempts, f"status {head.status}")
+            return
+        self._phase = _ANSWERING
+        self._response = response = ProxiedResponse(
+            self._services, self._context, self._client, assignment, attempts.prompt, head, self._arrived
+        )
+        response.start(attempts.routing_headers(), self._hidden, self._recorded is not None, data, ended)
         if ended:
-            self._end(assignment, now)
+            attempts.sent = None
+            self._finish()
+        elif data:
+            response.forward_chunks(attempts.sent)
 
-    def _end(self, assignment: Assignment, now: float) -> None:
-        """The answer is complete."""
-        head = self._head
-        assert head is not None
-        self._sent = None
-        if head.status < 400:
-            assignment.attempt.end(_SUCCEEDED, now=now)
-        else:
-            assignment.attempt.end(_FAILED if head.status >= 500 else _NEITHER, f"status {head.status}", now)
-        if head.status == _OK:
-            self._usage = usage = self._tail.usage() if self._tail is not None else None
-            self._services.router.answered(assignment, usage)
-            if self._context.tenant is not None and usage is not None:
-                self._context.tenant.spend(usage.completion)
-            if self._streams:
-                seconds = now - self._first_byte_at
-                self._services.metrics.streamed(self._prompt.name or "", seconds, usage)
-        self._finish()
-
-    def _break_off(self, assignment: Assignment, reason: str) -> None:
-        """Tell the client that its answer will not be finished."""
-        assignment.attempt.end(_FAILED, f"answer broken off: {reason}")
-        self._services.metrics.broken.labels(assignment.worker.url).inc()
-        with self._context.logging():
-            log.warning("answer broken off", worker=assignment.worker.url, reason=reason)
-        self._services.fleet.look_soon(assignment.worker)
+    def _break_off(self, response: ProxiedResponse, reason: str) -> None:
+        """The worker broke off its answer: so the client's ends here."""
+        response.failed(reason)
         self._finish(reason)
-        self._end_unfinished(RequestError("The worker broke off its answer.", status=502, type="upstream_error"))
+        response.break_off(RequestError("The worker broke off its answer.", status=502, type="upstream_error"))
 
-    def _end_unfinished(self, failure: RequestError) -> None:
-        """Tell the client that its answer will not be finished: in the stream, or by closing the connection."""
-        head = self._head
-        if head is not None and head.is_stream and not head.length:
-            # What came last may have been half an event.
-            self._client.more(self._shown(b"\n\n" + error_event(self._context.head.path, failure), True), True)
-        else:
-            self._client.break_off()
-
-    def _routing_headers(self, assignment: Assignment) -> RoutingHeaders:
-        """What an answer says of where it came from."""
-        where = RoutingHeaders(assignment.target.worker, assignment.overlap)
-        if len(self._tried) > 1:
-            where.add(b"x-kvrouter-attempts", b"%d" % len(self._tried))
-        if assignment.prefill is not None:
-            where.add(b"x-kvrouter-prefill-worker", assignment.prefill.target.worker.encode())
-        if self._many_ranks:
-            where.add(b"x-kvrouter-dp-rank", b"%d" % assignment.target.dp_rank)
-        if self._context.head.wants_explanation:
-            where.add(b"x-kvrouter-explain", assignment.decision.summary().encode())
-        return where
-
-    def _shown(self, data: bytes, ended: bool) -> bytes:
-        """What the client sees of it."""
-        return data if self._hidden is None else self._hidden.passed(data, ended)
-
-    # The end
+    # ENDED
 
     def _finish(self, problem: str | None = None) -> None:
-        """Let go of all that is held."""
-        self._over = True
-        if self._passing is not None:
-            self._tell_passing(problem)
+        """Let go of all that is held. `problem`: why it failed, if it did."""
+        self._phase = _ENDED
+        if self._recorded is not None:
+            self._record(self._recorded, problem)
         if self._deadline is not None:
             self._deadline.cancel()
         if self._stall is not None:
             self._stall.cancel()
-        if self._waiting is not None and self._waiting is not asyncio.current_task():
-            self._waiting.cancel()
-        sent, self._sent = self._sent, None
-        if sent is not None:
-            sent.abort()
-        if self._assignment is not None:
-            self._assignment.attempt.give_up = None
-            self._assignment.release()
-        if self._span is not None:
-            self._span.end(problem)
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        if self._attempts is not None:
+            self._attempts.end(problem)
 
-    def _tell_passing(self, problem: str | None) -> None:
-        passing, self._passing = self._passing, None
-        assert passing is not None
-        worker = self._tried[-1].url if self._begun else None
-        began = self._first_byte_at if self._first_byte_at > self._arrived else None
-        status = self._head.status if self._head is not None else None
-        failed = problem is not None or status != _OK
-        passing.ended(worker, began, self._usage, failed)
+    def _record(self, recorded: PassingRequest, problem: str | None) -> None:
+        self._recorded = None
+        response, attempts = self._response, self._attempts
+        if response is None or attempts is None:
+            recorded.ended(None, None, None, failed=True)
+            return
+        failed = problem is not None or response.head.status != _OK
+        recorded.ended(attempts.tried[-1].url, response.first_byte_at or None, response.usage, failed)
 
     def _crash(self) -> None:
-        """Something went wrong that nobody foresaw: the request ends, and nothing of it stays."""
+        """Something went wrong that was not foreseen: the request ends, and nothing of it stays."""
         with self._context.logging():
             log.exception("request failed")
-        begun, self._begun = self._begun, True
         self._finish("error")
-        if begun:
+        if self._response is not None:
             self._client.break_off()
         else:
             self.refuse(RequestError("The router failed. This is a bug.", status=500, type="internal_error"))
-
-
-def _end(worker: Worker, dp_rank: int) -> WorkerEndpoint:
-    place = urlsplit(worker.url)
-    port = place.port or (443 if place.scheme == "https" else 80)
-    return WorkerEndpoint(place.hostname or "", port, dp_rank, len(worker.ranks()), worker.bootstrap_port)

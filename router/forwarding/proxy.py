@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from starlette.types import Message, Receive, Scope, Send
 
 from indexer.errors import RequestError
-from router.forwarding.proxied_request import ProxiedRequest, ProxyServices
+from router.forwarding.proxied_request import ProxiedRequest
+from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts, context_of
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.routing_headers import RoutingHeaders

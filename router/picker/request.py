@@ -255,7 +255,7 @@ class PickedRequest(ResponseWriter):
         try:
             address = await self._state.addresses.found(worker.url)
         except OSError as error:
-            answer.failed(UnreachableError(f"{worker.url}: {error.strerror}"))
+            answer.on_failed(UnreachableError(f"{worker.url}: {error.strerror}"))
         else:
             self._route(worker, answer, address, headers, body)
 
@@ -324,10 +324,10 @@ class PickedRequest(ResponseWriter):
             self._served_by(proxied, served)
         if problem is not None:
             late = any(word in problem for word in _LATE)
-            answer.failed(UpstreamTimeoutError(problem) if late else UnreachableError(problem))
+            answer.on_failed(UpstreamTimeoutError(problem) if late else UnreachableError(problem))
             return
         self._head, self._passing = head, True
-        answer.answered(head, b"", message.response_headers.end_of_stream)
+        answer.on_head(head, b"", message.response_headers.end_of_stream)
         self._passing = False
         self._begun = True
         seen, self._seen = self._seen, []
@@ -352,7 +352,7 @@ class PickedRequest(ResponseWriter):
         """The exchange learns of bytes that the worker sent."""
         if self._answer is not None and self._proxied is not None and not self._proxied.over and self._begun:
             self._passing = True
-            self._answer.more(data, ended)
+            self._answer.on_body(data, ended)
             self._passing = False
 
     def _answer_body(self, part: pb.HttpBody) -> None:

@@ -1,10 +1,11 @@
 """Requests to workers and their answers, over connections that are kept: HTTP/1.1, and nothing that stands between.
 
-origin       where a worker listens, and the head of a request to it
-answer_head  the head of an answer, and what of it goes on to the client
-connection   one connection: a request at a time, and what llhttp reads of the answer
-chunks       chunks of events, which need no llhttp
-pool         the connections to a worker, and one request's way over them
+response_handler  who gets an answer, and how it may fail to come
+request           one request on its way
+response_parser   what llhttp reads of the answers
+connection        one connection: a request at a time, and its answer as it comes
+pool              the connections to a worker, and which of them a request goes over
+transport         who takes requests to workers in the router's stead
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from __future__ import annotations
 from router.http.headers import end_to_end
 from router.http.origin import Origin
 from router.http.response_head import ResponseHead
-from router.upstream.connection import (
+from router.upstream.pool import Upstream, Upstreams
+from router.upstream.request import UpstreamRequest
+from router.upstream.response_handler import (
     ChunkForwarder,
     ResponseHandler,
     UnreachableError,
     UpstreamError,
     UpstreamTimeoutError,
 )
-from router.upstream.pool import Upstream, UpstreamRequest, Upstreams
 
 __all__ = [
     "ChunkForwarder",

@@ -1,78 +1,26 @@
 """One connection to a worker: a request at a time, and its answer as it comes.
 
-llhttp, by httptools, reads the answer and refuses what can be read in two ways: several lengths, a length beside a
-transfer coding, bare line feeds, folded headers. Left out here: answers of 1xx, trailers, and what follows an answer.
-Where llhttp stands between two chunks it need not see those that come whole: they change nothing of where it stands.
-Nor need it see a head that it has read before, until something comes that is no whole chunk.
+The answer is read by llhttp (`response_parser`), except where that is not needed. Where llhttp stands between two
+chunks it need not see those that come whole: they change nothing of where it stands. Nor need it see a head that it has
+read before, until something comes that is no whole chunk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Final
-
-import httptools
-from mypy_extensions import mypyc_attr
+from enum import Enum, auto
+from typing import Final
 
 from router.http.cached_head import CachedHead, HeadPrefix, head_size
 from router.http.chunks import END, LAST, body_of, body_size
 from router.http.deadline import Deadline
-from router.http.headers import Headers
 from router.http.response_head import WITHOUT_BODY, ResponseHead
+from router.upstream.request import RequestConnection, UpstreamRequest
+from router.upstream.response_handler import ChunkForwarder, ResponseHandler, UpstreamError, UpstreamTimeoutError
+from router.upstream.response_parser import Framing, ResponseParser, ResponsePhase
 
-if TYPE_CHECKING:
-    from router.upstream.pool import Upstream, UpstreamRequest
-
-# Of an answer: of its head, those of 1xx before it, and its trailers.
-MAX_HEAD_BYTES: Final = 64 * 1024
 _QUICKACK: Final[int] = getattr(socket, "TCP_QUICKACK", -1)  # Linux alone has it
-
-
-class UpstreamError(Exception):
-    """A worker's answer did not come, or not to its end."""
-
-
-class UnreachableError(UpstreamError):
-    """No connection could be made."""
-
-
-class UpstreamTimeoutError(UpstreamError):
-    """A worker said nothing for too long."""
-
-
-class _RefusedAnswerError(Exception):
-    """An answer that is not read any further."""
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class ResponseHandler:
-    """Who gets an answer. After `ended` or `failed`, or once it called off the request, nothing more is called."""
-
-    __slots__ = ()
-
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        """The head came, and as much of the body as came with it."""
-        raise NotImplementedError
-
-    def more(self, data: bytes, ended: bool) -> None:
-        """More of the body came."""
-        raise NotImplementedError
-
-    def failed(self, error: UpstreamError) -> None:
-        """The answer did not come, or will not go on."""
-        raise NotImplementedError
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class ChunkForwarder:
-    """Where whole chunks of an answer's body go as they come, of whole lines."""
-
-    __slots__ = ()
-
-    def pass_on(self, chunks: bytes) -> bool:
-        """Chunks came; false when they have to be looked at, and were not passed on."""
-        raise NotImplementedError
 
 
 class CachedStreamHead:
@@ -85,93 +33,110 @@ class CachedStreamHead:
         self.said = said
 
 
-class UpstreamConnection:
+class ConnectionState(Enum):
+    """FRESH: made for its first request. IDLE: kept for the next one. REUSED: it has a later one."""
+
+    FRESH = auto()
+    IDLE = auto()
+    REUSED = auto()
+
+
+# Members of an enumeration are looked up in it each time.
+_WAITING: Final = ResponsePhase.WAITING
+_HEAD: Final = ResponsePhase.HEAD
+_BODY: Final = ResponsePhase.BODY
+
+
+class ConnectionOwner:
+    """Who keeps the connections to a worker. `idle_timeout`: seconds that a worker may say nothing.
+
+    `known_head`: that of the worker's last answer that came at once; `known_stream`: that of its last stream.
+    """
+
+    def __init__(self, idle_timeout: float) -> None:
+        self.idle_timeout = idle_timeout
+        self.known_head: CachedHead[ResponseHead] | None = None
+        self.known_stream: CachedStreamHead | None = None
+
+    def opened(self, connection: UpstreamConnection) -> None:
+        """A connection is made."""
+        raise NotImplementedError
+
+    def closed(self, connection: UpstreamConnection) -> None:
+        """A connection is closed."""
+        raise NotImplementedError
+
+    def keep(self, connection: UpstreamConnection) -> None:
+        """A connection has nothing to do, and another request can follow on it."""
+        raise NotImplementedError
+
+    def failed(self, request: UpstreamRequest, error: UpstreamError, unheard: bool) -> None:
+        """A request's connection failed. `unheard`: it had been used before, and no byte of this answer came."""
+        raise NotImplementedError
+
+
+class UpstreamConnection(RequestConnection):
     """A connection to a worker, as asyncio's protocols are. `current`: the request it is used for; None while idle."""
 
     __slots__ = (
-        "_chunk_ended",
-        "_complete",
         "_deadline",
-        "_early_bytes",
-        "_followed",
         "_forwarder",
-        "_framed",
-        "_headers",
-        "_heard",
-        "_home",
-        "_loop",
+        "_owner",
         "_parser",
         "_paused",
-        "_pieces",
+        "_phase",
         "_quiet",
-        "_reusable",
-        "_status",
-        "_told",
-        "_trailer_bytes",
         "_transport",
         "_unparsed",
-        "_used",
         "current",
-        "idle",
         "idle_since",
+        "state",
     )
 
-    def __init__(self, home: Upstream) -> None:
-        self._forwarder: ChunkForwarder | None = None
-        self._quiet = True  # since the last look of the deadline
+    def __init__(self, owner: ConnectionOwner) -> None:
         self.current: UpstreamRequest | None = None
-        self.idle = False
+        self.state = ConnectionState.FRESH
         self.idle_since = 0.0
-        self._home = home
-        self._loop = asyncio.get_running_loop()
-        self._deadline = Deadline(self._loop, self._late, self._lives)
-        self._parser: httptools.HttpResponseParser | None = None  # once there is an answer that it has to read
+        self._owner = owner
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self._deadline = Deadline(asyncio.get_running_loop(), self._late, self._lives)
         self._paused = False
-        self._used = False
-        self._heard = False
-        self._expect_nothing()
-
-    def _expect_nothing(self) -> None:
-        self._status = 0
-        self._headers: Headers = []
-        self._trailer_bytes = self._early_bytes = 0
-        self._pieces: list[bytes] = []
-        self._framed = self._reusable = self._complete = self._followed = self._told = False
-        self._chunk_ended = False
-        self._forwarder = None
+        self._quiet = True  # since the last look of the deadline
+        # The answer: how much of its head and body the request's handler got.
+        self._phase = _WAITING
+        self._parser: ResponseParser | None = None  # once there is an answer that it has to read
+        self._forwarder: ChunkForwarder | None = None
         self._unparsed: bytes | None = None  # the head of an answer that the parser knows nothing of
 
-    def send(self, current: UpstreamRequest) -> None:
-        """Write a request; its leg is told of the answer."""
-        self.current = current
-        if self._status:  # of the last answer that was parsed
-            self._expect_nothing()
-        self._heard = False
+    def send(self, request: UpstreamRequest) -> None:
+        """Write a request; its handler gets the answer."""
+        self.current = request
+        request.connecting = None
+        request.connection = self
+        self._phase = _WAITING
         self._quiet = True
-        self._transport.write(current.request)
-        if current.body:
-            self._transport.write(current.body)
-        self._deadline.set(self._home.idle_timeout)
+        self._transport.write(request.request)
+        if request.body:
+            self._transport.write(request.body)
+        self._deadline.set(self._owner.idle_timeout)
+        if request.paused:
+            self.pause()
 
     def pause(self) -> None:
-        """Read no more for now: the client does not either."""
         if not self._paused:
             self._paused = True
             self._deadline.clear()
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
         if self._paused:
             self._paused = False
             if self.current is not None:
-                self._deadline.set(self._home.idle_timeout)
+                self._deadline.set(self._owner.idle_timeout)
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close at once. Nobody is told."""
         self.current = self._forwarder = None
         self._deadline.close()
         self._transport.abort()
@@ -180,70 +145,27 @@ class UpstreamConnection:
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._home.opened(self)
+        self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
         forwarder = self._forwarder
         if forwarder is not None:
-            if body_size(data) and forwarder.pass_on(data):
+            if body_size(data) and forwarder.forward(data):
                 self._quiet = False
                 return
             self._forwarder = None
-        current = self.current
-        if current is None:
+        request = self.current
+        if request is None:
             self._transport.abort()  # nothing was asked
             return
-        first = not self._heard
-        self._heard = True
+        first = self._phase is _WAITING
         if first:
-            if current.method != "HEAD" and self._begins_as_known(current, data):
+            self._phase = _HEAD
+            if request.method != "HEAD" and self._begins_as_known(request, data):
                 return
-        elif self._unparsed is not None and self._goes_on(current, data):
+        elif self._unparsed is not None and self._goes_on(request, data):
             return
-        self._parse(data, first)
-
-    def _begins_as_known(self, current: UpstreamRequest, data: bytes) -> bool:
-        """Tell of an answer whose head was read before; false when the parser has to look."""
-        known = self._home.known_head
-        if known is not None and (body := known.read(data)) is not None:
-            self._reusable = True
-            self._release()
-            current.answered(known.said, body, True)
-            return True
-        stream = self._home.known_stream
-        if stream is None or not stream.head.of(data):
-            return False
-        chunks = data[stream.head.size :]
-        beginning = body_of(chunks) if chunks else b""
-        if beginning is None:
-            return False
-        self._unparsed = stream.head.seen
-        self._status = stream.said.status
-        self._framed = self._reusable = self._told = True
-        self._quiet = False
-        current.answered(stream.said, beginning, False)
-        if self.current is current:
-            self._acknowledge_less()
-            if chunks:
-                self._forwarder = current.forwarder
-        return True
-
-    def _goes_on(self, current: UpstreamRequest, data: bytes) -> bool:
-        """Tell of whole chunks, and of the end, behind a head that was read before; false as above."""
-        ended = data[-len(LAST) :] == LAST
-        chunks = data[: -len(LAST)] if ended else data
-        body = body_of(chunks) if chunks else b""
-        if body is None:
-            return False
-        self._quiet = False
-        if ended:
-            self._complete = True
-            self._unparsed = None
-            self._release()
-        current.more(body, ended)
-        if self.current is current:
-            self._forwarder = current.forwarder
-        return True
+        self._parse(request, data, first)
 
     def eof_received(self) -> None:
         """Nothing more comes: asyncio closes the connection."""
@@ -254,74 +176,119 @@ class UpstreamConnection:
     def resume_writing(self) -> None:
         """The same."""
 
-    def _parse(self, data: bytes, first: bool) -> None:
-        if not self._status:
-            self._early_bytes += len(data)
-        problem = None
-        if self._parser is None:
-            self._parser = httptools.HttpResponseParser(self)
-        try:
-            if self._unparsed is not None:
-                unparsed, self._unparsed = self._unparsed, None
-                self._parser.feed_data(unparsed)
-                self._trailer_bytes = 0  # those headers were none
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            problem = f"not HTTP: {error.__context__ or error}"
-        if not self._status:
-            # The parser keeps a header to itself until it is complete.
-            if problem is None and self._early_bytes > MAX_HEAD_BYTES:
-                problem = "the head is too large"
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.close()
+        self._owner.closed(self)
+        parser, self._parser = self._parser, None
+        if parser is not None:
+            parser.close()
+        if self.current is None:
+            return
+        parsed = self._phase is _BODY and self._unparsed is None
+        if parsed and parser is not None and parser.framing is Framing.UNTIL_CLOSE and exc is None:
+            handler = self._complete(self.current, keep=False)
+            if handler is not None:
+                handler.on_body(b"", True)  # the end of the connection is that of the answer
+            return
+        error = UpstreamError(str(exc) or type(exc).__name__ if exc else "the worker hung up")
+        self._fail(error, unheard=self.state is ConnectionState.REUSED and self._phase is _WAITING)
+
+    # Answers whose head was read before
+
+    def _begins_as_known(self, request: UpstreamRequest, data: bytes) -> bool:
+        """Pass on an answer whose head was read before; false when the parser has to look."""
+        known = self._owner.known_head
+        if known is not None and (body := known.read(data)) is not None:
+            handler = self._complete(request, keep=True)
+            if handler is not None:
+                handler.on_head(known.said, body, True)
+            return True
+        stream = self._owner.known_stream
+        if stream is None or not stream.head.of(data):
+            return False
+        chunks = data[stream.head.size :]
+        beginning = body_of(chunks) if chunks else b""
+        if beginning is None:
+            return False
+        self._unparsed = stream.head.seen
+        self._phase = _BODY
+        self._quiet = False
+        handler = request.handler
+        if handler is not None:
+            handler.on_head(stream.said, beginning, False)
+        if self.current is request:
+            self._acknowledge_less()
+            if chunks:
+                self._forwarder = request.forwarder
+        return True
+
+    def _goes_on(self, request: UpstreamRequest, data: bytes) -> bool:
+        """Pass on whole chunks, and the end, behind a head that was read before; false as above."""
+        ended = data[-len(LAST) :] == LAST
+        chunks = data[: -len(LAST)] if ended else data
+        body = body_of(chunks) if chunks else b""
+        if body is None:
+            return False
+        self._quiet = False
+        handler = self._complete(request, keep=True) if ended else request.handler
+        if handler is not None:
+            handler.on_body(body, ended)
+        if self.current is request:
+            self._forwarder = request.forwarder
+        return True
+
+    # Answers that the parser reads
+
+    def _parse(self, request: UpstreamRequest, data: bytes, first: bool) -> None:
+        problem, parser = None, self._parser
+        if parser is None:
+            parser = self._parser = ResponseParser()
+        if first:
+            parser.expect(request.method == "HEAD")
+        elif self._unparsed is not None:
+            unparsed, self._unparsed = self._unparsed, None
+            parser.expect(to_head=False)
+            problem = parser.feed(unparsed)
+        problem = problem or parser.feed(data)
+        if parser.phase is _HEAD:
             if problem is not None:
                 self._fail(UpstreamError(problem))
             return
-        self._deadline.set(self._home.idle_timeout)
-        pieces = self._pieces
-        passed = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
-        if problem is None or self._complete:
-            if first and self._reusable and not self._followed:
-                self._remember(data)
-            self._tell(passed, self._complete)
-            self._let_pass(data)
-        else:
-            self._tell(passed, False)
-            self._fail(UpstreamError(problem))
-
-    def _let_pass(self, data: bytes) -> None:
-        """From here on chunks may pass as they come, when a line, its chunk and what was read end here."""
-        # Only the size of the next chunk could have begun; when that line came whole, the parser has told of the chunk.
-        if self._chunk_ended and self.current is not None and data.endswith(END):
-            self._forwarder = self.current.forwarder
-
-    def _remember(self, data: bytes) -> None:
-        """An answer came, or its beginning. The next one may begin in the same way."""
-        if self._status in WITHOUT_BODY or not data.startswith(b"HTTP/1.1 %d" % self._status):
-            return  # or one of 1xx before it
-        head = ResponseHead(self._status, self._headers)
-        if self._complete:
-            self._home.known_head = CachedHead.of(data, head.without_length(), dated=True) or self._home.known_head
-        elif head.is_stream and not head.length:
-            self._home.known_stream = CachedStreamHead(data[: head_size(data)], head)
-
-    def _tell(self, data: bytes, ended: bool) -> None:
-        """Pass on what came. When it was the end, the connection is free before that is told."""
-        current = self.current
-        if current is None or not (data or ended or not self._told):
-            return
+        body, ended = parser.take_body(), parser.complete
         if ended:
-            self._release()
-        elif self._told and current.handler is not None:
-            current.handler.more(data, False)
-            return
-        if self._told:
-            current.more(data, ended)
+            handler = self._complete(request, parser.keeps_alive)
         else:
-            self._told = True
-            head = ResponseHead(self._status, self._headers)
-            current.answered(head, data, ended)
-            if head.is_stream and self.current is current:
+            handler = request.handler
+            self._deadline.set(self._owner.idle_timeout)
+        if self._phase is _HEAD:
+            self._phase = _BODY
+            head = parser.head()
+            if first and parser.keeps_alive and (ended or problem is None):
+                self._remember(data, head, ended)
+            if handler is not None:
+                handler.on_head(head, body, ended)
+            if head.is_stream and self.current is request:
                 self._acknowledge_less()
+        elif handler is not None and (body or ended):
+            handler.on_body(body, ended)
+        if ended:
+            return
+        if problem is not None:
+            self._fail(UpstreamError(problem))
+        elif parser.between_chunks and self.current is request and data.endswith(END):
+            # From here on chunks may be forwarded as they come: a line, its chunk and what was read end here. Only the
+            # size of the next chunk could have begun; when that line came whole, the parser has told of the chunk.
+            self._forwarder = request.forwarder
+
+    def _remember(self, data: bytes, head: ResponseHead, ended: bool) -> None:
+        """An answer came, or its beginning. The next one may begin in the same way."""
+        if head.status in WITHOUT_BODY or not data.startswith(b"HTTP/1.1 %d" % head.status):
+            return  # or one of 1xx before it
+        owner = self._owner
+        if ended:
+            owner.known_head = CachedHead.of(data, head.without_length(), dated=True) or owner.known_head
+        elif head.is_stream and not head.length:
+            owner.known_stream = CachedStreamHead(data[: head_size(data)], head)
 
     def _acknowledge_less(self) -> None:
         """Have every other segment of a stream acknowledged, not each one as it is read, which takes much of the time.
@@ -334,30 +301,31 @@ class UpstreamConnection:
         if connected is not None:
             connected.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 0)
 
-    def _release(self) -> None:
-        """The answer is complete: keep the connection, if another request can follow on it."""
-        self.current = None
-        self._used = True
+    # The end of an answer
+
+    def _complete(self, request: UpstreamRequest, keep: bool) -> ResponseHandler | None:
+        """All of an answer came: let go of its request before its handler, which this returns, gets the last of it.
+
+        `keep`: another request may follow on the connection.
+        """
+        self.current = self._unparsed = None
+        handler, request.handler, request.connection = request.handler, None, None
         self._deadline.clear()
-        self.resume()
-        if self._reusable and not self._followed and not self._transport.get_write_buffer_size():
-            self._home.keep(self)
+        if self._paused:
+            self.resume()
+        if keep and not self._transport.get_write_buffer_size():
+            self._owner.keep(self)
         else:
             self._deadline.close()
             self._transport.close()
+        return handler
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def _fail(self, error: UpstreamError, unheard: bool = False) -> None:
+        request, self.current, self._forwarder = self.current, None, None
         self._deadline.close()
-        self._parser = None  # which knows this connection
-        self._home.closed(self)
-        if self.current is None:
-            return
-        if self._status and not self._framed and exc is None:
-            self._complete = True
-            self._tell(b"", True)  # its end is the end of the connection
-            return
-        error = UpstreamError(str(exc) or type(exc).__name__ if exc else "the worker hung up")
-        self._fail(error, unheard=self._used and not self._heard)
+        self._transport.abort()
+        if request is not None:
+            self._owner.failed(request, error, unheard)
 
     def _lives(self) -> bool:
         """Whether chunks passed since the last look."""
@@ -365,71 +333,4 @@ class UpstreamConnection:
         return not quiet
 
     def _late(self) -> None:
-        self._fail(UpstreamTimeoutError(f"no byte within {self._home.idle_timeout:g} s"))
-
-    def _fail(self, error: UpstreamError, unheard: bool = False) -> None:
-        current, self.current, self._forwarder = self.current, None, None
-        self._deadline.close()
-        self._transport.abort()
-        if current is not None:
-            current.broke(error, unheard)
-
-    # httptools
-
-    def on_message_begin(self) -> None:
-        self._followed = self._complete
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._status:  # a trailer, or a second answer's
-            self._trailer_bytes += _size((name, value))
-            if self._trailer_bytes > MAX_HEAD_BYTES:
-                raise _RefusedAnswerError("the trailers are too large")
-            return
-        name = name.lower()
-        if name == b"content-length":
-            self._framed = True
-        elif name == b"transfer-encoding":
-            if value.lower() != b"chunked":
-                raise _RefusedAnswerError("a transfer coding that was not asked for")
-            self._framed = True
-        self._headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        if self._complete:
-            return
-        parser = self._parser
-        assert parser is not None
-        status = parser.get_status_code()
-        if status < 200:
-            if status == 101:
-                raise _RefusedAnswerError("a switch of protocols that was not asked for")
-            self._headers = []
-            self._framed = False
-            return
-        if self._early_bytes > MAX_HEAD_BYTES and sum(map(_size, self._headers)) > MAX_HEAD_BYTES:
-            raise _RefusedAnswerError("the head is too large")
-        self._status = status
-        without_body = status in WITHOUT_BODY
-        self._framed = self._framed or without_body
-        self._reusable = self._framed and parser.should_keep_alive()
-        if self.current is not None and self.current.method == "HEAD":  # the parser waits for a body that will not come
-            self._framed, self._reusable, self._complete = True, False, True
-
-    def on_body(self, data: bytes) -> None:
-        if not self._complete:
-            self._pieces.append(data)
-
-    def on_chunk_header(self) -> None:
-        self._chunk_ended = False
-
-    def on_chunk_complete(self) -> None:
-        self._chunk_ended = True
-
-    def on_message_complete(self) -> None:
-        self._chunk_ended = False
-        if self._status:
-            self._complete = True
-
-
-def _size(header: tuple[bytes, bytes]) -> int:
-    return len(header[0]) + len(header[1]) + len(b": \r\n")
+        self._fail(UpstreamTimeoutError(f"no byte within {self._owner.idle_timeout:g} s"))

@@ -1,4 +1,4 @@
-"""The connections to the workers, and one request's way over them.
+"""The connections to the workers, and which of them a request goes over.
 
 Idle connections are kept for less than the engines keep theirs, the latest used first. When a kept one turns out to be
 closed, the request goes over a new one: no byte of an answer came, so the worker had closed before it read it.
@@ -12,20 +12,16 @@ import time
 from contextvars import Context
 from typing import Final
 
-from router.http.cached_head import CachedHead
 from router.http.deadline import Deadline
 from router.http.origin import Origin, end_of_head
-from router.http.response_head import ResponseHead
-from router.upstream.connection import (
-    CachedStreamHead,
-    ChunkForwarder,
-    ResponseHandler,
-    UnreachableError,
-    UpstreamConnection,
-    UpstreamError,
-)
+from router.upstream.connection import ConnectionOwner, ConnectionState, UpstreamConnection
+from router.upstream.request import UpstreamRequest
+from router.upstream.response_handler import ResponseHandler, UnreachableError, UpstreamError
 
 _now: Final = time.monotonic
+# Members of an enumeration are looked up in it each time.
+_IDLE: Final = ConnectionState.IDLE
+_REUSED: Final = ConnectionState.REUSED
 # vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
 KEEPALIVE_SECONDS = 4.0
 # Idle connections that are kept for a worker.
@@ -34,109 +30,6 @@ MAX_IDLE = 1024
 _ONE_BUFFER: Final = 64 * 1024
 # How many different beginnings of requests to a worker are kept.
 _MOST_OPENINGS: Final = 256
-
-
-class UpstreamRequest:
-    """One request on its way to one worker.
-
-    `request` is written at once: all of it, or the head where `body` is written after it.
-
-    `forwarder` gets whole chunks of whole lines of the answer's body as they come; None while all is the receiver's.
-    """
-
-    __slots__ = (
-        "_connecting",
-        "_connection",
-        "_paused",
-        "_upstream",
-        "body",
-        "forwarder",
-        "handler",
-        "method",
-        "request",
-    )
-
-    def __init__(
-        self, upstream: Upstream, handler: ResponseHandler, method: str, request: bytes, body: bytes = b""
-    ) -> None:
-        self.method = method
-        self.request = request
-        self.body = body
-        self._upstream = upstream
-        self.handler: ResponseHandler | None = handler
-        self.forwarder: ChunkForwarder | None = None
-        self._connection: UpstreamConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._paused = False
-
-    def pause(self) -> None:
-        """Read no more of the answer for now."""
-        self._paused = True
-        if self._connection is not None:
-            self._connection.pause()
-
-    def resume(self) -> None:
-        """Read on."""
-        self._paused = False
-        if self._connection is not None:
-            self._connection.resume()
-
-    def abort(self) -> None:
-        """Call the request off. The receiver hears nothing more."""
-        self.handler = None
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abort()
-        if self._connecting is not None:
-            self._connecting.cancel()
-
-    # What connections tell.
-
-    def go(self, now: float) -> None:
-        """Take the latest connection that is idle, or make one."""
-        connection = self._upstream.idle(now)
-        if connection is None:
-            self._connecting = self._upstream.connect(self)
-        else:
-            self.over(connection)
-
-    def over(self, connection: UpstreamConnection) -> None:
-        """Go over this connection."""
-        self._connecting = None
-        self._connection = connection
-        connection.send(self)
-        if self._paused:
-            connection.pause()
-
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        handler = self.handler
-        if ended:
-            self._connection = self.handler = None
-        if handler is not None:
-            handler.answered(head, data, ended)
-
-    def more(self, data: bytes, ended: bool) -> None:
-        handler = self.handler
-        if ended:
-            self._connection = self.handler = None
-        if handler is not None:
-            handler.more(data, ended)
-
-    def broke(self, error: UpstreamError, unheard: bool) -> None:
-        """The connection failed; `unheard`: it had been used before, and nothing came of this request's answer."""
-        self._connection = None
-        if self.handler is None:
-            return
-        if unheard and not self._upstream.closing:
-            self._connecting = self._upstream.connect(self)
-        else:
-            self.failed(error)
-
-    def failed(self, error: UpstreamError) -> None:
-        handler, self.handler = self.handler, None
-        self._connecting = None
-        if handler is not None:
-            handler.failed(error)
 
 
 class _Opening:
@@ -150,15 +43,13 @@ class _Opening:
         self.head = head
 
 
-class Upstream:
+class Upstream(ConnectionOwner):
     """The connections to one worker."""
 
     def __init__(self, url: str, tls: ssl.SSLContext, connect_timeout: float, idle_timeout: float) -> None:
+        super().__init__(idle_timeout)
         self.origin = Origin.of(url)
-        self.idle_timeout = idle_timeout
         self.closing = False
-        self.known_head: CachedHead[ResponseHead] | None = None  # of its last answer that came at once
-        self.known_stream: CachedStreamHead | None = None
         self._tls = tls if self.origin.tls else None
         self._connect_timeout = connect_timeout
         self._loop = asyncio.get_running_loop()
@@ -190,8 +81,12 @@ class Upstream:
             request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines), request_id, end, behind)
         else:
             request = b"%b%b%b" % (self.origin.opening(method, target, lines), end, behind)
-        sent = UpstreamRequest(self, handler, method, request, body if beside else b"")
-        sent.go(_now() if now is None else now)
+        sent = UpstreamRequest(handler, method, request, body if beside else b"")
+        connection = self._take_idle(_now() if now is None else now)
+        if connection is None:
+            self._connect_for(sent)
+        else:
+            connection.send(sent)
         return sent
 
     def _opening(self, method: str, target: bytes, lines: bytes) -> bytes:
@@ -232,48 +127,58 @@ class Upstream:
             sent = connection.current
             connection.abort()
             if sent is not None:
-                sent.failed(UpstreamError("the router stops"))
+                sent.fail(UpstreamError("the router stops"))
 
-    # What legs and connections ask.
-
-    def idle(self, now: float) -> UpstreamConnection | None:
-        """A kept connection, not idle any more."""
-        if self._idle:
-            connection = self._idle.pop()
-            connection.idle = False
-            if now - connection.idle_since < KEEPALIVE_SECONDS:
-                return connection
-            connection.abort()  # and all others are older
-            self._drop_old()
-        return None
-
-    def connect(self, sent: UpstreamRequest) -> asyncio.Task[None]:
-        """Make a connection for a leg."""
-        # In a context of its own: the connection will serve other requests too.
-        task = self._loop.create_task(self._connect(sent), context=Context())
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-        return task
+    # What connections tell
 
     def opened(self, connection: UpstreamConnection) -> None:
         self._connections.add(connection)
 
     def closed(self, connection: UpstreamConnection) -> None:
         self._connections.discard(connection)
-        if connection.idle:
-            connection.idle = False
+        if connection.state is _IDLE:
+            connection.state = _REUSED
             self._idle.remove(connection)
 
     def keep(self, connection: UpstreamConnection) -> None:
-        """A connection is idle."""
         if self.closing or len(self._idle) >= MAX_IDLE:
             connection.abort()
             return
-        connection.idle = True
+        connection.state = _IDLE
         connection.idle_since = _now()
         if not self._idle:
             self._sweep.set(KEEPALIVE_SECONDS)
         self._idle.append(connection)
+
+    def failed(self, request: UpstreamRequest, error: UpstreamError, unheard: bool) -> None:
+        request.connection = None
+        if request.handler is None:
+            return
+        if unheard and not self.closing:
+            self._connect_for(request)
+        else:
+            request.fail(error)
+
+    # Which connection a request goes over
+
+    def _take_idle(self, now: float) -> UpstreamConnection | None:
+        """The connection that was used last of those that are kept."""
+        if self._idle:
+            connection = self._idle.pop()
+            connection.state = _REUSED
+            if now - connection.idle_since < KEEPALIVE_SECONDS:
+                return connection
+            connection.abort()  # and all others are older
+            self._drop_old()
+        return None
+
+    def _connect_for(self, request: UpstreamRequest) -> None:
+        """Send a request over a new connection."""
+        # In a context of its own: the connection will serve other requests too.
+        task = self._loop.create_task(self._connect(request), context=Context())
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        request.connecting = task
 
     def _drop_old(self) -> None:
         limit = _now() - KEEPALIVE_SECONDS
@@ -282,12 +187,12 @@ class Upstream:
             old += 1
         dropped, self._idle = self._idle[:old], self._idle[old:]
         for connection in dropped:
-            connection.idle = False
+            connection.state = _REUSED
             connection.abort()
         if self._idle:
             self._sweep.set(self._idle[0].idle_since - limit)
 
-    async def _connect(self, sent: UpstreamRequest) -> None:
+    async def _connect(self, request: UpstreamRequest) -> None:
         origin = self.origin
         try:
             async with asyncio.timeout(self._connect_timeout):
@@ -299,11 +204,11 @@ class Upstream:
                     server_hostname=origin.host if self._tls else None,
                 )
         except TimeoutError:
-            sent.failed(UnreachableError(f"no connection within {self._connect_timeout:g} s"))
+            request.fail(UnreachableError(f"no connection within {self._connect_timeout:g} s"))
         except (OSError, ValueError) as error:
-            sent.failed(UnreachableError(str(error) or type(error).__name__))
+            request.fail(UnreachableError(str(error) or type(error).__name__))
         else:
-            sent.over(connection)
+            connection.send(request)
 
 
 class Upstreams:

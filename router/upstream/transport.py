@@ -1,4 +1,4 @@
-"""Who takes requests to workers in the router's stead: what the router asks of it."""
+"""Who takes requests to workers in the router's stead, and what the router asks of it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Protocol
 
 from router.fleet.worker import Worker
 from router.http.headers import Headers
-from router.upstream import ResponseHandler
+from router.upstream.response_handler import ResponseHandler
 
 
 class SentRequest(Protocol):
-    """A request on its way to a worker, whoever takes it there."""
+    """A request on its way to a worker, by whatever transport."""
 
     def abort(self) -> None:
-        """Nobody wants the answer any more."""
+        """Call it off: the answer is not wanted any more."""
 
     def pause(self) -> None:
         """Read no more of it for now."""
@@ -26,4 +26,4 @@ class Transport(Protocol):
     """Takes one request to a worker. It sends it once, and passes the answer's head on when it comes."""
 
     def send(self, worker: Worker, answer: ResponseHandler, headers: Headers, body: bytes) -> SentRequest:
-        """Send the request with these headers and this body; `answer` hears what becomes of it."""
+        """Send the request with these headers and this body; `answer` gets what the worker answers."""

@@ -17,7 +17,7 @@ from router.fleet.health import Health
 from router.forwarding.event_stream import EventStream
 from router.http.chunks import body_of, body_size
 from router.upstream import ChunkForwarder, ResponseHandler, ResponseHead, Upstream, UpstreamError, UpstreamRequest
-from router.upstream.connection import CachedStreamHead, UpstreamConnection
+from router.upstream.connection import CachedStreamHead, ConnectionState, UpstreamConnection
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TLS = ssl.create_default_context()
@@ -50,27 +50,27 @@ class Remembering(ResponseHandler):
         self.sent: UpstreamRequest | None = None
         self.body = b""
         self.passed: list[bytes] = []
-        self.ended = self.failed_ = self.kept = False
+        self.ended = self.failed = self.kept = False
         self._passes = passes
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:  # noqa: ARG002
-        self.more(data, ended)
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:  # noqa: ARG002
+        self.on_body(data, ended)
         if self._passes and self.sent is not None:
             self.sent.forwarder = Remembered(self)
 
-    def more(self, data: bytes, ended: bool) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
         self.body += data
         self.ended = ended
 
-    def failed(self, error: UpstreamError) -> None:  # noqa: ARG002
-        self.failed_ = True
+    def on_failed(self, error: UpstreamError) -> None:  # noqa: ARG002
+        self.failed = True
 
 
 class Remembered(ChunkForwarder):
     def __init__(self, receiver: Remembering) -> None:
         self._receiver = receiver
 
-    def pass_on(self, chunks: bytes) -> bool:
+    def forward(self, chunks: bytes) -> bool:
         if b"no" in chunks:
             return False
         self._receiver.passed.append(chunks)
@@ -105,7 +105,7 @@ def read_by_llhttp(chunks: bytes) -> bytes:
 
 
 def received(pieces: list[bytes], passes: bool, knows: bool = False) -> Remembering:
-    """What a leg hears of an answer that comes in these pieces. `knows`: an answer before it began in the same way."""
+    """What the handler gets of an answer in these pieces. `knows`: an answer before it began in the same way."""
 
     async def main() -> Remembering:
         upstream = Upstream("http://127.0.0.1:1", TLS, 5.0, 5.0)
@@ -114,12 +114,12 @@ def received(pieces: list[bytes], passes: bool, knows: bool = False) -> Remember
         connection, transport = UpstreamConnection(upstream), Transport()
         connection.connection_made(transport)
         receiver = Remembering(passes)
-        receiver.sent = leg = UpstreamRequest(upstream, receiver, "POST", b"", b"")
-        leg.over(connection)
+        receiver.sent = UpstreamRequest(receiver, "POST", b"", b"")
+        connection.send(receiver.sent)
         for piece in pieces:
             if connection.current is not None and not transport.closed:
                 connection.data_received(piece)
-        receiver.kept = connection.idle
+        receiver.kept = connection.state is ConnectionState.IDLE
         connection.connection_lost(None)
         upstream.retire()
         return receiver
@@ -156,7 +156,7 @@ def test_what_passes_is_what_the_parser_would_have_read(parts: list[bytes], cuts
     for others in (pieces, behind):
         for passes, knows in ((True, False), (False, True), (True, True)):
             other = received(others, passes, knows)
-            assert (other.body, other.ended, other.failed_) == (read.body, read.ended, read.failed_)
+            assert (other.body, other.ended, other.failed) == (read.body, read.ended, read.failed)
             assert other.kept == read.kept
             assert all(each.endswith(b"\n\r\n") for each in other.passed)
 
@@ -195,7 +195,7 @@ def test_what_follows_half_a_chunk_passes_again() -> None:
     receiver = received([HEAD, event, event, event[:5], event[5:], event, event + event[:4]], passes=True)
     assert receiver.passed == [event, event]
     assert receiver.body == b"data: 1\n\n" * 5 + b"d"
-    assert receiver.failed_
+    assert receiver.failed
 
 
 @given(st.lists(parts, max_size=4))
@@ -241,7 +241,7 @@ def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
     now = 5.0
     chunks = [chunk(b'data: {"usage":null}\n\n'), chunk(USAGE), chunk(b"data: [DONE]\n\n")]
     for each in chunks:
-        assert stream.pass_on(each)
+        assert stream.forward(each)
     assert written == chunks
     assert tail.usage() == Usage(9, 2, None)
     assert worker.last_byte == rank.last_byte == 5.0
@@ -255,7 +255,7 @@ def test_usage_is_told_of_behind_an_event_that_has_none() -> None:
 
     tail = UsageTail()
     stream = EventStream(Client(), Health(), tail, None)
-    assert stream.pass_on(chunk(b'data: {"usage":null}\n\n') + chunk(USAGE) + chunk(b"data: [DONE]\n\n"))
+    assert stream.forward(chunk(b'data: {"usage":null}\n\n') + chunk(USAGE) + chunk(b"data: [DONE]\n\n"))
     assert tail.usage() == Usage(9, 2, None)
 
 
@@ -269,11 +269,11 @@ def test_what_hides_usage_passes_whole_events_that_have_none() -> None:
     hidden = HiddenUsage()
     stream = EventStream(Client(), Health(), UsageTail(), hidden)
     event = chunk(b"data: 1\n\n")
-    assert stream.pass_on(event)
-    assert not stream.pass_on(chunk(USAGE))
-    assert not stream.pass_on(chunk(b"data: half of an event\n"))
+    assert stream.forward(event)
+    assert not stream.forward(chunk(USAGE))
+    assert not stream.forward(chunk(b"data: half of an event\n"))
     hidden.passed(b"data: half of an event\n", False)
-    assert not stream.pass_on(event)
+    assert not stream.forward(event)
     hidden.passed(b"\n", False)
-    assert stream.pass_on(event)
+    assert stream.forward(event)
     assert written == [event, event]

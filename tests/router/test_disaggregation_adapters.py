@@ -120,8 +120,8 @@ def test_nixl_refuses_an_answer_that_is_none() -> None:
 
 def test_mooncake_asks_for_the_engine_and_names_the_transfer_to_both() -> None:
     adapter = made(Mooncake, prefill=WorkerEndpoint("10.0.0.1", 8000, 1, 2))
-    assert adapter.question == "http://10.0.0.1:8998/query"
-    adapter.learn(b'{"0": {"engine_id": "a"}, "1": {"engine_id": "b", "worker_addr": {}}}')
+    assert adapter.query_url == "http://10.0.0.1:8998/query"
+    adapter.read_query(b'{"0": {"engine_id": "a"}, "1": {"engine_id": "b", "worker_addr": {}}}')
     prefill, decode = adapter.prefill(), sent(adapter.decode(b"").body)
     transfer = sent(prefill.body)["kv_transfer_params"]["transfer_id"]
     assert sent(prefill.body)["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": transfer}
@@ -138,7 +138,7 @@ def test_mooncake_asks_for_the_engine_and_names_the_transfer_to_both() -> None:
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"0": {}}', b'{"0": {"engine_id": 1}}', b'{"0": 1}'])
 def test_mooncake_refuses_an_answer_that_is_none(answer: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - in msgspec's words, or ours
-        made(Mooncake).learn(answer)
+        made(Mooncake).read_query(answer)
 
 
 def test_tensorrt_goes_on_from_the_context() -> None:

@@ -38,16 +38,16 @@ class Remembering(ResponseHandler):
         self.error: UpstreamError | None = None
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def answered(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         self.head = head
-        self.more(data, ended)
+        self.on_body(data, ended)
 
-    def more(self, data: bytes, ended: bool) -> None:
+    def on_body(self, data: bytes, ended: bool) -> None:
         self.body += data
         if ended:
             self.over.set_result(None)
 
-    def failed(self, error: UpstreamError) -> None:
+    def on_failed(self, error: UpstreamError) -> None:
         self.error = error
         self.over.set_result(None)
 
@@ -58,7 +58,7 @@ class Passing(ChunkForwarder):
     def __init__(self) -> None:
         self.passed: list[bytes] = []
 
-    def pass_on(self, chunks: bytes) -> bool:
+    def forward(self, chunks: bytes) -> bool:
         self.passed.append(chunks)
         return True
 
@@ -243,8 +243,8 @@ def test_a_stream_whose_chunks_passed_is_still_missed_when_it_stops() -> None:
     async def main() -> None:
         async with served(stops, patience=0.5) as (upstreams, url):
             handler, forwarder = Remembering(), Passing()
-            leg = upstreams.of(url).send(handler, "GET", b"/x", b"", b"")
-            leg.forwarder = forwarder
+            request = upstreams.of(url).send(handler, "GET", b"/x", b"", b"")
+            request.forwarder = forwarder
             async with asyncio.timeout(10):
                 await handler.over
             assert isinstance(handler.error, UpstreamTimeoutError)
@@ -264,8 +264,8 @@ def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
             super().__init__()
             self._came = came
 
-        def more(self, data: bytes, ended: bool) -> None:
-            super().more(data, ended)
+        def on_body(self, data: bytes, ended: bool) -> None:
+            super().on_body(data, ended)
             self._came.release()
 
     async def acknowledged() -> int:

@@ -1,0 +1,297 @@
+"""The workers that one request is sent to: one after the other, until one answers.
+
+    choose ──▶ send ──▶ the worker answers
+      ▲          │
+      └─ leave ◀─┘   it cannot be reached, refuses the request as overloaded, or hangs
+
+A request whose prompt is computed by another worker is sent to both as one (`disaggregated_request`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Final
+
+from indexer.errors import RequestError
+from router.admission.ticket import Ticket
+from router.disaggregation.adapters import WorkerEndpoint
+from router.fleet.fleet import Worker
+from router.fleet.health import Outcome
+from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
+from router.forwarding.proxy_services import ProxyServices
+from router.forwarding.request_context import RequestContext
+from router.forwarding.routing_headers import RoutingHeaders
+from router.http.headers import Headers, forwarded_lines
+from router.routing.assignment import Assignment
+from router.routing.routed_prompt import RoutedPrompt
+from router.telemetry.spans import Span
+from router.upstream import ResponseHandler
+from router.upstream.transport import SentRequest, Transport
+
+_RANK_HEADER: Final = b"x-data-parallel-rank"  # vLLM and SGLang read it
+
+_now: Final = time.monotonic
+# A worker that answers so did not take the request: bad gateway, unavailable, gateway timeout.
+_NOT_TAKEN: Final = (502, 503, 504)
+
+
+class AttemptHandler(ResponseHandler):
+    """Who sends a request: gets the answer, and hears when the worker is ejected as hung before there is one."""
+
+    def give_up(self) -> None:
+        """The worker hangs: the request may be sent to another."""
+        raise NotImplementedError
+
+    def give_up_prefill(self) -> None:
+        """The worker that computes the prompt hangs: the same."""
+        raise NotImplementedError
+
+
+class Attempts:
+    """The attempts of one request. `assignment`: where it is; None before the first, between two and at the end.
+
+    `tried`: the workers it was sent to, the latest last. `others`: there is another one that could take it.
+    """
+
+    # What most requests never change stands here, so that it is not made for each.
+    assignment: Assignment | None = None
+    sent: SentRequest | None = None
+    others = False
+    _span: Span | None = None  # of what is done now: the choice, or the request to the worker
+    _many_ranks = False
+    _hung = False  # a worker hung with it
+
+    def __init__(
+        self,
+        services: ProxyServices,
+        context: RequestContext,
+        prompt: RoutedPrompt,
+        ticket: Ticket,
+        body: bytes,
+        transport: Transport | None,
+        without: Collection[Worker],
+    ) -> None:
+        """`without`: workers it may not go to. `transport`: who sends it, if not the router itself: once."""
+        self._services = services
+        self._context = context
+        self.prompt = prompt
+        self._ticket = ticket
+        self._body = body
+        self._transport = transport
+        self._without = without
+        self._most = services.attempts if transport is None else 1
+        self.tried: list[Worker] = []
+
+    # The choice
+
+    def choose(self, now: float | None = None) -> Assignment | None:
+        """The next worker; None when the request must `wait` for one. `now`: the time, where it was just read.
+
+        Raises RequestError when there is none.
+        """
+        if len(self.tried) >= self._most:
+            raise self.exhausted()
+        self._span = span = self._context.span("decide")
+        excluded = self._excluded() if self._without else self.tried
+        try:
+            return self._services.admission.place(self.prompt, excluded, self._ticket, now)
+        except RequestError as error:
+            if span is not None:
+                span.end(type(error).__name__)
+            raise
+
+    async def wait(self) -> Assignment:
+        """The next worker, once one has capacity. Raises RequestError when there is none, or not in time."""
+        try:
+            return await self._services.admission.wait(self.prompt, self._excluded(), self._ticket)
+        except RequestError as error:
+            if self._span is not None:
+                self._span.end(type(error).__name__)
+            raise
+
+    def _excluded(self) -> Collection[Worker]:
+        """Where the request does not go again, or may not."""
+        return [*self.tried, *self._without] if self._without else self.tried
+
+    def exhausted(self) -> RequestError:
+        """What a client gets when no further attempt is allowed."""
+        return RequestError(
+            f"{len(self.tried)} workers could not be reached. Try again later.",
+            status=503,
+            type="service_unavailable",
+            code="no_worker_available",
+        )
+
+    # The request to the worker
+
+    def send(self, assignment: Assignment, handler: AttemptHandler, arrived: float) -> None:
+        """Send the request to this worker. `arrived`: when it came.
+
+        Raises RequestError where two workers should take it and its body cannot be changed for them.
+        """
+        services, prompt, tried, worker = self._services, self.prompt, self.tried, assignment.worker
+        context = self._context
+        self.assignment = assignment
+        self._many_ranks = len(worker.ranks()) > 1
+        if (span := self._span) is not None:
+            span.set(worker=worker.url, overlap_tokens=assignment.overlap)
+            span.end()
+        now = _now()
+        tried.append(worker)
+        self._span = span = context.span("upstream")
+        if span is not None:
+            span.set(worker=worker.url)
+        if assignment.prefill is not None:
+            self._send_to_pair(assignment, assignment.prefill, handler)
+        elif self._transport is not None:
+            self.sent = self._transport.send(worker, handler, self._headers_to(assignment), self._body)
+        else:
+            head, upstream = context.head, services.upstreams.of(worker.url)
+            if span is not None or self._many_ranks:
+                lines = forwarded_lines(self._headers_to(assignment))
+                self.sent = upstream.send(handler, head.method, head.target, lines, self._body)
+            else:
+                lines = context.lines_for_workers()
+                self.sent = upstream.send(handler, head.method, head.target, lines, self._body, context.id, now)
+        if assignment is not self.assignment:
+            return  # it went wrong at once
+        # The rest must not hold it up.
+        services.router.record_in_flight(prompt, assignment, now)
+        services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.prediction)
+        self.others = len(tried) < self._most and services.router.others(prompt, tried)
+        # A request that hung one worker may be why; it does not get to hang them all.
+        if self.others and not self._hung and assignment.prefill is None:
+            assignment.attempt.give_up = handler.give_up
+
+    def _headers_to(self, assignment: Assignment) -> Headers:
+        headers = self._context.headers_for_workers()
+        if self._many_ranks:
+            headers = [header for header in headers if header[0] != _RANK_HEADER]
+            headers.append((_RANK_HEADER, b"%d" % assignment.target.dp_rank))
+        return headers if self._span is None else self._span.inject(headers)
+
+    def _send_to_pair(self, assignment: Assignment, prefill: Assignment, handler: AttemptHandler) -> None:
+        """Have the prompt computed by one worker and answered by another. Raises RequestError."""
+        services, head = self._services, self._context.head
+        adapter = services.router.adapter_of(assignment.worker)
+        assert adapter is not None
+        endpoints = [WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment)]
+        requests = adapter(head.path, self._body, *endpoints)
+        if services.router.others(self.prompt, [*self.tried, prefill.worker], prefill=True) and not self._hung:
+            prefill.attempt.give_up = handler.give_up_prefill
+
+        def on_prefilled() -> None:
+            assignment.attempt.waits_from_now()
+            if self.others and not self._hung:
+                assignment.attempt.give_up = handler.give_up
+
+        self.sent = pair = DisaggregatedRequest(
+            handler,
+            services.upstreams,
+            assignment,
+            requests,
+            head.target,
+            self._headers_to(assignment),
+            on_prefilled,
+            self._transport,
+        )
+        pair.start()
+
+    def moved(self, worker: Worker) -> None:
+        """The transport went on to this worker, because the first did not take the request. Raises RequestError."""
+        assignment, services = self.assignment, self._services
+        assert assignment is not None
+        assignment.attempt.end(Outcome.FAILED, "not taken")
+        assignment.release()
+        services.metrics.retried.labels(assignment.worker.url).inc()
+        services.fleet.look_soon(assignment.worker)
+        self.tried.append(worker)
+        others = [each for each in services.fleet.workers if each is not worker]
+        self.assignment = assignment = services.router.place(self.prompt, others)
+        self._many_ranks = len(assignment.worker.ranks()) > 1
+
+    def routing_headers(self) -> RoutingHeaders:
+        """What an answer says of where it came from."""
+        assignment = self.assignment
+        assert assignment is not None
+        headers = RoutingHeaders(assignment.target.worker, assignment.overlap)
+        if len(self.tried) > 1:
+            headers.add(b"x-kvrouter-attempts", b"%d" % len(self.tried))
+        if assignment.prefill is not None:
+            headers.add(b"x-kvrouter-prefill-worker", assignment.prefill.target.worker.encode())
+        if self._many_ranks:
+            headers.add(b"x-kvrouter-dp-rank", b"%d" % assignment.target.dp_rank)
+        if self._context.head.wants_explanation:
+            headers.add(b"x-kvrouter-explain", assignment.decision.summary().encode())
+        return headers
+
+    # The end of an attempt
+
+    def retries_status(self, status: int) -> Outcome | None:
+        """How the attempt ended, where the request goes elsewhere because of this status; None where it does not.
+
+        That it does takes from the retry budget.
+        """
+        budget = self._services.budget
+        if status in _NOT_TAKEN and self.others and budget.take():
+            return Outcome.FAILED
+        if self._exclude_pair() and budget.take():
+            return Outcome.NEITHER
+        return None
+
+    def exclude_prefill(self, error: PrefillFailedError) -> None:
+        """A prefill failed before its decode worker did: the next attempt is another pair."""
+        assignment = self.assignment
+        assert assignment is not None
+        assert assignment.prefill is not None
+        if not (error.answered and error.together and self._exclude_pair()):
+            self.tried[-1] = assignment.prefill.worker  # the decode worker is not to blame
+
+    def exclude_hung(self, prefill_hangs: bool) -> None:
+        """The worker hangs, or the one that computes the prompt does."""
+        assignment = self.assignment
+        self._hung = True
+        if prefill_hangs and assignment is not None and assignment.prefill is not None:
+            self.tried[-1] = assignment.prefill.worker  # the decode worker is not to blame
+
+    def _exclude_pair(self) -> bool:
+        """One worker of a pair failed and perhaps the other is why: exclude both, as far as there are others.
+
+        False, and nothing changes, when there is no other pair, or it is no pair.
+        """
+        assignment = self.assignment
+        if assignment is None or assignment.prefill is None:
+            return False
+        prefill = assignment.prefill.worker
+        known = [*self._excluded(), prefill]
+        other_prefill = len(self.tried) < self._most and self._services.router.others(self.prompt, known, prefill=True)
+        if other_prefill:
+            self._without = [*self._without, prefill]
+            if not self.others:
+                self.tried[-1] = prefill
+        return self.others or other_prefill
+
+    def leave(self, problem: str) -> None:
+        """The attempt failed before anything of an answer was passed on: let go of its worker."""
+        assignment, sent = self.assignment, self.sent
+        assert assignment is not None
+        self.assignment = self.sent = None
+        if sent is not None:
+            sent.abort()
+        assignment.release()
+        if self._span is not None:
+            self._span.end(problem)
+        self._services.metrics.retried.labels(assignment.worker.url).inc()
+
+    def end(self, problem: str | None) -> None:
+        """The request is over: let go of all that it holds. `problem`: why it failed, if it did."""
+        assignment, sent = self.assignment, self.sent
+        self.assignment = self.sent = None
+        if sent is not None:
+            sent.abort()
+        if assignment is not None:
+            assignment.attempt.give_up = None
+            assignment.release()
+        if self._span is not None:
+            self._span.end(problem)

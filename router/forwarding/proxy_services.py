@@ -1,0 +1,40 @@
+"""What proxied requests need of the rest of the router."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.admission.admission import Admission
+from router.fleet.fleet import Fleet
+from router.fleet.retry_budget import RetryBudget
+from router.live.request_stream import RequestStream
+from router.routing.router import Router
+from router.settings import ProxySettings
+from router.telemetry.metrics import RequestMetrics
+from router.upstream import Upstreams
+
+
+class ProxyServices:
+    """Where requests may go, how they get there, and what is counted. `passing`: who records requests."""
+
+    def __init__(
+        self,
+        router: Router,
+        admission: Admission,
+        fleet: Fleet,
+        upstreams: Upstreams,
+        settings: ProxySettings,
+        metrics: RequestMetrics,
+        passing: RequestStream,
+    ) -> None:
+        self.router = router
+        self.admission = admission
+        self.fleet = fleet
+        self.upstreams = upstreams
+        self.settings = settings
+        self.metrics = metrics
+        self.passing = passing
+        self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
+        self.attempts = settings.attempts
+        self.ask_usage = settings.ask_usage
+        self.loop = asyncio.get_running_loop()

@@ -1,0 +1,167 @@
+"""The answer of a worker on its way to the client: what is passed on, and what is learned from it.
+
+    head ──▶ first byte ──▶ more ──▶ end
+                              └──▶ broken off
+
+Once a stream has begun its chunks may be forwarded as they come (`event_stream`), and nothing here sees them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import structlog
+
+from indexer.errors import RequestError
+from router.apis.endpoints import RESPONSES, error_event
+from router.apis.response_owners import SEARCHED_BYTES
+from router.apis.stream_usage import HiddenUsage
+from router.apis.usage import Usage, UsageTail
+from router.fleet.health import Outcome
+from router.forwarding.disaggregated_request import DisaggregatedRequest
+from router.forwarding.event_stream import EventStream
+from router.forwarding.proxy_services import ProxyServices
+from router.forwarding.request_context import RequestContext
+from router.forwarding.response_writer import ResponseWriter
+from router.forwarding.routing_headers import RoutingHeaders
+from router.routing.assignment import Assignment
+from router.routing.routed_prompt import RoutedPrompt
+from router.upstream import ResponseHead, UpstreamRequest
+from router.upstream.transport import SentRequest
+
+log = structlog.get_logger()
+
+_now: Final = time.monotonic
+_OK: Final = 200
+
+# Looking one up in its class costs more than all that is done with it.
+_SUCCEEDED: Final = Outcome.SUCCEEDED
+_FAILED: Final = Outcome.FAILED
+_NEITHER: Final = Outcome.NEITHER
+
+
+class ProxiedResponse:
+    """A worker's answer. `first_byte_at`: when its first byte came, of `time.monotonic`; 0 before.
+
+    `usage`: what it said of its tokens, once it is complete and where anything is learned from that.
+    """
+
+    # What most answers never change stands here, so that it is not made for each.
+    usage: Usage | None = None
+    first_byte_at = 0.0
+    _hidden: HiddenUsage | None = None
+    _tail: UsageTail | None = None
+    _searched: bytes | None = None  # the beginning of the body, while the answer's id is looked for
+
+    def __init__(
+        self,
+        services: ProxyServices,
+        context: RequestContext,
+        client: ResponseWriter,
+        assignment: Assignment,
+        prompt: RoutedPrompt,
+        head: ResponseHead,
+        arrived: float,
+    ) -> None:
+        """`arrived`: when the request came, of `time.monotonic`."""
+        self.head = head
+        self._services = services
+        self._context = context
+        self._client = client
+        self._assignment = assignment
+        self._prompt = prompt
+        self._arrived = arrived
+
+    def start(
+        self, headers: RoutingHeaders, hidden: HiddenUsage | None, recorded: bool, data: bytes, ended: bool
+    ) -> None:
+        """Pass on the head and what came with it. `hidden`: takes out usage that the client did not ask for.
+
+        `recorded`: somebody wants to know its usage.
+        """
+        head, context, prompt, assignment = self.head, self._context, self._prompt, self._assignment
+        if hidden is not None and HiddenUsage.hides(head.headers):
+            self._hidden = hidden
+            self._client.begin(head, headers, hidden.passed(data, ended), ended)
+        else:
+            self._client.begin(head, headers, data, ended)
+        # The client does not wait for the rest.
+        if head.is_stream or recorded or context.tenant is not None or assignment.wants_usage:
+            self._tail = UsageTail()
+        if context.head.path == RESPONSES:
+            self._searched = b""
+        self._services.metrics.begun(
+            prompt.name or "", assignment.worker.url, head.status, prompt.tokens, assignment.overlap
+        )
+        self._learn(data, ended)
+
+    def pass_on(self, data: bytes, ended: bool) -> None:
+        """More of the body came."""
+        self._client.more(data if self._hidden is None else self._hidden.passed(data, ended), ended)
+        self._learn(data, ended)
+
+    def forward_chunks(self, sent: SentRequest | None) -> None:
+        """From here on chunks of a stream may pass as they come, unless the answer's id is still looked for."""
+        tail = self._tail
+        if not self.head.is_stream or self._searched is not None or tail is None:
+            return
+        request = sent.answering if isinstance(sent, DisaggregatedRequest) else sent
+        writer = self._client.chunks()
+        if isinstance(request, UpstreamRequest) and writer is not None:
+            request.forwarder = EventStream(writer, self._assignment.attempt.health, tail, self._hidden)
+
+    def _learn(self, data: bytes, ended: bool) -> None:
+        """Learn from what was passed on."""
+        assignment, now = self._assignment, _now()
+        if data:
+            assignment.attempt.heard(now)
+            if not self.first_byte_at:
+                self.first_byte_at = now
+                assignment.first_byte(now)
+                self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
+            if self._searched is not None:
+                self._searched += data
+                learned = self._services.router.responses.learn(self._searched, assignment.worker.url)
+                if learned or len(self._searched) >= SEARCHED_BYTES:
+                    self._searched = None
+            if self._tail is not None:
+                self._tail.feed(data)
+        if ended:
+            self._end(now)
+
+    def _end(self, now: float) -> None:
+        """The answer is complete."""
+        assignment, status, tenant = self._assignment, self.head.status, self._context.tenant
+        if status < 400:
+            assignment.attempt.end(_SUCCEEDED, now=now)
+        else:
+            assignment.attempt.end(_FAILED if status >= 500 else _NEITHER, f"status {status}", now)
+        if status != _OK:
+            return
+        self.usage = usage = self._tail.usage() if self._tail is not None else None
+        self._services.router.answered(assignment, usage)
+        if tenant is not None and usage is not None:
+            tenant.spend(usage.completion)
+        if self.head.is_stream:
+            seconds = now - (self.first_byte_at or self._arrived)
+            self._services.metrics.streamed(self._prompt.name or "", seconds, usage)
+
+    def failed(self, reason: str) -> None:
+        """The worker broke off its answer."""
+        assignment, services = self._assignment, self._services
+        assignment.attempt.end(_FAILED, f"answer broken off: {reason}")
+        services.metrics.broken.labels(assignment.worker.url).inc()
+        with self._context.logging():
+            log.warning("answer broken off", worker=assignment.worker.url, reason=reason)
+        services.fleet.look_soon(assignment.worker)
+
+    def break_off(self, error: RequestError) -> None:
+        """Tell the client that its answer will not be finished: in the stream, or by closing the connection."""
+        head = self.head
+        if not head.is_stream or head.length:
+            self._client.break_off()
+            return
+        # What came last may have been half an event.
+        data = b"\n\n" + error_event(self._context.head.path, error)
+        self._client.more(data if self._hidden is None else self._hidden.passed(data, True), True)
