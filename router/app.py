@@ -37,7 +37,7 @@ from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
 from router.live import FleetSnapshot, RequestStream, live_routes
 from router.live.series import Series
-from router.policies import WITHOUT_PROMPTS, policy_named
+from router.policies import policy_named
 from router.policies.rates import Rates
 from router.readiness import Readiness
 from router.routes.explain import ExplainBody, explain
@@ -46,7 +46,7 @@ from router.routes.match_requests import match_reader
 from router.routes.model_cards import model_card, model_cards
 from router.routes.worker_api import worker_routes, worker_status
 from router.routing.router import Router
-from router.settings import PolicyName, Settings, UpstreamSettings
+from router.settings import Settings, UpstreamSettings
 from router.sharing import LoadSharing, PeerLoad, SharingCollector, replica_channels
 from router.sharing.all_processes import AllProcesses
 from router.sharing.worker_processes import WorkerProcesses
@@ -96,11 +96,12 @@ async def running_router(
         history = RoutingHistory()
         audit = HitAudit(indexer, history, settings.audit)
         registry.register(AuditCollector(audit))
+        policy = policy_named(settings.policy, Random())
         router = Router(
             fleet,
             indexer,
             tokenizers,
-            policy_named(settings.policy, Random()),
+            policy,
             load,
             SpeculativeHoldings(settings.proxy.speculation_seconds),
             Learned(Rates(**settings.rates.model_dump())),
@@ -108,12 +109,11 @@ async def running_router(
             audit,
             sharing,
             settings.disaggregation,
-            needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
-            seen_bytes=settings.tokenizer.cache_bytes,
+            cache_bytes=settings.tokenizer.cache_bytes,
         )
         router.responses.on_learned.append(sharing.made)
         sharing.on_made.append(router.responses.remember)
-        admission = Admission(router, settings.admission, settings.policy.name is PolicyName.KV_AWARE)
+        admission = Admission(router, settings.admission, policy.spec.late_binding)
         load.on_ended.append(admission.freed)
         if admission.late_binding:
             load.on_first_byte.append(admission.wake)
@@ -129,7 +129,7 @@ async def running_router(
         if file is not None:
             stack.push_async_callback(end_tasks, [asyncio.create_task(follow_workers(file, settings, fleet))])
         snapshot = FleetSnapshot(fleet, indexer, load, peer_load, admission, audit, Series(requests, audit))
-        router.watching = snapshot
+        router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         tracing = tracing_to(settings.otel.endpoint)
         if tracing is not None:

@@ -226,7 +226,7 @@ class ProxiedRequest(ResponseHandler):
             head = context.head
             call = Call(head.method, head.path, head.headers, body, head.naming)
             router = services.router
-            request = read_call(call, with_prompt=router.needs_prompts, seen=router.seen)
+            request = read_call(call, with_prompt=router.needs_prompts, seen=router.body_cache)
             prompt = router.read_now(request, len(body))
         except RequestError as error:
             if span is not None:
