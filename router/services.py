@@ -30,8 +30,8 @@ from router.fleet.config_reload import SettingsFile, follow_workers
 from router.fleet.fleet import Fleet, end_tasks
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
-from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.proxy import ProxyContext
+from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
@@ -39,11 +39,12 @@ from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
 from router.live import FleetSnapshot, RequestStream
 from router.live.series import Series
-from router.policies import WITHOUT_PROMPTS, policy_named
+from router.policies import policy_named
 from router.policies.rates import Rates
+from router.policies.registry import NamedPolicy
 from router.readiness import Readiness
 from router.routing.router import Router
-from router.settings import PolicyName, Settings, UpstreamSettings
+from router.settings import Settings, UpstreamSettings
 from router.sharing import LoadSharing, PeerLoad, SharingCollector, replica_channels
 from router.sharing.worker_processes import WorkerProcesses
 from router.telemetry.metrics import AuditCollector, FleetCollector, RequestMetrics
@@ -114,8 +115,9 @@ async def running_services(
         stack.push_async_callback(sharing.stop)
         history = RoutingHistory()
         audit = HitAudit(indexer, history, settings.audit)
-        router = _router(settings, fleet, indexer, tokenizers, load, history, audit, sharing)
-        admission = _admission(settings, router, fleet, load, sharing)
+        policy = policy_named(settings.policy, Random())
+        router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing)
+        admission = _admission(settings, router, policy, fleet, load, sharing)
         metrics = RequestMetrics(registry)
         AdmissionMetrics(admission, registry)
         for collector in (
@@ -130,7 +132,7 @@ async def running_services(
         _follow_workers(stack, settings, file, session, fleet)
 
         snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, Series(metrics, audit))
-        router.watching = snapshot
+        router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)
         proxy = _proxy(stack, settings, router, admission, fleet, sharing, metrics, request_stream)
@@ -169,6 +171,7 @@ def _router(
     fleet: Fleet,
     indexer: Indexer,
     tokenizers: Tokenizers,
+    policy: NamedPolicy,
     load: LoadTable,
     history: RoutingHistory,
     audit: HitAudit,
@@ -178,7 +181,7 @@ def _router(
         fleet,
         indexer,
         tokenizers,
-        policy_named(settings.policy, Random()),
+        policy,
         load,
         SpeculativeHoldings(settings.proxy.speculation_seconds),
         Learned(Rates(**settings.rates.model_dump())),
@@ -186,17 +189,18 @@ def _router(
         audit,
         sharing,
         settings.disaggregation,
-        needs_prompts=settings.policy.name not in WITHOUT_PROMPTS,
-        seen_bytes=settings.tokenizer.cache_bytes,
+        cache_bytes=settings.tokenizer.cache_bytes,
     )
     router.responses.on_learned.append(sharing.made)
     sharing.on_made.append(router.responses.remember)
     return router
 
 
-def _admission(settings: Settings, router: Router, fleet: Fleet, load: LoadTable, sharing: LoadSharing) -> Admission:
+def _admission(
+    settings: Settings, router: Router, policy: NamedPolicy, fleet: Fleet, load: LoadTable, sharing: LoadSharing
+) -> Admission:
     """The queue, woken by everything after which a waiting request may find a place."""
-    admission = Admission(router, settings.admission, settings.policy.name is PolicyName.KV_AWARE)
+    admission = Admission(router, settings.admission, policy.spec.late_binding)
     load.on_ended.append(admission.freed)
     if admission.late_binding:
         load.on_first_byte.append(admission.wake)

@@ -191,7 +191,7 @@ class SeveralRouters(Fleet):
             )
         decision = self._policy(candidates, Request(request.input_tokens, _MEAN_OUTPUT, request.session))
         if not self._sharing.near:
-            return decision.choice
+            return decision.chosen
         costs = decision.costs
         most = min(cost.total for cost in costs) * (1 + self._sharing.near)
         return self._random.choice([cost.candidate for cost in costs if cost.total <= most])

@@ -3,14 +3,15 @@
 A request waits for one of two reasons:
 
     saturated     every target that could take it is at its limits (`limits`)
-    late binding  its choice is busy with the prompts of others, and it better chooses again (`late_binding`)
+    late binding  its target is busy with the prompts of others, and it better chooses again (`late_binding`)
 
 Both wait in one queue (`fair_queue`). Whenever a request ends, or a prefill that others are held for, a worker changes
 or an engine tells its load, the first of the queue choose again; nothing is polled. Something in flight is what they
 wait for, so there is always a next time. A saturated one that finds no room lets nobody behind it have the next: a
 large prompt is not overtaken for ever.
 
-Who has waited for `timeout` seconds is sent to its choice, however busy, or refused where all are at their limits.
+A request that has waited for `timeout` seconds is sent to its target, however busy, or refused where all are at their
+limits.
 """
 
 from __future__ import annotations
@@ -156,10 +157,10 @@ class Admission:
 
     def would_hold(self, prompt: RoutedPrompt, tried: Collection[Worker] = ()) -> Held | None:
         """Why a request would have to wait now; None when it would not. Raises RequestError (503)."""
-        choice = self._router.choose(prompt, tried, self.limits)
-        if choice is None:
+        selection = self._router.choose(prompt, tried, self.limits)
+        if selection is None:
             return Held.SATURATED
-        return Held.LATE_BINDING if self.late_binding and self._router.busy(choice) else None
+        return Held.LATE_BINDING if self.late_binding and self._router.should_wait(selection) else None
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Whether a rank is at its limits."""
@@ -172,7 +173,7 @@ class Admission:
             self.wake()
 
     def wake(self) -> None:
-        """Something changed: let those that wait choose again, soon and once for all that changes meanwhile."""
+        """Something changed: let those that wait choose again, soon, and once for all that changes meanwhile."""
         if self._planned is None and self.queue.length:
             self._planned = asyncio.get_running_loop().call_soon(self._choose_again)
 
@@ -205,17 +206,17 @@ class Admission:
             self._give(request, placed)
 
     def _try(self, prompt: RoutedPrompt, tried: Collection[Worker], now: float | None = None) -> Assignment | Held:
-        choice = self._router.choose(prompt, tried, self.limits, now)
-        if choice is None:
+        selection = self._router.choose(prompt, tried, self.limits, now)
+        if selection is None:
             return Held.SATURATED
-        if self.late_binding and self._router.busy(choice):
+        if self.late_binding and self._router.should_wait(selection):
             return Held.LATE_BINDING
-        return self._router.reserve(prompt, choice, now)
+        return self._router.reserve(prompt, selection, now)
 
     def _force(self, request: _Request) -> Assignment | None:
-        """Its choice, however busy; None when all are at their limits."""
-        choice = self._router.choose(request.prompt, request.tried, self.limits)
-        return self._router.reserve(request.prompt, choice) if choice else None
+        """A place, however busy; None when all targets are at their limits."""
+        selection = self._router.choose(request.prompt, request.tried, self.limits)
+        return self._router.reserve(request.prompt, selection) if selection else None
 
     def _give(self, request: _Request, assignment: Assignment) -> None:
         self.queue.served(request.tenant, request.tokens)

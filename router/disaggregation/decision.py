@@ -38,7 +38,7 @@ class Disaggregation:
         """For the explanation of a decision."""
         report: dict[str, Any] = {"remote_prefill": self.prefill is not None, "reason": self.reason, **self.inputs}
         if self.prefill is not None:
-            target = self.prefill.choice.target
+            target = self.prefill.chosen.target
             report["prefill"] = {"worker": target.worker, "dp_rank": target.dp_rank}
             report["prefill_candidates"] = [
                 {"worker": cost.candidate.target.worker, "dp_rank": cost.candidate.target.dp_rank, "terms": cost.terms}

@@ -13,15 +13,15 @@ class TargetLoad:
 
     `prefills` are the requests without a first byte, the oldest first, with the seconds each is expected to take.
     `streamed`: how much of `pending` is that of streamed answers. Only their first byte comes when their prefill ends.
-    `changes` counts them, and what others change there. `on_first_byte` and `on_ended` are told when a prefill or a
-    request ended and something got less, `on_change` the worker and rank after every change.
+    `version` grows with every change, and when others change something there. `on_first_byte` and `on_ended` are called
+    when a prefill or a request ended and something got less, `on_change` with the worker and rank after every change.
     """
 
     requests: int = 0
     pending: int = 0
     context: int = 0
     streamed: int = 0
-    changes: int = field(default=0, compare=False)
+    version: int = field(default=0, compare=False)
     worker: str = field(default="", compare=False)
     dp_rank: int = field(default=0, compare=False)
     on_first_byte: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
@@ -75,9 +75,9 @@ class Reservation:
         if not load.prefills:
             load.head_since = load.clock() if now is None else now
         load.prefills[self] = prefill_seconds
-        load.changes += 1
-        for told in load.on_change:
-            told(load.worker, load.dp_rank)
+        load.version += 1
+        for on_change in load.on_change:
+            on_change(load.worker, load.dp_rank)
 
     @property
     def backlog(self) -> float:
@@ -89,11 +89,11 @@ class Reservation:
         load = self._load
         if self in load.prefills:
             self._end_prefill(load, now)
-            load.changes += 1
-            for changed in load.on_change:
-                changed(load.worker, load.dp_rank)
-            for told in load.on_first_byte:
-                told()
+            load.version += 1
+            for on_change in load.on_change:
+                on_change(load.worker, load.dp_rank)
+            for on_first_byte in load.on_first_byte:
+                on_first_byte()
 
     def release(self, now: float | None = None) -> None:
         """The request ended, however it did."""
@@ -105,11 +105,11 @@ class Reservation:
             self._end_prefill(load, now)
         load.requests -= 1
         load.context -= self._context
-        load.changes += 1
-        for changed in load.on_change:
-            changed(load.worker, load.dp_rank)
-        for told in load.on_ended:
-            told()
+        load.version += 1
+        for on_change in load.on_change:
+            on_change(load.worker, load.dp_rank)
+        for on_ended in load.on_ended:
+            on_ended()
 
     def _end_prefill(self, load: TargetLoad, now: float | None) -> None:
         prefills = load.prefills
@@ -124,8 +124,8 @@ class Reservation:
 class LoadTable:
     """The load of every DP rank of every worker, whatever model a request is for.
 
-    `on_first_byte` and `on_ended` are told when a prefill or a request ended anywhere, `on_change` the worker and rank
-    of every load that changes.
+    `on_first_byte` and `on_ended` are called when a prefill or a request ended anywhere, `on_change` with the worker
+    and rank of every load that changes.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class LoadTable:
         """Something else than requests of ours changed what a rank has to do."""
         load = self._loads.get((worker, dp_rank))
         if load is not None:
-            load.changes += 1
+            load.version += 1
 
     def in_flight(self) -> list[tuple[str, int]]:
         """The ranks that have any load."""

@@ -40,7 +40,7 @@ def read_prompt(
     head, router = context.head, services.router
     try:
         call = Call(head.method, head.path, head.headers, body, head.naming)
-        request = read_call(call, with_prompt=router.needs_prompts, seen=router.seen)
+        request = read_call(call, with_prompt=router.needs_prompts, seen=router.body_cache)
         prompt = router.read_now(request, len(body))
     except RequestError as error:
         if span is not None:

@@ -45,7 +45,7 @@ LASTING_SECONDS: Final = 600.0
 MAX_ENDED = 1 << 20
 
 
-class Ending(Protocol):
+class ReleaseCallback(Protocol):
     """To be called when a request ended. `failed`: its worker did not compute the prompt."""
 
     def __call__(self, failed: bool = False) -> None: ...
@@ -68,7 +68,7 @@ class SpeculativeHoldings:
         self._ended_lasting: deque[_Ended] = deque()
         self._ended_prefixes = 0
 
-    def hold(self, target: Target, hashes: array[int], *, lasting: bool = False) -> Ending:
+    def hold(self, target: Target, hashes: array[int], *, lasting: bool = False) -> ReleaseCallback:
         """Hold a prompt for a target. Returns what to call when the request ended."""
         holder = self._targets.get(target)
         if holder is None:
@@ -141,7 +141,7 @@ class _Target(PrefixHolder):
 
 
 class _Prompt:
-    """A prompt in flight: where in the tree it ends, and who holds it. To be called as an `Ending`."""
+    """A prompt in flight: where in the tree it ends, and who holds it. To be called as an `ReleaseCallback`."""
 
     __slots__ = ("_edge", "_holder", "_holdings", "_lasting")
 

@@ -26,9 +26,9 @@ class Learned:
         self._clock = clock
         self._next_look = 0.0
 
-    def timing(self, choice: Candidate, tokens: int) -> RequestTiming:
-        """Watch a streamed answer to a prompt of so many tokens that is sent now."""
-        return RequestTiming(self, choice, tokens, self._clock)
+    def timing(self, chosen: Candidate, tokens: int) -> RequestTiming:
+        """Watch a streamed answer to a prompt of `tokens` that is sent now."""
+        return RequestTiming(self, chosen, tokens, self._clock)
 
     def look_at_evictions(self, indexer: Indexer, now: float | None = None) -> None:
         """Read how much every target that has an event stream has removed, now and then. `now`: the time by the clock,
@@ -49,13 +49,13 @@ class Learned:
 class RequestTiming:
     """One streamed answer, watched from the moment its request is sent.
 
-    Its first byte tells of a prefill only if nothing waited before it. What is not streamed tells nothing: the first
-    byte comes with the last.
+    Its first byte says how long a prefill took only if nothing waited before it. What is not streamed says nothing: the
+    first byte comes with the last.
     """
 
-    def __init__(self, learned: Learned, choice: Candidate, tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(self, learned: Learned, chosen: Candidate, tokens: int, clock: Callable[[], float]) -> None:
         self.learned = learned
-        self.choice = choice
+        self.chosen = chosen
         self.tokens = tokens
         self.clock = clock
         self.sent = clock()
@@ -66,20 +66,20 @@ class RequestTiming:
         if self.begun is not None:
             return
         self.begun = now = self.clock()
-        choice = self.choice
-        if choice.waiting == 0:
+        chosen = self.chosen
+        if chosen.waiting == 0:
             seconds = now - self.sent
-            self._rates().prefill_seen(self.tokens, choice.overlap, choice.requests, choice.context, seconds, now)
+            self._rates().prefill_seen(self.tokens, chosen.overlap, chosen.requests, chosen.context, seconds, now)
 
     def end(self, output_tokens: int) -> None:
-        """The answer is complete, with so many tokens."""
+        """The answer is complete, with `output_tokens`."""
         if self.begun is None:
             return
         now = self.clock()
-        choice = self.choice
-        context = choice.context + self.tokens + output_tokens // 2
-        self._rates().decode_seen(output_tokens - 1, choice.requests + 1, context, now - self.begun, now)
-        self.learned.outputs.seen(choice.target.model, output_tokens)
+        chosen = self.chosen
+        context = chosen.context + self.tokens + output_tokens // 2
+        self._rates().decode_seen(output_tokens - 1, chosen.requests + 1, context, now - self.begun, now)
+        self.learned.outputs.seen(chosen.target.model, output_tokens)
 
     def _rates(self) -> RateLearner:
-        return self.learned.rates.learner(self.choice.target.worker, self.choice.target.model)
+        return self.learned.rates.learner(self.chosen.target.worker, self.chosen.target.model)

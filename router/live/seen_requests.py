@@ -43,7 +43,7 @@ class SeenRequest:
         """It was answered in full."""
         self.usage = usage
 
-    def ended(self, failed: bool = False) -> None:  # noqa: ARG002 - an `Ending`, whichever it is
+    def ended(self, failed: bool = False) -> None:  # noqa: ARG002 - a `ReleaseCallback`
         """It is over, however it ended."""
         self.whole_ms = self._passed()
         self.changed = next(self.changes)
@@ -94,12 +94,12 @@ class SeenRequests:
 
 
 def _costs_of(decision: Decision) -> dict[str, Any]:
-    choice = decision.choice
+    chosen = decision.chosen
     return {
-        "worker": choice.target.worker,
-        "dp_rank": choice.target.dp_rank,
-        "overlap": choice.overlap,
+        "worker": chosen.target.worker,
+        "dp_rank": chosen.target.dp_rank,
+        "overlap": chosen.overlap,
         "best_overlap": max(candidate.overlap for candidate in decision.candidates),
         "candidates": len(decision.candidates),
-        "terms": {name: float(f"{amount:.4g}") for name, amount in decision.terms(choice).items()},
+        "terms": {name: float(f"{amount:.4g}") for name, amount in decision.terms(chosen).items()},
     }

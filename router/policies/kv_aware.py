@@ -10,7 +10,7 @@ The cost of a target is counted in prefill tokens, and needs no rates; the lowes
     n, ctx    requests in flight there, and the tokens they hold
     μ         0 while the target evicts nothing, else g/(1-g) (`router.learning.eviction_pressure`)
 
-A prefill delays everybody who decodes on that worker (β, γ), and evicts what somebody will want back (θ). So an
+A prefill delays every request that decodes on that worker (β, γ), and evicts what will be asked for again (θ). So an
 uncached token is charged more than its own time, and prefixes stay together until the queue really hurts.
 
 Where workers are unlike and their rates are known, the same is counted in seconds (`router.policies.in_seconds`).
@@ -49,14 +49,14 @@ def kv_aware(weights: KvWeights, random: Random) -> Policy:
         if candidates[0].rates and all(candidate.rates for candidate in candidates):
             return cheapest(candidates, lambda each: seconds_cost(each, request, in_seconds), random, weights.near)
         totals = kv_totals(candidates, request.tokens, weights)
-        choice = one_of_lowest(candidates, totals, random, weights.near)
-        return Decision(choice, candidates, lambda candidate: kv_cost(candidate, request.tokens, weights))
+        chosen = one_of_lowest(candidates, totals, random, weights.near)
+        return Decision(chosen, candidates, lambda candidate: kv_cost(candidate, request.tokens, weights))
 
     return choose
 
 
 def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, float]:
-    """The terms of the cost of a prompt of so many tokens on a candidate, in prefill tokens."""
+    """The terms of the cost of a prompt of `tokens` on a candidate, in prefill tokens."""
     uncached = max(tokens - candidate.overlap, 1)
     return {
         "pending": candidate.pending,

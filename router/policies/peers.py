@@ -1,6 +1,7 @@
 """What other routers do, under the names they are known by: to choose instead, and to measure against.
 
 Each is written from its public description, over the same exact knowledge of the caches that the default policy has.
+Where a rule's constants come from stands beside them: repository, file, and the commit that was read.
 """
 
 from __future__ import annotations
@@ -12,14 +13,22 @@ from xxhash import xxh3_64_intdigest
 
 from router.policies.records import ByTurn, Candidate, Decision, Policy, Request, cheapest, known_usage, one_of_lowest
 
+# sgl-project/sglang, sgl-model-gateway/bindings/python/src/sglang_router/router_args.py at 6614f98405b9: the defaults
+# of cache_threshold, balance_abs_threshold and balance_rel_threshold.
 _SGLANG_THRESHOLD = 0.3
 _SGLANG_DIFFERENCE = 64
 _SGLANG_RATIO = 1.5
+# ai-dynamo/dynamo, lib/kv-router/src/scheduling/config.rs at c2f2e1aa8069: the defaults of host_cache_hit_weight and
+# disk_cache_hit_weight.
 _DYNAMO_HOST_CREDIT = 0.75
 _DYNAMO_DISK_CREDIT = 0.25
+# llm-d/llm-d, guides/precise-prefix-cache-aware/gaie-kv-events/values.yaml at bf8659b23aa1: the weights of
+# queue-scorer, kv-cache-utilization-scorer and precise-prefix-cache-scorer. Later versions have other weights.
 _LLM_D_QUEUE = 2.0
 _LLM_D_KV_FREE = 2.0
 _LLM_D_PREFIX = 3.0
+# The load factor that implementations of arXiv 1608.01350 begin with, such as apache/brpc's
+# chash_bounded_load_factor (c7b180164cbf).
 _BOUND = 1.25
 
 
@@ -59,8 +68,8 @@ def least_loaded(random: Random) -> Policy:
     """The fewest requests in flight; what the caches hold plays no part."""
 
     def choose(candidates: list[Candidate], request: Request) -> Decision:  # noqa: ARG001
-        choice = one_of_lowest(candidates, [candidate.requests for candidate in candidates], random)
-        return Decision(choice, candidates, lambda candidate: {"requests": candidate.requests})
+        chosen = one_of_lowest(candidates, [candidate.requests for candidate in candidates], random)
+        return Decision(chosen, candidates, lambda candidate: {"requests": candidate.requests})
 
     return choose
 
@@ -147,7 +156,7 @@ def llm_d(random: Random) -> Policy:
 
 
 def lmetric(random: Random) -> Policy:
-    """LMetric: the tokens to prefill times the requests there, this one included."""
+    """LMetric: the tokens to prefill times the requests there, this one included: https://arxiv.org/abs/2603.15202"""
 
     def choose(candidates: list[Candidate], request: Request) -> Decision:
         def terms(candidate: Candidate) -> dict[str, float]:

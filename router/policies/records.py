@@ -123,19 +123,19 @@ class Cost:
 
 
 class Decision:
-    """The choice. What every candidate would have cost is worked out when it is asked for.
+    """The chosen candidate. What every candidate would have cost is worked out when it is asked for.
 
     `free`: what is chosen never costs anything.
     """
 
     def __init__(
         self,
-        choice: Candidate,
+        chosen: Candidate,
         candidates: list[Candidate],
         terms: Callable[[Candidate], dict[str, float]],
         free: bool = False,
     ) -> None:
-        self.choice = choice
+        self.chosen = chosen
         self.candidates = candidates
         self.terms = terms
         self.free = free
@@ -146,8 +146,8 @@ class Decision:
         return [Cost(candidate, self.terms(candidate)) for candidate in self.candidates]
 
     def summary(self) -> str:
-        """The terms of the choice in one line, for a header: `pending=0 prefill=12 total=12 candidates=2`."""
-        cost = Cost(self.choice, self.terms(self.choice))
+        """The chosen one's terms in one line, for a header: `pending=0 prefill=12 total=12 candidates=2`."""
+        cost = Cost(self.chosen, self.terms(self.chosen))
         terms = cost.terms | {"total": cost.total, "candidates": len(self.candidates)}
         return " ".join(f"{name}={value:.6g}" for name, value in terms.items())
 
@@ -157,14 +157,14 @@ Policy = Callable[[list[Candidate], Request], Decision]
 
 
 class ByTurn(ABC):
-    """A policy for which nothing counts but how many candidates there are, so that its decisions can be made before."""
+    """A policy for which only the number of candidates counts, so that its decisions can be made before."""
 
     def __call__(self, candidates: list[Candidate], request: Request) -> Decision:  # noqa: ARG002
         return self.decision(candidates, self.turn(len(candidates)))
 
     @abstractmethod
     def turn(self, candidates: int) -> int:
-        """The place of the next one, of so many."""
+        """The place of the next one among `candidates`."""
 
     @abstractmethod
     def decision(self, candidates: list[Candidate], turn: int) -> Decision:
@@ -174,7 +174,7 @@ class ByTurn(ABC):
 def cheapest(
     candidates: list[Candidate], terms: Callable[[Candidate], dict[str, float]], random: Random, near: float = 0.0
 ) -> Decision:
-    """The candidate whose terms add up to the least; ties at random. `near`: as of `one_of_lowest`."""
+    """The candidate whose terms add up to the least; ties at random. `near`: as in `one_of_lowest`."""
     totals = [sum(terms(candidate).values()) for candidate in candidates]
     return Decision(one_of_lowest(candidates, totals, random, near), candidates, terms)
 

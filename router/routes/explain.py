@@ -55,9 +55,9 @@ async def explain(router: Router, admission: Admission, body: bytes, headers: He
     asked = msgspec.json.encode(fields.request)
     prompt = await router.read(read_call(Call("POST", fields.path, headers, asked)), len(asked))
     prompt = replace(prompt, path=fields.path)
-    choice = router.choose(prompt)
-    assert choice is not None  # nothing is at a limit where there is none
-    decision = choice.decision
+    selection = router.choose(prompt)
+    assert selection is not None  # nothing is at a limit where there is none
+    decision = selection.decision
     costs = sorted(decision.costs, key=lambda cost: cost.total)
     return {
         "path": fields.path,
@@ -66,9 +66,9 @@ async def explain(router: Router, admission: Admission, body: bytes, headers: He
         "exact": prompt.exact,
         "session": prompt.session,
         "held": admission.would_hold(prompt),
-        "choice": {"worker": decision.choice.target.worker, "dp_rank": decision.choice.target.dp_rank},
+        "choice": {"worker": decision.chosen.target.worker, "dp_rank": decision.chosen.target.dp_rank},
         "candidates": [_candidate(cost) for cost in costs],
-        "disaggregation": choice.disaggregation and choice.disaggregation.as_json(),
+        "disaggregation": selection.disaggregation and selection.disaggregation.as_json(),
     }
 
 

@@ -1,12 +1,12 @@
 """Late binding: when the best worker is busy with prefills, a request waits in the router and chooses again later.
 
-A request that is bound too early waits behind a long prefill although another worker becomes free. So one whose choice
+A request that is bound too early waits behind a long prefill although another worker becomes free. So one whose target
 has a prefill waiting, and more to compute than an engine step takes, is held (`admission`). At every first byte
 and every end the held ones choose again, those with little to compute first, and older ones before younger:
 
     order = arrival + 2 · P      P: seconds that the prefill would take
 
-Waiting counts as much as being short, so nobody starves. At low load nothing is ever held.
+Waiting counts as much as being short, so nothing starves. At low load nothing is ever held.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final
 STEP_TOKENS: Final = 8192
 
 
-def must_wait(pending: float, step_tokens: int = STEP_TOKENS) -> bool:
-    """Whether a request is held rather than sent to its choice, which has so many tokens to compute for others."""
+def should_hold(pending: float, step_tokens: int = STEP_TOKENS) -> bool:
+    """Whether a request is held rather than sent to a target that has `pending` tokens to compute for others."""
     return pending > step_tokens
 
 

@@ -1,4 +1,4 @@
-"""Who serves a name, and what stays as it is of their targets until the fleet changes: found once, not by request."""
+"""The targets behind each name. They are looked up once for each version of the fleet, not for each request."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ServedModel:
 class RoutableRank:
     """One of a worker's ranks as the target for what it serves under a name.
 
-    `one_of_many`: its worker has others. `weight`: that of its worker. `candidate`: it with nothing of a prompt, as it
-    was when its load had changed `as_of` times; -1 when that is known not to be so any more. `place`: among those that
-    serve the same.
+    `one_of_many`: its worker has others. `weight`: that of its worker. `candidate`: the rank with nothing of a prompt,
+    made from version `candidate_version` of its load; -1 once that is out of date. `place`: among those that serve the
+    same.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RoutableRank:
         self.one_of_many = one_of_many
         self.weight = worker.settings.weight
         self.candidate = Candidate(target)
-        self.as_of = -1
+        self.candidate_version = -1
         self.place = 0
 
 
@@ -58,23 +58,25 @@ class ModelTargets:
         self.of_target: dict[Target, RoutableRank] = {}
         self.of_served: dict[ServedModel, list[RoutableRank]] = {}
         self._found: dict[Worker, tuple[WorkerDescription | None, WorkerSettings]] = {}
-        known = {(served.model, served.adapter): served for served in before.of_served} if before is not None else {}
+        served_of = (
+            {(served.model, served.adapter): served for served in before.of_served} if before is not None else {}
+        )
         for worker in workers:
             ranks = before.ranks_as_found(worker) if before is not None else None
             if ranks is None:
                 model, adapter = _served(worker, name)
-                served = known.get((model, adapter))
+                served = served_of.get((model, adapter))
                 if served is None:
-                    served = known[model, adapter] = ServedModel(model, adapter)
+                    served = served_of[model, adapter] = ServedModel(model, adapter)
                 ranks = _ranks(worker, served, load)
             self._found[worker] = (worker.description, worker.settings)
             self.of_worker[worker] = ranks
-            alike = self.of_served.setdefault(ranks[0].served, [])
+            same = self.of_served.setdefault(ranks[0].served, [])
             for rank in ranks:
                 self.of_target[rank.target] = rank
-                rank.as_of = -1
-                rank.place = len(alike)
-                alike.append(rank)
+                rank.candidate_version = -1
+                rank.place = len(same)
+                same.append(rank)
         self.ranks = list(self.of_target.values())
 
     def ranks_as_found(self, worker: Worker) -> list[RoutableRank] | None:
@@ -86,7 +88,7 @@ class ModelTargets:
 
     @property
     def all_usable(self) -> bool:
-        """Whether a request may go to any of them, as far as that can be seen at a glance."""
+        """Whether a request may go to any of them; False where that takes a closer look."""
         for worker in self.workers:
             health = worker.health
             if not health.circuit.closed or worker.warming_since is not None or health.ranks:
@@ -113,28 +115,28 @@ class TargetDirectory:
         self._load = load
         self._version = -1
         # By name: of workers that answer, and of those that compute prompts for others.
-        self._known: list[dict[str | None, ModelTargets]] = [{}, {}]
-        self._before = self._known  # of the last version
+        self._targets: list[dict[str | None, ModelTargets]] = [{}, {}]
+        self._before = self._targets  # of the last version
 
     def of(self, name: str | None, prefill: bool = False) -> ModelTargets:
         """Those that take requests of a name."""
         if self._version != self._fleet.version:
             self._version = self._fleet.version
-            self._before, self._known = self._known, [{}, {}]
-        serving = self._known[prefill].get(name)
-        if serving is None:
+            self._before, self._targets = self._targets, [{}, {}]
+        targets = self._targets[prefill].get(name)
+        if targets is None:
             before = self._before[prefill].pop(name, None)
-            serving = ModelTargets(self._fleet.able(name, prefill), name, self._load, before)
-            if serving.workers:  # else nobody serves it, and there is no end of such names
-                self._known[prefill][name] = serving
-        return serving
+            targets = ModelTargets(self._fleet.able(name, prefill), name, self._load, before)
+            if targets.workers:  # else no worker serves it, and there is no end of such names
+                self._targets[prefill][name] = targets
+        return targets
 
-    def look_again(self) -> None:
-        """Something may have changed of any rank."""
-        for known in self._known:
-            for serving in known.values():
-                for rank in serving.of_target.values():
-                    rank.as_of = -1
+    def invalidate(self) -> None:
+        """Any rank may have changed: let all candidates be made again."""
+        for by_name in self._targets:
+            for targets in by_name.values():
+                for rank in targets.ranks:
+                    rank.candidate_version = -1
 
 
 def _served(worker: Worker, name: str | None) -> tuple[str, str | None]:

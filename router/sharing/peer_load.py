@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from indexer import Target
-from router.holdings.speculation import Ending, SpeculativeHoldings
+from router.holdings.speculation import ReleaseCallback, SpeculativeHoldings
 from router.sharing.messages import MAX_TOLD, TOLD_STRIDE, Kind, Message, RankLoad, SentPrompt
 
 # Whatever others say, so many are remembered.
@@ -38,7 +38,7 @@ class _Other:
     heard: float
     number: int = -1
     loads: dict[tuple[str, int], tuple[RankLoad, float]] = field(default_factory=dict)
-    prompts: dict[int, Ending] = field(default_factory=dict)
+    prompts: dict[int, ReleaseCallback] = field(default_factory=dict)
 
 
 class PeerLoad:

@@ -16,7 +16,7 @@ import structlog
 
 from indexer import Target
 from router.fleet.load import LoadTable
-from router.holdings.speculation import Ending
+from router.holdings.speculation import ReleaseCallback
 from router.sharing.messages import Kind, Message, RankLoad, SentPrompt, decode, encode, told
 from router.sharing.peer_load import PeerLoad
 
@@ -98,7 +98,7 @@ class LoadSharing:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def sent(self, target: Target, hashes: array[int]) -> Ending | None:
+    def sent(self, target: Target, hashes: array[int]) -> ReleaseCallback | None:
         """A prompt was sent to a target: the hash of each of its chunks.
 
         Returns what to call when it ended; None where nobody is told.

@@ -104,7 +104,7 @@ class RequestMetrics:
             of_model.best_overlap_tokens.amount += prediction.most
         if decision.free:
             return
-        for term, amount in decision.terms(decision.choice).items():
+        for term, amount in decision.terms(decision.chosen).items():
             if amount:
                 cost = of_model.costs.get(term)
                 if cost is None:

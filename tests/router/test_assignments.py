@@ -24,7 +24,14 @@ from router.policies import Candidate, policy_named
 from router.policies.rates import Rates
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
-from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
+from router.settings import (
+    AuditSettings,
+    DisaggregationSettings,
+    FleetSettings,
+    PolicyName,
+    PolicySettings,
+    WorkerSettings,
+)
 from router.sharing import LoadSharing, PeerLoad
 from router.sharing.messages import Kind, Message, RankLoad
 from router.tokens.tokenizers import Tokenizers
@@ -41,7 +48,10 @@ def prompt(last: int) -> RoutedPrompt:
 
 
 def with_router(
-    play: Callable[[Router, Fleet], Coroutine[None, None, None]], peer_load: PeerLoad | None = None, **more: float
+    play: Callable[[Router, Fleet], Coroutine[None, None, None]],
+    peer_load: PeerLoad | None = None,
+    policy: PolicyName = PolicyName.KV_AWARE,
+    **more: float,
 ) -> None:
     async def run() -> None:
         async def nothing(*_: object) -> None: ...
@@ -58,7 +68,7 @@ def with_router(
                 fleet,
                 indexer,
                 Tokenizers(),
-                policy_named(PolicySettings(), Random(1)),
+                policy_named(PolicySettings(name=policy), Random(1)),
                 loads,
                 SpeculativeHoldings(60.0),
                 Learned(Rates()),
@@ -140,7 +150,7 @@ def test_what_is_held_counts_for_its_worker_whoever_is_left_out() -> None:
             assert choice is not None
             overlaps = {candidate.target.worker: candidate.overlap for candidate in choice.decision.candidates}
             assert overlaps == {worker.url: tokens for worker, tokens in held.items() if worker not in left_out}
-            assert choice.most == max(overlaps.values())
+            assert choice.best_overlap == max(overlaps.values())
 
     with_router(play)
 
@@ -213,14 +223,17 @@ def test_a_rank_that_hangs_is_left_out_alone() -> None:
     with_router(play)
 
 
-def test_prompts_that_were_read_for_somebody_else_are_placed_by_load() -> None:
+def test_prompts_that_were_read_for_a_recording_are_placed_by_load_after_its_end() -> None:
     async def play(router: Router, _: Fleet) -> None:
-        router.needs_prompts = False  # whoever wanted the prompts looks at them no more
+        assert not router.needs_prompts
+        router.look_at_prompts(True)
+        assert router.needs_prompts
+        router.look_at_prompts(False)
         placed = router.place(prompt(1))
         assert placed.prediction is None
         placed.release()
 
-    with_router(play)
+    with_router(play, policy=PolicyName.LEAST_LOADED)
 
 
 def test_a_worker_that_serves_something_else_or_bears_more_is_seen_as_it_is_now() -> None:

@@ -27,9 +27,9 @@ def test_decode_goes_where_the_load_is_least_and_overlap_breaks_ties() -> None:
     busy = worker("busy", requests=2, overlap=9000)
     idle, warm = worker("idle", requests=1, context=900), worker("warm", requests=1, context=900, overlap=5000)
     choose = decode_policy(Random(1))
-    assert choose([busy, idle, warm], Request(10_000)).choice is warm
-    assert choose([busy, idle], Request(10_000)).choice is idle
-    assert choose([worker("full", requests=1, context=9000), idle], Request(10)).choice is idle
+    assert choose([busy, idle, warm], Request(10_000)).chosen is warm
+    assert choose([busy, idle], Request(10_000)).chosen is idle
+    assert choose([worker("full", requests=1, context=9000), idle], Request(10)).chosen is idle
     costs = choose([busy, idle, warm], Request(10_000)).costs
     assert all(
         amount >= 0 for cost in costs for amount in cost.terms.values()
@@ -40,7 +40,7 @@ def test_prefill_goes_where_it_is_done_first() -> None:
     queued, cold = worker("queued", pending=8000, overlap=9000), worker("cold")
     found = decided(worker("d"), queued, cold)
     assert found.prefill is not None
-    assert found.prefill.choice is queued  # 8000 + 1000 against 10000
+    assert found.prefill.chosen is queued  # 8000 + 1000 against 10000
     assert found.as_json()["prefill"] == {"worker": "http://queued", "dp_rank": 0}
 
 

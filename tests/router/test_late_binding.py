@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from router.routing.late_binding import STEP_TOKENS, held_order, must_wait
+from router.routing.late_binding import STEP_TOKENS, held_order, should_hold
 
 
 @pytest.mark.parametrize(
     ("pending", "held"), [(0, False), (STEP_TOKENS, False), (STEP_TOKENS + 1, True), (10 * STEP_TOKENS, True)]
 )
 def test_a_request_is_held_while_its_choice_has_more_to_prefill_than_a_step_takes(pending: int, held: bool) -> None:
-    assert must_wait(pending) is held
+    assert should_hold(pending) is held
 
 
 def test_short_prefills_go_first_and_nobody_starves() -> None:

@@ -27,33 +27,33 @@ def candidate(name: str, overlap: int = 0, requests: int = 0, pending: int = 0, 
 
 
 def chosen(policy: Policy, candidates: list[Candidate], tokens: int = 1000, session: str | None = None) -> str:
-    return policy(candidates, Request(tokens, session=session)).choice.target.worker
+    return policy(candidates, Request(tokens, session=session)).chosen.target.worker
 
 
 @pytest.mark.parametrize("name", PolicyName)
 def test_every_policy_explains_a_choice_among_the_candidates(name: PolicyName) -> None:
-    policy = policy_named(PolicySettings(name=name), Random(1))
+    policy = policy_named(PolicySettings(name=name), Random(1)).choose
     candidates = [candidate("a", overlap=500, requests=2, context=2000), candidate("b", pending=100, requests=1)]
     for session in (None, "ann"):
         decision = policy(candidates, Request(1000, 200, session))
-        assert decision.choice in candidates
+        assert decision.chosen in candidates
         assert [cost.candidate for cost in decision.costs] == candidates
         totals = [cost.total for cost in decision.costs]
-        assert totals[candidates.index(decision.choice)] == min(totals)
+        assert totals[candidates.index(decision.chosen)] == min(totals)
 
 
 @pytest.mark.parametrize("name", PolicyName)
 def test_a_single_candidate_is_chosen(name: PolicyName) -> None:
-    assert chosen(policy_named(PolicySettings(name=name), Random(1)), [candidate("a")], tokens=0) == "a"
+    assert chosen(policy_named(PolicySettings(name=name), Random(1)).choose, [candidate("a")], tokens=0) == "a"
 
 
 def test_round_robin_takes_turns() -> None:
     policy = RoundRobin()
     candidates = [candidate("a", overlap=1000), candidate("b", requests=9), candidate("c")]
     decisions = [policy(candidates, Request(1000)) for _ in range(6)]
-    assert [decision.choice.target.worker for decision in decisions] == ["a", "b", "c"] * 2
+    assert [decision.chosen.target.worker for decision in decisions] == ["a", "b", "c"] * 2
     for decision in decisions:
-        assert min(decision.costs, key=lambda cost: cost.total).candidate is decision.choice
+        assert min(decision.costs, key=lambda cost: cost.total).candidate is decision.chosen
 
 
 def test_round_robin_goes_on_when_a_candidate_is_lost() -> None:

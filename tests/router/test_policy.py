@@ -26,7 +26,7 @@ def evicting(name: str, lost_share: float, overlap: int = 0) -> Candidate:
 
 
 def chosen(policy: Policy, candidates: list[Candidate], tokens: int = 1000) -> str:
-    return policy(candidates, Request(tokens)).choice.target.worker
+    return policy(candidates, Request(tokens)).chosen.target.worker
 
 
 def kv(seed: int = 0) -> Policy:
@@ -54,7 +54,7 @@ def test_a_decision_tells_what_every_candidate_would_have_cost() -> None:
     decision = kv()(candidates, Request(1000))
     assert [cost.candidate for cost in decision.costs] == candidates
     assert [cost.total for cost in decision.costs] == [1000, 2100]
-    assert decision.choice is candidates[0]
+    assert decision.chosen is candidates[0]
 
 
 def test_ties_are_broken_at_random() -> None:
@@ -110,8 +110,8 @@ def test_cached_tokens_count_whole_and_cost_their_loading() -> None:
     assert (terms["prefill"], terms["transfer"]) == (100, pytest.approx(0.1 * 200 + 0.5 * 600))
     in_memory = candidate("w", overlap=900)
     assert chosen(kv(), [on_disk, in_memory]) == "w"
-    assert kv()([on_disk, in_memory], Request(1000)).choice is in_memory
-    assert kv()([on_disk, candidate("none")], Request(1000)).choice is on_disk
+    assert kv()([on_disk, in_memory], Request(1000)).chosen is in_memory
+    assert kv()([on_disk, candidate("none")], Request(1000)).chosen is on_disk
 
 
 FAST, SLOW = Rates(token=2e-5), Rates(token=8e-5)
@@ -198,5 +198,5 @@ def test_the_choice_is_the_cheapest_and_depends_on_nothing_else(
 ) -> None:
     decision = kv(seed)(candidates, Request(tokens))
     totals = {id(cost.candidate): cost.total for cost in decision.costs}
-    assert totals[id(decision.choice)] == pytest.approx(min(totals.values()))
-    assert kv(seed)(candidates, Request(tokens)).choice is decision.choice
+    assert totals[id(decision.chosen)] == pytest.approx(min(totals.values()))
+    assert kv(seed)(candidates, Request(tokens)).chosen is decision.chosen

@@ -14,7 +14,7 @@ from router.settings import PolicySettings
 
 def decided() -> Decision:
     candidates = [Candidate(Target(f"http://w{number}", 0, "m"), overlap=16 * number) for number in range(3)]
-    return policy_named(PolicySettings(), Random(1))(candidates, Request(100))
+    return policy_named(PolicySettings(), Random(1)).choose(candidates, Request(100))
 
 
 class Clock:

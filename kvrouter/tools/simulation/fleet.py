@@ -24,7 +24,7 @@ from router.fleet.load import Reservation, TargetLoad
 from router.learning.eviction_pressure import EvictionPressure
 from router.policies import Candidate, Policy, Request
 from router.policies.rates import prefill_seconds
-from router.routing.late_binding import held_order, must_wait
+from router.routing.late_binding import held_order, should_hold
 
 EVENT_DELAY = (0.003, 0.280)  # seconds, from what an engine did to when the router knows
 LINGER = 2.0  # seconds that an ended prompt still counts as cached soon
@@ -214,7 +214,7 @@ class Fleet:
     def _place(self, outcome: Outcome) -> set[int]:
         """A request arrives. Returns the worker that got it, if any did."""
         choice = self._choose(outcome.request)
-        if self._late_binding and must_wait(choice.pending):
+        if self._late_binding and should_hold(choice.pending):
             request, rates = outcome.request, self._profile.rates
             prefill = prefill_seconds(rates, request.input_tokens, choice.overlap, choice.requests, choice.context)
             insort(self._held, (held_order(request.arrival, prefill), next(self._numbers), outcome))
@@ -225,10 +225,10 @@ class Fleet:
         """Let held requests choose again, as long as any worker has room."""
         bound: set[int] = set()
         for held in self._held[:_TRIES]:
-            if all(must_wait(load.pending) for load in self._loads):
+            if all(should_hold(load.pending) for load in self._loads):
                 break
             choice = self._choose(held[2].request)
-            if not must_wait(choice.pending):
+            if not should_hold(choice.pending):
                 self._held.remove(held)
                 bound.add(self._bind(held[2], choice))
         return bound
@@ -255,7 +255,7 @@ class Fleet:
                 candidate.eviction = price
             candidates.append(candidate)
         asked = Request(request.input_tokens, _MEAN_OUTPUT, request.session)
-        return self._policy(candidates, asked).choice
+        return self._policy(candidates, asked).chosen
 
     def _bind(self, outcome: Outcome, choice: Candidate) -> int:
         request = outcome.request

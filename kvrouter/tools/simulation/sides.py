@@ -19,7 +19,7 @@ class Side:
 
     def policy_for(self, random: Random) -> Policy:
         """A policy of its own for one run, with the default settings."""
-        return policy_named(PolicySettings(name=self.policy), random)
+        return policy_named(PolicySettings(name=self.policy), random).choose
 
 
 OURS = Side("kv_aware", PolicyName.KV_AWARE, late_binding=True)

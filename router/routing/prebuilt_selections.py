@@ -1,4 +1,4 @@
-"""Targets to choose from where nothing counts but their turn: made once, and again when the fleet has changed."""
+"""Selections where only the turn counts: made once, and again when the fleet has changed."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from router.routing.target_directory import RoutableRank, TargetDirectory
 
 
 class _Turns:
-    """The targets of a name, and the choice of each that was chosen before: it is the same each time."""
+    """The targets of a name, and the selection of each that was chosen before: it is the same each time."""
 
     def __init__(self, ranks: list[RoutableRank]) -> None:
         self.ranks = ranks
         self.candidates = [Candidate(rank.target) for rank in ranks]
-        self.choices: list[Selection | None] = [None] * len(ranks)
+        self.selections: list[Selection | None] = [None] * len(ranks)
 
 
-class PrebuiltChoices:
-    """The targets of each name, and of those whose turn has come the choice.
+class PrebuiltSelections:
+    """The targets of each name, and the selections of those whose turn has come.
 
-    What became of a worker since they were found is looked at when its turn has come.
+    Whether a worker still takes requests is looked at when its turn has come.
     """
 
-    def __init__(self, fleet: Fleet, servers: TargetDirectory, policy: ByTurn, random: Random) -> None:
+    def __init__(self, fleet: Fleet, directory: TargetDirectory, policy: ByTurn, random: Random) -> None:
         self._fleet = fleet
-        self._servers = servers
+        self._directory = directory
         self._policy = policy
         self._random = random
         self._version = -1
-        self._known: dict[str | None, _Turns] = {}
+        self._turns: dict[str | None, _Turns] = {}
 
     def choose(self, name: str | None) -> Selection | None:
         """The next one whose worker takes a request of this name; None when it has to be looked for among all."""
         if self._version != self._fleet.version:
             self._version = self._fleet.version
-            self._known.clear()
-        turns = self._known.get(name) or self._find(name)
+            self._turns.clear()
+        turns = self._turns.get(name) or self._find(name)
         for _ in turns.ranks:
             turn = self._policy.turn(len(turns.ranks))
             rank = turns.ranks[turn]
@@ -46,16 +46,16 @@ class PrebuiltChoices:
             if worker.takes_now(name, self._random) and (
                 not rank.one_of_many or worker.health.usable(rank.target.dp_rank)
             ):
-                return turns.choices[turn] or self._choose(turns, turn)
+                return turns.selections[turn] or self._select(turns, turn)
         return None
 
     def _find(self, name: str | None) -> _Turns:
-        turns = _Turns(self._servers.of(name).ranks)
-        if turns.ranks:  # else nobody serves it, and there is no end of such names
-            self._known[name] = turns
+        turns = _Turns(self._directory.of(name).ranks)
+        if turns.ranks:  # else no worker serves it, and there is no end of such names
+            self._turns[name] = turns
         return turns
 
-    def _choose(self, turns: _Turns, turn: int) -> Selection:
+    def _select(self, turns: _Turns, turn: int) -> Selection:
         decision = self._policy.decision(turns.candidates, turn)
-        choice = turns.choices[turn] = Selection(decision, turns.ranks[turn])
-        return choice
+        selection = turns.selections[turn] = Selection(decision, turns.ranks[turn])
+        return selection

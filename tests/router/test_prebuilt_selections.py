@@ -16,7 +16,7 @@ from router.fleet.load import LoadTable
 from router.fleet.worker import Worker
 from router.policies import ByTurn, policy_named
 from router.policies.peers import RoundRobin
-from router.routing.prebuilt_choices import PrebuiltChoices
+from router.routing.prebuilt_selections import PrebuiltSelections
 from router.routing.target_directory import TargetDirectory
 from router.settings import FleetSettings, PolicyName, PolicySettings, WorkerSettings
 
@@ -45,16 +45,16 @@ def _let_there_be(fleet: Fleet, workers: int) -> None:
             worker.problem = None
 
 
-def _standing(fleet: Fleet, name: PolicyName) -> PrebuiltChoices:
-    policy = policy_named(PolicySettings(name=name), Random(1))
+def _standing(fleet: Fleet, name: PolicyName) -> PrebuiltSelections:
+    policy = policy_named(PolicySettings(name=name), Random(1)).choose
     assert isinstance(policy, ByTurn)
-    return PrebuiltChoices(fleet, TargetDirectory(fleet, LoadTable()), policy, Random(2))
+    return PrebuiltSelections(fleet, TargetDirectory(fleet, LoadTable()), policy, Random(2))
 
 
-def _chosen(standing: PrebuiltChoices, times: int) -> Counter[str]:
+def _chosen(standing: PrebuiltSelections, times: int) -> Counter[str]:
     choices = [standing.choose("m") for _ in range(times)]
     for choice in choices:
-        assert choice is None or choice.rank.target is choice.decision.choice.target
+        assert choice is None or choice.rank.target is choice.decision.chosen.target
     return Counter(choice.worker.url for choice in choices if choice)
 
 
@@ -103,6 +103,6 @@ def test_nothing_is_left_to_choose(fleet: Fleet) -> None:
 def test_a_turn_among_thousands_looks_at_one(fleet: Fleet) -> None:
     _let_there_be(fleet, 4096)
     policy = RoundRobin()
-    standing = PrebuiltChoices(fleet, TargetDirectory(fleet, LoadTable()), policy, Random(2))
+    standing = PrebuiltSelections(fleet, TargetDirectory(fleet, LoadTable()), policy, Random(2))
     assert len(_chosen(standing, 8)) == 8
     assert policy.turn(4096) == 8  # so many were taken

@@ -1,0 +1,88 @@
+"""The policies that the settings can name: how each is made, what it needs of the router, and where it comes from.
+
+A new policy is a function or class here beside the others, a name in `PolicyName`, and an entry in `POLICIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from router.policies.kv_aware import KvWeights, kv_aware
+from router.policies.peers import (
+    AtRandom,
+    RoundRobin,
+    cache_aware,
+    dynamo,
+    least_loaded,
+    llm_d,
+    lmetric,
+    session_affinity,
+)
+from router.policies.records import Policy
+from router.settings import PolicyName, PolicySettings
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """One policy.
+
+    make           from the settings; the generator breaks its ties
+    source         where its rule and its constants come from
+    reads_prompts  it looks at overlaps or at what prompts begin with: else none is tokenized or matched
+    uses_rates     it looks at how fast workers are, once that is learned
+    late_binding   requests wait in the router while its choice is busy with prefills
+    """
+
+    make: Callable[[PolicySettings, Random], Policy]
+    source: str
+    reads_prompts: bool = True
+    uses_rates: bool = False
+    late_binding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPolicy:
+    """A policy that was made, and what it needs."""
+
+    spec: PolicySpec
+    choose: Policy
+
+
+def _kv_weights(settings: PolicySettings) -> KvWeights:
+    return KvWeights(
+        settings.interference,
+        settings.interference_per_request,
+        settings.eviction,
+        settings.context,
+        settings.cpu_token,
+        settings.disk_token,
+        settings.near,
+    )
+
+
+POLICIES: dict[PolicyName, PolicySpec] = {
+    PolicyName.KV_AWARE: PolicySpec(
+        lambda settings, random: kv_aware(_kv_weights(settings), random),
+        "this project: docs/policy.md",
+        uses_rates=True,
+        late_binding=True,
+    ),
+    PolicyName.ROUND_ROBIN: PolicySpec(lambda _, __: RoundRobin(), "everywhere", reads_prompts=False),
+    PolicyName.RANDOM: PolicySpec(lambda _, random: AtRandom(random), "everywhere", reads_prompts=False),
+    PolicyName.LEAST_LOADED: PolicySpec(lambda _, random: least_loaded(random), "everywhere", reads_prompts=False),
+    PolicyName.SESSION_AFFINITY: PolicySpec(
+        lambda _, random: session_affinity(random), "consistent hashing with bounded loads, arXiv 1608.01350"
+    ),
+    PolicyName.CACHE_AWARE: PolicySpec(lambda _, random: cache_aware(random), "SGLang, sgl-project/sglang"),
+    PolicyName.DYNAMO: PolicySpec(lambda _, random: dynamo(random), "NVIDIA Dynamo, ai-dynamo/dynamo"),
+    PolicyName.LLM_D: PolicySpec(lambda _, random: llm_d(random), "llm-d, llm-d/llm-d"),
+    PolicyName.LMETRIC: PolicySpec(lambda _, random: lmetric(random), "LMetric, arXiv 2603.15202"),
+}
+
+
+def policy_named(settings: PolicySettings, random: Random) -> NamedPolicy:
+    """The policy that the settings name. `random` breaks its ties."""
+    spec = POLICIES[settings.name]
+    return NamedPolicy(spec, spec.make(settings, random))

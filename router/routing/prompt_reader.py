@@ -1,0 +1,100 @@
+"""From a request's body to what routing knows of its prompts: the model behind its name, and the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import structlog
+
+from indexer import Indexer
+from indexer.errors import RequestError
+from router.apis.body_cache import BodyCache
+from router.apis.requests import RoutedRequest
+from router.fleet.fleet import Fleet
+from router.routing.errors import unknown_model
+from router.routing.routed_prompt import RoutedPrompt, tokenized_prompt, unread_prompt
+from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
+
+log = structlog.get_logger()
+
+
+class PromptReader:
+    """Finds a request's model and tokenizes its prompts.
+
+    `needs_prompts`: false while nothing looks at prompts, so that none is tokenized. `body_cache`: the chats of the
+    last requests, so that only what is new of a conversation is parsed.
+    """
+
+    def __init__(
+        self, fleet: Fleet, indexer: Indexer, tokenizers: Tokenizers, policy_needs_prompts: bool, cache_bytes: int
+    ) -> None:
+        self.needs_prompts = self._policy_needs_prompts = policy_needs_prompts
+        self.body_cache = BodyCache(cache_bytes)
+        self._fleet = fleet
+        self._indexer = indexer
+        self._tokenizers = tokenizers
+
+    def look_at_prompts(self, wanted: bool) -> None:
+        """Something beside the policy wants to know the prompts, or does not any more."""
+        self.needs_prompts = wanted or self._policy_needs_prompts
+
+    def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
+        """The model and adapter behind a name. Raises RequestError (404) when no worker serves it."""
+        serving = self._fleet.serving(name)
+        if serving:
+            return serving[0][1].model, serving[0][1].adapter
+        if self._indexer.serves(name, tenant):
+            return name, None
+        raise unknown_model(self._fleet, name)
+
+    def read_now(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt | None:
+        """Tokenize a request's prompts at once; None when that takes longer than the event loop may be held up.
+
+        Then `read_aside` does it. Raises RequestError for a model that no worker serves and for an invalid prompt.
+        """
+        request, model = self._with_model(request)
+        if not self.needs_prompts or model is None or request.prompt is None:
+            return unread_prompt(request, body_bytes)
+        try:
+            tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)
+        except (TokenizerUnavailableError, RequestError) as error:
+            return _routed_by_load(request, body_bytes, error)
+        return None if tokenized is None else tokenized_prompt(request, tokenized)
+
+    async def read_aside(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
+        """The same for what `read_now` leaves: in a thread, or by a worker. Raises the same errors."""
+        request, model = self._with_model(request)
+        if model is None or request.prompt is None:
+            return unread_prompt(request, body_bytes)
+        try:
+            tokenized = await self._tokenizers.tokenize_aside(model, request.prompt)
+        except (TokenizerUnavailableError, RequestError) as error:
+            return _routed_by_load(request, body_bytes, error)
+        return tokenized_prompt(request, tokenized)
+
+    def _with_model(self, request: RoutedRequest) -> tuple[RoutedRequest, str | None]:
+        """A request with the name of its model or adapter, and the model behind it. Without a name any worker does."""
+        if request.model is None and request.prompt is not None:
+            request = replace(request, model=self._only_model())
+        if request.model is None:
+            return request, None
+        model = self._fleet.model_of(request.model)
+        if model is None:
+            raise unknown_model(self._fleet, request.model)
+        return request, model
+
+    def _only_model(self) -> str | None:
+        """The model, where the workers serve but one."""
+        described = [worker.description for worker in self._fleet.workers if worker.description]
+        models = {model.name for description in described for model in description.base_models()}
+        return models.pop() if len(models) == 1 else None
+
+
+def _routed_by_load(
+    request: RoutedRequest, body_bytes: int, error: TokenizerUnavailableError | RequestError
+) -> RoutedPrompt:
+    """A prompt that could not be tokenized. Raises the error when the client has to know."""
+    if isinstance(error, RequestError) and not request.converted:
+        raise error
+    log.debug("routed by load alone", model=request.model, reason=str(error))
+    return unread_prompt(request, body_bytes)

@@ -1,0 +1,170 @@
+"""What a placed request holds until it ends: its share of a target's load, and its prompts as held there soon."""
+
+from __future__ import annotations
+
+import structlog
+
+from indexer import Indexer
+from router.apis.usage import Usage
+from router.fleet.fleet import Worker
+from router.fleet.load import LoadTable, Reservation
+from router.holdings.audit import HitAudit, Prediction
+from router.holdings.history import RoutingHistory
+from router.holdings.speculation import SpeculativeHoldings
+from router.learning.learned import Learned
+from router.policies.rates import prefill_seconds
+from router.routing.assignment import Assignment, RequestSampler
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.selection import Selection
+from router.sharing import LoadSharing
+
+log = structlog.get_logger()
+
+
+class Reservations:
+    """Reserves, records what is in flight, and learns from answers. `sampler` sees some of the requests."""
+
+    def __init__(
+        self,
+        indexer: Indexer,
+        load: LoadTable,
+        speculation: SpeculativeHoldings,
+        learned: Learned,
+        history: RoutingHistory,
+        audit: HitAudit,
+        sharing: LoadSharing,
+    ) -> None:
+        self.sampler: RequestSampler | None = None
+        self._indexer = indexer
+        self._load = load
+        self._speculation = speculation
+        self._learned = learned
+        self._history = history
+        self._audit = audit
+        self._sharing = sharing
+        self._sample_from = 0.0
+
+    def reserve(self, prompt: RoutedPrompt, selection: Selection, now: float, needs_prompts: bool) -> Assignment:
+        """Reserve a request's share of the load, in the same step as the selection; `record_in_flight` follows.
+
+        `needs_prompts`: what the target holds of the prompt is known, so its prefill can be estimated.
+        """
+        if selection.disaggregation is None:
+            return self._reserve(prompt, selection, now, needs_prompts)
+        assignment = self._reserve(prompt, selection, now, needs_prompts, computes=selection.prefill is None)
+        if selection.prefill is not None:
+            assignment.prefill = self._reserve(prompt, selection.prefill, now, needs_prompts, decodes=False)
+            assignment.attempt.waits_for_another()
+        log.info(
+            "disaggregation",
+            decode=assignment.worker.url,
+            prefill=assignment.prefill and assignment.prefill.worker.url,
+            reason=selection.disaggregation.reason,
+            **selection.disaggregation.inputs,
+        )
+        return assignment
+
+    def _reserve(
+        self,
+        prompt: RoutedPrompt,
+        selection: Selection,
+        now: float,
+        needs_prompts: bool,
+        computes: bool = True,
+        decodes: bool = True,
+    ) -> Assignment:
+        """Reserve a share of a worker that `computes` the prompt, or `decodes` the answer, or both."""
+        chosen, rank = selection.decision.chosen, selection.rank
+        worker, target, load = rank.worker, rank.target, rank.load
+        uncached = 0
+        if computes:
+            uncached = max(prompt.tokens - chosen.overlap, 1)
+        seconds = 0.0
+        if needs_prompts and computes:
+            rates = self._learned.rates.learner(worker.url, target.model).rates
+            seconds = prefill_seconds(rates, prompt.tokens, chosen.overlap, chosen.requests, chosen.context)
+        reservation = Reservation(
+            load,
+            uncached,
+            prompt.tokens,
+            seconds,
+            streamed=prompt.streamed and computes and decodes,
+            now=now,
+        )
+        work = load.pending
+        if self._sharing.channels:
+            work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
+        attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
+        return Assignment(selection, reservation, attempt)
+
+    def record_in_flight(self, prompt: RoutedPrompt, assignment: Assignment, now: float) -> None:
+        """Count the prompts of a reserved request as held soon, and watch what becomes of it.
+
+        Before the next selection, which is to know of it. Only the first call counts.
+        """
+        if assignment.recorded:
+            return
+        assignment.recorded = True
+        prefill = assignment.prefill
+        if prefill is not None:
+            self._record_prompts(prompt, prefill, now, whole=False)
+        self._record_prompts(prompt, assignment, now, whole=prefill is None)
+        if now >= self._sample_from and self.sampler is not None:
+            assignment.sample = self.sampler.placed(prompt, assignment)
+            self._sample_from = self.sampler.due
+
+    def _record_prompts(self, prompt: RoutedPrompt, assignment: Assignment, now: float, whole: bool) -> None:
+        """Count known prompts as held soon, and predict what the answer will say of them. `whole`: the answer comes
+        from the worker that computes them."""
+        selection = assignment.selection
+        chosen, target, hashes = selection.decision.chosen, selection.rank.target, selection.hashes
+        if not hashes:
+            return
+        if len(hashes) == 1:
+            self._learned.pressure.routed(hashes[0], selection.best_overlap)
+        one_answer = len(prompt.token_ids) == prompt.answers == 1
+        assignment.prediction = Prediction(
+            target,
+            hashes,
+            prompt.tokens,
+            chosen.overlap,
+            selection.by_events if self._audit.events_complete(target) else None,
+            one_answer and prompt.exact and whole,
+            selection.rank.worker.capacity_tokens,
+            now,
+            selection.best_overlap,
+        )
+        for number, chunks in enumerate(hashes):
+            # No event says that a target holds what media stand in: that has to last.
+            lasting = prompt.identities[number] is not prompt.token_ids[number]
+            assignment.when_released(self._speculation.hold(target, chunks, lasting=lasting))
+            if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
+                assignment.when_released(on_release)
+        if prompt.streamed and one_answer and whole:
+            assignment.timing = self._learned.timing(chosen, prompt.tokens)
+
+    def answered(self, assignment: Assignment, usage: Usage | None) -> None:
+        """A worker answered a request in full; `usage` is what it says of the tokens."""
+        if assignment.prediction is not None:
+            self._audit.answered(assignment.prediction, usage)
+        if assignment.sample:
+            assignment.sample.answered(usage)
+        if assignment.timing and usage:
+            assignment.timing.end(usage.completion)
+
+    def forget_holdings(self, worker: Worker) -> None:
+        """A worker's cache was reset. Its events say so late, so what it held is forgotten at once."""
+        for target in worker.targets:
+            self._indexer.clear(target)
+            self._speculation.forget(target)
+            self._sharing.peer_load.forget_prompts(target)
+            self._history.forget(target)
+
+    def removed(self, worker: Worker) -> None:
+        """A worker is gone: nothing of it is kept."""
+        self._load.forget(worker.url)
+        self._learned.rates.forget(worker.url)
+        for target in worker.targets:
+            self._speculation.forget(target)
+            self._history.forget(target)
+            self._audit.forget(target)
