@@ -254,16 +254,17 @@ class UpstreamConnection(RequestConnection):
             if problem is not None:
                 self._fail(UpstreamError(problem))
             return
-        body, ended = parser.take_body(), parser.complete
+        body, keeps_alive = parser.take_body(), parser.keeps_alive
+        ended = parser.phase is not _BODY
         if ended:
-            handler = self._complete(request, parser.keeps_alive)
+            handler = self._complete(request, keeps_alive)
         else:
             handler = request.handler
             self._deadline.set(self._owner.idle_timeout)
         if self._phase is _HEAD:
             self._phase = _BODY
             head = parser.head()
-            if first and parser.keeps_alive and (ended or problem is None):
+            if first and keeps_alive and (ended or problem is None):
                 self._remember(data, head, ended)
             if handler is not None:
                 handler.on_head(head, body, ended)
