@@ -84,7 +84,7 @@ class RequestContext:
             self._line.head(status, headers)
 
     def passed(self, size: int) -> None:
-        """So many bytes of the answer's body are sent."""
+        """Bytes of the answer's body are sent: their number."""
         if self._line is not None:
             self._line.passed(size)
 

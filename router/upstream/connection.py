@@ -278,7 +278,7 @@ class UpstreamConnection(RequestConnection):
             self._fail(UpstreamError(problem))
         elif parser.between_chunks and self.current is request and data.endswith(END):
             # From here on chunks may be forwarded as they come: a line, its chunk and what was read end here. Only the
-            # size of the next chunk could have begun; when that line came whole, the parser has told of the chunk.
+            # size of the next chunk could have begun; when that line came whole, the chunk is open again.
             self._forwarder = request.forwarder
 
     def _remember(self, data: bytes, head: ResponseHead, ended: bool) -> None:
