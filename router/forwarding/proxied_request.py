@@ -315,7 +315,8 @@ class ProxiedRequest(AttemptHandler):
             attempts, response = self._attempts, self._response
             assert attempts is not None
             assignment, attempts.sent = attempts.assignment, None
-            assert assignment is not None
+            if assignment is None:
+                return  # it is over: some transports tell late
             if response is not None:
                 self._break_off(response, str(error))
             elif isinstance(error, PrefillFailedError) and assignment.prefill is not None:
