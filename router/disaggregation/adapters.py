@@ -4,7 +4,7 @@ SGLang         both at once, with a room where the two meet
 vLLM, NIXL     prefill first, for one token; what it answers tells the decode worker where to pull from
 vLLM, Mooncake both at once, with a transfer that both know
 TensorRT-LLM   context first; its answer goes on as generation, unless the answer was complete
-sidecar        the decode worker's sidecar is told where to prefill, in a header (llm-d)
+sidecar        a header tells the decode worker's sidecar where to prefill (llm-d)
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A request on its way: its exchange with a worker, whatever way it came in."""
+"""A request on its way to a worker and back, whichever way it came in."""

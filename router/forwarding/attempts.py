@@ -1,8 +1,8 @@
 """The workers that one request is sent to: one after the other, until one answers.
 
-    choose ──▶ send ──▶ the worker answers
-      ▲          │
-      └─ leave ◀─┘   it cannot be reached, refuses the request as overloaded, or hangs
+    send_next ──▶ the worker answers
+       ▲  │
+    leave ◀┘   it cannot be reached, refuses the request as overloaded, or hangs
 
 A request whose prompt is computed by another worker is sent to both as one (`disaggregated_request`).
 """
@@ -83,26 +83,30 @@ class Attempts:
         self._most = services.attempts if transport is None else 1
         self.tried: list[Worker] = []
 
-    # The choice
+    # The next attempt
 
-    def choose(self, now: float | None = None) -> Assignment | None:
-        """The next worker; None when the request must `wait` for one. `now`: the time, where it was just read.
+    def send_next(self, handler: AttemptHandler, arrived: float, now: float | None = None) -> bool:
+        """Send the request to the next worker; false when it must `wait` for one.
 
-        Raises RequestError when there is none.
+        `arrived`: when it came; `now`: the time, where it was just read. Raises RequestError when there is no worker.
         """
         if len(self.tried) >= self._most:
             raise self.exhausted()
-        self._span = span = self._context.span("decide")
+        self._span = span = self._context.trace and self._context.trace.span("decide")
         excluded = self._excluded() if self._without else self.tried
         try:
-            return self._services.admission.place(self.prompt, excluded, self._ticket, now)
+            assignment = self._services.admission.place(self.prompt, excluded, self._ticket, now)
         except RequestError as error:
             if span is not None:
                 span.end(type(error).__name__)
             raise
+        if assignment is None:
+            return False
+        self.send(assignment, handler, arrived)
+        return True
 
     async def wait(self) -> Assignment:
-        """The next worker, once one has capacity. Raises RequestError when there is none, or not in time."""
+        """The worker to `send` to, once one has capacity. Raises RequestError when there is none, or not in time."""
         try:
             return await self._services.admission.wait(self.prompt, self._excluded(), self._ticket)
         except RequestError as error:
@@ -123,8 +127,6 @@ class Attempts:
             code="no_worker_available",
         )
 
-    # The request to the worker
-
     def send(self, assignment: Assignment, handler: AttemptHandler, arrived: float) -> None:
         """Send the request to this worker. `arrived`: when it came.
 
@@ -139,7 +141,7 @@ class Attempts:
             span.end()
         now = _now()
         tried.append(worker)
-        self._span = span = context.span("upstream")
+        self._span = span = context.trace and context.trace.span("upstream")
         if span is not None:
             span.set(worker=worker.url)
         if assignment.prefill is not None:
@@ -147,13 +149,13 @@ class Attempts:
         elif self._transport is not None:
             self.sent = self._transport.send(worker, handler, self._headers_to(assignment), self._body)
         else:
-            head, upstream = context.head, services.upstreams.of(worker.url)
+            head = context.head
             if span is not None or self._many_ranks:
-                lines = forwarded_lines(self._headers_to(assignment))
-                self.sent = upstream.send(handler, head.method, head.target, lines, self._body)
+                lines, request_id = forwarded_lines(self._headers_to(assignment)), b""
             else:
-                lines = context.lines_for_workers()
-                self.sent = upstream.send(handler, head.method, head.target, lines, self._body, context.id, now)
+                lines, request_id = context.lines_for_workers(), context.id
+            upstream = services.upstreams.of(worker.url)
+            self.sent = upstream.send(handler, head.method, head.target, lines, self._body, request_id, now)
         if assignment is not self.assignment:
             return  # it went wrong at once
         # The rest must not hold it up.

@@ -1,4 +1,4 @@
-"""The rest of a stream once nobody looks at it: the worker's chunks of events, passed on as they came.
+"""The rest of a stream once it need not be read: the worker's chunks of events, forwarded as they came.
 
 Between two chunks of a stream nothing stays in the processor's caches, and each object that is touched costs more than
 what is done with it. So there is one here for all of it, and it touches few.

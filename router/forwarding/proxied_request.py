@@ -27,15 +27,15 @@ from typing import Final
 import structlog
 
 from indexer.errors import RequestError
-from router.admission.ticket import deadline_error
+from router.admission.ticket import deadline_error, read_ticket
 from router.apis.requests import RoutedRequest
-from router.apis.stream_usage import HiddenUsage
+from router.apis.stream_usage import HiddenUsage, asking_for_usage
 from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
 from router.forwarding.attempts import AttemptHandler, Attempts
 from router.forwarding.disaggregated_request import PrefillFailedError
 from router.forwarding.proxy_services import ProxyServices
-from router.forwarding.reading import body_for_workers, read_prompt, read_prompt_aside, ticket_of
+from router.forwarding.reading import read_prompt, read_prompt_aside
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
 from router.forwarding.response_writer import ResponseWriter
@@ -175,8 +175,13 @@ class ProxiedRequest(AttemptHandler):
 
     def _read(self, body: bytes) -> None:
         services, context = self._services, self._context
-        body, self._hidden = body_for_workers(services, context, body, self._transport is None)
-        span = context.span("tokenize")
+        if context.tenant is not None:
+            body = context.tenant.isolated(context.head.path, body)
+        # With another transport the answer's bytes are not ours to change.
+        asks = self._transport is None and (services.ask_usage or services.passing.listening)
+        if asks and (asking := asking_for_usage(context.head.path, body)):
+            body, self._hidden = asking, HiddenUsage()
+        span = context.trace and context.trace.span("tokenize")
         request, prompt = read_prompt(services, context, body, span)
         if prompt is None:
             self._continue_in_task(self._read_aside(request, body, span))
@@ -190,14 +195,22 @@ class ProxiedRequest(AttemptHandler):
     def _admit(self, prompt: RoutedPrompt, body: bytes) -> None:
         """What is asked is known: whether it is allowed, and until when it is of use. Raises RequestError."""
         services, context = self._services, self._context
+        tenant = context.tenant
         if services.fleet.disaggregated:
             prompt = replace(prompt, path=context.head.path)
         if services.passing.listening:
             self._recorded = services.passing.began(prompt, self._arrived)
-        ticket = ticket_of(context, prompt, body)
-        if context.tenant is not None:
-            context.tenant.admit(prompt.name, prompt.tokens)
-            body = context.tenant.with_priority(body, prompt.priority)
+        ticket = read_ticket(
+            context.head.urgency,
+            prompt.priority,
+            tenant=tenant.name if tenant else "",
+            best_priority=tenant.priority if tenant else None,
+            tokens=prompt.tokens,
+            size=len(body),
+        )
+        if tenant is not None:
+            tenant.admit(prompt.name, prompt.tokens)
+            body = tenant.with_priority(body, prompt.priority)
         if ticket.deadline is not None:
             seconds = max(ticket.deadline - ticket.arrived, 0.0)
             self._deadline = services.loop.call_later(seconds, self._deadline_passed)
@@ -209,13 +222,10 @@ class ProxiedRequest(AttemptHandler):
 
     def _send_next(self, attempts: Attempts, now: float | None = None) -> None:
         """Send the request to the next worker. Raises RequestError when there is none."""
-        assignment = attempts.choose(now)
-        if assignment is None:
+        self._phase = _SENT
+        if not attempts.send_next(self, self._arrived, now):
             self._phase = Phase.WAITING
             self._continue_in_task(self._wait(attempts))
-        else:
-            self._phase = _SENT
-            attempts.send(assignment, self, self._arrived)
 
     async def _wait(self, attempts: Attempts) -> None:
         assignment = await attempts.wait()
@@ -305,7 +315,8 @@ class ProxiedRequest(AttemptHandler):
             attempts, response = self._attempts, self._response
             assert attempts is not None
             assignment, attempts.sent = attempts.assignment, None
-            assert assignment is not None
+            if assignment is None:
+                return  # it is over: some transports tell late
             if response is not None:
                 self._break_off(response, str(error))
             elif isinstance(error, PrefillFailedError) and assignment.prefill is not None:
@@ -337,10 +348,11 @@ class ProxiedRequest(AttemptHandler):
             self._retry(attempts, f"status {head.status}")
             return
         self._phase = _ANSWERING
+        headers = attempts.routing_headers()
         self._response = response = ProxiedResponse(
             self._services, self._context, self._client, assignment, attempts.prompt, head, self._arrived
         )
-        response.start(attempts.routing_headers(), self._hidden, self._recorded is not None, data, ended)
+        response.start(headers, self._hidden, self._recorded is not None, data, ended)
         if ended:
             attempts.sent = None
             self._finish()

@@ -24,7 +24,7 @@ _HELD_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ProxyContext:
-    """What whoever takes in requests for workers needs."""
+    """What a server needs to take in requests for workers."""
 
     contexts: RequestContexts
     services: ProxyServices
@@ -63,7 +63,7 @@ class Proxy:
 
 
 class _Answer(ResponseWriter):
-    """An answer on its way from the exchange to ASGI's `send`."""
+    """An answer on its way from the proxied request to ASGI's `send`."""
 
     def __init__(self) -> None:
         self.proxied: ProxiedRequest
@@ -95,7 +95,7 @@ class _Answer(ResponseWriter):
         self._something.set()
 
     def client_left(self) -> None:
-        """Nobody wants the rest."""
+        """The rest is not wanted any more."""
         self.proxied.client_left()
         self._messages.clear()
         self.break_off()

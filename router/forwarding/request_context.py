@@ -1,6 +1,6 @@
-"""What every request passes, whichever way it comes in: its id, its trace, who asks, and its line in the log.
+"""What every request has, whichever way it comes in: its id, its trace, its tenant, and its line in the log.
 
-`RequestContexts` begins a visit; `ContextMiddleware` is the way of ASGI, around the whole application.
+`RequestContexts` begins one; `ContextMiddleware` does so for ASGI, around the whole application.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from router.http.headers import Headers
 from router.http.request_id import new_id, with_id
 from router.telemetry.access_log import AccessLine
 from router.telemetry.metrics import RequestMetrics
-from router.telemetry.spans import RequestTrace, Span, Tracing
+from router.telemetry.spans import RequestTrace, Tracing
 
-_VISIT = "kvrouter.visit"
+_CONTEXT = "kvrouter.request_context"
 
 
 class RequestContext:
@@ -48,7 +48,7 @@ class RequestContext:
         self._metrics = metrics
 
     def admit(self) -> None:
-        """Raise RequestError (401, 403) when whoever asks may not."""
+        """Find out the tenant. Raises RequestError (401, 403) when the request is not allowed."""
         if self._access is not None:
             self.tenant = self._access.check(self.head.path, self.head.headers)
 
@@ -84,7 +84,7 @@ class RequestContext:
             self._line.head(status, headers)
 
     def passed(self, size: int) -> None:
-        """So many bytes of the answer's body are sent."""
+        """Bytes of the answer's body are sent: their number."""
         if self._line is not None:
             self._line.passed(size)
 
@@ -94,10 +94,6 @@ class RequestContext:
             self._line.write(**self._names())
         if self.trace is not None:
             self.trace.end()
-
-    def span(self, name: str) -> Span | None:
-        """A part of it begins; None where nothing is traced."""
-        return None if self.trace is None else self.trace.span(name)
 
     def logging(self) -> AbstractContextManager[object]:
         """What is logged meanwhile has the request's id."""
@@ -109,7 +105,7 @@ class RequestContext:
 
 
 class RequestContexts:
-    """Begins visits.
+    """Begins contexts.
 
     `access`: None where anyone may pass; `tracing`: None where nothing is traced; `log`: whether requests are logged.
     """
@@ -130,7 +126,7 @@ class RequestContexts:
 
 
 class ContextMiddleware:
-    """The requests to `app` are visits."""
+    """Gives each request to `app` a context."""
 
     def __init__(self, app: ASGIApp, contexts: RequestContexts) -> None:
         self._app = app
@@ -144,7 +140,7 @@ class ContextMiddleware:
         target = scope["raw_path"] + (b"?" + query if query else b"")
         context = self._contexts.begin(RequestHead(scope["method"], scope["path"], target, scope["headers"]))
 
-        async def told_send(message: Message) -> None:
+        async def observed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = _lowered(message.get("headers", ()))
                 context.answered(message["status"], headers)
@@ -155,7 +151,7 @@ class ContextMiddleware:
 
         with context.logging():
             try:
-                await self._pass({**scope, "headers": context.headers, _VISIT: context}, receive, told_send)
+                await self._pass({**scope, "headers": context.headers, _CONTEXT: context}, receive, observed_send)
             finally:
                 context.end()
 
@@ -176,6 +172,6 @@ def _lowered(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 def context_of(scope: Scope) -> RequestContext:
-    """The visit that a request to an application is."""
-    context: RequestContext = scope[_VISIT]
+    """The context of a request to an application."""
+    context: RequestContext = scope[_CONTEXT]
     return context

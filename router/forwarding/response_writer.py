@@ -1,4 +1,4 @@
-"""Who waits for an answer: what an exchange asks of it."""
+"""Where an answer is written for its client: what a proxied request asks of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.http.response_head import ResponseHead
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ResponseWriter:
-    """Who waits for an answer. It pauses and resumes the exchange, and tells it when it leaves."""
+    """Writes an answer to its client. It pauses and resumes the proxied request, and ends it when the client leaves."""
 
     __slots__ = ()
 

@@ -6,13 +6,13 @@ from typing import Final
 
 from router.http.headers import Headers, lines_of
 
-# The line of each worker: the same ones come again and again. So many are kept.
+# The line of each worker: the same ones come again and again. At most `_MOST` are kept.
 _LINES: Final[dict[str, bytes]] = {}
 _MOST: Final = 4096
 
 
 class RoutingHeaders:
-    """Where a request went: to a worker, for so many tokens that it had cached; and more, where it is unusual."""
+    """Where a request went: the worker, the tokens that it had cached, and more where it is unusual."""
 
     __slots__ = ("_more", "_overlap", "_worker")
 

@@ -1,6 +1,6 @@
-"""Chunks of an event stream that can be told without a parser: whole ones, of whole lines, as engines write events.
+"""Chunks of an event stream that need no parser: whole ones, of whole lines, as engines write events.
 
-A chunk is its size in hexadecimal digits, CRLF, so many bytes, CRLF (RFC 9112, 7.1).
+A chunk is its size in hexadecimal digits, CRLF, as many bytes, CRLF (RFC 9112, 7.1).
 """
 
 from __future__ import annotations

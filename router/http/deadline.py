@@ -6,16 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable
 
-# How often a deadline that was moved is looked at. Shorter ones are exact, longer ones up to so much late.
+# Seconds after which a deadline that was moved is looked at. Shorter ones are exact, longer ones late by up to that.
 TICK = 5.0
 
 
-def _nobody() -> None:
-    """Whom a closed deadline calls."""
+def _nothing() -> None:
+    """What a closed deadline calls."""
 
 
 class Deadline:
-    """Calls `late` when nobody moved or cleared it in time; it may be set again afterwards. `close` ends it.
+    """Calls `late` when it was not moved or cleared in time; it may be set again afterwards. `close` ends it.
 
     One that is set while another is watched begins with the next look at the clock, which is a tick later at most.
     `lives`, where given, is asked at every look whether there was a sign of life since the last one: then it is as if
@@ -39,7 +39,7 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
-        """So long from now on, whatever it was."""
+        """In `seconds` from now on, whatever it was."""
         self._waits = True
         self._seconds = seconds
         if self._timer is not None and seconds >= self._tick:
@@ -52,9 +52,9 @@ class Deadline:
         self._waits = False
 
     def close(self) -> None:
-        """Nothing will be waited for, and nobody is held on to."""
+        """Nothing will be waited for, and no reference to the callbacks is kept."""
         self._waits = False
-        self._late, self._lives = _nobody, None
+        self._late, self._lives = _nothing, None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

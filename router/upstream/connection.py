@@ -254,16 +254,17 @@ class UpstreamConnection(RequestConnection):
             if problem is not None:
                 self._fail(UpstreamError(problem))
             return
-        body, ended = parser.take_body(), parser.complete
+        body, keeps_alive = parser.take_body(), parser.keeps_alive
+        ended = parser.phase is not _BODY
         if ended:
-            handler = self._complete(request, parser.keeps_alive)
+            handler = self._complete(request, keeps_alive)
         else:
             handler = request.handler
             self._deadline.set(self._owner.idle_timeout)
         if self._phase is _HEAD:
             self._phase = _BODY
             head = parser.head()
-            if first and parser.keeps_alive and (ended or problem is None):
+            if first and keeps_alive and (ended or problem is None):
                 self._remember(data, head, ended)
             if handler is not None:
                 handler.on_head(head, body, ended)
@@ -277,7 +278,7 @@ class UpstreamConnection(RequestConnection):
             self._fail(UpstreamError(problem))
         elif parser.between_chunks and self.current is request and data.endswith(END):
             # From here on chunks may be forwarded as they come: a line, its chunk and what was read end here. Only the
-            # size of the next chunk could have begun; when that line came whole, the parser has told of the chunk.
+            # size of the next chunk could have begun; when that line came whole, the chunk is open again.
             self._forwarder = request.forwarder
 
     def _remember(self, data: bytes, head: ResponseHead, ended: bool) -> None:

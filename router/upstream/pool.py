@@ -81,8 +81,8 @@ class Upstream(ConnectionOwner):
             request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines), request_id, end, behind)
         else:
             request = b"%b%b%b" % (self.origin.opening(method, target, lines), end, behind)
-        sent = UpstreamRequest(handler, method, request, body if beside else b"")
         connection = self._take_idle(_now() if now is None else now)
+        sent = UpstreamRequest(handler, method, request, body if beside else b"")
         if connection is None:
             self._connect_for(sent)
         else:

@@ -101,11 +101,6 @@ class ResponseParser:
         return None
 
     @property
-    def complete(self) -> bool:
-        """Whether all of the answer came."""
-        return self.phase is not _BODY and self.phase is not _HEAD
-
-    @property
     def keeps_alive(self) -> bool:
         """Whether another request may follow on the connection once the answer is complete."""
         return self.framing is Framing.KEEP_ALIVE and self.phase is not ResponsePhase.FOLLOWED

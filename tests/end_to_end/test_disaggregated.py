@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker
@@ -190,6 +191,28 @@ async def test_a_prefill_that_fails_closes_the_decode_and_another_pair_takes_ove
         replies = [await both.routed.call(PATH, BODY) for _ in range(4)]
         assert {(reply.status, reply.body) for reply in replies} == {(200, b"data: 1\n\n")}
         assert {reply.headers["x-kvrouter-prefill-worker"] for reply in replies} == {both.prefills[1].url}
+        await both.nothing_is_left()
+
+
+async def test_an_answer_whose_head_was_passed_on_does_not_begin_again_when_its_prefill_fails() -> None:
+    head_came = asyncio.Event()
+
+    async def fails_late(exchange: Exchange) -> None:
+        await head_came.wait()
+        await exchange.answer(b"a bug", "500 Internal Server Error")
+
+    async def json_head_alone(exchange: Exchange) -> None:
+        await exchange.begin_chunks("application/json")
+        await exchange.left()
+
+    async with fleet("sglang", [fails_late, fails_late], [json_head_alone, json_head_alone]) as both:
+        async with both.routed.request(PATH, BODY) as response:
+            assert response.status == 200
+            head_came.set()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+        _, to_decodes = both.sent()
+        assert len(to_decodes) == 1
         await both.nothing_is_left()
 
 

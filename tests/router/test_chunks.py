@@ -67,14 +67,14 @@ class Remembering(ResponseHandler):
 
 
 class Remembered(ChunkForwarder):
-    def __init__(self, receiver: Remembering) -> None:
-        self._receiver = receiver
+    def __init__(self, handler: Remembering) -> None:
+        self._handler = handler
 
     def forward(self, chunks: bytes) -> bool:
         if b"no" in chunks:
             return False
-        self._receiver.passed.append(chunks)
-        self._receiver.body += read_by_llhttp(chunks)
+        self._handler.passed.append(chunks)
+        self._handler.body += read_by_llhttp(chunks)
         return True
 
 
@@ -113,16 +113,16 @@ def received(pieces: list[bytes], passes: bool, knows: bool = False) -> Remember
             upstream.known_stream = CachedStreamHead(HEAD, ResponseHead(200, [(b"content-type", b"text/event-stream")]))
         connection, transport = UpstreamConnection(upstream), Transport()
         connection.connection_made(transport)
-        receiver = Remembering(passes)
-        receiver.sent = UpstreamRequest(receiver, "POST", b"", b"")
-        connection.send(receiver.sent)
+        handler = Remembering(passes)
+        handler.sent = UpstreamRequest(handler, "POST", b"", b"")
+        connection.send(handler.sent)
         for piece in pieces:
             if connection.current is not None and not transport.closed:
                 connection.data_received(piece)
-        receiver.kept = connection.state is ConnectionState.IDLE
+        handler.kept = connection.state is ConnectionState.IDLE
         connection.connection_lost(None)
         upstream.retire()
-        return receiver
+        return handler
 
     return asyncio.run(main())
 
@@ -163,39 +163,39 @@ def test_what_passes_is_what_the_parser_would_have_read(parts: list[bytes], cuts
 
 def test_chunks_of_events_pass_without_being_touched() -> None:
     events = [chunk(b"data: %d\n\n" % number) for number in range(9)]
-    receiver = received([HEAD, events[0], *events[1:4], events[4] + events[5], *events[6:], b"0\r\n\r\n"], passes=True)
-    assert receiver.passed == [*events[1:4], events[4] + events[5], *events[6:]]
-    assert receiver.ended
+    handler = received([HEAD, events[0], *events[1:4], events[4] + events[5], *events[6:], b"0\r\n\r\n"], passes=True)
+    assert handler.passed == [*events[1:4], events[4] + events[5], *events[6:]]
+    assert handler.ended
 
 
 def test_behind_a_head_that_is_known_all_whole_chunks_pass() -> None:
     events = [chunk(b"data: %d\n\n" % number) for number in range(4)]
-    receiver = received([HEAD, *events, b"0\r\n\r\n"], passes=True, knows=True)
-    assert receiver.passed == events[1:]
-    assert (receiver.body, receiver.ended, receiver.kept) == (
+    handler = received([HEAD, *events, b"0\r\n\r\n"], passes=True, knows=True)
+    assert handler.passed == events[1:]
+    assert (handler.body, handler.ended, handler.kept) == (
         b"data: 0\n\ndata: 1\n\ndata: 2\n\ndata: 3\n\n",
         True,
         True,
     )
-    receiver = received([HEAD + events[0], events[1], events[2] + events[3] + b"0\r\n\r\n"], passes=True, knows=True)
-    assert receiver.passed == events[1:2]
-    assert (len(receiver.body), receiver.ended, receiver.kept) == (36, True, True)
+    handler = received([HEAD + events[0], events[1], events[2] + events[3] + b"0\r\n\r\n"], passes=True, knows=True)
+    assert handler.passed == events[1:2]
+    assert (len(handler.body), handler.ended, handler.kept) == (36, True, True)
 
 
 def test_chunks_that_are_not_taken_are_read_as_ever() -> None:
     yes, no = chunk(b"data: yes\n\n"), chunk(b"data: no\n\n")
-    receiver = received([HEAD, yes, yes, no, no, yes, yes + no, yes], passes=True)
-    assert receiver.passed == [yes, yes, yes]
+    handler = received([HEAD, yes, yes, no, no, yes, yes + no, yes], passes=True)
+    assert handler.passed == [yes, yes, yes]
     said = ["yes", "yes", "no", "no", "yes", "yes", "no", "yes"]
-    assert receiver.body.decode() == "".join(f"data: {word}\n\n" for word in said)
+    assert handler.body.decode() == "".join(f"data: {word}\n\n" for word in said)
 
 
 def test_what_follows_half_a_chunk_passes_again() -> None:
     event = chunk(b"data: 1\n\n")
-    receiver = received([HEAD, event, event, event[:5], event[5:], event, event + event[:4]], passes=True)
-    assert receiver.passed == [event, event]
-    assert receiver.body == b"data: 1\n\n" * 5 + b"d"
-    assert receiver.failed
+    handler = received([HEAD, event, event, event[:5], event[5:], event, event + event[:4]], passes=True)
+    assert handler.passed == [event, event]
+    assert handler.body == b"data: 1\n\n" * 5 + b"d"
+    assert handler.failed
 
 
 @given(st.lists(parts, max_size=4))
@@ -251,7 +251,7 @@ def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
 def test_usage_is_told_of_behind_an_event_that_has_none() -> None:
     class Client:
         def write(self, data: bytes) -> None:
-            """Nobody reads."""
+            """Nothing is done with it."""
 
     tail = UsageTail()
     stream = EventStream(Client(), Health(), tail, None)

@@ -30,7 +30,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
 class Remembering(ResponseHandler):
-    """Remembers what it was told."""
+    """Remembers what came."""
 
     def __init__(self) -> None:
         self.head: ResponseHead | None = None
@@ -253,7 +253,7 @@ def test_a_stream_whose_chunks_passed_is_still_missed_when_it_stops() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="only Linux lets itself be told how to acknowledge")
+@pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="only Linux can be set to acknowledge less")
 def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     segments_in = struct.Struct("140xI")  # where linux/tcp.h has it in tcp_info
