@@ -96,11 +96,10 @@ class RequestReader:
             self._receiver.refuse_rest(_INVALID)
         except httptools.HttpParserUpgrade:
             self._receiver.upgrade_read(self._current)
-        else:
-            if not self._limiter.fits(before, len(data)):
-                self._receiver.refuse_rest(TOO_LARGE)
-            elif last is None or last.complete:
-                self._remember(data, last)
+        if not self._limiter.fits(before, len(data)):
+            self._receiver.refuse_rest(TOO_LARGE)
+        elif last is None or last.complete:
+            self._remember(data, last)
 
     def _remember(self, data: bytes, last: IncomingRequest | None) -> None:
         """Keep the head of a request that is all of `data`."""
