@@ -28,7 +28,8 @@ import uvloop
 import router
 from kvrouter.processes import KvrouterProcess
 from router.app import running_router
-from router.server.serving import HttpServer, listen
+from router.server.http_server import HttpServer
+from router.server.sockets import listen
 from router.settings import Settings
 
 _ROOT = Path(router.__file__).parent.parent
