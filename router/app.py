@@ -111,14 +111,14 @@ async def running_router(
             settings.disaggregation,
             cache_bytes=settings.tokenizer.cache_bytes,
         )
-        router.responses.on_learned.append(sharing.made)
-        sharing.on_made.append(router.responses.remember)
+        router.responses.on_learned.append(sharing.share_response)
+        sharing.on_response.append(router.responses.remember)
         admission = Admission(router, settings.admission, policy.spec.late_binding)
         load.on_ended.append(admission.freed)
         if admission.late_binding:
             load.on_first_byte.append(admission.wake)
         fleet.on_change.append(admission.wake)
-        sharing.on_heard.append(admission.wake)
+        sharing.on_update.append(admission.wake)
         AdmissionMetrics(admission, registry)
         requests = RequestMetrics(registry)
         fleet.on_removed += [router.removed, requests.forget]
