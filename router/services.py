@@ -191,8 +191,8 @@ def _router(
         settings.disaggregation,
         cache_bytes=settings.tokenizer.cache_bytes,
     )
-    router.responses.on_learned.append(sharing.made)
-    sharing.on_made.append(router.responses.remember)
+    router.responses.on_learned.append(sharing.share_response)
+    sharing.on_response.append(router.responses.remember)
     return router
 
 
@@ -205,7 +205,7 @@ def _admission(
     if admission.late_binding:
         load.on_first_byte.append(admission.wake)
     fleet.on_change.append(admission.wake)
-    sharing.on_heard.append(admission.wake)
+    sharing.on_update.append(admission.wake)
     return admission
 
 

@@ -126,7 +126,7 @@ class SeveralRouters(Fleet):
         elif isinstance(what, _Sent):
             for router in self._routers:
                 if router is not what.router:
-                    router.peer_load.hear(what.message)
+                    router.peer_load.apply(what.message)
                     for target, blocks in what.sent:
                         self._promise(router, target, blocks)
         elif isinstance(what, tuple):

@@ -6,9 +6,9 @@ A request waits for one of two reasons:
     late binding  its target is busy with the prompts of others, and it better chooses again (`late_binding`)
 
 Both wait in one queue (`fair_queue`). Whenever a request ends, or a prefill that others are held for, a worker changes
-or an engine tells its load, the first of the queue choose again; nothing is polled. Something in flight is what they
-wait for, so there is always a next time. A saturated one that finds no room lets nobody behind it have the next: a
-large prompt is not overtaken for ever.
+or an engine reports its load, the first of the queue choose again; nothing is polled. Something in flight is what they
+wait for, so there is always a next time. A saturated one that finds no capacity keeps those behind it waiting:
+a large prompt is not overtaken for ever.
 
 A request that has waited for `timeout` seconds is sent to its target, however busy, or refused where all are at their
 limits.
@@ -41,7 +41,7 @@ _RATE_SECONDS = 30.0
 _LONGEST_RETRY = 60
 
 
-class Held(StrEnum):
+class WaitReason(StrEnum):
     """Why a request waits."""
 
     SATURATED = "saturated"
@@ -50,13 +50,13 @@ class Held(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _Request(Waiting):
-    """A waiting request, and whoever waits for it."""
+    """A waiting request, and the future that its proxy waits on."""
 
     prompt: RoutedPrompt = field(kw_only=True)
     tried: Collection[Worker] = field(kw_only=True)
     ticket: Ticket = field(kw_only=True)
-    held: Held = field(kw_only=True)
-    placed: asyncio.Future[Assignment] = field(kw_only=True)
+    reason: WaitReason = field(kw_only=True)
+    assignment: asyncio.Future[Assignment] = field(kw_only=True)
     since: float = field(kw_only=True)
     until_deadline: bool = False
 
@@ -65,7 +65,7 @@ class Admission:
     """Places requests at once, or lets them wait. Used by one event loop.
 
     `late_binding`: whether the router's policy is one that requests are held for; the settings can still say no.
-    `waited` is told how long a request waited and why it had to; `refused` why one was turned away.
+    `on_waited` is called with why a request waited and for how long; `on_refused` with why one was turned away.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Admission:
     ) -> None:
         self.limits = Limits(settings.requests, settings.tokens)
         self.queue: FairQueue[_Request] = FairQueue(settings.queue, settings.queue_bytes)
-        self.waited: list[Callable[[Held, float], None]] = []
-        self.refused: list[Callable[[str], None]] = []
+        self.on_waited: list[Callable[[WaitReason, float], None]] = []
+        self.on_refused: list[Callable[[str], None]] = []
         self._router = router
         self.late_binding = settings.late_binding and late_binding
         self._timeout = settings.timeout
         self._clock = clock
-        self._full: set[str | None] = set()  # names whose first has found no room
+        self._full: set[str | None] = set()  # names whose first request has found no capacity
         self._rate = _DrainRate(clock)
         self._planned: asyncio.Handle | None = None
 
@@ -101,7 +101,7 @@ class Admission:
             if first is not None and first <= ticket.priority:
                 return None
         placed = self._try(prompt, tried, now)
-        if isinstance(placed, Held):
+        if isinstance(placed, WaitReason):
             return None
         if self.queue.length:
             self.queue.served(ticket.tenant, ticket.tokens)
@@ -126,11 +126,11 @@ class Admission:
             prompt=prompt,
             tried=tuple(tried),
             ticket=ticket,
-            held=Held.LATE_BINDING if has_capacity else Held.SATURATED,
-            placed=loop.create_future(),
+            reason=WaitReason.LATE_BINDING if has_capacity else WaitReason.SATURATED,
+            assignment=loop.create_future(),
             since=now,
         )
-        if not self._make_room(request):
+        if not self._free_queue_space(request):
             if assignment := self._force(request):
                 return assignment
             raise self._too_many("queue_full", ticket.priority)
@@ -142,12 +142,12 @@ class Admission:
         # What it waits for may have happened between `place` and now.
         self.wake()
         try:
-            return await request.placed
+            return await request.assignment
         except asyncio.CancelledError:
-            if request.placed.done() and not request.placed.cancelled() and not request.placed.exception():
-                request.placed.result().release()
+            if request.assignment.done() and not request.assignment.cancelled() and not request.assignment.exception():
+                request.assignment.result().release()
             elif request.queued and request.until_deadline and self._clock() >= until:
-                self._tell_refused("deadline")  # whoever waits for the place looks at the clock too
+                self._count_refused("deadline")  # the proxy looks at the clock too
             raise
         finally:
             timer.cancel()
@@ -155,12 +155,12 @@ class Admission:
                 self.queue.remove(request)
                 self.wake()
 
-    def would_hold(self, prompt: RoutedPrompt, tried: Collection[Worker] = ()) -> Held | None:
+    def would_hold(self, prompt: RoutedPrompt, tried: Collection[Worker] = ()) -> WaitReason | None:
         """Why a request would have to wait now; None when it would not. Raises RequestError (503)."""
         selection = self._router.choose(prompt, tried, self.limits)
         if selection is None:
-            return Held.SATURATED
-        return Held.LATE_BINDING if self.late_binding and self._router.should_wait(selection) else None
+            return WaitReason.SATURATED
+        return WaitReason.LATE_BINDING if self.late_binding and self._router.should_wait(selection) else None
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Whether a rank is at its limits."""
@@ -177,9 +177,9 @@ class Admission:
         if self._planned is None and self.queue.length:
             self._planned = asyncio.get_running_loop().call_soon(self._choose_again)
 
-    def waiting_for(self) -> Counter[Held]:
+    def waiting_for(self) -> Counter[WaitReason]:
         """How many requests wait for which reason."""
-        return Counter(request.held for request in self.queue.in_order())
+        return Counter(request.reason for request in self.queue.in_order())
 
     def _choose_again(self) -> None:
         self._planned = None
@@ -198,19 +198,21 @@ class Admission:
             except RequestError as error:
                 self._fail(request, error)
                 continue
-            if isinstance(placed, Held):
-                request.held = placed
-                if placed is Held.SATURATED and not request.tried and not request.prompt.previous_response:
+            if isinstance(placed, WaitReason):
+                request.reason = placed
+                if placed is WaitReason.SATURATED and not request.tried and not request.prompt.previous_response:
                     self._full.add(request.name)
                 continue
             self._give(request, placed)
 
-    def _try(self, prompt: RoutedPrompt, tried: Collection[Worker], now: float | None = None) -> Assignment | Held:
+    def _try(
+        self, prompt: RoutedPrompt, tried: Collection[Worker], now: float | None = None
+    ) -> Assignment | WaitReason:
         selection = self._router.choose(prompt, tried, self.limits, now)
         if selection is None:
-            return Held.SATURATED
+            return WaitReason.SATURATED
         if self.late_binding and self._router.should_wait(selection):
-            return Held.LATE_BINDING
+            return WaitReason.LATE_BINDING
         return self._router.reserve(prompt, selection, now)
 
     def _force(self, request: _Request) -> Assignment | None:
@@ -221,18 +223,18 @@ class Admission:
     def _give(self, request: _Request, assignment: Assignment) -> None:
         self.queue.served(request.tenant, request.tokens)
         self.queue.remove(request)
-        for told in self.waited:
-            told(request.held, self._clock() - request.since)
-        if request.placed.done():  # its client has left in this moment
+        for on_waited in self.on_waited:
+            on_waited(request.reason, self._clock() - request.since)
+        if request.assignment.done():  # its client has left in this moment
             assignment.release()
         else:
             self._router.record_in_flight(request.prompt, assignment)  # others are placed before it is sent
-            request.placed.set_result(assignment)
+            request.assignment.set_result(assignment)
 
     def _fail(self, request: _Request, error: RequestError) -> None:
         self.queue.remove(request)
-        if not request.placed.done():
-            request.placed.set_exception(error)
+        if not request.assignment.done():
+            request.assignment.set_exception(error)
 
     def _time_over(self, request: _Request) -> None:
         """A request has waited too long, or its deadline has come."""
@@ -240,7 +242,7 @@ class Admission:
             return
         try:
             if request.until_deadline:
-                self._tell_refused("deadline")
+                self._count_refused("deadline")
                 raise deadline_error()
             assignment = self._force(request)
             if assignment is None:
@@ -253,11 +255,11 @@ class Admission:
 
     def _in_time(self, place_by: float) -> None:
         if self._clock() >= place_by:
-            self._tell_refused("deadline")
+            self._count_refused("deadline")
             raise deadline_error()
 
-    def _make_room(self, request: _Request) -> bool:
-        """Whether there is room in the queue, others of a lower priority giving way if need be."""
+    def _free_queue_space(self, request: _Request) -> bool:
+        """Whether the queue has space for a request, others of a lower priority giving way if need be."""
         if not self.queue.can_fit(request.size, request.priority):
             return False
         while not self.queue.fits(request.size):
@@ -276,7 +278,7 @@ class Admission:
         return True
 
     def _too_many(self, code: str, priority: int) -> RequestError:
-        self._tell_refused(code)
+        self._count_refused(code)
         seconds = self._rate.seconds_for(self.queue.ahead_of(priority) + 1, otherwise=self._timeout)
         return RequestError(
             f"All workers are busy, and {len(self.queue)} requests wait. Try again in {seconds} s.",
@@ -286,9 +288,9 @@ class Admission:
             retry_after=seconds,
         )
 
-    def _tell_refused(self, reason: str) -> None:
-        for told in self.refused:
-            told(reason)
+    def _count_refused(self, reason: str) -> None:
+        for on_refused in self.on_refused:
+            on_refused(reason)
 
 
 class _DrainRate:
@@ -309,7 +311,7 @@ class _DrainRate:
         self._freed += 1
 
     def seconds_for(self, places: int, otherwise: float) -> int:
-        """Whole seconds until so many come free at this rate, at least 1; `otherwise` where none ever did."""
+        """Whole seconds until `places` come free at this rate, at least 1; `otherwise` where none ever did."""
         now = self._clock()
         known = [*self._before, (self._second, self._freed)]
         recent = [(second, freed) for second, freed in known if second > now - _RATE_SECONDS and freed]

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.admission.admission import Admission, Held
+from router.admission.admission import Admission, WaitReason
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Priorities are any integers, and labels must be few.
@@ -35,8 +35,8 @@ class AdmissionMetrics(Collector):
         self._refusals = Counter(
             "kvrouter_admission_refused", "Requests refused instead of sent", ["reason"], registry=registry
         )
-        admission.waited.append(self._waited)
-        admission.refused.append(self._refused)
+        admission.on_waited.append(self._waited)
+        admission.on_refused.append(self._refused)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -50,8 +50,8 @@ class AdmissionMetrics(Collector):
         size.add_metric([], self._admission.queue.size)
         yield from (length, size)
 
-    def _waited(self, held: Held, seconds: float) -> None:
-        self._waits.labels(held.value).observe(seconds)
+    def _waited(self, reason: WaitReason, seconds: float) -> None:
+        self._waits.labels(reason.value).observe(seconds)
 
     def _refused(self, reason: str) -> None:
         self._refusals.labels(reason).inc()

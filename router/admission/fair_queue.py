@@ -1,8 +1,8 @@
 """The order of requests that wait: by priority, then fairly between tenants, then each tenant's own order.
 
 Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996): every tenant has a clock that goes on by
-the tokens it got. Whose clock is behind is next. One that had nothing to wait for begins at the clock of whoever was
-served last, so that nobody saves up.
+the tokens it got. Whose clock is behind is next. One that had nothing to wait for begins at the clock of the one
+that was served last, so that none saves up.
 
     lane = (priority, tenant, name)        the requests of a lane are sorted by their `order`
     next = the lane with the lowest (priority, clock of its tenant, order of its first)
@@ -56,7 +56,7 @@ class FairQueue(Generic[W]):
         self._of_tenant: Counter[str] = Counter()
         self._of_priority: Counter[int] = Counter()
         self._clocks: dict[str, float] = {}
-        self._clock = 0.0  # of whoever was served last
+        self._clock = 0.0  # of the tenant that was served last
         self.length = 0
         self.size = 0  # bytes
 
@@ -64,7 +64,7 @@ class FairQueue(Generic[W]):
         return self.length
 
     def fits(self, size: int) -> bool:
-        """Whether a request that keeps so many bytes can be added."""
+        """Whether a request that keeps `size` bytes can be added."""
         return self.length < self._max_requests and self.size + size <= self._max_bytes
 
     def can_fit(self, size: int, priority: int) -> bool:
@@ -110,7 +110,7 @@ class FairQueue(Generic[W]):
             del self._clocks[request.tenant]
 
     def served(self, tenant: str, tokens: int) -> None:
-        """A tenant got something, waited for or not. Counts while anybody waits."""
+        """A tenant got something, waited for or not. Counts while any request waits."""
         if not self.length:
             return
         waits = tenant in self._of_tenant

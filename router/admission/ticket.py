@@ -8,8 +8,8 @@
 | `x-stainless-read-timeout`, `x-stainless-timeout` | seconds | how long those clients wait for a byte |
 
 The first two are a deadline of the answer: it is cut off there. The last ones are those of OpenAI's and Anthropic's
-clients, which give up when nothing has come for so long. They hang up then, but a proxy between may not tell. So after
-it a request is not sent any more, and an answer that has begun goes on. `grpc-timeout` belongs to gRPC calls, of which
+clients, which give up when nothing has come for so long. They hang up then, but a proxy between may hide it. After it
+a request is not sent any more, and an answer that has begun goes on. `grpc-timeout` belongs to gRPC calls, of which
 there are none here.
 """
 
@@ -95,7 +95,7 @@ def read_ticket(
     """
     now = clock()
     priority = priority or best_priority or 0
-    if best_priority is None and not headers:  # as of nearly all
+    if best_priority is None and not headers:  # nearly all
         return Ticket(priority, tenant, None, tokens, size, now)
     deadlines: list[float] = []
     give_up: list[float] = []

@@ -2,8 +2,8 @@
 
                 failures in a row, or `open`
        CLOSED ─────────────────────────────▶ OPEN ◀──┐
-          ▲                                   │      │ the trial fails: the backoff doubles
-          │ the trial succeeds                ▼ backoff over
+          ▲                                   │      │ it fails: the backoff doubles
+          │ it succeeds                   ▼ backoff over
           └─────────────────────────────── HALF_OPEN ┘  one request at a time is let through
 
 Requests that began before the circuit opened say nothing about the worker afterwards, so their ends are ignored then.
@@ -35,7 +35,7 @@ class CircuitLimits:
 
 
 class Circuit:
-    """The breaker of one worker. `begin` numbers the requests; each is told of at its end with its number."""
+    """The breaker of one worker. `begin` numbers the requests; each ends with its number."""
 
     def __init__(self, limits: CircuitLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.closed = True  # all requests are let through
@@ -47,7 +47,7 @@ class Circuit:
         self._failures = 0
         self._openings = 0
         self._opened_until = 0.0
-        self._trial: int | None = None
+        self._half_open_request: int | None = None
 
     @property
     def state(self) -> CircuitState:
@@ -58,13 +58,13 @@ class Circuit:
     @property
     def allows(self) -> bool:
         """Whether a request may begin. One that begins nevertheless counts as any other."""
-        return self.closed or (self._trial is None and self._clock() >= self._opened_until)
+        return self.closed or (self._half_open_request is None and self._clock() >= self._opened_until)
 
     def begin(self) -> int:
         """A request begins; its number."""
         self._begun += 1
         if not self.closed and self.allows:
-            self._trial = self._begun
+            self._half_open_request = self._begun
         return self._begun
 
     def succeeded(self, number: int) -> None:
@@ -72,7 +72,7 @@ class Circuit:
         if self.closed or number >= self._first_since_opening:
             self.closed = True
             self._failures = self._openings = 0
-            self._trial = self.reason = None
+            self._half_open_request = self.reason = None
 
     def failed(self, number: int, reason: str) -> None:
         """A request failed through the worker's fault."""
@@ -84,8 +84,8 @@ class Circuit:
 
     def ended(self, number: int) -> None:
         """A request ended in a way that says nothing about the worker."""
-        if number == self._trial:
-            self._trial = None
+        if number == self._half_open_request:
+            self._half_open_request = None
 
     def open(self, reason: str) -> None:
         """Let no request through for a while, twice as long as the last time unless one succeeded since."""
@@ -94,6 +94,6 @@ class Circuit:
         self._opened_until = self._clock() + backoff
         self._openings += 1
         self._failures = 0
-        self._trial = None
+        self._half_open_request = None
         self._first_since_opening = self._begun + 1
         self.reason = reason

@@ -110,7 +110,7 @@ async def _streams(session: aiohttp.ClientSession, url: str, models: dict[str, S
         return WorkerDescription(Engine.VLLM, models, streams, block_size, capacity, _ranks(streams))
     if (info := await _get_if_there(session, f"{url}/server_info")) is not None:
         found, block_size = sglang_sources(msgspec.json.decode(info), host)
-        told = msgspec.json.decode(info, type=_SglangRole)
+        reported = msgspec.json.decode(info, type=_SglangRole)
         streams = tuple(found)
         return WorkerDescription(
             Engine.SGLANG,
@@ -118,8 +118,8 @@ async def _streams(session: aiohttp.ClientSession, url: str, models: dict[str, S
             streams,
             block_size,
             ranks=_ranks(streams),
-            role=_SGLANG_ROLES.get(told.disaggregation_mode or "", Role.BOTH),
-            bootstrap_port=told.disaggregation_bootstrap_port,
+            role=_SGLANG_ROLES.get(reported.disaggregation_mode or "", Role.BOTH),
+            bootstrap_port=reported.disaggregation_bootstrap_port,
         )
     return WorkerDescription(Engine.OTHER, models)
 

@@ -104,7 +104,7 @@ class EngineMetrics:
         return 0.0 if self._asked_at is None else self._clock() - self._asked_at
 
     def read(self, text: str, in_flight: Mapping[int, int]) -> None:
-        """Take in the answer; `in_flight` tells how many requests of ours each rank had meanwhile."""
+        """Take in the answer; `in_flight`: the requests of ours that each rank had meanwhile."""
         loads = read_engine_loads(text)
         self._views = {}
         for rank, load in loads.items():

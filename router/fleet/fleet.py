@@ -1,4 +1,4 @@
-"""The workers: which there are, whether they answer, and keeping the indexer told of their streams."""
+"""The workers: which there are, whether they answer, and registering their streams with the indexer."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ _STALE_SCRAPES = 5
 class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
-    `on_model` is told of every model of a worker that answers, each time it does; `on_removed` of each that is gone;
-    `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` of each whose
-    metrics were read.
-    `peer_load` tells how many requests each of some ranks of a worker has from other routers.
+    `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
+    gone; `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each
+    whose metrics were read. `peer_load`: the requests that each of some ranks of a worker has from other routers.
     """
 
     def __init__(
@@ -56,16 +55,16 @@ class Fleet:
         self._session = session
         self._on_model = on_model
         self._limits = CircuitLimits(settings.failures, settings.backoff, settings.longest_backoff)
-        self._given: dict[str, dict[str, WorkerSettings]] = {source: {} for source in SOURCES}
+        self._configured: dict[str, dict[str, WorkerSettings]] = {source: {} for source in SOURCES}
         self._workers: dict[str, Worker] = {}
-        # What was asked of a version.
-        self._asked_version = -1
+        # Lookups in one version.
+        self._lookup_version = -1
         self._able: dict[tuple[str | None, bool], list[Worker]] = {}
         self._models: dict[str, str] = {}
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
         self._stall_detector = StallDetector(settings, indexer)
-        self._judging: asyncio.Task[None] | None = None
-        self._give("config", workers)
+        self._detecting: asyncio.Task[None] | None = None
+        self._configure("config", workers)
 
     @property
     def workers(self) -> list[Worker]:
@@ -78,28 +77,28 @@ class Fleet:
 
     async def start(self) -> None:
         """Ask every worker once, then go on watching them."""
-        await asyncio.gather(*map(self._look, self.workers))
+        await asyncio.gather(*map(self._probe, self.workers))
         for worker in self.workers:
             worker.warming_since = None  # all are new: none has to be spared
             self._watch_from_now(worker)
-        self._judging = asyncio.create_task(self._stall_detector.run(lambda: self.workers), name="judge workers")
+        self._detecting = asyncio.create_task(self._stall_detector.run(lambda: self.workers), name="detect stalls")
 
     async def stop(self) -> None:
         """End the watching."""
-        judging = [self._judging] if self._judging else []
-        await end_tasks([*judging, *(task for tasks in self._tasks.values() for task in tasks)])
+        detecting = [self._detecting] if self._detecting else []
+        await end_tasks([*detecting, *(task for tasks in self._tasks.values() for task in tasks)])
         self._tasks.clear()
 
     async def assign(self, source: str, workers: Iterable[WorkerSettings]) -> None:
         """Let these be the workers of a source. Others get no more requests; what they have goes on."""
-        for worker in self._give(source, workers):
+        for worker in self._configure(source, workers):
             await end_tasks(self._tasks.pop(worker, []))
             self._indexer.unregister(worker.targets)
-            for told in self.on_removed:
-                told(worker)
+            for on_removed in self.on_removed:
+                on_removed(worker)
             log.info("worker removed", worker=worker.url, source=worker.source)
         for worker in self.workers:
-            if worker not in self._tasks and self._judging is not None:  # else `start` does it
+            if worker not in self._tasks and self._detecting is not None:  # else `start` does it
                 log.info("worker added", worker=worker.url, source=worker.source)
                 self._watch_from_now(worker)
         self._changed()
@@ -111,7 +110,7 @@ class Fleet:
 
     def assigned(self, source: str) -> list[WorkerSettings]:
         """The workers that a source names."""
-        return list(self._given[source].values())
+        return list(self._configured[source].values())
 
     def serving(self, name: str) -> list[tuple[Worker, ServedModel]]:
         """The workers that serve a model or adapter of this name, up or not."""
@@ -119,8 +118,8 @@ class Fleet:
 
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
         """The workers that may get new requests for a name, as `Worker.takes` says, however their last ones went."""
-        if self._asked_version != self.version:
-            self._forget_answers()
+        if self._lookup_version != self.version:
+            self._forget_lookups()
         able = self._able.get((name, prefill))
         if able is None:
             able = [worker for worker in self._workers.values() if worker.takes(name, prefill)]
@@ -129,9 +128,9 @@ class Fleet:
         return able
 
     def model_of(self, name: str) -> str | None:
-        """The model behind the name of a model or adapter; None when nobody serves it."""
-        if self._asked_version != self.version:
-            self._forget_answers()
+        """The model behind the name of a model or adapter; None when no worker serves it."""
+        if self._lookup_version != self.version:
+            self._forget_lookups()
         if (model := self._models.get(name)) is not None:
             return model
         for worker in self._workers.values():
@@ -145,7 +144,7 @@ class Fleet:
         return {name for worker in self.workers if worker.description for name in worker.description.models}
 
     def report_failure(self, worker: Worker, problem: str) -> None:
-        """A request could not reach a worker: leave it out until it answers again."""
+        """A request could not reach a worker: it gets none until it answers again."""
         worker.problem = problem
         self.version += 1
         self.look_soon(worker)
@@ -154,12 +153,12 @@ class Fleet:
         """Something went wrong with a worker: see whether it still answers."""
         worker.look_now.set()
 
-    def _give(self, source: str, workers: Iterable[WorkerSettings]) -> list[Worker]:
-        """Take note of the workers of a source; those that are gone."""
-        self._given[source] = {Worker(settings).url: settings for settings in workers}
+    def _configure(self, source: str, workers: Iterable[WorkerSettings]) -> list[Worker]:
+        """Set the workers of a source. Returns those that are gone."""
+        self._configured[source] = {Worker(settings).url: settings for settings in workers}
         wanted: dict[str, tuple[str, WorkerSettings]] = {}
         for name in SOURCES:
-            for url, given in self._given[name].items():
+            for url, given in self._configured[name].items():
                 wanted.setdefault(url, (name, given))
         gone = [self._workers.pop(url) for url in list(self._workers) if url not in wanted]
         for url, (name, given) in wanted.items():
@@ -186,7 +185,7 @@ class Fleet:
 
     async def _watch(self, worker: Worker) -> None:
         if worker.state is WorkerState.NEW:
-            await self._look(worker)
+            await self._probe(worker)
         while True:
             well = worker.up and not worker.failed_probes
             interval = self._settings.probe_interval if well else self._settings.retry_interval
@@ -196,7 +195,7 @@ class Fleet:
                 await asyncio.sleep(self._settings.retry_interval)
             except TimeoutError:
                 pass
-            await self._look(worker)
+            await self._probe(worker)
 
     async def _scrape(self, worker: Worker) -> None:
         """Ask a worker for its metrics, again and again. Any answer is a sign of life."""
@@ -212,16 +211,16 @@ class Fleet:
             else:
                 worker.metrics.answered()
                 worker.metrics.read(text, before | self._in_flight(worker))
-                for told in self.on_scrape:
-                    told(worker)
-                self._tell_changed()
+                for on_scrape in self.on_scrape:
+                    on_scrape(worker)
+                self._notify_changed()
             await asyncio.sleep(self._settings.metrics_interval)
 
     def _in_flight(self, worker: Worker) -> Counter[int]:
         """The requests that are known of, by rank."""
         return worker.health.in_flight() + self.peer_load(worker.url, worker.ranks())
 
-    async def _look(self, worker: Worker) -> None:
+    async def _probe(self, worker: Worker) -> None:
         """Ask a worker what it is, and act on what changed."""
         try:
             async with asyncio.timeout(self._settings.probe_timeout):
@@ -248,10 +247,10 @@ class Fleet:
             self._changed()
         for model in description.base_models():
             await self._on_model(worker, model)
-        self._tell_changed()
+        self._notify_changed()
 
-    def _forget_answers(self) -> None:
-        self._asked_version = self.version
+    def _forget_lookups(self) -> None:
+        self._lookup_version = self.version
         self._able.clear()
         self._models.clear()
 
@@ -259,14 +258,14 @@ class Fleet:
         """Other workers may get requests."""
         self.version += 1
         self.disaggregated = any(worker.role is not Role.BOTH for worker in self._workers.values())
-        self._tell_changed()
+        self._notify_changed()
 
-    def _tell_changed(self) -> None:
-        for told in self.on_change:
-            told()
+    def _notify_changed(self) -> None:
+        for on_change in self.on_change:
+            on_change()
 
     def _register(self, worker: Worker, description: WorkerDescription) -> None:
-        """Tell the indexer of a worker's streams as they are now."""
+        """Register a worker's streams as they are now."""
         streams = {source.dp_rank: source for source in description.streams}
         registrations = [
             Registration(

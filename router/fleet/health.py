@@ -1,4 +1,4 @@
-"""What requests tell of the health of their worker: how they end, how long the first byte takes, and silence."""
+"""What requests show of their worker's health: how they end, how long the first byte takes, and silence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.fleet.circuit import Circuit, CircuitLimits
 
 RECENT = 64  # results of a worker that are remembered
 RECENT_SECONDS = 60.0
-_ENOUGH = 2048  # first bytes of many workers, to tell what is usual
+_ENOUGH = 2048  # first bytes of many workers, to know what is usual
 
 
 class Outcome(Enum):
@@ -30,7 +30,7 @@ _NEITHER: Final = Outcome.NEITHER
 
 
 class FirstByte:
-    """How long a first byte took, when so many tokens were to be computed before it.
+    """How long a first byte took, when `work` tokens were to be computed before it.
 
     Only a streamed answer's first byte comes before its last, so that the two kinds do not compare.
     """
@@ -73,7 +73,7 @@ class Health:
         self.circuit = Circuit(self._limits, clock)
         self.clock = clock
         self._last_byte = clock()
-        self._heard = False  # since anybody asked for the last byte
+        self._heard = False  # since the last byte was asked for
         self.attempts: dict[Attempt, None] = {}  # the oldest first
         self.last_results: deque[Result] = deque(maxlen=RECENT)
         self.last_first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
@@ -113,7 +113,7 @@ class Health:
 
     def _begun(self, attempt: Attempt, now: float) -> None:
         if not self.attempts:
-            self._last_byte, self._heard = now, False  # there was nothing to be heard
+            self._last_byte, self._heard = now, False  # there was nothing to wait for
         self.attempts[attempt] = None
 
     def usable_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -167,7 +167,7 @@ class Health:
         return moved
 
     def heard(self) -> None:
-        """Bytes of an answer came. Nobody looks at the clock for that."""
+        """Bytes of an answer came. That does not read the clock."""
         self._heard = True
         if self.worker is not None:
             self.worker._heard = True
@@ -188,7 +188,7 @@ class Health:
 class Attempt:
     """One request on one worker, from the choice to the end.
 
-    `give_up` is set by whoever waits for its first byte and can try elsewhere, for as long as that is so.
+    `give_up` sends the request elsewhere. It is set while it waits for its first byte and can still be moved.
     `now`: the time by the health's clock, where it was just read.
     """
 
@@ -244,13 +244,13 @@ class Attempt:
 
 
 def latest(of_each: Sequence[list[FirstByte]]) -> list[FirstByte]:
-    """The latest first bytes of some workers: of thousands not all, but enough to tell what is usual."""
+    """The latest first bytes of some workers: of thousands not all, but enough to know what is usual."""
     most = max(_ENOUGH // max(len(of_each), 1), 1)
     return [seen for some in of_each for seen in some[-most:]]
 
 
 def expected_seconds(seen: Iterable[FirstByte], work: int, streamed: bool) -> float | None:
-    """How long a first byte after so much work takes at most, as a rule; None when nothing like it has been seen.
+    """How long a first byte after `work` tokens takes at most, as a rule; None when nothing like it has been seen.
 
     Work that is larger than what was seen takes proportionally longer; smaller work may take as long. A tenth of what
     was seen may have been slow for reasons of its own.
@@ -272,7 +272,7 @@ def stalled(
 ) -> str | None:
     """Why a worker counts as hung; None when it does not.
 
-    `seen`: what first bytes take on it and on others like it. `silent`: seconds since anything was heard of its work:
+    `seen`: what first bytes take on it and on others like it. `silent`: seconds since the last sign of its work:
     bytes of an answer, an event, or counters that went on. `unanswered`: seconds that its metrics have been asked for.
     """
     if not health.attempts or silent < limits.silence:

@@ -27,7 +27,7 @@ class OutlierLimits:
 class Recent:
     """How a worker's last requests went.
 
-    `errors`: the share that failed, where there were enough to tell. `first_bytes`: those of streams; `seconds`: the
+    `errors`: the share that failed, where there were enough. `first_bytes`: those of streams; `seconds`: the
     median of what they took, 0 where there were none.
     """
 

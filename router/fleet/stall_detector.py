@@ -1,4 +1,4 @@
-"""Leaving workers out: those that hang, and those that are far worse than the others, but never all of them."""
+"""Ejecting workers: those that hang, and those that are far worse than the others, but never all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.settings import FleetSettings
 log = structlog.get_logger()
 
 _INTERVAL = 0.25
-_OUTLIER_TURNS = 4  # outliers are looked for once in so many turns
+_OUTLIER_TURNS = 4  # outliers are looked for in one of these
 _FEWEST_TO_COMPARE = 3
 _WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED)
 
@@ -34,19 +34,19 @@ class StallDetector:
         self._logged: dict[Worker, WorkerState] = {}
 
     async def run(self, workers: Callable[[], Sequence[Worker]]) -> None:
-        """Go on judging until cancelled."""
+        """Go on until cancelled."""
         turn = 0
         while True:
             now = workers()
-            self.leave_out_stalled(now)
-            self.leave_out_stalled_ranks(now)
+            self.eject_stalled(now)
+            self.eject_stalled_ranks(now)
             if turn % _OUTLIER_TURNS == 0:
-                self.leave_out_outliers(now)
+                self.eject_outliers(now)
             self.log_changes(now)
             turn += 1
             await asyncio.sleep(_INTERVAL)
 
-    def leave_out_stalled(self, workers: Sequence[Worker]) -> None:
+    def eject_stalled(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of workers that hang, and send elsewhere what waits there."""
         usual: dict[frozenset[str], list[FirstByte]] = {}  # by what workers serve
         for worker in workers:
@@ -54,7 +54,7 @@ class StallDetector:
                 continue
             silent = self._silence(worker.health, worker.metrics.progress_at, worker.targets)
             if silent < self._stall.silence or not _others(worker, workers):
-                continue  # most workers; what is usual takes longer to tell
+                continue  # most workers; what is usual costs more to find
             models = frozenset(worker.models())
             seen = usual.get(models)
             if seen is None:
@@ -69,7 +69,7 @@ class StallDetector:
             if moved := worker.health.give_up_waiting():
                 log.warning("requests sent elsewhere", worker=worker.url, requests=moved, reason=reason)
 
-    def leave_out_stalled_ranks(self, workers: Sequence[Worker]) -> None:
+    def eject_stalled_ranks(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of single ranks that hang while others of their worker work."""
         for worker in workers:
             for dp_rank, health in worker.health.ranks.items():
@@ -79,15 +79,15 @@ class StallDetector:
                 targets = (target for target in worker.targets if target.dp_rank == dp_rank)
                 silent = self._silence(health, worker.metrics.rank_progress_at(dp_rank), targets)
                 if silent < self._stall.silence:
-                    continue  # likewise
+                    continue  # as above
                 seen = [first for other in (health, *others) for first in other.first_bytes()]
                 reason = rank_stalled(health, self._stall, seen, silent)
                 if reason is not None:
                     health.circuit.open(reason)
                     moved = health.give_up_waiting()
-                    log.warning("rank left out", worker=worker.url, dp_rank=dp_rank, moved=moved, reason=reason)
+                    log.warning("rank ejected", worker=worker.url, dp_rank=dp_rank, moved=moved, reason=reason)
 
-    def leave_out_outliers(self, workers: Sequence[Worker]) -> None:
+    def eject_outliers(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of workers that are far worse than the others, for a bounded share of the workers."""
         up = [worker for worker in workers if worker.up and not worker.draining]
         well = [worker for worker in up if worker.health.circuit.state is CircuitState.CLOSED]
@@ -108,7 +108,7 @@ class StallDetector:
                     left -= 1
 
     def log_changes(self, workers: Sequence[Worker]) -> None:
-        """Log the workers whose state is another than the last time."""
+        """Log the workers whose state has changed."""
         for worker in workers:
             before, state = self._logged.get(worker, WorkerState.NEW), worker.state
             if state is not before:
@@ -117,7 +117,7 @@ class StallDetector:
         self._logged = {worker: worker.state for worker in workers}
 
     def _silence(self, health: Health, progress_at: float, targets: Iterable[Target]) -> float:
-        """Seconds since anything was heard of the work of a worker or a rank, which is these targets."""
+        """Seconds since the last sign of work of a worker or a rank, which is these targets."""
         silent = health.clock() - max(health.last_byte, progress_at)
         if silent < self._stall.silence:
             return silent

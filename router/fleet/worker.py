@@ -22,13 +22,16 @@ DEFAULT_BOOTSTRAP_PORT = 8998  # SGLang's, and that of vLLM's Mooncake connector
 
 
 class WorkerState(StrEnum):
-    """Where a worker stands. Only those that are ready, warming or on trial are chosen as long as there are any."""
+    """Where a worker stands. Only those that are ready, warming or half open are chosen as long as there are any.
+
+    The values are what users see in `/workers`, metrics and logs.
+    """
 
     NEW = "new"  # not asked yet what it is
     READY = "ready"
     WARMING = "warming"  # new or restarted: its share grows
-    TRIAL = "trial"  # it failed, and gets one request at a time
-    LEFT_OUT = "left_out"  # it fails or hangs, or is far worse than the others
+    HALF_OPEN = "trial"  # it failed, and gets one request at a time
+    EJECTED = "left_out"  # it fails or hangs, or is far worse than the others
     DOWN = "down"  # it does not answer
     DRAINING = "draining"  # no new requests; those it has may finish
     DRAINED = "drained"  # they have
@@ -90,9 +93,9 @@ class Worker:
             return WorkerState.DOWN if self.failed_probes or self.description else WorkerState.NEW
         match self.health.circuit.state:
             case CircuitState.OPEN:
-                return WorkerState.LEFT_OUT
+                return WorkerState.EJECTED
             case CircuitState.HALF_OPEN:
-                return WorkerState.TRIAL
+                return WorkerState.HALF_OPEN
         return WorkerState.WARMING if self.share < 1 else WorkerState.READY
 
     @property
@@ -138,7 +141,7 @@ class Worker:
         return self.warming_since is None or random.random() < self.share
 
     def describe(self, description: WorkerDescription) -> None:
-        """It told what it is. What it computes of a request is as the settings say, else as it says itself."""
+        """It answered what it is. What it computes of a request is as the settings say, else as it says itself."""
         self.description = description
         self.settle(self.settings)
 
@@ -150,8 +153,8 @@ class Worker:
     @property
     def bootstrap_port(self) -> int:
         """Where a prefill worker's bootstrap service listens."""
-        told = self.description.bootstrap_port if self.description else None
-        return self.settings.bootstrap_port or told or DEFAULT_BOOTSTRAP_PORT
+        described = self.description.bootstrap_port if self.description else None
+        return self.settings.bootstrap_port or described or DEFAULT_BOOTSTRAP_PORT
 
     def ranks(self) -> tuple[int, ...]:
         """Its DP ranks."""
@@ -161,8 +164,8 @@ class Worker:
 def choosable(
     workers: Collection[Worker], random: Random, any_has_capacity: Callable[[Worker], bool] | None = None
 ) -> Collection[Worker]:
-    """Those of some workers that a request may go to now. Untrusted ones are left when nothing else is there; when
-    those that are have no room, none is left."""
+    """Those of some workers that a request may go to now. Untrusted ones are used when there are no others; none
+    when those that are trusted have no capacity."""
     trusted = [worker for worker in workers if worker.health.circuit.closed or worker.trusted] or workers
     free = [worker for worker in trusted if any_has_capacity(worker)] if any_has_capacity else trusted
     chosen = [w for w in free if w.warming_since is None or w.share >= 1 or random.random() < w.share]

@@ -1,1 +1,1 @@
-"""What ranks hold beside what events tell: prompts in flight, what was sent there, and whether that is right."""
+"""What ranks hold beside what events say: prompts in flight, what was sent there, and whether that is right."""

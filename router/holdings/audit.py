@@ -1,6 +1,6 @@
 """Do workers find in their caches what was predicted? If not, the prediction is mended.
 
-An engine that reports `cached_tokens` tells with every answer how right the prediction was. For each rank:
+An engine that reports `cached_tokens` shows with every answer how right the prediction was. For each rank:
 
     by events ──wrong──▶ resynced (events read again from the start) ──still wrong──▶ by history
         ▲                          └──right──▶ by events                                  │
@@ -105,7 +105,7 @@ class Errors:
             self._low -= error
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Start over."""
         self._errors.clear()
         self._totals.clear()
         self._oldest = self._high = self._low = self._total = 0
@@ -156,7 +156,7 @@ class Streams(Protocol):
         """A target's event stream; None when it has none."""
 
     def resync(self, target: Target) -> bool:
-        """Learn a target's holdings again from its events. False when nobody could replay them."""
+        """Learn a target's holdings again from its events. False when no publisher can replay them."""
 
     def registered(self) -> list[Registration]:
         """All that is known of."""
@@ -226,7 +226,7 @@ class HitAudit:
         if prediction.by_events is not None and prediction.made_at > self._known_since(target, audit):
             audit.event_errors.add(prediction.by_events - cached, usage.prompt)
             if audit.event_errors.enough:
-                self._stall_detector(target, audit)
+                self._choose_basis(target, audit)
         if audit.errors.enough and audit.errors.excess > self._tolerance and self.basis(target) is Basis.HISTORY:
             self._history.forget(target)  # it may have restarted, or holds less than we think
             audit.errors.clear()
@@ -236,7 +236,7 @@ class HitAudit:
         stream = self._indexer.stream(target)
         return max(stream.began_at if stream else 0.0, audit.judged_at)
 
-    def _stall_detector(self, target: Target, audit: TargetAudit) -> None:
+    def _choose_basis(self, target: Target, audit: TargetAudit) -> None:
         """Choose what a target is predicted from, now that enough is known of its events."""
         drift = audit.event_errors.share
         right = drift <= self._tolerance

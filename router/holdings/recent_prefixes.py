@@ -1,4 +1,4 @@
-"""The prefixes of the prompts that somebody saw last.
+"""The prefixes of the last prompts that each holder saw.
 
 Whatever touches a prefix touches its shorter ones after it: so extensions are forgotten before what they extend. It is
 therefore enough to know in what order the ends of prompts were seen.
@@ -55,7 +55,7 @@ class RecentPrefixes(PrefixHolder):
             edge = before
 
     def _forget_some(self, chunks: int) -> None:
-        """Forget so many chunks at most, of the end that was not seen the longest."""
+        """Forget `chunks` at most, of the end that was not seen the longest."""
         end = next(iter(self._ends))
         before = self._prefixes.split(end, chunks) if chunks < len(end.hashes) else end.parent
         if before is not None and before.counts.get(self) == 1:  # nothing else needs it: it is the next to go

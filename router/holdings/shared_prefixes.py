@@ -5,10 +5,10 @@ An edge is a stretch of chunks that no prompt ends in and none leaves:
     root ── a b c ┬─ d e f     a prompt of six chunks
                   └─ x y       another that shares its first three
 
-Equal hashes mean equal prefixes, so an edge's last hash tells whether a prompt goes all the way along it. A walk takes
+Equal hashes mean equal prefixes, so an edge's last hash shows whether a prompt goes all the way along it. A walk takes
 one comparison an edge, however many chunks that has, and what is new of a prompt is copied once.
 
-Whoever holds an edge holds those before it. So a holder's count at an edge is that of the prompts it holds that end
+A holder of an edge holds those before it. So a holder's count at an edge is that of the prompts it holds that end
 there, and of the edges after it that it holds: only what is new to a holder has to be counted, or what nothing else of
 it needs any more.
 """
@@ -92,7 +92,7 @@ class SharedPrefixes(Generic[HolderT]):
             edge = parent
 
     def split(self, edge: Edge[HolderT], chunks: int) -> Edge[HolderT]:
-        """Make an edge of so many last chunks of one, and another of those before, which is returned."""
+        """Make an edge of the last `chunks` of one, and another of those before, which is returned."""
         parent = edge.parent
         assert parent is not None
         first = Edge(parent, edge.hashes[:-chunks], edge.end - chunks)
@@ -103,7 +103,7 @@ class SharedPrefixes(Generic[HolderT]):
         return first
 
     def longest(self, hashes: array[int]) -> dict[HolderT, int]:
-        """How many chunks of a prompt, from its start on, everybody holds who holds any."""
+        """How many chunks of a prompt, from its start on, each holder has that has any."""
         if not self._root.longer:
             return {}
         path, shared = self._walk(hashes)

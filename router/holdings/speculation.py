@@ -1,7 +1,7 @@
 """Prompts in flight count as cached soon: an engine's events arrive around a request's first byte, or later.
 
-Until then siblings of a prompt would scatter. So every routed prompt is held here for its target, as hashes of its
-prefixes, until it ended and its events have had the time to arrive.
+Until then prompts with the same prefix would scatter. So every routed prompt is held here for its target, as
+hashes of its prefixes, until it ended and its events have had the time to arrive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def chunk_hashes(root: int, prompt: PackedPrompt) -> array[int]:
     return prompt.hashes(root, CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
 
 
-# Prompts that no event tells of are held so long, and so many prefixes of prompts that ended.
+# How long prompts are held that no event reports, and the most prefixes of prompts that ended.
 LASTING_SECONDS: Final = 600.0
 MAX_ENDED = 1 << 20
 
@@ -55,7 +55,7 @@ class SpeculativeHoldings:
     """The prompts in flight, by target. A prompt is let go `linger` seconds after it ended, a lasting one later, and
     at once where it failed.
 
-    `stride`: of so many prefixes of a prompt one is held.
+    `stride`: one of this many prefixes of a prompt is held.
     """
 
     def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic, stride: int = 1) -> None:
@@ -126,7 +126,7 @@ class SpeculativeHoldings:
     def _let_go(self, holder: _Target, edge: Edge[_Target]) -> None:
         self._prefixes.let_go(holder, edge)
         if not holder.chunks and not holder.forgotten:
-            self.forget(holder.target)  # who knows whether it will be heard of again
+            self.forget(holder.target)  # it may never come back
 
 
 class _Target(PrefixHolder):

@@ -1,4 +1,4 @@
-"""What evictions cost: how much of what workers evict is asked for again while nobody holds it.
+"""What evictions cost: how much of what workers evict is asked for again while no worker holds it.
 
     g = lost / evicted     both in tokens, averaged over `HORIZON` seconds, g at most 0.92
     μ(w) = g / (1 - g)     while w evicts, else 0: what evicting for one token of prefill costs later
@@ -22,7 +22,7 @@ from router.holdings.shared_prefixes import SharedPrefixes
 
 HORIZON = 120.0
 MOST_LOST = 0.92
-# Below so many evicted tokens (50 blocks of 512) there is nothing to say.
+# Fewer evicted tokens (50 blocks of 512) say nothing.
 LEAST_EVICTED = 25_600
 # A worker that evicted so recently evicts now.
 RECENTLY = 5.0
@@ -51,7 +51,7 @@ class DecayingSum:
 class EvictionPressure:
     """Told of every routed prompt and of what targets removed; knows μ.
 
-    `chunk`: tokens that each of a prompt's prefix hashes stands for. `stride`: one of so many is remembered.
+    `chunk`: tokens that each of a prompt's prefix hashes stands for. `stride`: one of this many is remembered.
     `remembered`: how many prefixes, at most.
     """
 
@@ -78,7 +78,7 @@ class EvictionPressure:
             self._lost.add(lost * unit, self._clock())
 
     def removed(self, tokens: Mapping[Target, int]) -> None:
-        """How many tokens each target that tells of its cache has removed since it became known."""
+        """How many tokens each target with an event stream has removed since it became known."""
         now = self._clock()
         for target, count in tokens.items():
             before = self._removed.get(target, count)
@@ -91,7 +91,7 @@ class EvictionPressure:
             self._last_removal.pop(target, None)
 
     def price(self) -> float:
-        """g / (1 - g) now; 0 while nobody tells of evictions."""
+        """g / (1 - g) now; 0 while no stream reports evictions."""
         if not self._removed or not self._lost:
             return 0.0
         now = self._clock()
@@ -99,7 +99,7 @@ class EvictionPressure:
         return lost_share / (1 - lost_share)
 
     def evicting(self, target: Target) -> bool:
-        """Whether a target evicts now, or does not tell."""
+        """Whether a target evicts now, or has no stream to say so."""
         if target not in self._removed:
             return True
         last = self._last_removal.get(target)

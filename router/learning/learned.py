@@ -1,4 +1,4 @@
-"""What the router has learned of its fleet from the requests it routed, and from what workers tell of their caches."""
+"""What the router has learned of its fleet from the requests it routed and from what workers report of their caches."""
 
 from __future__ import annotations
 

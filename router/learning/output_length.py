@@ -14,7 +14,7 @@ class OutputLengths:
         self._means: dict[str, tuple[float, int]] = {}
 
     def seen(self, model: str, tokens: int) -> None:
-        """An answer had so many tokens."""
+        """An answer had `tokens`."""
         mean, count = self._means.get(model, (_FIRST_GUESS, 0))
         count += 1
         self._means[model] = (mean + max(1 / (count + 1), _WEIGHT) * (tokens - mean), count)

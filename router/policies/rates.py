@@ -28,7 +28,7 @@ BOUND: Final = 30.0
 # Workers whose prices of a token differ by less than this are alike: counting in tokens is right then.
 UNLIKE: Final = 1.25
 
-# The weight of the prior: that of so many samples which one coefficient explains alone.
+# The weight of the prior, in samples that one coefficient explains alone.
 _PRIOR: Final = 0.3
 _ENOUGH_SAMPLES = 20.0
 _OUTLIER: Final = 1.5  # times the usual relative error
@@ -58,7 +58,7 @@ class Rates:
 
 
 def prefill_seconds(rates: Rates, tokens: int, cached: int, requests: int, context: int) -> float:
-    """How long the prefill of a prompt of so many tokens takes, when `requests` with `context` tokens decode beside."""
+    """How long the prefill of a prompt of `tokens` takes, when `requests` with `context` tokens decode beside."""
     uncached = max(tokens - cached, 1)
     steps = -(-uncached // CHUNK)
     return (
@@ -90,7 +90,7 @@ class BoundedRegression:
         return self._samples
 
     def add(self, x0: float, x1: float, known: float, seconds: float, now: float) -> None:
-        """A sample seen at a time: so many seconds, of which the model explains `known` without these coefficients.
+        """A sample seen at a time: `seconds`, of which the model explains `known` without these coefficients.
 
         Nothing is learned from what is no duration.
         """
@@ -157,7 +157,7 @@ class RateLearner:
         return self._prefill.samples >= _ENOUGH_SAMPLES
 
     def prefill_seen(self, tokens: int, cached: int, requests: int, context: int, seconds: float, now: float) -> None:
-        """A prompt of so many tokens was prefilled, `cached` of them from the cache, beside others that decoded."""
+        """A prompt of `tokens` was prefilled, `cached` of them from the cache, beside others that decoded."""
         uncached = max(tokens - cached, 1)
         step, context_token = self._decode.coefficients
         steps = -(-uncached // CHUNK)
@@ -166,7 +166,7 @@ class RateLearner:
         self._solved()
 
     def decode_seen(self, output_tokens: int, requests: int, context: int, seconds: float, now: float) -> None:
-        """An answer went on for so many tokens after its first, beside `requests` in all that held `context` tokens."""
+        """An answer had `output_tokens` after its first, beside `requests` in all that held `context` tokens."""
         if output_tokens > 0:
             known = self._prefill.coefficients[0] * requests
             self._decode.add(1.0, context, known, seconds / output_tokens, now)

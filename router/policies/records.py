@@ -98,7 +98,7 @@ class Candidate:
 class Request:
     """What a policy knows of a request: tokens of its prompt, tokens its answer is expected to have, its session.
 
-    `beginning`: what prompts have in common that begin alike, which are taken for one session where nobody names it.
+    `beginning`: the same for prompts that begin alike, which count as one session where the client names none.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
     found += [
         {"finding": "worker_left_out", "worker": worker.url, "detail": worker.reason}
         for worker in fleet.workers
-        if worker.state in (WorkerState.LEFT_OUT, WorkerState.TRIAL)
+        if worker.state in (WorkerState.EJECTED, WorkerState.HALF_OPEN)
     ]
     found += [
         {"finding": "rank_left_out", "worker": worker.url, "dp_rank": dp_rank, "detail": health.circuit.reason}

@@ -17,7 +17,7 @@ class Limits:
         self.unlimited = self.requests is None and self.tokens is None
 
     def has_capacity(self, requests: float, context: float, tokens: int) -> bool:
-        """Whether a target with so many requests, which hold `context` tokens, may get one more of so many tokens.
+        """Whether a target with `requests`, which hold `context` tokens, may get one more of `tokens`.
 
         A prompt that is larger than the limit may go where nothing else is.
         """

@@ -20,8 +20,8 @@ class RoutedPrompt:
     """What routing knows of a request.
 
     `name`: the model or adapter it asks for, None when any worker will do. `tokens`: the length of its prompts, which
-    is an estimate when not all is known. `token_ids` are those that the engine will compute for sure; `identities` tell
-    apart as well prompts whose tokens only the engine knows, such as those of images, and are otherwise the same.
+    is an estimate when not all is known. `token_ids` are those that the engine will compute for sure; `identities` also
+    differ where only the engine knows the tokens, such as those of images, and are otherwise the same.
     `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
     at most. `previous_response`: it goes on from this response, which the worker that made it knows. `priority`: as the
     body has it, lower is sooner. `path`: where it was sent.

@@ -18,7 +18,7 @@ class TargetCapacity:
         self._peer_load = peer_load
 
     def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
-        """Whether a rank may get one more request, of so many tokens."""
+        """Whether a rank may get one more request, of `tokens`."""
         if limits.unlimited:
             return True
         load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight

@@ -1,14 +1,16 @@
-"""Load shared between routers: what each has in flight, told to the others many times a second.
+"""Load shared between routers: what each has in flight, sent to the others many times a second.
 
-messages    what routers tell each other
-elsewhere   what the others have in flight, as this router knows it
-sharing     telling them what changes here, over any number of channels
-datagrams   the channel between the processes of one machine
-redis       the channel between replicas
-metrics     how it goes, for Prometheus
+messages           what routers send each other
+peer_load          what the others have in flight, as this router knows it
+sharing            sending them what changes here, over any number of channels
+datagrams          the channel between the processes of one machine
+redis              the channel between replicas
+worker_processes   the processes of one port, and what one asks the others
+all_processes      answers of all processes put together
+metrics            how it goes, for Prometheus
 
 Nothing on the way of a request waits for any of it. A channel that is lost costs quality: each router then sees its own
-requests, and those of others only as the engines' metrics tell them.
+requests, and those of others only in the engines' metrics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whichever of several processes is asked answers for all: figures are put together, and changes reach every process.
+"""Each of several processes answers for all: figures are put together, and changes reach every process.
 
 /metrics               every sample with a label `process`
 /workers, /health      added up, the worst state of each worker
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState
 from router.http.headers import Headers
-from router.sharing.worker_processes import TOLD_PATH, ProcessAnswer, WorkerProcesses, told
+from router.sharing.worker_processes import CHANGES_PATH, ProcessAnswer, WorkerProcesses, api_changes
 
 log = structlog.get_logger()
 
@@ -41,8 +41,8 @@ _MAX_BODY_BYTES = 1 << 20
 _WORST_FIRST = [
     WorkerState.DRAINING,
     WorkerState.DOWN,
-    WorkerState.LEFT_OUT,
-    WorkerState.TRIAL,
+    WorkerState.EJECTED,
+    WorkerState.HALF_OPEN,
     WorkerState.WARMING,
     WorkerState.NEW,
     WorkerState.DRAINED,
@@ -63,9 +63,9 @@ class AllProcesses:
             await self._app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
-        if (scope.get("server") or ("",))[0] == str(self._worker_processes.path):  # a sibling asks
-            if path == TOLD_PATH:
-                await _answer(send, 200, [(b"content-type", b"application/json")], told(self._fleet))
+        if (scope.get("server") or ("",))[0] == str(self._worker_processes.path):  # another process asks
+            if path == CHANGES_PATH:
+                await _answer(send, 200, [(b"content-type", b"application/json")], api_changes(self._fleet))
             else:
                 await self._app(scope, receive, send)
         elif method == "GET" and path in _MERGED:
@@ -146,10 +146,10 @@ def merged_workers(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     others = [{(each["worker"], each.get("model")): each for each in report} for report in reports[1:]]
     for worker in merged:
         same = [worker, *(known[key] for known in others if (key := (worker["worker"], worker.get("model"))) in known)]
-        told = [each for each in same if "state" in each]
-        if told:
-            worst = min(told, key=lambda each: _WORST_FIRST.index(WorkerState(each["state"])))
-            requests = sum(each["requests_in_flight"] for each in told)
+        reported = [each for each in same if "state" in each]
+        if reported:
+            worst = min(reported, key=lambda each: _WORST_FIRST.index(WorkerState(each["state"])))
+            requests = sum(each["requests_in_flight"] for each in reported)
             worker |= {name: worst[name] for name in ("up", "state", "problem", "reason", "share")}
             worker["requests_in_flight"] = requests
         ranks = [{rank["dp_rank"]: rank for rank in each["ranks"]} for each in same]

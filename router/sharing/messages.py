@@ -1,9 +1,9 @@
-"""What routers tell each other: what is in flight as it is now, never differences.
+"""What routers send each other: what is in flight as it is now, never differences.
 
-Each tells what changed, and now and then all that it has in flight. What is not told again is forgotten, so that a lost
+Each sends what changed, and now and then all that it has in flight. What is not repeated is forgotten, so that a lost
 message is mended by the next.
 
-A prompt that was sent is told by the hashes of its prefixes, one for every `TOLD_TOKENS`.
+A prompt is shared as the hashes of its prefixes, one for every `SHARED_TOKENS`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 from router.holdings.speculation import CHUNK_TOKENS
 
 # A prompt of 30 000 tokens takes 1.9 kB then. What is shared below that is little to compute.
-TOLD_STRIDE = 8
-TOLD_TOKENS = TOLD_STRIDE * CHUNK_TOKENS
-# Prefixes of one prompt that are told: those of 131 072 tokens.
-MAX_TOLD = 1024
+SHARED_STRIDE = 8
+SHARED_TOKENS = SHARED_STRIDE * CHUNK_TOKENS
+# Prefixes of one prompt that are shared: those of 131 072 tokens.
+MAX_SHARED = 1024
 
 
 class Kind(IntEnum):
-    """NEWS of what is in flight; HELLO: tell me yours; GONE: nothing is any more."""
+    """NEWS: what is in flight; HELLO: send me yours; GONE: nothing is in flight any more."""
 
     NEWS = 0
     HELLO = 1
@@ -44,7 +44,7 @@ class RankLoad(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt was sent to a target. `prefixes`: 8 bytes each. `number` tells its end."""
+    """A prompt was sent to a target. `prefixes`: 8 bytes each. Its end is reported with `number`."""
 
     number: int
     worker: str
@@ -54,9 +54,9 @@ class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
-    """What one router tells.
+    """What one router sends.
 
-    `number` counts its messages. `ended`: prompts that were told before. `oldest`: all prompts before it have ended.
+    `number` counts its messages. `ended`: prompts sent earlier. `oldest`: all prompts before it have ended.
     `made`: responses, each with its worker's URL. `spent`: by tenants since the last message, requests and tokens.
     `failed`: those of `ended` that their workers did not compute.
     """
@@ -77,6 +77,6 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode
 
 
-def told(hashes: array[int]) -> array[int]:
-    """Of a prompt's prefix hashes, a chunk each, those that are told."""
-    return hashes[TOLD_STRIDE - 1 : MAX_TOLD * TOLD_STRIDE : TOLD_STRIDE]
+def shared_hashes(hashes: array[int]) -> array[int]:
+    """Of a prompt's prefix hashes, a chunk each, those that are shared."""
+    return hashes[SHARED_STRIDE - 1 : MAX_SHARED * SHARED_STRIDE : SHARED_STRIDE]

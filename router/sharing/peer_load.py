@@ -1,4 +1,4 @@
-"""What other routers have in flight, as far as this one was told."""
+"""What peer routers have in flight, by their messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from itertools import chain, takewhile
 
 from indexer import Target
 from router.holdings.speculation import ReleaseCallback, SpeculativeHoldings
-from router.sharing.messages import MAX_TOLD, TOLD_STRIDE, Kind, Message, RankLoad, SentPrompt
+from router.sharing.messages import MAX_SHARED, SHARED_STRIDE, Kind, Message, RankLoad, SentPrompt
 
-# Whatever others say, so many are remembered.
+# Bounds on what is remembered, whatever peers send.
 MAX_ROUTERS = 1024
 MAX_RANKS = 65_536
 MAX_PROMPTS = 16_384
@@ -21,7 +21,7 @@ MAX_PROMPTS = 16_384
 
 @dataclass(slots=True)
 class PeerTargetLoad:
-    """What all other routers together have in flight on a DP rank."""
+    """What all peer routers together have in flight on a DP rank."""
 
     requests: int = 0
     pending: int = 0
@@ -34,49 +34,49 @@ NOTHING = PeerTargetLoad()
 
 
 @dataclass(slots=True)
-class _Other:
-    heard: float
+class _Peer:
+    received_at: float
     number: int = -1
     loads: dict[tuple[str, int], tuple[RankLoad, float]] = field(default_factory=dict)
     prompts: dict[int, ReleaseCallback] = field(default_factory=dict)
 
 
 class PeerLoad:
-    """The routers heard of in the last `expiry` seconds, and the sums of what they told in that time.
+    """The peers that sent anything in the last `expiry` seconds, and the sums of what they have in flight.
 
     `linger`: how long an ended prompt still counts as cached soon.
     """
 
     def __init__(self, expiry: float, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.expiry = expiry
-        self.on_change: list[Callable[[str, int], None]] = []  # told the worker and rank of what they have in flight
+        self.on_change: list[Callable[[str, int], None]] = []  # called with a worker and rank whose load changed
         self._clock = clock
-        self._others: dict[str, _Other] = {}
+        self._peers: dict[str, _Peer] = {}
         self._sums: dict[tuple[str, int], PeerTargetLoad] = {}
-        self._prompts = SpeculativeHoldings(linger, clock, TOLD_STRIDE)
+        self._prompts = SpeculativeHoldings(linger, clock, SHARED_STRIDE)
 
-    def hear(self, message: Message) -> bool:
-        """Take in what a router tells. Whether it is new here. Messages that were overtaken count for nothing."""
+    def apply(self, message: Message) -> bool:
+        """Take in a peer's message. Returns whether the peer is new. Messages that were overtaken count for nothing."""
         if message.kind is Kind.GONE:
             self.forget(message.router)
             return False
-        other = self._others.get(message.router)
-        new = other is None
-        if other is None:
-            if len(self._others) >= MAX_ROUTERS:
+        peer = self._peers.get(message.router)
+        new = peer is None
+        if peer is None:
+            if len(self._peers) >= MAX_ROUTERS:
                 return False
-            other = self._others[message.router] = _Other(self._clock())
-        if message.number <= other.number:
+            peer = self._peers[message.router] = _Peer(self._clock())
+        if message.number <= peer.number:
             return False
-        other.number, other.heard = message.number, self._clock()
+        peer.number, peer.received_at = message.number, self._clock()
         for load in message.loads:
-            if len(other.loads) < MAX_RANKS or (load.worker, load.dp_rank) in other.loads:
-                self._set(other, (load.worker, load.dp_rank), load)
+            if len(peer.loads) < MAX_RANKS or (load.worker, load.dp_rank) in peer.loads:
+                self._set(peer, (load.worker, load.dp_rank), load)
         for prompt in message.sent:
-            self._hold(other, prompt)
-        gone = list(takewhile(lambda number: number < message.oldest, other.prompts))
+            self._hold(peer, prompt)
+        gone = list(takewhile(lambda number: number < message.oldest, peer.prompts))
         for number in chain(gone, message.ended):
-            if ended := other.prompts.pop(number, None):
+            if ended := peer.prompts.pop(number, None):
                 ended(number in message.failed)
         return new
 
@@ -87,7 +87,7 @@ class PeerLoad:
     def backlog(self, worker: str, dp_rank: int) -> float:
         """Seconds until the prefills of others are expected to be done there, at the most."""
         now = self._clock()
-        known = (other.loads.get((worker, dp_rank)) for other in self._others.values())
+        known = (peer.loads.get((worker, dp_rank)) for peer in self._peers.values())
         return sum(max(each[0].backlog - (now - each[1]), 0.0) for each in known if each)
 
     def in_flight(self, worker: str, ranks: Iterable[int]) -> Counter[int]:
@@ -103,46 +103,46 @@ class PeerLoad:
         self._prompts.forget(target)
 
     def routers(self) -> list[str]:
-        """Those heard of."""
-        return list(self._others)
+        """The known peers."""
+        return list(self._peers)
 
     def expire(self) -> None:
-        """Forget the routers that are silent, and loads that are not told any more."""
+        """Forget the peers that are silent, and loads that are not repeated any more."""
         oldest = self._clock() - self.expiry
-        for router in [name for name, other in self._others.items() if other.heard < oldest]:
+        for router in [name for name, peer in self._peers.items() if peer.received_at < oldest]:
             self.forget(router)
-        for other in self._others.values():
-            for rank in [rank for rank, (_, told_at) in other.loads.items() if told_at < oldest]:
-                self._set(other, rank, None)
+        for peer in self._peers.values():
+            for rank in [rank for rank, (_, received_at) in peer.loads.items() if received_at < oldest]:
+                self._set(peer, rank, None)
 
     def forget(self, router: str) -> None:
         """A router is gone, and what it had in flight."""
-        other = self._others.pop(router, None)
-        if other is None:
+        peer = self._peers.pop(router, None)
+        if peer is None:
             return
-        for rank in list(other.loads):
-            self._set(other, rank, None)
-        for ended in other.prompts.values():
+        for rank in list(peer.loads):
+            self._set(peer, rank, None)
+        for ended in peer.prompts.values():
             ended()
 
-    def _set(self, other: _Other, rank: tuple[str, int], load: RankLoad | None) -> None:
-        before = other.loads.pop(rank, None)
+    def _set(self, peer: _Peer, rank: tuple[str, int], load: RankLoad | None) -> None:
+        before = peer.loads.pop(rank, None)
         total = self._sums.setdefault(rank, PeerTargetLoad())
         if before is not None:
             _add(total, before[0], -1)
         if load is not None and (load.requests or load.context):
-            other.loads[rank] = (load, self._clock())
+            peer.loads[rank] = (load, self._clock())
             _add(total, load, 1)
         elif total == NOTHING:
             del self._sums[rank]
-        for told in self.on_change:
-            told(*rank)
+        for on_change in self.on_change:
+            on_change(*rank)
 
-    def _hold(self, other: _Other, prompt: SentPrompt) -> None:
-        if len(other.prompts) >= MAX_PROMPTS or len(prompt.prefixes) % 8 or len(prompt.prefixes) > 8 * MAX_TOLD:
+    def _hold(self, peer: _Peer, prompt: SentPrompt) -> None:
+        if len(peer.prompts) >= MAX_PROMPTS or len(prompt.prefixes) % 8 or len(prompt.prefixes) > 8 * MAX_SHARED:
             return
         target = Target(prompt.worker, prompt.dp_rank, prompt.model)
-        other.prompts[prompt.number] = self._prompts.hold(target, array("Q", prompt.prefixes))
+        peer.prompts[prompt.number] = self._prompts.hold(target, array("Q", prompt.prefixes))
 
 
 def _add(total: PeerTargetLoad, load: RankLoad, sign: int) -> None:

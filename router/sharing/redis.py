@@ -1,6 +1,6 @@
 """Load shared between replicas over Redis or Valkey: one pub/sub channel, nothing stored.
 
-What a replica told ends with its silence, so nothing is left behind in Redis by one that died.
+What a replica sent ends with its silence, so nothing is left behind in Redis by one that died.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Telling other routers what changes here, and hearing from them."""
+"""Sending other routers what changes here, and receiving from them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import structlog
 from indexer import Target
 from router.fleet.load import LoadTable
 from router.holdings.speculation import ReleaseCallback
-from router.sharing.messages import Kind, Message, RankLoad, SentPrompt, decode, encode, told
+from router.sharing.messages import Kind, Message, RankLoad, SentPrompt, decode, encode, shared_hashes
 from router.sharing.peer_load import PeerLoad
 
 log = structlog.get_logger()
 
-# How often in the time in which others would forget it everything in flight is told again.
+# How often everything in flight is repeated in the time in which peers would forget it.
 BEATS = 3
 # What one message holds at most; the rest goes into the next.
 MAX_LOADS = 512
@@ -52,48 +52,48 @@ class SharingChannel(Protocol):
 
 
 class LoadSharing:
-    """Tells the load of `table` over some channels, and gives what others tell to `peer_load`.
+    """Sends the load of `table` over some channels, and applies what others send to `peer_load`.
 
-    `on_heard` is called whenever more is known of the others; `on_made` with a response that another router saw and its
-    worker; `on_spent` with a tenant and what it spent elsewhere, requests and tokens.
+    `on_update` is called whenever more is known of the others; `on_response` with a response that another router saw
+    and its worker; `on_spent` with a tenant and what it spent elsewhere, requests and tokens.
     """
 
     def __init__(self, table: LoadTable, peer_load: PeerLoad, channels: list[SharingChannel]) -> None:
         self.router = token_hex(8)
         self.peer_load = peer_load
-        self.on_heard: list[Callable[[], None]] = []
-        self.on_made: list[Callable[[str, str], None]] = []
+        self.on_update: list[Callable[[], None]] = []
+        self.on_response: list[Callable[[str, str], None]] = []
         self.on_spent: list[Callable[[str, int, int], None]] = []
         self._table = table
         self._messages = 0
         self._prompts = 0
         self._open: dict[int, None] = {}
         self.channels = list(channels)  # what it is shared over
-        self._tellers = [_Teller(self, channel) for channel in channels]
+        self._outboxes = [_Outbox(self, channel) for channel in channels]
         self._tasks: list[asyncio.Task[None]] = []
-        self._nearest: dict[str, float] = {}  # of each router the interval of the channel that it is heard on
+        self._nearest: dict[str, float] = {}  # of each router the interval of the channel it is received on
         if channels:
             table.on_change.append(self._changed)
 
     def start(self) -> None:
-        """Begin to tell and to hear."""
-        for teller in self._tellers:
-            running = teller.channel.run(partial(self.receive, interval=teller.channel.interval), teller.hello)
-            self._tasks.append(asyncio.create_task(running, name=f"share load over {teller.channel.name}"))
-        if self._tellers:
+        """Begin to send and to receive."""
+        for outbox in self._outboxes:
+            running = outbox.channel.run(partial(self.receive, interval=outbox.channel.interval), outbox.hello)
+            self._tasks.append(asyncio.create_task(running, name=f"share load over {outbox.channel.name}"))
+        if self._outboxes:
             self._tasks.append(asyncio.create_task(self._beat(), name="share load"))
 
     async def stop(self) -> None:
-        """Say goodbye and end."""
-        for teller in self._tellers:
-            teller.tell(Kind.GONE)
+        """Send a goodbye and end."""
+        for outbox in self._outboxes:
+            outbox.send(Kind.GONE)
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
-                await asyncio.gather(*(t.channel.flush() for t in self._tellers if t.channel.problem is None))
+                await asyncio.gather(*(t.channel.flush() for t in self._outboxes if t.channel.problem is None))
         await self.kill()
 
     async def kill(self) -> None:
-        """End without a word."""
+        """End without a goodbye."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -101,33 +101,33 @@ class LoadSharing:
     def sent(self, target: Target, hashes: array[int]) -> ReleaseCallback | None:
         """A prompt was sent to a target: the hash of each of its chunks.
 
-        Returns what to call when it ended; None where nobody is told.
+        Returns what to call when it ended; None where it is not shared.
         """
-        if not self._tellers or not (prefixes := told(hashes)):
+        if not self._outboxes or not (prefixes := shared_hashes(hashes)):
             return None
         self._prompts = number = self._prompts + 1
         self._open[number] = None
         prompt = SentPrompt(number, target.worker, target.dp_rank, target.model, prefixes.tobytes())
-        for teller in self._tellers:
-            teller.sent(prompt)
+        for outbox in self._outboxes:
+            outbox.sent(prompt)
 
         def ended(failed: bool = False) -> None:
             if number in self._open:
                 del self._open[number]
-                for teller in self._tellers:
-                    teller.ended(number, failed)
+                for outbox in self._outboxes:
+                    outbox.ended(number, failed)
 
         return ended
 
-    def made(self, response: str, worker: str) -> None:
+    def share_response(self, response: str, worker: str) -> None:
         """A worker made a response."""
-        for teller in self._tellers:
-            teller.made(response, worker)
+        for outbox in self._outboxes:
+            outbox.response(response, worker)
 
     def spent(self, tenant: str, requests: int, tokens: int) -> None:
         """A tenant used something up."""
-        for teller in self._tellers:
-            teller.spent(tenant, requests, tokens)
+        for outbox in self._outboxes:
+            outbox.spent(tenant, requests, tokens)
 
     def findings(self) -> list[dict[str, Any]]:
         """What is wrong, for /health."""
@@ -137,14 +137,14 @@ class LoadSharing:
             if channel.problem is not None
         ]
 
-    def message(self, kind: Kind, news: _News) -> bytes:
+    def message(self, kind: Kind, changes: _Changes) -> bytes:
         """The next message."""
         self._messages += 1
         oldest = next(iter(self._open), self._prompts + 1)
-        loads = [self._load(*rank) for rank in news.ranks]
-        spent = [(tenant, requests, tokens) for tenant, (requests, tokens) in news.spent.items()]
+        loads = [self._load(*rank) for rank in changes.ranks]
+        spent = [(tenant, requests, tokens) for tenant, (requests, tokens) in changes.spent.items()]
         head = self.router, self._messages, kind
-        return encode(Message(*head, loads, news.sent, news.ended, oldest, news.made, spent, news.failed))
+        return encode(Message(*head, loads, changes.sent, changes.ended, oldest, changes.made, spent, changes.failed))
 
     def in_flight(self) -> list[tuple[str, int]]:
         """The ranks that have anything."""
@@ -156,8 +156,8 @@ class LoadSharing:
         return RankLoad(worker, dp_rank, *amounts, round(load.backlog, 3))
 
     def _changed(self, worker: str, dp_rank: int) -> None:
-        for teller in self._tellers:
-            teller.changed((worker, dp_rank))
+        for outbox in self._outboxes:
+            outbox.changed((worker, dp_rank))
 
     def receive(self, data: bytes, interval: float = 0.0) -> None:
         """Take in a message; what is none counts for nothing."""
@@ -172,19 +172,19 @@ class LoadSharing:
         if interval > nearest:
             return  # the same came a quicker way
         for response, worker in message.made:
-            for made in self.on_made:
-                made(response, worker)
+            for on_response in self.on_response:
+                on_response(response, worker)
         for tenant, requests, tokens in message.spent:
-            for spent in self.on_spent:
-                spent(tenant, requests, tokens)
-        if self.peer_load.hear(message) or message.kind is Kind.HELLO:
-            self.tell_everything()
-        self._heard()
+            for on_spent in self.on_spent:
+                on_spent(tenant, requests, tokens)
+        if self.peer_load.apply(message) or message.kind is Kind.HELLO:
+            self.send_everything()
+        self._updated()
 
-    def tell_everything(self) -> None:
-        """Tell all that is in flight here."""
-        for teller in self._tellers:
-            teller.everything()
+    def send_everything(self) -> None:
+        """Send all that is in flight here."""
+        for outbox in self._outboxes:
+            outbox.everything()
 
     async def _beat(self) -> None:
         while True:
@@ -192,17 +192,17 @@ class LoadSharing:
             self.peer_load.expire()
             known = self.peer_load.routers()
             self._nearest = {router: interval for router, interval in self._nearest.items() if router in known}
-            self._heard()
-            self.tell_everything()
+            self._updated()
+            self.send_everything()
 
-    def _heard(self) -> None:
-        for heard in self.on_heard:
-            heard()
+    def _updated(self) -> None:
+        for on_update in self.on_update:
+            on_update()
 
 
 @dataclass(slots=True)
-class _News:
-    """What is to be told. `bytes`: roughly, beside the loads."""
+class _Changes:
+    """What is to be sent. `bytes`: roughly, beside the loads."""
 
     ranks: dict[tuple[str, int], None] = field(default_factory=dict)
     sent: list[SentPrompt] = field(default_factory=list)
@@ -213,60 +213,60 @@ class _News:
     bytes: int = 0
 
 
-class _Teller:
-    """What is to be told over one channel, gathered for its interval."""
+class _Outbox:
+    """What is to be sent over one channel, gathered for its interval."""
 
     def __init__(self, sharing: LoadSharing, channel: SharingChannel) -> None:
         self.channel = channel
         self._sharing = sharing
-        self._news = _News()
+        self._changes = _Changes()
         self._timer: asyncio.TimerHandle | None = None
 
     def changed(self, rank: tuple[str, int]) -> None:
-        self._news.ranks[rank] = None
+        self._changes.ranks[rank] = None
         self._soon(0)
 
     def sent(self, prompt: SentPrompt) -> None:
-        self._news.sent.append(prompt)
+        self._changes.sent.append(prompt)
         self._soon(len(prompt.prefixes))
 
     def ended(self, number: int, failed: bool) -> None:
-        self._news.ended.append(number)
+        self._changes.ended.append(number)
         if failed:
-            self._news.failed.append(number)
+            self._changes.failed.append(number)
         self._soon(8)
 
-    def made(self, response: str, worker: str) -> None:
-        self._news.made.append((response, worker))
+    def response(self, response: str, worker: str) -> None:
+        self._changes.made.append((response, worker))
         self._soon(len(response) + len(worker))
 
     def spent(self, tenant: str, requests: int, tokens: int) -> None:
-        before = self._news.spent.get(tenant, (0, 0))
-        self._news.spent[tenant] = before[0] + requests, before[1] + tokens
+        before = self._changes.spent.get(tenant, (0, 0))
+        self._changes.spent[tenant] = before[0] + requests, before[1] + tokens
         self._soon(0)
 
     def hello(self) -> None:
-        """The channel works now: ask the others what they have in flight, and tell them."""
-        self.tell(Kind.HELLO)
+        """The channel works now: ask the others what they have in flight, and send ours."""
+        self.send(Kind.HELLO)
         self.everything()
 
     def everything(self) -> None:
-        """Tell of all that is in flight."""
+        """Send all that is in flight."""
         for rank in self._sharing.in_flight():
             self.changed(rank)
-        self.tell()
+        self.send()
 
-    def tell(self, kind: Kind = Kind.NEWS) -> None:
+    def send(self, kind: Kind = Kind.NEWS) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self.channel.problem is None:
-            self.channel.send(self._sharing.message(kind, self._news))
-        self._news = _News()
+            self.channel.send(self._sharing.message(kind, self._changes))
+        self._changes = _Changes()
 
     def _soon(self, size: int) -> None:
-        self._news.bytes += size
-        if len(self._news.ranks) >= MAX_LOADS or self._news.bytes >= MAX_BYTES:
-            self.tell()
+        self._changes.bytes += size
+        if len(self._changes.ranks) >= MAX_LOADS or self._changes.bytes >= MAX_BYTES:
+            self.send()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self.channel.interval, self.tell)
+            self._timer = asyncio.get_running_loop().call_later(self.channel.interval, self.send)

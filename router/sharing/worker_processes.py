@@ -21,8 +21,8 @@ from router.sharing.datagrams import DatagramChannel
 
 log = structlog.get_logger()
 
-# Where a process tells a new one what it was told while it ran. Only answered on the Unix socket.
-TOLD_PATH = "/processes/told"
+# Where a new process asks for what changed over the API while it did not run. Only answered on the Unix socket.
+CHANGES_PATH = "/processes/changes"
 
 _DUMP_SECONDS = 5.0  # of silence
 _HEADERS_OF_THE_CONNECTION = {b"host", b"connection", b"content-length", b"transfer-encoding", b"expect"}
@@ -37,8 +37,8 @@ class ProcessAnswer:
     body: bytes
 
 
-class _Told(msgspec.Struct):
-    """What a process was told over HTTP: workers that were added, as settings, and the URLs of those that drain."""
+class _ApiChanges(msgspec.Struct):
+    """What changed over the API: workers that were added, as settings, and the URLs of those that drain."""
 
     added: list[dict[str, object]]
     draining: list[str]
@@ -70,25 +70,25 @@ class WorkerProcesses:
         return DatagramChannel(self.folder, self.number, self.processes)
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes, seconds: float) -> list[ProcessAnswer]:
-        """What all others answer within some seconds; those that do not are left out."""
+        """What all others answer within some seconds; without those that do not."""
         answers = await asyncio.gather(
             *(self._ask(number, method, target, headers, body, seconds) for number in self.others)
         )
         return [answer for answer in answers if answer is not None]
 
     async def catch_up(self, fleet: Fleet) -> None:
-        """Take over what the others were told while this process did not run."""
+        """Take over what changed while this process did not run."""
         if not self.again:
             return
-        for answer in await self.ask("GET", TOLD_PATH, [], b"", 1.0):
+        for answer in await self.ask("GET", CHANGES_PATH, [], b"", 1.0):
             try:
-                told = msgspec.json.decode(answer.body, type=_Told)
-                await fleet.assign("api", [WorkerSettings.model_validate(each) for each in told.added])
+                changes = msgspec.json.decode(answer.body, type=_ApiChanges)
+                await fleet.assign("api", [WorkerSettings.model_validate(each) for each in changes.added])
             except (msgspec.DecodeError, ValidationError) as error:
-                log.warning("a process does not say what it was told", process=answer.number, reason=str(error))
+                log.warning("a process does not say what changed", process=answer.number, reason=str(error))
                 continue
             for worker in fleet.workers:
-                fleet.drain(worker, worker.url in told.draining)
+                fleet.drain(worker, worker.url in changes.draining)
             return
 
     def load_index(self, secret: str, token: str) -> list[TargetDump]:
@@ -103,7 +103,7 @@ class WorkerProcesses:
                 if answer.status == 200:
                     return read_dump(answer, secret)
             except (OSError, DumpError, ValueError) as error:
-                log.debug("no index from a sibling", process=number, reason=str(error))
+                log.debug("no index from another process", process=number, reason=str(error))
             finally:
                 connection.close()
         return []
@@ -127,7 +127,7 @@ class WorkerProcesses:
         try:
             async with (
                 aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-                session.request(method, f"http://sibling{target}", headers=passed, data=body or None) as response,
+                session.request(method, f"http://process{target}", headers=passed, data=body or None) as response,
             ):
                 return ProcessAnswer(number, response.status, await response.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -139,15 +139,15 @@ class WorkerProcesses:
         return self.folder / f"{number}.http"
 
 
-def told(fleet: Fleet) -> bytes:
-    """What this process was told, for one that starts."""
+def api_changes(fleet: Fleet) -> bytes:
+    """What changed over the API here, for a process that starts."""
     added = [worker.model_dump(mode="json") for worker in fleet.assigned("api")]
-    return msgspec.json.encode(_Told(added, [worker.url for worker in fleet.workers if worker.draining]))
+    return msgspec.json.encode(_ApiChanges(added, [worker.url for worker in fleet.workers if worker.draining]))
 
 
 class _UnixConnection(HTTPConnection):
     def __init__(self, path: Path) -> None:
-        super().__init__("sibling", timeout=_DUMP_SECONDS)
+        super().__init__("process", timeout=_DUMP_SECONDS)
         self._path = path
 
     def connect(self) -> None:

@@ -180,7 +180,7 @@ def test_what_other_routers_have_there_counts_as_soon_as_it_is_told() -> None:
 
     async def play(router: Router, _: Fleet) -> None:
         assert candidates(router, prompt(1))[URLS[0]].requests == 0
-        peer_load.hear(Message("other", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
+        peer_load.apply(Message("other", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
         now = candidates(router, prompt(1))
         assert (now[URLS[0]].requests, now[URLS[0]].pending, now[URLS[0]].context) == (3, 40, 50)
         assert now[URLS[1]].requests == 0
@@ -267,7 +267,7 @@ def test_loads_told_while_nobody_asked_for_a_name_count_when_somebody_does() -> 
         names = RoutedPrompt(MODEL, 40), RoutedPrompt("other", 40)
         assert [candidates(router, each)[URLS[0]].requests for each in names] == [0, 0]
         fleet.drain(fleet.workers[1], True)
-        peer_load.hear(Message("a", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
+        peer_load.apply(Message("a", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
         assert [candidates(router, each)[URLS[0]].requests for each in names] == [3, 3]
 
     with_router(play, peer_load)

@@ -169,7 +169,7 @@ def test_all_are_chosen_from_when_all_are_new(clock: Clock) -> None:
 def test_those_left_out_are_used_when_there_are_no_others(clock: Clock) -> None:
     good, bad = worker(clock), worker(clock)
     bad.health.circuit.open("it hangs")
-    assert bad.state is WorkerState.LEFT_OUT
+    assert bad.state is WorkerState.EJECTED
     assert list(choosable([good, bad], Random())) == [good]
     assert list(choosable([bad], Random())) == [bad]
 
@@ -179,7 +179,7 @@ def test_a_worker_is_tried_again_only_once_it_answers(clock: Clock) -> None:
     bad.metrics.asked()
     bad.health.circuit.open("it hangs")
     clock.now += 60
-    assert bad.state is WorkerState.TRIAL
+    assert bad.state is WorkerState.HALF_OPEN
     assert list(choosable([good, bad], Random())) == [good]
     bad.metrics.answered()
     assert list(choosable([good, bad], Random())) == [good, bad]

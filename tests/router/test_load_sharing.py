@@ -22,7 +22,7 @@ from router.holdings.speculation import CHUNK_TOKENS
 from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing, PeerLoad
 from router.sharing.datagrams import DatagramChannel
-from router.sharing.messages import TOLD_TOKENS, Kind, Message, RankLoad, decode, encode
+from router.sharing.messages import SHARED_TOKENS, Kind, Message, RankLoad, decode, encode
 
 EXPIRY = 3.0
 LINGER = 1.0
@@ -80,15 +80,15 @@ class OthersAreForgotten(RuleBasedStateMachine):
     def tell(self, router: str, worker: str, requests: int, late: bool) -> None:
         self.numbers[router] += 1
         number = self.numbers[router]
-        self.peer_load.hear(news(router, number, load_of(worker, requests)))
+        self.peer_load.apply(news(router, number, load_of(worker, requests)))
         if late:  # one that was overtaken
-            self.peer_load.hear(news(router, number - 1, load_of(worker, 99)))
+            self.peer_load.apply(news(router, number - 1, load_of(worker, 99)))
         self.told[router, worker] = (load_of(worker, requests), self.clock.now)
         self.heard[router] = self.clock.now
 
     @rule(router=st.sampled_from("abc"))
     def say_goodbye(self, router: str) -> None:
-        self.peer_load.hear(Message(router, self.numbers[router] + 1, Kind.GONE))
+        self.peer_load.apply(Message(router, self.numbers[router] + 1, Kind.GONE))
         self.numbers[router] += 1
         self._forget(router)
 
@@ -137,12 +137,12 @@ def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, 
             await asyncio.sleep(0.001)
             for message in wire.told:
                 if data.draw(st.booleans()):
-                    there.hear(decode(message))
+                    there.apply(decode(message))
             wire.told.clear()
         clock.now += EXPIRY + 1
-        here.tell_everything()
+        here.send_everything()
         for message in wire.told:
-            there.hear(decode(message))
+            there.apply(decode(message))
         there.expire()
         for worker in "xy":
             own, known = table.of(worker, 0), there.of(worker, 0)
@@ -164,17 +164,17 @@ def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> 
         target = Target("http://w", 1, "m")
         prompt = array("Q", range(1, 41))  # 40 chunks: 5 prefixes are told
         ended = here.sent(target, prompt)
-        here.tell_everything()
+        here.send_everything()
         hear_all(wire, there)
-        assert there.overlaps(prompt).get(target, 0) == 5 * TOLD_TOKENS
+        assert there.overlaps(prompt).get(target, 0) == 5 * SHARED_TOKENS
         sibling = array("Q", [*prompt[:20], *range(100, 120)])
-        assert there.overlaps(sibling).get(target, 0) == 2 * TOLD_TOKENS <= 20 * CHUNK_TOKENS
+        assert there.overlaps(sibling).get(target, 0) == 2 * SHARED_TOKENS <= 20 * CHUNK_TOKENS
         assert there.overlaps(prompt).get(Target("http://other", 1, "m"), 0) == 0
         ended()
         ended()  # only once
-        here.tell_everything()
+        here.send_everything()
         hear_all(wire, there)
-        assert there.overlaps(prompt).get(target, 0) == 5 * TOLD_TOKENS
+        assert there.overlaps(prompt).get(target, 0) == 5 * SHARED_TOKENS
         clock.now += LINGER
         assert there.overlaps(prompt).get(target, 0) == 0
 
@@ -188,13 +188,13 @@ def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
         target, other = Target("http://w", 0, "m"), Target("http://v", 0, "m")
         prompt = array("Q", range(1, 9))
         for ended, failed in [(here.sent(target, prompt), True), (here.sent(other, prompt), False)]:
-            here.tell_everything()
+            here.send_everything()
             hear_all(wire, there)
             assert ended is not None
             ended(failed)
-            here.tell_everything()
+            here.send_everything()
             hear_all(wire, there)
-        assert there.overlaps(prompt) == {other: TOLD_TOKENS}
+        assert there.overlaps(prompt) == {other: SHARED_TOKENS}
 
     asyncio.run(play())
 
@@ -206,12 +206,12 @@ def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
         there = PeerLoad(EXPIRY, LINGER, clock)
         target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
         ended = here.sent(target, prompt)
-        here.tell_everything()
+        here.send_everything()
         hear_all(wire, there)
         ended()
-        here.tell_everything()
+        here.send_everything()
         wire.told.clear()  # lost
-        here.tell_everything()
+        here.send_everything()
         hear_all(wire, there)
         clock.now += LINGER
         assert there.overlaps(prompt).get(target, 0) == 0
@@ -242,8 +242,8 @@ def test_a_router_that_is_gone_takes_its_prompts_along() -> None:
 def test_backlogs_elsewhere_pass_with_time() -> None:
     clock = Clock()
     there = PeerLoad(EXPIRY, LINGER, clock)
-    there.hear(news("a", 1, load_of("w", 1, backlog=2.0)))
-    there.hear(news("b", 1, load_of("w", 1, backlog=0.5)))
+    there.apply(news("a", 1, load_of("w", 1, backlog=2.0)))
+    there.apply(news("b", 1, load_of("w", 1, backlog=0.5)))
     assert there.backlog("w", 0) == 2.5
     clock.now = 1.0
     assert there.backlog("w", 0) == 1.0
@@ -265,7 +265,7 @@ def test_a_lost_carrier_is_a_finding_and_costs_nothing_else() -> None:
         sharing = LoadSharing(table, PeerLoad(EXPIRY, LINGER), [wire])
         wire.problem = "connection refused"
         Reservation(table.of("w", 0), 7, 20).release()
-        sharing.tell_everything()
+        sharing.send_everything()
         assert wire.told == []
         [found] = sharing.findings()
         assert found == {"finding": "load_not_shared", "carrier": "wire", "detail": "connection refused"}
@@ -305,7 +305,7 @@ def test_who_waits_is_told_when_there_is_less_elsewhere() -> None:
     async def play() -> None:
         here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
         told: list[int] = []
-        here.on_heard.append(lambda: told.append(here.peer_load.of("w", 0).requests))
+        here.on_update.append(lambda: told.append(here.peer_load.of("w", 0).requests))
         here.receive(encode(news("a", 1, load_of("w", 2))))
         here.receive(encode(news("a", 2, load_of("w", 1))))
         here.receive(encode(Message("a", 3, Kind.GONE)))
@@ -327,7 +327,7 @@ def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None
         asks, also = (control.tenant("t") for control in controls)
         for _ in range(3):
             asks.admit("m", 10)
-        here.tell_everything()
+        here.send_everything()
         for wire in wires:
             for message in wire.told:
                 there.receive(message, wire.interval)
@@ -344,10 +344,10 @@ def test_a_response_is_found_by_the_router_that_did_not_see_it() -> None:
         wire = Wire()
         here, there = (LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in ([wire], []))
         mine, theirs = ResponseOwners(), ResponseOwners()
-        mine.on_learned.append(here.made)
-        there.on_made.append(theirs.remember)
+        mine.on_learned.append(here.share_response)
+        there.on_response.append(theirs.remember)
         mine.learn(b'{"id": "resp_1", ', "http://w")
-        here.tell_everything()
+        here.send_everything()
         for message in wire.told:
             there.receive(message)
         assert theirs.of("resp_1") == "http://w"
@@ -357,7 +357,7 @@ def test_a_response_is_found_by_the_router_that_did_not_see_it() -> None:
 
 def hear_all(wire: Wire, peer_load: PeerLoad) -> None:
     for message in wire.told:
-        peer_load.hear(decode(message))
+        peer_load.apply(decode(message))
     wire.told.clear()
 
 
@@ -372,5 +372,5 @@ def test_prefixes_that_cannot_be_are_not_held(prefixes: bytes) -> None:
     from router.sharing.messages import SentPrompt
 
     there = PeerLoad(EXPIRY, LINGER)
-    there.hear(Message("a", 1, Kind.NEWS, sent=[SentPrompt(1, "w", 0, "m", prefixes)]))
+    there.apply(Message("a", 1, Kind.NEWS, sent=[SentPrompt(1, "w", 0, "m", prefixes)]))
     assert there.overlaps(array("Q", [int.from_bytes(b"12345678", "little")] * 8)).get(Target("w", 0, "m"), 0) == 0

@@ -156,7 +156,7 @@ def test_only_workers_that_serve_the_same_are_compared(clock: Clock, judge: Stal
         answered(workers[0].health, clock, 20.0)
         for slow in workers[1::2]:
             answered(slow.health, clock, 20.0)
-    judge.leave_out_outliers(workers)
+    judge.eject_outliers(workers)
     opened = [worker.health.circuit.state is not CircuitState.CLOSED for worker in workers]
     assert opened == [True] + [False] * 5
 
@@ -164,6 +164,6 @@ def test_only_workers_that_serve_the_same_are_compared(clock: Clock, judge: Stal
 def test_judging_many_workers_looks_at_each_a_few_times(clock: Clock, judge: StallDetector) -> None:
     workers = fleet(300, clock, lambda _: "m")
     clock.asked = 0
-    judge.leave_out_stalled(workers)
-    judge.leave_out_outliers(workers)
+    judge.eject_stalled(workers)
+    judge.eject_outliers(workers)
     assert clock.asked < 10 * len(workers)
