@@ -136,14 +136,23 @@ def _decode_one_by_one(payload: bytes) -> EventBatch:
     events: list[Event] = []
     rejected: list[RejectedEvent] = []
     for index, raw in enumerate(batch.events):
-        try:
-            events.append(_decode_event(raw))
-        except _UNREADABLE as error:
-            rejected.append(RejectedEvent(index, _reason(raw, str(error))))
+        event = decode_event(index, raw)
+        if isinstance(event, RejectedEvent):
+            rejected.append(event)
+        else:
+            events.append(event)
     return EventBatch(batch.ts, events, batch.dp_rank, rejected)
 
 
-def _decode_event(raw: msgspec.Raw) -> Event:
+def decode_event(index: int, raw: msgspec.Raw | bytes) -> Event | RejectedEvent:
+    """One event of a batch, by its number there; or why it cannot be read."""
+    try:
+        return _decode_event(raw)
+    except _UNREADABLE as error:
+        return RejectedEvent(index, _reason(raw, str(error)))
+
+
+def _decode_event(raw: msgspec.Raw | bytes) -> Event:
     if not _is_map(raw):
         listed: _StoredArray | _RemovedArray | _ClearedArray = _decode_array(raw)
         return listed.event()
@@ -177,17 +186,17 @@ _decode_map_pairs = msgspec.msgpack.Decoder(_Pairs).decode
 _decode_array_pairs = msgspec.msgpack.Decoder(_ArrayPairs).decode
 
 
-def _is_map(raw: msgspec.Raw) -> bool:
+def _is_map(raw: msgspec.Raw | bytes) -> bool:
     first = memoryview(raw)[0]
     return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
 
 
-def _has_event_type(raw: msgspec.Raw) -> bool:
+def _has_event_type(raw: msgspec.Raw | bytes) -> bool:
     found = _decode_type(raw)
     return found.event_type is not None and found.type is None
 
 
-def _reason(raw: msgspec.Raw, reason: str) -> str:
+def _reason(raw: msgspec.Raw | bytes, reason: str) -> str:
     """Why an event is set aside. SGLang with EAGLE sends pairs of tokens, for a cache that keeps pairs."""
     try:
         _decode_map_pairs(raw) if _is_map(raw) else _decode_array_pairs(raw)

@@ -26,7 +26,7 @@ class _StandardEvent(msgspec.Struct):
 _decode = msgspec.msgpack.Decoder(_StandardEvent).decode
 
 
-def decode_standard_event(raw: msgspec.Raw) -> Event:
+def decode_standard_event(raw: msgspec.Raw | bytes) -> Event:
     """Decode one event map. Raises msgspec.DecodeError for what is none."""
     event = _decode(raw)
     medium = event.medium.upper() if event.medium else None
