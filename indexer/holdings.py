@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -82,6 +82,10 @@ class HoldingsCounters:
     orphans_dropped: int = 0
     over_capacity: int = 0
     ignored: int = 0
+
+
+# A run and the offset of a block in it.
+Place: TypeAlias = tuple[Run[Holder], int]
 
 
 class Holdings:
@@ -238,10 +242,10 @@ class Holdings:
 
     def restore(self, runs: Sequence[DumpedRun], holders: Sequence[DumpedHolder]) -> None:
         """Hold what a dump says; these holdings must be empty. Raises DumpError when it makes no sense."""
-        places: list[list[tuple[Run[Holder], int]]] = []
+        places: list[list[Place]] = []
         try:
             for dumped in runs:
-                after = places[dumped.parent][dumped.offset] if dumped.parent >= 0 else None
+                after = _place_at(places, dumped.parent, dumped.offset) if dumped.parent >= 0 else None
                 spans = self._tree.insert(after, array("Q", dumped.hashes))
                 places.append([(run, start + step) for run, start, count in spans for step in range(count)])
             for known in holders:
@@ -249,7 +253,7 @@ class Holdings:
                 holder.window = known.window
                 holder.told = min(len(known.blocks), 32)
                 for name, number, offset in known.blocks:
-                    self._hold_at(holder, read_hash(name), places[number][offset])
+                    self._hold_at(holder, read_hash(name), _place_at(places, number, offset))
                 copies = {read_hash(name): count for name, count in known.copies}
                 holder.extra_copies = {name: count for name, count in copies.items() if name in holder.positions}
         except (IndexError, OverflowError, UnusableEventError) as error:
@@ -552,6 +556,13 @@ class Holdings:
 def _kind(event: BlockStored | BlockRemoved) -> tuple[int, str]:
     """The cache group and the medium of an event; no medium is the engine's own memory."""
     return event.group_idx or 0, event.medium or "GPU"
+
+
+def _place_at(places: list[list[Place]], number: int, offset: int) -> Place:
+    """Where a block of a dump is. Raises IndexError."""
+    if number < 0 or offset < 0:
+        raise IndexError("counted from the end")
+    return places[number][offset]
 
 
 def _window_blocks(event: BlockStored) -> int | None:

@@ -222,7 +222,7 @@ class PrefixTree {
 
     // Free what nobody holds any more at the end of a run, and the run itself, and its parents.
     void release(u32 number) {
-        while (number != kRoot) {
+        while (number != kRoot && run(number).parent != kNobody) {
             Run& here = run(number);
             u32 needed = 0;
             for (u32 index = 0; index < here.held_count && needed < here.size; ++index)

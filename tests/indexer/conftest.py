@@ -15,9 +15,13 @@ from indexer.sequence import SequenceSettings, StreamState
 from indexer.streams import StreamStatus
 
 
+# These have no index, or one of each core.
+_ONCE = {"test_cores", "test_hashing", "test_sequence"}
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each test is of both cores."""
-    metafunc.parametrize("core", CORES, indirect=True)
+    metafunc.parametrize("core", CORES[-1:] if metafunc.module.__name__ in _ONCE else CORES, indirect=True)
 
 
 @pytest.fixture(autouse=True)
