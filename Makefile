@@ -7,8 +7,12 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
-.PHONY: demo test test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-index bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
+
+# The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
+native: .venv/installed
+	$(BIN)/python indexer/native/build.py
 
 demo: .venv/installed
 	$(BIN)/kvrouter demo $(ARGS)
@@ -20,6 +24,16 @@ test: .venv/installed
 TESTED = indexer router kvrouter end_to_end
 test-compiled: .compiled/tests
 	cd .compiled && bin/pytest --config-file ../pyproject.toml --numprocesses 4 $(TESTED:%=../tests/%) $(ARGS)
+
+# The native core under sanitizers: random and damaged payloads, and threads. PAYLOADS=10000000 takes a quarter of an hour.
+PAYLOADS ?= 500000
+SANITIZE = $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all -Iindexer/native -pthread
+test-sanitize:
+	@mkdir -p .sanitize
+	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz.cpp -o .sanitize/fuzz
+	$(SANITIZE) -fsanitize=thread tests/indexer/native/threads.cpp -o .sanitize/threads
+	.sanitize/fuzz $(PAYLOADS)
+	.sanitize/threads 5000
 
 test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)

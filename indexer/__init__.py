@@ -1,5 +1,6 @@
 """Who holds what: workers' event streams, the prefix tree, and the API that answers `/match`."""
 
+from indexer.cores import core_name, make_index
 from indexer.holdings import Target
 from indexer.index import Index
 from indexer.indexer import DEFAULT_TENANT, Indexer, MatchQuery, Registration, UnknownModelError
@@ -14,4 +15,6 @@ __all__ = [
     "Registration",
     "Target",
     "UnknownModelError",
+    "core_name",
+    "make_index",
 ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, read_hash, written_hash
 from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
-from indexer.orphans import Orphan, Orphans
+from indexer.orphans import Orphan, Orphans, Removal
 from indexer.tree import PrefixTree, Run, split_position
 from kvevents import BlockRemoved, BlockStored, EngineHash, Tier, tier_of
 from kvevents.identity import identity_of
@@ -23,6 +24,14 @@ _WHOLE_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_
 _SLIDING_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 # … and these only the state after a block.
 _STATE_KINDS = frozenset({"mamba", "linear_attention"})
+
+# What one stream may bring of things that are few; `indexer/native/holdings.hpp` has the same.
+_MOST_HOLDERS = 64
+_MOST_BLOCK_SIZES = 8
+_MOST_ADAPTERS_IN_KEYS = 1024
+
+# Of a run's children, before it is taken for granted that one of them is held. `indexer/native/tree.hpp` has the same.
+_CHILDREN_LOOKED_AT = 64
 
 K = TypeVar("K")
 
@@ -54,6 +63,7 @@ class Holder:
     group: int
     tier: Tier
     window: int | None = None
+    told: int = 0  # stored events
     positions: dict[EngineHash, int] = field(default_factory=dict)
     # Engines may keep a block in several physical copies and report the removal of each: copies beyond the first.
     extra_copies: dict[EngineHash, int] = field(default_factory=dict)
@@ -74,10 +84,15 @@ class HoldingsCounters:
     ignored: int = 0
 
 
+# A run and the offset of a block in it.
+Place: TypeAlias = tuple[Run[Holder], int]
+
+
 class Holdings:
     """One target's blocks in the shared tree.
 
     `adapter` is the one of events that name none. `capacity`: the blocks the engine's own memory has, None if unknown.
+    `most_blocks`: more than all memories of any engine have.
     """
 
     def __init__(
@@ -88,10 +103,12 @@ class Holdings:
         orphan_blocks: int,
         adapter: str | None = None,
         capacity: int | None = None,
+        most_blocks: int = sys.maxsize,
     ) -> None:
         self.target = target
         self.adapter = adapter
         self.capacity = capacity
+        self.most_blocks = most_blocks
         self.alive = True
         self.hybrid = False
         self.block_sizes: set[int] = set()
@@ -102,6 +119,7 @@ class Holdings:
         self._adapters_in_keys: set[str] = set()
         self._orphans = Orphans(orphan_blocks)
         self._early: dict[EngineHash, list[Holder]] = {}  # blocks of a window group that came before their prefix
+        self._early_size = 0
 
     @property
     def orphans(self) -> int:
@@ -117,6 +135,17 @@ class Holdings:
     def windows(self) -> dict[int, int]:
         """How many of the last blocks the other cache groups need, by group."""
         return {holder.group: holder.window for holder in self._holders.values() if holder.window is not None}
+
+    def counting_groups(self, groups: Collection[int], seen: Collection[int]) -> set[int]:
+        """Those of some cache groups that a hit needs: the model's, which are told of about as often as one another.
+
+        `seen`: the groups that hold something of the prompt in question. A group that a stray event named is none.
+        """
+        told: dict[int, int] = {}
+        for holder in self._holders.values():
+            told[holder.group] = told.get(holder.group, 0) + holder.told
+        most = max(told.values(), default=0)
+        return {group for group in groups if told[group] * 16 >= most and (told[group] > 1 or group in seen)}
 
     def blocks_by_tier(self) -> dict[Tier, int]:
         """Blocks held in each tier; a block in two tiers counts in both, one in several groups once."""
@@ -155,8 +184,12 @@ class Holdings:
                 if not _take_one(holder.extra_copies, engine_hash):
                     self.counters.removed += 1
                     self._vacate(holder, holder.positions.pop(engine_hash))
-            elif not self._forget_early(holder, engine_hash) and not self._orphans.remove(engine_hash, event):
-                self.counters.unknown_removed += 1
+            elif not self._forget_early(holder, engine_hash):
+                dropped = self._orphans.remove(engine_hash, event)
+                if dropped is None:
+                    self.counters.unknown_removed += 1
+                else:
+                    self.counters.orphans_dropped += dropped
 
     def clear_medium(self, medium: str) -> None:
         """Take away every block held in one medium, or parked for it."""
@@ -167,15 +200,25 @@ class Holdings:
             self._early = {
                 name: left for name, early in self._early.items() if (left := [h for h in early if h is not holder])
             }
+            self._early_size = sum(map(len, self._early.values()))
         self._orphans.clear_medium(medium)
 
     def keep_within_capacity(self) -> None:
-        """Drop the oldest blocks beyond what the engine's memory holds: their removal got lost."""
-        if self.capacity is None or self.hybrid:
+        """Drop the oldest blocks beyond what the engine's memory holds, or any engine's: their removal got lost."""
+        holders = self._holders.values()
+        if self.capacity is not None and not self.hybrid:
+            for holder in holders:
+                while holder.tier is Tier.GPU and (excess := len(holder.positions) - self.capacity) > 0:
+                    self._drop_oldest(holder, excess)
+        blocks = sum([len(holder.positions) for holder in holders])
+        if blocks <= self.most_blocks:
             return
-        for holder in self._holders.values():
-            while holder.tier is Tier.GPU and (excess := len(holder.positions) - self.capacity) > 0:
-                self._drop_oldest(holder, excess)
+        kept = self.most_blocks - self.most_blocks // 16  # so that this is rare
+        while blocks > kept:
+            largest = max(holders, key=lambda holder: len(holder.positions))
+            before = len(largest.positions)
+            self._drop_oldest(largest, min(blocks - kept, before))
+            blocks -= before - len(largest.positions)
 
     def dump(self) -> tuple[list[DumpedRun], list[DumpedHolder]]:
         """All blocks and the prefixes they end."""
@@ -199,19 +242,21 @@ class Holdings:
 
     def restore(self, runs: Sequence[DumpedRun], holders: Sequence[DumpedHolder]) -> None:
         """Hold what a dump says; these holdings must be empty. Raises DumpError when it makes no sense."""
-        places: list[list[tuple[Run[Holder], int]]] = []
+        places: list[list[Place]] = []
         try:
             for dumped in runs:
-                after = places[dumped.parent][dumped.offset] if dumped.parent >= 0 else None
+                after = _place_at(places, dumped.parent, dumped.offset) if dumped.parent >= 0 else None
                 spans = self._tree.insert(after, array("Q", dumped.hashes))
                 places.append([(run, start + step) for run, start, count in spans for step in range(count)])
             for known in holders:
-                holder = Holder(self, known.group, tier_of(known.medium), known.window)
-                self._holders[known.group, known.medium] = holder
+                holder = self._holder_of(known.group, known.medium)
+                holder.window = known.window
+                holder.told = min(len(known.blocks), 32)
                 for name, number, offset in known.blocks:
-                    self._hold_at(holder, read_hash(name), places[number][offset])
-                holder.extra_copies = {read_hash(name): count for name, count in known.copies}
-        except (IndexError, OverflowError) as error:
+                    self._hold_at(holder, read_hash(name), _place_at(places, number, offset))
+                copies = {read_hash(name): count for name, count in known.copies}
+                holder.extra_copies = {name: count for name, count in copies.items() if name in holder.positions}
+        except (IndexError, OverflowError, UnusableEventError) as error:
             raise DumpError(f"a block of {self.target} has no place") from error
         finally:
             for run in {place[-1][0].number: place[-1][0] for place in reversed(places) if place}.values():
@@ -235,7 +280,9 @@ class Holdings:
         """
         (engine_hash,) = event.block_hashes
         holder = self._holders.get((event.group_idx or 0, event.medium or "GPU"))
-        if holder is None or holder.window is not None or (event.extra_keys and any(event.extra_keys)):
+        if holder is None or event.kv_cache_spec_kind not in _WHOLE_PREFIX_KINDS:
+            return False
+        if event.extra_keys and any(event.extra_keys):
             return False
         positions = holder.positions
         parent = positions.get(event.parent_block_hash)  # type: ignore[arg-type]
@@ -252,6 +299,7 @@ class Holdings:
         run.held[holder] = run.held.get(holder, 0) | 1 << len(run.hashes)
         run.hashes.append(prefix_hash)
         positions[engine_hash] = parent + 1
+        holder.told += 1
         self.counters.stored += 1
         return True
 
@@ -265,15 +313,15 @@ class Holdings:
         if parent is None:
             seed, keys = self._start(event, block_size)
         else:
-            place = self._find(parent)
+            place = self._find(parent, self._holders.get(_kind(event)))
             if place is None:
                 return False
             seed = place[0].hashes[place[1]]
             if event.extra_keys and any(event.extra_keys):
                 keys = self._identity(event)[2]
+        holder = self._holder(event)
         hashes: array[int] = array("Q")
         extend_prefix_hashes(hashes, seed, tokens, block_size, len(engine_hashes), keys)
-        holder = self._holder(event)
         left: list[int] = []
         done = 0
         recounts = self.hybrid or parent is not None or not _all_in(engine_hashes, holder.positions)
@@ -288,9 +336,13 @@ class Holdings:
 
     def _start(self, event: BlockStored, block_size: int) -> tuple[int, list[bytes | None] | None]:
         """The seed and the extra keys of blocks that start a prompt."""
-        self.block_sizes.add(block_size)
         adapter, salt, keys = self._identity(event)
-        if adapter is not None and event.lora_name is None and event.lora_id is None:
+        if block_size not in self.block_sizes:
+            if len(self.block_sizes) >= _MOST_BLOCK_SIZES:
+                raise UnusableEventError(f"block_size {block_size} is one more than {_MOST_BLOCK_SIZES}")
+            self.block_sizes.add(block_size)
+        in_keys = adapter is not None and event.lora_name is None and event.lora_id is None
+        if adapter is not None and in_keys and len(self._adapters_in_keys) < _MOST_ADAPTERS_IN_KEYS:
             self._adapters_in_keys.add(adapter)
         target = self.target
         namespace = Namespace(target.model, target.tenant, adapter or self.adapter, salt, block_size)
@@ -305,14 +357,20 @@ class Holdings:
     def _adopt(self, engine_hashes: Sequence[EngineHash]) -> None:
         """Place the orphans that waited for these blocks, and those that waited for them."""
         pending = self._orphans.adopt(engine_hashes)
-        removals: list[BlockRemoved] = []  # last, so that what hangs from a removed block finds its place
+        removals: list[tuple[Removal, int]] = []  # last, so that what hangs from a removed block finds its place
         while pending:
             orphan = pending.pop()
-            if self._place(orphan.event):
-                removals += orphan.removals
+            try:
+                placed = self._place(orphan.event)
+            except UnusableEventError:
+                self.counters.orphans_dropped += len(orphan.event.block_hashes)
+                continue
+            if placed:
+                removals += orphan.removals.items()
                 pending += self._orphans.adopt(orphan.event.block_hashes)
-        for removal in removals:
-            self.remove(removal)
+        for (engine_hash, group, medium), times in removals:
+            for _ in range(times):
+                self.remove(BlockRemoved([engine_hash], medium, group))
 
     def _store_known(self, event: BlockStored) -> None:
         """An event without tokens: blocks that are known by now have one more copy, offloaded to another medium."""
@@ -327,24 +385,28 @@ class Holdings:
     def _store_window(self, event: BlockStored) -> None:
         """Blocks of a group that keeps only the last ones: their places are known from a whole-prefix group."""
         window = _window_blocks(event)
-        if window is None:
+        known = self._holders.get(_kind(event))
+        if window is None or (known is not None and known.window is None and known.positions):
             self.counters.ignored += 1
             return
-        self.hybrid = True
         holder = self._holder(event)
+        self.hybrid = True
         holder.window = window
         for engine_hash in event.block_hashes:
             place = self._find(engine_hash)
             if place is not None:
                 self._hold_at(holder, engine_hash, place)
-            elif len(self._early) < self._orphans.limit:
+            elif self._early_size < self._orphans.limit:
                 self._early.setdefault(engine_hash, []).append(holder)
+                self._early_size += 1
             else:
                 self.counters.orphans_dropped += 1
 
     def _hold_early(self, engine_hashes: Sequence[EngineHash]) -> None:
         for engine_hash in engine_hashes:
-            for holder in self._early.pop(engine_hash, ()):
+            early = self._early.pop(engine_hash, [])
+            self._early_size -= len(early)
+            for holder in early:
                 place = self._find(engine_hash)
                 assert place is not None, "a block that was just placed"
                 self._hold_at(holder, engine_hash, place)
@@ -354,6 +416,7 @@ class Holdings:
         if holder is None or early is None or holder not in early:
             return False
         early.remove(holder)
+        self._early_size -= 1
         if not early:
             del self._early[engine_hash]
         return True
@@ -371,7 +434,7 @@ class Holdings:
         try:
             return pack_tokens(event.token_ids), block_size
         except (OverflowError, TypeError) as error:
-            raise UnusableEventError(f"token_ids has an id that is no unsigned 32-bit number: {error}") from error
+            raise UnusableEventError("token_ids has an id that is no unsigned 32-bit number") from error
 
     def _hold_at(self, holder: Holder, engine_hash: EngineHash, place: tuple[Run[Holder], int]) -> None:
         for position in self._hold(holder, *place, [engine_hash], recounts=True):
@@ -438,6 +501,10 @@ class Holdings:
                 dropped.append(engine_hash)
             if len(dropped) == limit:
                 break
+        if not dropped:
+            engine_hash, position = passed[0]
+            self._vacate(holder, position)
+            dropped.append(engine_hash)
         for engine_hash in dropped:
             del holder.positions[engine_hash]
             holder.extra_copies.pop(engine_hash, None)
@@ -450,6 +517,8 @@ class Holdings:
         run, offset = place
         if run.held[holder] >> offset + 1 & 1:
             return False
+        if len(run.children) > _CHILDREN_LOOKED_AT:
+            return False  # what so much follows is in use
         behind = run.depth + offset + 1
         return not any(child.depth == behind and child.held.get(holder, 0) & 1 for child in run.children.values())
 
@@ -460,19 +529,26 @@ class Holdings:
         if place is not None and place[0].held.pop(holder, 0):
             self._tree.release(place[0])
 
-    def _find(self, engine_hash: EngineHash) -> tuple[Run[Holder], int] | None:
-        """The place of a block that is held in any medium."""
-        for holder in self._holders.values():
+    def _find(self, engine_hash: EngineHash, first: Holder | None = None) -> tuple[Run[Holder], int] | None:
+        """The place of a block that is held in any medium, in that of `first` if it is there."""
+        for holder in chain((first,) if first else (), self._holders.values()):
             position = holder.positions.get(engine_hash)
             if position is not None:
                 return self._tree.find(position)
         return None
 
     def _holder(self, event: BlockStored) -> Holder:
-        kind = _kind(event)
-        holder = self._holders.get(kind)
+        """Who holds the blocks of a stored event."""
+        holder = self._holder_of(*_kind(event))
+        holder.told += 1
+        return holder
+
+    def _holder_of(self, group: int, medium: str) -> Holder:
+        holder = self._holders.get((group, medium))
         if holder is None:
-            holder = self._holders[kind] = Holder(self, kind[0], tier_of(event.medium))
+            if len(self._holders) >= _MOST_HOLDERS:
+                raise UnusableEventError(f"more than {_MOST_HOLDERS} groups and media")
+            holder = self._holders[group, medium] = Holder(self, group, tier_of(medium))
             self.hybrid = self.hybrid or len({known.group for known in self._holders.values()}) > 1
         return holder
 
@@ -480,6 +556,13 @@ class Holdings:
 def _kind(event: BlockStored | BlockRemoved) -> tuple[int, str]:
     """The cache group and the medium of an event; no medium is the engine's own memory."""
     return event.group_idx or 0, event.medium or "GPU"
+
+
+def _place_at(places: list[list[Place]], number: int, offset: int) -> Place:
+    """Where a block of a dump is. Raises IndexError."""
+    if number < 0 or offset < 0:
+        raise IndexError("counted from the end")
+    return places[number][offset]
 
 
 def _window_blocks(event: BlockStored) -> int | None:

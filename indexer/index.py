@@ -1,29 +1,26 @@
-"""The index: which target holds which prefix.
+"""The index: which target holds which prefix. What both of its cores do, the native one and its twin in Python.
 
-Four verbs: apply a batch of events to a target, clear a target, drop a target, match a prompt. Safe to call from
-several threads; the lock is held for a few events or one match at a time.
+A few verbs: apply a batch of events to a target, clear a target, drop a target, match a prompt. Safe to call from
+several threads; nobody waits for longer than a few events or one match take.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
-from threading import Lock
 
-from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
+from indexer.dump import DumpedHolder, DumpedRun, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
-from indexer.holdings import Holder, Holdings, HoldingsCounters, Target, UnusableEventError
-from indexer.matching import Match, follow
-from indexer.tree import PrefixTree
-from kvevents import BlockRemoved, BlockStored, EventBatch, RejectedEvent, Tier
+from indexer.holdings import HoldingsCounters, Target
+from indexer.matching import Match
+from kvevents import EventBatch, RejectedEvent, Tier
 
-# How much of a dropped target is freed with each batch: keeps every pause short.
-_SWEEP_BLOCKS = 2048
-# Events applied before a match may come in between.
-_EVENTS_A_TURN = 64
+# Blocks of a target that may wait for their parent.
+ORPHAN_BLOCKS = 65_536
+# Blocks that any target may hold: more than an engine's memory has, even in pages of one token beside a large CPU tier.
+MOST_BLOCKS = 4_194_304
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,72 +33,47 @@ class TargetStatus:
     counters: HoldingsCounters
 
 
-class Index:
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What became of a batch: its events that could not be read or made no sense, and whether it cleared all."""
+
+    rejected: list[RejectedEvent]
+    cleared: bool
+
+
+class Index(ABC):
     """Prefix holdings of all targets. `secret` makes prefix hashes unpredictable for those who don't know it.
 
     `block_size_changes` counts how often the block sizes of any target may have changed.
     """
 
-    def __init__(self, secret: str = "", orphan_blocks: int = 65_536) -> None:
-        self._secret = secret
-        self._orphan_blocks = orphan_blocks
-        self._lock = Lock()
-        self._tree: PrefixTree[Holder] = PrefixTree()
-        self._holdings: dict[Target, Holdings] = {}
-        self._dropped: deque[Holdings] = deque()
+    def __init__(self, secret: str) -> None:
+        self.secret = secret
         self.block_size_changes = 0
 
+    @abstractmethod
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
         """Make a target known; it holds nothing yet. Does nothing when it is known.
 
         Events that name no adapter are taken to be about `adapter`. `capacity`: how many blocks its engine's own
         memory has, None if that is not known.
         """
-        with self._lock:
-            if target not in self._holdings:
-                self._holdings[target] = self._empty(target, adapter, capacity)
 
+    @abstractmethod
+    def apply_payload(self, target: Target, payload: bytes) -> Applied:
+        """Apply the payload of a stream frame, event by event. Raises MalformedBatchError for one that is no batch."""
+
+    @abstractmethod
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
         """Apply a batch in order. Returns the events that made no sense; the others are applied."""
-        rejected: list[RejectedEvent] = []
-        sizes = len(self.block_sizes([target]))
-        for first in range(0, len(batch.events), _EVENTS_A_TURN):
-            with self._lock:
-                for number, event in enumerate(batch.events[first : first + _EVENTS_A_TURN], first):
-                    holdings = self._holdings.get(target)
-                    if holdings is None:
-                        return rejected
-                    try:
-                        if type(event) is BlockStored:
-                            holdings.store(event)
-                        elif type(event) is BlockRemoved:
-                            holdings.remove(event)
-                        elif event.medium is None:
-                            self._replace(target)
-                        else:
-                            holdings.clear_medium(event.medium)
-                    except UnusableEventError as error:
-                        rejected.append(RejectedEvent(number, str(error)))
-        with self._lock:
-            if holdings := self._holdings.get(target):
-                holdings.keep_within_capacity()
-                self.block_size_changes += len(holdings.block_sizes) != sizes
-        self.sweep()
-        return rejected
 
+    @abstractmethod
     def clear(self, target: Target) -> None:
         """Forget what a target holds."""
-        with self._lock:
-            if target in self._holdings:
-                self._replace(target)
 
+    @abstractmethod
     def drop(self, target: Target) -> None:
         """Forget a target."""
-        with self._lock:
-            holdings = self._holdings.pop(target, None)
-            self.block_size_changes += 1
-            if holdings is not None:
-                self._retire(holdings)
 
     def match(self, namespace: Namespace, prompt: PackedPrompt, blocks: int | None = None) -> list[Match]:
         """What each target holds of a prompt's first `blocks` blocks (None: all full ones).
@@ -111,86 +83,41 @@ class Index:
         """
         block_size = namespace.block_size
         limit = len(prompt) // block_size if blocks is None else blocks
-        return self.match_from(namespace_hash(namespace, self._secret), block_size, prompt, limit)
+        return self.match_from(namespace_hash(namespace, self.secret), block_size, prompt, limit)
 
+    @abstractmethod
     def match_from(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> list[Match]:
         """The same in the namespace whose hash is `root`. `block_size` in tokens."""
-        if blocks <= 0:
-            return []
-        hashes = prompt.hashes(root, block_size, 1)
-        if not self._tree.begins_with(hashes[0]):
-            return []
-        with self._lock:
-            return follow(self._tree.walk(hashes, blocks, partial(prompt.hashes, root, block_size)), block_size)
 
+    @abstractmethod
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
         """The same for a prompt whose prefix hashes are known. `block_size` in tokens."""
-        with self._lock:
-            return follow(self._tree.walk(hashes, len(hashes), lambda _: hashes), block_size)
 
+    @abstractmethod
     def dump(self, target: Target) -> tuple[list[DumpedRun], list[DumpedHolder]]:
         """What a target holds; nothing when it is not known."""
-        with self._lock:
-            holdings = self._holdings.get(target)
-            return holdings.dump() if holdings else ([], [])
 
+    @abstractmethod
     def restore(self, target: Target, dump: TargetDump) -> None:
         """Let a target that holds nothing yet hold what a dump says. Raises DumpError; it then holds nothing."""
-        with self._lock:
-            holdings = self._holdings[target]
-            holdings.block_sizes.update(dump.block_sizes)
-            self.block_size_changes += 1
-            try:
-                holdings.restore(dump.runs, dump.holders)
-            except DumpError:
-                self._replace(target)
-                raise
 
+    @abstractmethod
     def status(self, target: Target) -> TargetStatus | None:
         """What a target holds now; None when it is not known."""
-        with self._lock:
-            holdings = self._holdings.get(target)
-            if holdings is None:
-                return None
-            return TargetStatus(
-                holdings.blocks_by_tier(), frozenset(holdings.block_sizes), holdings.orphans, holdings.counters
-            )
 
+    @abstractmethod
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:
         """The block sizes, in tokens, of the blocks these targets ever stored."""
-        known = (self._holdings.get(target) for target in targets)
-        return set[int]().union(*(holdings.block_sizes for holdings in known if holdings is not None))
 
+    @abstractmethod
     def sweep(self) -> None:
         """Free a part of what was cleared or dropped."""
-        if not self._dropped:
-            return
-        with self._lock:
-            if self._dropped and self._dropped[0].release_some(_SWEEP_BLOCKS):
-                self._dropped.popleft()
 
+    @abstractmethod
     def check_integrity(self) -> None:
         """Assert what must always be true of the tree (for tests)."""
-        with self._lock:
-            self._tree.check_integrity()
 
     @property
+    @abstractmethod
     def runs(self) -> int:
         """The size of the tree in runs of blocks."""
-        return len(self._tree)
-
-    def _empty(self, target: Target, adapter: str | None, capacity: int | None) -> Holdings:
-        return Holdings(self._tree, target, self._secret, self._orphan_blocks, adapter, capacity)
-
-    def _replace(self, target: Target) -> None:
-        old = self._holdings[target]
-        new = self._holdings[target] = self._empty(target, old.adapter, old.capacity)
-        new.block_sizes = old.block_sizes
-        new.counters = old.counters
-        new.counters.cleared += 1
-        self._retire(old)
-
-    def _retire(self, holdings: Holdings) -> None:
-        holdings.alive = False
-        if not holdings.release_some(_SWEEP_BLOCKS):
-            self._dropped.append(holdings)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import structlog
 
+from indexer.cores import make_index
 from indexer.dump import DumpedStream, DumpError, TargetDump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import Target
-from indexer.index import Index, TargetStatus
+from indexer.index import TargetStatus
 from indexer.matching import Match
 from indexer.sequence import SequenceSettings, StreamSequence, StreamState
 from indexer.streams import Stream, StreamReader, StreamStatus
@@ -114,7 +115,7 @@ class Indexer:
         sequence: SequenceSettings | None = None,
         keys: KeyPair | None = None,
     ) -> None:
-        self.index = Index(secret, orphan_blocks)
+        self.index = make_index(secret, orphan_blocks)
         self._secret = secret
         self._saved: dict[Target, TargetDump] = {}
         self._reader = StreamReader(self.index, sequence, keys)

@@ -67,7 +67,7 @@ def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
     for owner, trail in trails.items():
         blocks = trail[0][0] if len(trail) == 1 else sum([reach for reach, _ in trail])
         if owner.hybrid and blocks:
-            blocks = _within_windows(owner.windows, trail, blocks)
+            blocks = _within_windows(owner, trail, blocks)
         if blocks:
             matches.append(Match(owner.target, blocks * block_size, _tiers(trail, blocks, block_size)))
     return matches
@@ -75,9 +75,12 @@ def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
 
 def _whole_prefix_bits(owner: Holdings, held: _Held) -> int:
     """The blocks that every whole-prefix group of a target holds, in whatever medium."""
-    by_group = dict.fromkeys(owner.whole_groups, 0)
+    groups: Collection[int] = owner.whole_groups
+    if owner.hybrid:
+        groups = owner.counting_groups(groups, {holder.group for holder, _ in held if holder.window is None})
+    by_group = dict.fromkeys(groups, 0)
     for holder, bits in held:
-        if holder.window is None:
+        if holder.window is None and holder.group in by_group:
             by_group[holder.group] |= bits
     common = -1 if by_group else 0
     for bits in by_group.values():
@@ -85,10 +88,12 @@ def _whole_prefix_bits(owner: Holdings, held: _Held) -> int:
     return common
 
 
-def _within_windows(windows: dict[int, int], trail: list[tuple[int, _Held]], blocks: int) -> int:
+def _within_windows(owner: Holdings, trail: list[tuple[int, _Held]], blocks: int) -> int:
     """The longest hit of at most so many blocks after which every window group still has the blocks it needs."""
     possible = (1 << blocks + 1) - 1  # bit n: a hit of n blocks
-    for group, window in windows.items():
+    windows = owner.windows
+    for group in owner.counting_groups(windows, {holder.group for _, held in trail for holder, _ in held}):
+        window = min(windows[group], blocks)  # engines may say anything
         live, before = 0, 0
         for reach, held in trail:
             for holder, bits in held:

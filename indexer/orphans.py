@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
 
 from kvevents import BlockRemoved, BlockStored, EngineHash
+
+# A block, and the cache group and the medium that it left.
+Removal: TypeAlias = tuple[EngineHash, int, str]
+
+# A bound in blocks would not bound their tokens and keys.
+_BYTES_A_BLOCK = 1024
+_encode = msgspec.msgpack.Encoder(enc_hook=list).encode
 
 
 @dataclass(slots=True)
 class Orphan:
-    """A stored event whose parent is not known yet, and what was removed of it since."""
+    """A stored event whose parent is not known yet, and what was removed of it since, with how often that was told."""
 
     event: BlockStored
-    removals: list[BlockRemoved] = field(default_factory=list)
+    removals: dict[Removal, int] = field(default_factory=dict)
+    event_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.event.token_ids = array("I", self.event.token_ids)  # type: ignore[assignment]  # a ninth of a list of ints
+        self.event_bytes = len(_encode(self.event))
 
     @property
     def size(self) -> int:
         """Its blocks and removals."""
         return len(self.event.block_hashes) + len(self.removals)
+
+    @property
+    def bytes(self) -> int:
+        """About what it takes."""
+        return self.event_bytes + 64 * self.size
 
 
 class Orphans:
@@ -33,6 +54,7 @@ class Orphans:
         self._by_parent: OrderedDict[EngineHash, list[Orphan]] = OrderedDict()
         self._by_block: dict[EngineHash, Orphan] = {}
         self._size = 0
+        self._bytes = 0
 
     def __len__(self) -> int:
         """The number of waiting blocks."""
@@ -45,24 +67,28 @@ class Orphans:
         self._by_parent.setdefault(parent, []).append(orphan)
         self._by_block.update(dict.fromkeys(orphan.event.block_hashes, orphan))
         self._size += orphan.size
-        dropped = 0
-        while self._size > self.limit:
-            oldest = next(iter(self._by_parent))
-            dropped += sum(len(gone.event.block_hashes) for gone in self._take(oldest))
-        return dropped
+        self._bytes += orphan.bytes
+        return self._keep_limit()
 
     def adopt(self, parents: Iterable[EngineHash]) -> list[Orphan]:
         """The events that wait for one of these blocks; they wait no longer."""
         return [orphan for parent in parents for orphan in self._take(parent)]
 
-    def remove(self, engine_hash: EngineHash, event: BlockRemoved) -> bool:
-        """Note that a waiting block was removed; False when it does not wait here."""
+    def remove(self, engine_hash: EngineHash, event: BlockRemoved) -> int | None:
+        """Note that a waiting block was removed; None when it does not wait here.
+
+        Returns how many older blocks had to go for the note.
+        """
         orphan = self._by_block.get(engine_hash)
         if orphan is None:
-            return False
-        orphan.removals.append(BlockRemoved([engine_hash], event.medium, event.group_idx))
-        self._size += 1
-        return True
+            return None
+        removal = engine_hash, event.group_idx or 0, event.medium or "GPU"
+        told = orphan.removals.get(removal, 0)
+        if told == 0:
+            self._size += 1
+            self._bytes += 64
+        orphan.removals[removal] = told + 1
+        return self._keep_limit()
 
     def clear_medium(self, medium: str) -> None:
         """Forget the events of one medium."""
@@ -71,10 +97,18 @@ class Orphans:
             if (orphan.event.medium or "GPU") != medium:
                 self.park(orphan)
 
+    def _keep_limit(self) -> int:
+        dropped = 0
+        while self._size > self.limit or self._bytes > self.limit * _BYTES_A_BLOCK:
+            oldest = next(iter(self._by_parent))
+            dropped += sum(len(gone.event.block_hashes) for gone in self._take(oldest))
+        return dropped
+
     def _take(self, parent: EngineHash) -> list[Orphan]:
         taken = self._by_parent.pop(parent, [])
         for orphan in taken:
             self._size -= orphan.size
+            self._bytes -= orphan.bytes
             for engine_hash in orphan.event.block_hashes:
                 if self._by_block.get(engine_hash) is orphan:
                     del self._by_block[engine_hash]

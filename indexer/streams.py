@@ -31,7 +31,7 @@ from indexer.sequence import (
     StreamState,
 )
 from indexer.stream_monitor import Connected, Refused, monitor_of, read_monitor
-from kvevents import AllBlocksCleared, EventSource, MalformedBatchError, decode_batch
+from kvevents import EventSource, MalformedBatchError
 from kvevents.curve import KeyPair, be_client, checked_key, temporary_key_pair
 from kvevents.decode import batch_time
 from kvevents.frames import (
@@ -386,16 +386,15 @@ class StreamReader:
 
     def _apply(self, stream: Stream, frame: StreamFrame) -> None:
         try:
-            batch = decode_batch(frame.payload)
+            applied = self._index.apply_payload(stream.target, frame.payload)
         except MalformedBatchError as error:
             self._bad_frame(stream, str(error))
             return
-        rejected = batch.rejected + self._index.apply(stream.target, batch)
-        if any(isinstance(event, AllBlocksCleared) and event.medium is None for event in batch.events):
+        if applied.cleared:
             stream.sequence.on_cleared(frame.seq)
-        if rejected:
-            stream.counters.bad_events += len(rejected)
-            self._complain(stream, "event skipped", rejected[0].reason)
+        if applied.rejected:
+            stream.counters.bad_events += len(applied.rejected)
+            self._complain(stream, "event skipped", applied.rejected[0].reason)
 
     def _ask(self, stream: Stream, start: int) -> None:
         assert stream.replay is not None

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvevents.dialects import DIALECTS
-from kvevents.dialects.dialect import is_map
+from kvevents.dialects.dialect import RawEvent, is_map
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent
 
 
@@ -80,14 +80,23 @@ def _decode_one_by_one(payload: bytes) -> EventBatch:
     events: list[Event] = []
     rejected: list[RejectedEvent] = []
     for index, raw in enumerate(batch.events):
-        try:
-            events.append(_decode_event(raw))
-        except _UNREADABLE as error:
-            rejected.append(RejectedEvent(index, _reason(raw, str(error))))
+        event = decode_event(index, raw)
+        if isinstance(event, RejectedEvent):
+            rejected.append(event)
+        else:
+            events.append(event)
     return EventBatch(batch.ts, events, batch.dp_rank, rejected)
 
 
-def _decode_event(raw: msgspec.Raw) -> Event:
+def decode_event(index: int, raw: RawEvent) -> Event | RejectedEvent:
+    """One event of a batch, by its number there; or why it cannot be read."""
+    try:
+        return _decode_event(raw)
+    except _UNREADABLE as error:
+        return RejectedEvent(index, _reason(raw, str(error)))
+
+
+def _decode_event(raw: RawEvent) -> Event:
     for read in _READERS:
         event = read(raw)
         if event is not None:
@@ -110,7 +119,7 @@ _decode_map_pairs = msgspec.msgpack.Decoder(_Pairs).decode
 _decode_array_pairs = msgspec.msgpack.Decoder(_ArrayPairs).decode
 
 
-def _reason(raw: msgspec.Raw, reason: str) -> str:
+def _reason(raw: RawEvent, reason: str) -> str:
     """Why an event is set aside. SGLang with EAGLE sends pairs of tokens, for a cache that keeps pairs."""
     try:
         _decode_map_pairs(raw) if is_map(raw) else _decode_array_pairs(raw)

@@ -12,7 +12,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from benchmarks.index.workload import BLOCK_SIZE, Workload
-from indexer import Index, Target
+from indexer import Target, make_index
 from indexer.hashing import TOKEN_BYTES, Namespace, PackedPrompt, pack_tokens
 from kvevents import BlockStored, decode_batch
 
@@ -36,7 +36,7 @@ class Cost:
 def apply_cost(workload: Workload) -> Cost:
     """`Index.apply` of one worker's stream into an empty index; a block."""
     (worker,) = workload.worker_ids
-    index, target = Index(), Target(str(worker), 0, _MODEL)
+    index, target = make_index(), Target(str(worker), 0, _MODEL)
     index.add(target)
     cost = Cost()
     clock = time.perf_counter
@@ -60,7 +60,7 @@ def apply_cost(workload: Workload) -> Cost:
 
 def match_cost(workload: Workload, tokens: int, repeats: int) -> Cost:
     """`Index.match` of a prompt that one of the workers holds whole; a match. Decoding is that of a query's JSON."""
-    index = Index()
+    index = make_index()
     for worker in workload.worker_ids:
         target = Target(str(worker), 0, _MODEL)
         index.add(target)

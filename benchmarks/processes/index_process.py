@@ -18,7 +18,7 @@ from threading import Thread
 import msgspec
 
 from benchmarks.index.workload import BLOCK_SIZE, Workload
-from indexer import Index, Target
+from indexer import Index, Target, make_index
 from indexer.hashing import Namespace, PackedPrompt, pack_tokens
 from kvevents import decode_batch
 
@@ -43,7 +43,7 @@ class Asked:
 
 def filled_index() -> Index:
     """An index of half a million blocks."""
-    index = Index()
+    index = make_index()
     for worker in HELD.worker_ids:
         target = Target(str(worker), 0, MODEL)
         index.add(target)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvevents.dialects.dialect import Dialect, is_map, only_full_attention, salt_in_first_keys
+from kvevents.dialects.dialect import Dialect, RawEvent, is_map, only_full_attention, salt_in_first_keys
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
 _Fields = dict[type[Event], tuple[str, ...]]
@@ -92,7 +92,7 @@ class _Cleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False
 _decode = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared).decode
 
 
-def read(raw: msgspec.Raw) -> Event | None:
+def read(raw: RawEvent) -> Event | None:
     """One tagged array, of either engine."""
     if is_map(raw):
         return None

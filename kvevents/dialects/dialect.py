@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from kvevents.events import BlockStored, Event
+
+RawEvent: TypeAlias = msgspec.Raw | bytes
 
 
 def _as_it_is(event: BlockStored) -> BlockStored:
@@ -27,13 +29,13 @@ class Dialect:
     `hash_types`: what a block hash may be.
     """
 
-    read: Callable[[msgspec.Raw], Event | None]
+    read: Callable[[RawEvent], Event | None]
     write: Callable[[Event, int | None], Any]
     expressible: Callable[[BlockStored], BlockStored | None] = _as_it_is
     hash_types: frozenset[type[int] | type[bytes]] = frozenset({int, bytes})
 
 
-def is_map(raw: msgspec.Raw) -> bool:
+def is_map(raw: RawEvent) -> bool:
     """Whether a piece of msgpack is a map."""
     first = memoryview(raw)[0]
     return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)

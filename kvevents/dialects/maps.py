@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvevents.dialects.dialect import Dialect, is_map, salt_in_first_keys
+from kvevents.dialects.dialect import Dialect, RawEvent, is_map, salt_in_first_keys
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 # The engines' decoders require these fields in a map, null or not.
@@ -31,7 +31,7 @@ _decode_tags = msgspec.msgpack.Decoder(_Tags).decode
 _NAMES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
-def read(raw: msgspec.Raw) -> Event | None:
+def read(raw: RawEvent) -> Event | None:
     """One tagged map. A field that is null is as good as one that is missing."""
     if not is_map(raw):
         return None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvevents.dialects.dialect import Dialect, is_map, only_full_attention
+from kvevents.dialects.dialect import Dialect, RawEvent, is_map, only_full_attention
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
 
@@ -33,7 +33,7 @@ _decode_kind = msgspec.msgpack.Decoder(_Kind).decode
 _decode = msgspec.msgpack.Decoder(_StandardEvent).decode
 
 
-def read(raw: msgspec.Raw) -> Event | None:
+def read(raw: RawEvent) -> Event | None:
     """One event map."""
     if not is_map(raw) or _decode_kind(raw).event_type is None:
         return None

@@ -10,8 +10,25 @@ from engine_publisher import Publisher, eventually
 from index_client import Client, served
 
 from indexer import Indexer, Target
+from indexer.cores import CORE_VARIABLE, CORES
 from indexer.sequence import SequenceSettings, StreamState
 from indexer.streams import StreamStatus
+
+# These have no index, or one of each core.
+_ONCE = {"test_cores", "test_hashing", "test_sequence"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test is of both cores."""
+    metafunc.parametrize("core", CORES[-1:] if metafunc.module.__name__ in _ONCE else CORES, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The core of a test; those of unittest choose their own."""
+    core = str(getattr(request, "param", CORES[-1]))
+    monkeypatch.setenv(CORE_VARIABLE, core)
+    return core
 
 
 @pytest.fixture

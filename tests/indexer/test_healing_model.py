@@ -10,12 +10,14 @@ from collections import deque
 from enum import Enum
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from random_engine import Engine, Prompt
 
-from indexer import Index, Target
+from indexer import Target, make_index
+from indexer.cores import CORE_VARIABLE, CORES
 from indexer.dump import DumpedStream, TargetDump, read_dump, write_dump
 from indexer.hashing import Namespace, PackedPrompt
 from indexer.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
@@ -278,7 +280,7 @@ class Healing(RuleBasedStateMachine):
     # What the reader of the streams does.
 
     def start_reading(self) -> None:
-        self.index = Index()
+        self.index = self.make_index()
         self.index.add(TARGET)
         self.sequence = StreamSequence(True, SETTINGS)
         self.connected = False
@@ -326,9 +328,16 @@ class Healing(RuleBasedStateMachine):
                 self.claimable |= {self.blocks[name] for name in each.block_hashes}
 
 
-def case_of(machine: Any, examples: int, steps: int) -> Any:
-    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
-    return machine.TestCase
+def case_of(machine: Any, core: str, examples: int, steps: int) -> Any:
+    class OfCore(machine):  # type: ignore[misc]
+        def make_index(self) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(CORE_VARIABLE, core)
+                return make_index()
+
+    OfCore.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    return OfCore.TestCase
 
 
-TestHealing = case_of(Healing, 600, 30)
+for core in CORES:
+    globals()[f"TestHealing{core.title()}"] = case_of(Healing, core, 600, 30)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer import Index, Match, Target
+from indexer import Index, Match, Target, make_index
 from indexer.hashing import Namespace, PackedPrompt, pack_tokens
 from indexer.tree import RUN_BLOCKS
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
@@ -20,7 +20,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 @pytest.fixture
 def index() -> Index:
-    index = Index()
+    index = make_index()
     index.add(A)
     index.add(B)
     return index
@@ -141,7 +141,7 @@ def test_what_hangs_from_a_block_removed_while_it_waited_finds_its_place(index: 
 
 
 def test_the_oldest_orphans_go_when_there_are_too_many() -> None:
-    index = Index(orphan_blocks=2)
+    index = make_index(orphan_blocks=2)
     index.add(A)
     apply(index, A, stored([2], [3, 4], 1), stored([12], [3, 4], 11), stored([22], [3, 4], 21))
     status = index.status(A)
@@ -153,7 +153,7 @@ def test_the_oldest_orphans_go_when_there_are_too_many() -> None:
 
 
 def test_a_copy_still_waiting_is_known_after_another_was_dropped() -> None:
-    index = Index(orphan_blocks=3)
+    index = make_index(orphan_blocks=3)
     index.add(A)
     apply(index, A, stored([2, 3], [3, 4, 5, 6], 1), stored([3], [5, 6], 2))
     apply(index, A, stored([12, 13], [1] * 4, 11))  # too many: the event that waits for block 1 goes
@@ -286,7 +286,7 @@ def test_blocks_of_an_adapter_or_a_salt_match_only_their_own(
 
 
 def test_a_target_of_one_adapter_needs_no_name_in_its_events() -> None:
-    index = Index()
+    index = make_index()
     index.add(A, "sql")
     apply(index, A, stored([1], [1, 2]), AllBlocksCleared(), stored([1], [1, 2]))
     assert match(index) == {}
@@ -326,7 +326,7 @@ def test_removals_of_unknown_blocks_are_counted(index: Index) -> None:
 
 
 def test_a_secret_leaves_matches_as_they_are() -> None:
-    index, open_to_all = Index(secret="s"), Index()
+    index, open_to_all = make_index(secret="s"), make_index()
     for each in (index, open_to_all):
         each.add(A)
         apply(each, A, stored([1, 2], PROMPT[:4]))
@@ -369,7 +369,7 @@ lengths = st.sampled_from([1, RUN_BLOCKS - 1, RUN_BLOCKS, RUN_BLOCKS + 1, 2 * RU
 @given(st.lists(st.tuples(lengths, st.integers(0, 2)), min_size=1, max_size=4), lengths)
 def test_long_prompts_cross_the_bounds_of_runs(prompts: list[tuple[int, int]], asked: int) -> None:
     """Prompts that share a first part of some length and then differ, each held by a target of its own."""
-    index = Index()
+    index = make_index()
     targets = [Target(str(number), 0, "m") for number in range(len(prompts))]
     long = [[0] * blocks + [1 + branch] * 600 for blocks, branch in prompts]
     for target, prompt in zip(targets, long, strict=True):
@@ -463,7 +463,7 @@ def test_a_window_block_removed_before_its_prefix_came_is_not_held(index: Index)
 
 
 def test_holdings_never_exceed_the_memory_of_the_engine() -> None:
-    index = Index()
+    index = make_index()
     index.add(A, capacity=3)
     apply(index, A, stored([1, 2, 3], PROMPT[:6]), stored([7, 8], [7, 7, 8, 8]))
     assert blocks(index) == {Tier.GPU: 3}
@@ -472,7 +472,7 @@ def test_holdings_never_exceed_the_memory_of_the_engine() -> None:
 
 
 def test_what_waits_for_the_same_parent_again_and_again_is_bounded() -> None:
-    index = Index(orphan_blocks=4)
+    index = make_index(orphan_blocks=4)
     index.add(A)
     for _ in range(3):
         apply(index, A, stored([2], PROMPT[2:4], 1), BlockRemoved([2], "GPU"), BlockRemoved([2], "GPU"))
@@ -485,7 +485,7 @@ def test_what_waits_for_the_same_parent_again_and_again_is_bounded() -> None:
 
 def test_beyond_the_memory_of_the_engine_the_ends_go_first() -> None:
     """A block that others follow is in use, however old it is."""
-    index = Index()
+    index = make_index()
     index.add(A, capacity=4)
     apply(index, A, stored([1, 2], PROMPT[:4]), stored([3], [5, 5], 2), stored([4], [6, 6], 2), stored([5], [7, 7], 2))
     assert match(index, [*PROMPT[:4], 5, 5]) == {A: 4}
@@ -525,7 +525,7 @@ any_event = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(any_event, max_size=12))
 def test_no_event_whatever_it_says_breaks_the_index(events: list[Event]) -> None:
-    index = Index(orphan_blocks=4)
+    index = make_index(orphan_blocks=4)
     index.add(A)
     apply(index, A, *events)
     for tokens in ([0, 0, 0, 0], [0, 1, 0, 1]):

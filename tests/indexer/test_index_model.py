@@ -10,11 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from indexer import Index, Target
+from indexer import Target, make_index
+from indexer.cores import CORE_VARIABLE, CORES
 from indexer.hashing import Namespace, PackedPrompt
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Tier, tier_of
 
@@ -90,7 +92,7 @@ class RandomEngines(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.index = Index()
+        self.index = self.make_index()
         self.engines = {target: Engine() for target in TARGETS}
         self.names: dict[tuple[Target, Block, bool], Name] = {}
         self.blocks: dict[Name, Block] = {}
@@ -208,10 +210,17 @@ class LongStretches(RandomEngines):
     stretch = 700
 
 
-def case_of(machine: Any, examples: int, steps: int) -> Any:
-    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
-    return machine.TestCase
+def case_of(machine: Any, core: str, examples: int, steps: int) -> Any:
+    class OfCore(machine):  # type: ignore[misc]
+        def make_index(self) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(CORE_VARIABLE, core)
+                return make_index()
+
+    OfCore.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    return OfCore.TestCase
 
 
-TestRandomEngines = case_of(RandomEngines, 80, 40)
-TestLongStretches = case_of(LongStretches, 6, 8)
+for core in CORES:
+    globals()[f"TestRandomEngines{core.title()}"] = case_of(RandomEngines, core, 80, 40)
+    globals()[f"TestLongStretches{core.title()}"] = case_of(LongStretches, core, 6, 8)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from index_client import Client
 from structlog.testing import capture_logs
 
-from indexer import Index, Indexer, MatchQuery, Registration, Target
+from indexer import Index, Indexer, MatchQuery, Registration, Target, make_index
 from indexer.dump import DumpedStream, DumpError, TargetDump, read_dump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, pack_tokens
 from indexer.sequence import SequenceSettings, StreamState
@@ -264,7 +264,7 @@ def test_what_is_restored_is_what_was_held(stores: list[tuple[list[int], str]], 
         events.append(BlockStored(list(hashes), None, tokens, 2, medium=medium))
     for name, medium in removals.draw(st.lists(st.sampled_from(sorted(names)), max_size=6)) if names else []:
         events.append(BlockRemoved([name], medium))
-    index, again = Index(), Index()
+    index, again = make_index(), make_index()
     for each in (index, again):
         each.add(TARGET)
     index.apply(TARGET, EventBatch(0.0, events))
@@ -281,7 +281,7 @@ def test_what_is_restored_is_what_was_held(stores: list[tuple[list[int], str]], 
 
 
 def test_long_prompts_are_restored() -> None:
-    index, again = Index(), Index()
+    index, again = make_index(), make_index()
     for each in (index, again):
         each.add(TARGET)
     tokens = [number % 7 for number in range(3 * RUN_BLOCKS)]
@@ -293,12 +293,12 @@ def test_long_prompts_are_restored() -> None:
 
 
 def test_a_dump_that_makes_no_sense_leaves_nothing_behind() -> None:
-    index = Index()
+    index = make_index()
     index.add(TARGET)
     index.apply(TARGET, EventBatch(0.0, [stored([1, 2], PROMPT[:4])]))
     dump = dump_of(index)
     dump.holders[0].blocks.append((3, 0, 99))
-    again = Index()
+    again = make_index()
     again.add(TARGET)
     with pytest.raises(DumpError, match="has no place"):
         again.restore(TARGET, dump)

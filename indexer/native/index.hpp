@@ -1,0 +1,219 @@
+// The index: which target holds which prefix. Any thread may call anything; none needs Python's lock.
+#pragma once
+
+#include <random>
+
+#include "dump.hpp"
+#include "matching.hpp"
+
+namespace kvrouter {
+
+struct RejectedEvent {
+    u32 index;
+    std::string reason;
+};
+
+// What became of a batch. When it has events that are not known here nothing was applied: they come again, read by
+// whoever knows them.
+struct Applied {
+    bool is_batch = true;
+    bool cleared = false;  // the whole cache is empty now, or was in between
+    bool new_block_size = false;
+    std::vector<RejectedEvent> rejected;
+    std::vector<std::pair<u32, std::string_view>> foreign;  // number and bytes
+};
+
+class Index {
+   public:
+    // `secret`: of the prefix hashes. `orphan_blocks`: how many of a target may wait for their parent. `most_blocks`:
+    // how many any target may hold.
+    Index(std::string secret, std::size_t orphan_blocks, u64 most_blocks)
+        : shared_(std::move(secret), random_seed(), orphan_blocks, most_blocks), matcher_(shared_) {}
+
+    // Make a target known; its number is free again once it is dropped.
+    u32 add(std::string model, std::string tenant, std::optional<std::string> adapter, std::optional<u64> capacity) {
+        auto holdings = std::make_shared<Holdings>(
+            shared_, std::move(model), std::move(tenant), std::move(adapter), capacity);
+        const std::lock_guard guard(targets_lock_);
+        const auto free = std::find_if(targets_.begin(), targets_.end(), [](const Target& each) { return !each.holdings; });
+        holdings->number = static_cast<u32>(free - targets_.begin());
+        Target target{std::move(holdings), {}};
+        if (free == targets_.end()) {
+            targets_.push_back(std::move(target));
+            return static_cast<u32>(targets_.size() - 1);
+        }
+        *free = std::move(target);
+        return static_cast<u32>(free - targets_.begin());
+    }
+
+    // Apply a batch. `known`: the foreign events, as read by somebody else, where any could be; others are left out.
+    // `trusted`: of `Decoder`, for the batch.
+    Applied apply(u32 number, std::string_view payload, const std::vector<std::pair<u32, std::string>>* known, bool trusted) {
+        Applied applied;
+        const auto batch = borrow();
+        Decoder decoder(*batch, shared_.seed, trusted);
+        applied.is_batch = decoder.decode_batch(payload);
+        if (!applied.is_batch) return applied;
+        const u32 count = static_cast<u32>(batch->events.size());
+        if (known == nullptr) {
+            for (u32 index = 0; index < count; ++index)
+                if (batch->events[index].kind == EventKind::kForeign)
+                    applied.foreign.emplace_back(index, batch->events[index].raw);
+            if (!applied.foreign.empty()) return applied;
+        } else {
+            Decoder reader(*batch, shared_.seed, true);
+            for (const auto& [index, bytes] : *known) {
+                Reader in(bytes);
+                if (index >= count || !reader.decode_event(in)) continue;
+                batch->events[index] = batch->events.back();
+                batch->events.pop_back();
+            }
+        }
+        change(number, [&](Holdings& holdings) {
+            const std::size_t sizes = holdings.block_sizes().size();
+            apply_events(holdings, *batch, applied);
+            applied.new_block_size = holdings.block_sizes().size() != sizes;
+        });
+        return applied;
+    }
+
+    void clear(u32 number) {
+        change(number, [&](Holdings& holdings) {
+            const std::lock_guard turn(shared_.lock);
+            holdings.clear();
+            shared_.sweep(kSweepBlocks);
+        });
+    }
+
+    void drop(u32 number) {
+        change(number, [&](Holdings& holdings) {
+            const std::lock_guard turn(shared_.lock);
+            holdings.drop();
+            shared_.sweep(kSweepBlocks);
+        });
+        const std::lock_guard guard(targets_lock_);
+        if (number < targets_.size()) targets_[number] = {};
+    }
+
+    // The targets that hold something of a prompt's first `limit` blocks.
+    std::vector<Match> match(PromptHashes& hashes, std::size_t limit) {
+        std::vector<Match> matches;
+        const std::lock_guard turn(shared_.lock);
+        matcher_.match(hashes, limit, matches);
+        return matches;
+    }
+
+    std::string dump(u32 number) {
+        std::string bytes;
+        change(number, [&](Holdings& holdings) { bytes = kvrouter::dump(holdings, shared_); });
+        return bytes;
+    }
+
+    // False when a dump makes no sense; the target then holds nothing. It must hold nothing before.
+    bool restore(u32 number, std::string_view bytes, const std::vector<u64>& block_sizes) {
+        bool restored = false;
+        change(number, [&](Holdings& holdings) {
+            for (const u64 size : block_sizes) holdings.know_block_size(size);
+            restored = Restoring(holdings, shared_, bytes).restore();
+            const std::lock_guard turn(shared_.lock);
+            if (restored) return;
+            holdings.clear();
+            shared_.sweep(kSweepBlocks);
+        });
+        return restored;
+    }
+
+    std::optional<Status> status(u32 number) {
+        const std::lock_guard guard(targets_lock_);
+        if (number >= targets_.size() || !targets_[number].holdings) return std::nullopt;
+        return targets_[number].status;
+    }
+
+    // Free a part of what was cleared or dropped.
+    void sweep() {
+        const std::lock_guard turn(shared_.lock);
+        shared_.sweep(kSweepBlocks);
+    }
+
+    std::size_t runs() {
+        const std::lock_guard turn(shared_.lock);
+        return shared_.tree.size();
+    }
+
+    bool is_sound() {
+        const std::lock_guard turn(shared_.lock);
+        return shared_.tree.is_sound();
+    }
+
+   private:
+    struct Target {
+        std::shared_ptr<Holdings> holdings;
+        Status status;
+    };
+
+    static constexpr std::size_t kSweepBlocks = 2048;
+
+    static u64 random_seed() {
+        std::random_device random;
+        return static_cast<u64>(random()) << 32 | random();
+    }
+
+    // One batch a thread, kept for the next.
+    static std::unique_ptr<Batch, void (*)(Batch*)> borrow() {
+        thread_local Batch batch;
+        return {&batch, [](Batch* used) { used->clear(); }};
+    }
+
+    // Call `call` with a target that is known, as the only one who changes it; then show its status to others.
+    template <typename Call>
+    void change(u32 number, Call call) {
+        std::shared_ptr<Holdings> holdings;
+        {
+            const std::lock_guard guard(targets_lock_);
+            if (number < targets_.size()) holdings = targets_[number].holdings;
+        }
+        if (!holdings) return;
+        const std::lock_guard owner(holdings->changing);
+        if (!holdings->alive) return;
+        call(*holdings);
+        Status status = holdings->status();
+        const std::lock_guard guard(targets_lock_);
+        if (targets_[number].holdings == holdings) targets_[number].status = std::move(status);
+    }
+
+    void apply_events(Holdings& holdings, const Batch& batch, Applied& applied) {
+        const u32 count = static_cast<u32>(batch.events.size());
+        for (u32 first = 0, last; first < count; first = last) {
+            // Tables grow here, where nobody waits for it.
+            std::size_t names = 0;
+            for (last = first; last < count && names < kNamesAtOnce; ++last) {
+                holdings.reserve(batch.events[last]);
+                names += batch.events[last].names.count + 1;
+            }
+            Turns turns(shared_.lock);
+            for (u32 index = first; index < last; ++index) {
+                const Event& event = batch.events[index];
+                if (event.kind == EventKind::kForeign) continue;
+                applied.cleared |= event.kind == EventKind::kCleared && event.medium.data() == nullptr;
+                try {
+                    holdings.apply(event, batch, turns);
+                } catch (const UnusableEvent& error) {
+                    applied.rejected.push_back({index, error.reason});
+                }
+            }
+        }
+        holdings.shrink();
+        Turns turns(shared_.lock);
+        holdings.keep_within_capacity(turns);
+        shared_.sweep(kSweepBlocks);
+    }
+
+    static constexpr std::size_t kNamesAtOnce = 256;
+
+    Shared shared_;
+    Matcher matcher_;  // with the turn
+    std::mutex targets_lock_;
+    std::vector<Target> targets_;
+};
+
+}  // namespace kvrouter

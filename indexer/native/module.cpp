@@ -1,0 +1,127 @@
+// The index as a Python module (indexer/_native.pyi says what each thing is).
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "index.hpp"
+
+namespace nb = nanobind;
+using namespace kvrouter;
+
+namespace {
+
+std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+nb::bytes as_bytes(std::string_view bytes) { return nb::bytes(bytes.data(), bytes.size()); }
+
+// The numbers of an `array("Q")`, which may be growing: a copy.
+std::vector<u64> numbers(nb::handle array) {
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(array.ptr(), &buffer, PyBUF_CONTIG_RO) != 0) throw nb::python_error();
+    std::vector<u64> copy(static_cast<std::size_t>(buffer.len) / sizeof(u64));
+    if (!copy.empty()) std::memcpy(copy.data(), buffer.buf, copy.size() * sizeof(u64));
+    PyBuffer_Release(&buffer);
+    return copy;
+}
+
+nb::object apply(
+    Index& index, u32 number, const nb::bytes& payload, const std::optional<std::vector<std::pair<u32, nb::bytes>>>& known,
+    bool trusted) {
+    std::optional<std::vector<std::pair<u32, std::string>>> events;
+    if (known) {
+        events.emplace();
+        for (const auto& [at, bytes] : *known) events->emplace_back(at, view(bytes));
+    }
+    Applied applied;
+    {
+        const std::string_view bytes = view(payload);
+        const nb::gil_scoped_release others_run;
+        applied = index.apply(number, bytes, events ? &*events : nullptr, trusted);
+    }
+    if (applied.is_batch && applied.rejected.empty() && applied.foreign.empty())
+        return nb::int_((applied.cleared ? 1 : 0) + (applied.new_block_size ? 2 : 0));
+    nb::list rejected, foreign;
+    for (const auto& each : applied.rejected) rejected.append(nb::make_tuple(each.index, each.reason));
+    for (const auto& [at, bytes] : applied.foreign) foreign.append(nb::make_tuple(at, as_bytes(bytes)));
+    return nb::make_tuple(applied.is_batch, applied.cleared, applied.new_block_size, rejected, foreign);
+}
+
+nb::tuple match(
+    Index& index, u64 root, u64 block_size, const nb::bytes& tokens, nb::handle known, std::size_t blocks) {
+    const std::size_t most = block_size == 0 ? 0 : tokens.size() / sizeof(u32) / block_size;
+    PromptHashes hashes(root, block_size, view(tokens), numbers(known));
+    // Python's lock is kept: what there is to wait for is a turn, which ends without it.
+    const auto matches = index.match(hashes, std::min(blocks, most));
+    return nb::make_tuple(
+        as_bytes({reinterpret_cast<const char*>(matches.data()), matches.size() * sizeof(Match)}), as_bytes(hashes.made()));
+}
+
+nb::bytes match_hashes(Index& index, nb::handle known) {
+    auto given = numbers(known);
+    const std::size_t blocks = given.size();
+    PromptHashes hashes(0, 0, {}, std::move(given));
+    const auto matches = index.match(hashes, blocks);
+    return as_bytes({reinterpret_cast<const char*>(matches.data()), matches.size() * sizeof(Match)});
+}
+
+nb::object status(Index& index, u32 number) {
+    const auto status = index.status(number);
+    if (!status) return nb::none();
+    const Counters& counters = status->counters;
+    return nb::make_tuple(
+        nb::make_tuple(status->blocks[0], status->blocks[1], status->blocks[2], status->blocks[3]), status->orphans,
+        nb::make_tuple(
+            counters.stored, counters.removed, counters.cleared, counters.unknown_removed, counters.orphans_dropped,
+            counters.over_capacity, counters.ignored),
+        status->block_sizes);
+}
+
+nb::bytes prefix_hashes(u64 seed, const nb::bytes& tokens, u64 block_size, std::size_t start, std::size_t end) {
+    const std::size_t step = block_size * sizeof(u32);
+    if (end > tokens.size() / std::max<std::size_t>(step, 1)) throw nb::index_error("there are fewer blocks");
+    std::vector<u64> hashes;
+    for (std::size_t block = start; block < end; ++block)
+        hashes.push_back(seed = xxh3::hash(tokens.c_str() + block * step, step, seed));
+    return as_bytes({reinterpret_cast<const char*>(hashes.data()), hashes.size() * sizeof(u64)});
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    nb::set_leak_warnings(false);  // an index may live until the process ends
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    module.def("xxh3_64", [](const nb::bytes& bytes, u64 seed) { return xxh3::hash(bytes.c_str(), bytes.size(), seed); });
+    module.def("prefix_hashes", &prefix_hashes);
+    nb::class_<Index>(module, "Index")
+        .def(nb::init<std::string, std::size_t, u64>())
+        .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())
+        .def("apply", &apply, nb::arg("target"), nb::arg("payload"), nb::arg("known").none() = nb::none(),
+             nb::arg("trusted") = false)
+        .def("clear", &Index::clear, Release())
+        .def("drop", &Index::drop, Release())
+        .def("match", &match)
+        .def("match_hashes", &match_hashes)
+        .def(
+            "dump",
+            [](Index& index, u32 number) {
+                std::string bytes;
+                {
+                    const nb::gil_scoped_release others_run;
+                    bytes = index.dump(number);
+                }
+                return as_bytes(bytes);
+            })
+        .def(
+            "restore",
+            [](Index& index, u32 number, const nb::bytes& dump, const std::vector<u64>& block_sizes) {
+                const std::string_view bytes = view(dump);
+                const nb::gil_scoped_release others_run;
+                return index.restore(number, bytes, block_sizes);
+            })
+        .def("status", &status)
+        .def("sweep", &Index::sweep, Release())
+        .def("runs", &Index::runs, Release())
+        .def("is_sound", &Index::is_sound, Release());
+}

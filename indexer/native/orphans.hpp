@@ -1,0 +1,139 @@
+// Stored events whose parent is not known: they wait, within a bound, until it comes (indexer/orphans.py).
+#pragma once
+
+#include <list>
+#include <string>
+#include <unordered_map>
+
+#include "events.hpp"
+#include "tree.hpp"
+
+namespace kvrouter {
+
+// What finds a name again; the digest of one that is bytes has a secret seed.
+struct NameHash {
+    std::size_t operator()(const Name& name) const { return mixed(name.key ^ seed); }
+    u64 seed;
+};
+
+// A removal of a block that waits, and how often it came.
+struct Removal {
+    Name name;
+    Integer group;
+    std::string medium;
+    u64 times;
+};
+
+struct Orphan {
+    std::string event;  // as it came
+    bool trusted;       // of `Decoder`
+    Name parent;
+    std::vector<Name> names;
+    std::vector<Removal> removals;
+    std::unordered_map<u64, std::size_t> removal_at;  // by the digest of all but `times`
+    std::string medium;
+
+    std::size_t size() const { return names.size() + removals.size(); }
+    std::size_t bytes() const { return event.size() + size() * 64; }
+};
+
+class Orphans {
+   public:
+    using Taken = std::vector<std::unique_ptr<Orphan>>;
+
+    // At most `limit` blocks and removals, and some bytes for each.
+    Orphans(std::size_t limit, u64 seed)
+        : seed_(seed), limit_(limit), by_parent_(8, NameHash{seed}), by_block_(8, NameHash{seed}) {}
+
+    std::size_t size() const { return by_block_.size(); }
+    std::size_t limit() const { return limit_; }
+
+    void clear() {
+        groups_.clear();
+        by_parent_.clear();
+        by_block_.clear();
+        size_ = bytes_ = 0;
+    }
+
+    // Returns how many older blocks had to go.
+    u64 park(std::unique_ptr<Orphan> orphan) {
+        const auto [found, added] = by_parent_.try_emplace(orphan->parent);
+        if (added) found->second = groups_.insert(groups_.end(), Group{orphan->parent, {}});
+        for (const Name& name : orphan->names) by_block_[name] = orphan.get();
+        size_ += orphan->size();
+        bytes_ += orphan->bytes();
+        found->second->orphans.push_back(std::move(orphan));
+        return keep_limit();
+    }
+
+    // The events that wait for a block; they wait no longer.
+    void adopt(const Name& parent, Taken& taken) {
+        const auto found = by_parent_.find(parent);
+        if (found == by_parent_.end()) return;
+        auto group = found->second;
+        by_parent_.erase(found);
+        for (auto& orphan : group->orphans) {
+            size_ -= orphan->size();
+            bytes_ -= orphan->bytes();
+            for (const Name& name : orphan->names) {
+                const auto waiting = by_block_.find(name);
+                if (waiting != by_block_.end() && waiting->second == orphan.get()) by_block_.erase(waiting);
+            }
+            taken.push_back(std::move(orphan));
+        }
+        groups_.erase(group);
+    }
+
+    // Note that a waiting block was removed; false when it does not wait here. Older blocks may have to go.
+    bool remove(const Name& name, const Event& event, std::string_view medium, u64& dropped) {
+        const auto found = by_block_.find(name);
+        if (found == by_block_.end()) return false;
+        Orphan& orphan = *found->second;
+        const u64 parts[] = {name.key, name.kind, event.group.bits, event.group.negative};
+        const u64 digest = xxh3::hash(medium.data(), medium.size(), xxh3::hash(parts, sizeof parts, seed_));
+        const auto [at, added] = orphan.removal_at.try_emplace(digest, orphan.removals.size());
+        if (!added) {
+            ++orphan.removals[at->second].times;
+            return true;
+        }
+        bytes_ -= orphan.bytes();
+        orphan.removals.push_back({{name.key, {}, name.kind}, event.group, std::string(medium), 1});
+        bytes_ += orphan.bytes();
+        ++size_;
+        dropped += keep_limit();
+        return true;
+    }
+
+    void clear_medium(std::string_view medium) {
+        Taken waiting;
+        while (!groups_.empty()) adopt(Name(groups_.front().parent), waiting);
+        for (auto& orphan : waiting)
+            if (orphan->medium != medium) park(std::move(orphan));
+    }
+
+   private:
+    struct Group {
+        Name parent;
+        Taken orphans;
+    };
+
+    static constexpr std::size_t kBytesABlock = 1024;
+
+    u64 keep_limit() {
+        u64 dropped = 0;
+        while (size_ > limit_ || bytes_ > limit_ * kBytesABlock) {
+            Taken gone;
+            adopt(Name(groups_.front().parent), gone);
+            for (const auto& orphan : gone) dropped += orphan->names.size();
+        }
+        return dropped;
+    }
+
+    u64 seed_;
+    std::size_t limit_, size_ = 0, bytes_ = 0;
+    std::list<Group> groups_;  // the longest waiting first
+    std::unordered_map<Name, std::list<Group>::iterator, NameHash> by_parent_;
+    std::unordered_map<Name, Orphan*, NameHash> by_block_;
+};
+
+}  // namespace kvrouter

@@ -1,0 +1,57 @@
+// A lock that is taken in turns: whoever holds it for long lets those that wait come in between.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+
+#include "msgpack.hpp"
+
+namespace kvrouter {
+
+class TurnLock {
+   public:
+    void lock() {
+        ++waiting_;
+        next_.lock();
+        held_.lock();
+        next_.unlock();
+        --waiting_;
+    }
+    void unlock() { held_.unlock(); }
+    bool is_wanted() const { return waiting_.load(std::memory_order_relaxed) > 0; }
+
+   private:
+    std::mutex next_;  // of the one who is next: it comes before who has just had the lock
+    std::mutex held_;
+    std::atomic<int> waiting_ = 0;
+};
+
+// The turns of somebody who has much to do. Between two of them anything may change that is not its own.
+class Turns {
+   public:
+    explicit Turns(TurnLock& lock) : lock_(lock) { lock_.lock(); }
+    Turns(const Turns&) = delete;
+    Turns& operator=(const Turns&) = delete;
+    ~Turns() { lock_.unlock(); }
+
+    // So much was done: after some of it, the others have their turn.
+    void did(std::size_t blocks) {
+        done_ += blocks;
+        if (done_ >= kBlocksATurn) end();
+    }
+
+    void end() {
+        done_ = 0;
+        if (!lock_.is_wanted()) return;
+        lock_.unlock();
+        lock_.lock();
+    }
+
+   private:
+    static constexpr std::size_t kBlocksATurn = 256;
+
+    TurnLock& lock_;
+    std::size_t done_ = 0;
+};
+
+}  // namespace kvrouter

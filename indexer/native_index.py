@@ -1,0 +1,159 @@
+"""The index's native core (`indexer/native`): it takes payloads as they come, without Python's lock.
+
+What it does not know, a rare dialect or a malformed event, is read by `kvevents` and goes back to it in vLLM's form.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from struct import Struct
+from typing import TypeAlias
+
+import msgspec
+
+from indexer._native import Index as NativeCore
+from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
+from indexer.hashing import PackedPrompt
+from indexer.holdings import HoldingsCounters, Target
+from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, TargetStatus
+from indexer.matching import Match
+from kvevents import EventBatch, RejectedEvent, Tier, decode_batch
+from kvevents.decode import decode_event
+
+# What it says of a batch: whether it was one, whether it cleared the cache, whether a block size is new, and events by
+# number: those that made no sense, and those not known.
+Outcome: TypeAlias = tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]
+_CLEARED, _NEW_BLOCK_SIZE = 1, 2  # of a batch that was applied whole
+_NOTHING, _CLEAR = Applied([], False), Applied([], True)
+# A target's number, its matched blocks, and those by tier.
+_MATCH = Struct("=6I")
+_GPU, _CPU, _DISK, _UNKNOWN = Tier
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_dump = msgspec.msgpack.Decoder(tuple[list[DumpedRun], list[DumpedHolder]]).decode
+
+
+class NativeIndex(Index):
+    """See `Index`."""
+
+    def __init__(self, secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks: int = MOST_BLOCKS) -> None:
+        super().__init__(secret)
+        self._core = NativeCore(secret, orphan_blocks, most_blocks)
+        self._numbers: dict[Target, int] = {}
+        self._targets: dict[int, Target] = {}
+
+    def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
+        if target not in self._numbers:
+            number = self._core.add(target.model, target.tenant, adapter, capacity)
+            self._targets[number] = target
+            self._numbers[target] = number
+
+    def apply_payload(self, target: Target, payload: bytes) -> Applied:
+        number = self._numbers.get(target)
+        if number is None:
+            return _NOTHING
+        applied = self._core.apply(number, payload)
+        if isinstance(applied, int):
+            return self._told(applied) if applied else _NOTHING
+        is_batch, _, _, _, foreign = applied
+        if not is_batch:
+            batch = decode_batch(payload)
+            told = self._told(self._core.apply(number, _encode((0.0, batch.events)), None, True))
+            return Applied(batch.rejected + told.rejected, told.cleared)
+        if not foreign:
+            return self._told(applied)
+        events = [(index, decode_event(index, raw)) for index, raw in foreign]
+        known = [(index, _encode(event)) for index, event in events if not isinstance(event, RejectedEvent)]
+        told = self._told(self._core.apply(number, payload, known))
+        return Applied([event for _, event in events if isinstance(event, RejectedEvent)] + told.rejected, told.cleared)
+
+    def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
+        number = self._numbers.get(target)
+        if number is None:
+            return []
+        return self._told(self._core.apply(number, _encode((0.0, batch.events)), None, True)).rejected
+
+    def _told(self, applied: int | Outcome) -> Applied:
+        """What the core says of a batch without foreign events."""
+        if isinstance(applied, int):
+            self.block_size_changes += applied & _NEW_BLOCK_SIZE
+            return _CLEAR if applied & _CLEARED else _NOTHING
+        _, cleared, new_block_size, rejected, _ = applied
+        self.block_size_changes += new_block_size
+        return Applied([RejectedEvent(index, reason) for index, reason in rejected], cleared)
+
+    def clear(self, target: Target) -> None:
+        number = self._numbers.get(target)
+        if number is not None:
+            self._core.clear(number)
+
+    def drop(self, target: Target) -> None:
+        number = self._numbers.pop(target, None)
+        self.block_size_changes += 1
+        if number is not None:
+            self._core.drop(number)
+
+    def match_from(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> list[Match]:
+        if blocks <= 0:
+            return []
+        hashes = prompt.hashes(root, block_size)
+        known = len(hashes)
+        found, made = self._core.match(root, block_size, prompt.tokens, hashes, blocks)
+        if made and len(hashes) == known:
+            hashes.frombytes(made)
+        return self._matches(found, block_size)
+
+    def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
+        return self._matches(self._core.match_hashes(hashes), block_size)
+
+    def _matches(self, found: bytes, block_size: int) -> list[Match]:
+        targets, matches = self._targets, []
+        for number, blocks, gpu, cpu, disk, unknown in _MATCH.iter_unpack(found):
+            target = targets.get(number)
+            if target is not None:  # else it was dropped meanwhile
+                tiers = {
+                    _GPU: gpu * block_size,
+                    _CPU: cpu * block_size,
+                    _DISK: disk * block_size,
+                    _UNKNOWN: unknown * block_size,
+                }
+                matches.append(Match(target, blocks * block_size, tiers))
+        return matches
+
+    def dump(self, target: Target) -> tuple[list[DumpedRun], list[DumpedHolder]]:
+        number = self._numbers.get(target)
+        return ([], []) if number is None else _decode_dump(self._core.dump(number))
+
+    def restore(self, target: Target, dump: TargetDump) -> None:
+        try:
+            whole = _encode((dump.runs, dump.holders))
+        except OverflowError as error:
+            raise DumpError(f"a block of {target} has no place") from error
+        restored = self._core.restore(self._numbers[target], whole, dump.block_sizes)
+        self.block_size_changes += 1
+        if not restored:
+            raise DumpError(f"a block of {target} has no place")
+
+    def status(self, target: Target) -> TargetStatus | None:
+        number = self._numbers.get(target)
+        status = None if number is None else self._core.status(number)
+        if status is None:
+            return None
+        blocks, orphans, counters, block_sizes = status
+        tiers = dict(zip(Tier, blocks, strict=True))
+        return TargetStatus(tiers, frozenset(block_sizes), orphans, HoldingsCounters(*counters))
+
+    def block_sizes(self, targets: Iterable[Target]) -> set[int]:
+        known = (self.status(target) for target in targets)
+        return set[int]().union(*(status.block_sizes for status in known if status is not None))
+
+    def sweep(self) -> None:
+        self._core.sweep()
+
+    def check_integrity(self) -> None:
+        assert self._core.is_sound()
+
+    @property
+    def runs(self) -> int:
+        return self._core.runs()
