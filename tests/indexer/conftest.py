@@ -14,7 +14,6 @@ from indexer.cores import CORE_VARIABLE, CORES
 from indexer.sequence import SequenceSettings, StreamState
 from indexer.streams import StreamStatus
 
-
 # These have no index, or one of each core.
 _ONCE = {"test_cores", "test_hashing", "test_sequence"}
 
