@@ -145,7 +145,7 @@ class Holdings:
         for holder in self._holders.values():
             told[holder.group] = told.get(holder.group, 0) + holder.told
         most = max(told.values(), default=0)
-        return {group for group in groups if told[group] * 16 >= most and (told[group] > 1 or group in seen)}
+        return {group for group in groups if told[group] * 8 >= most and (told[group] > 1 or group in seen)}
 
     def blocks_by_tier(self) -> dict[Tier, int]:
         """Blocks held in each tier; a block in two tiers counts in both, one in several groups once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -35,6 +36,9 @@ class IndexCollector(Collector):
         restarts = CounterMetricFamily("kvrouter_stream_restarts", "Restarts of the publisher", labels=_LABELS)
         resyncs = CounterMetricFamily("kvrouter_stream_resyncs", "Streams read anew on suspicion", labels=_LABELS)
         snapshots = CounterMetricFamily("kvrouter_stream_snapshots", "Caches told whole, on request", labels=_LABELS)
+        happened = CounterMetricFamily(
+            "kvrouter_index_block_events", "What became of blocks told of", labels=[*_LABELS, "what"]
+        )
         bad = CounterMetricFamily("kvrouter_stream_unreadable", "Unreadable input", labels=[*_LABELS, "what"])
         for registration in self._indexer.registered():
             target = registration.target
@@ -45,6 +49,8 @@ class IndexCollector(Collector):
             for tier in Tier:
                 blocks.add_metric([*labels, tier.name.lower()], report.holdings.blocks[tier])
             orphans.add_metric(labels, report.holdings.orphans)
+            for what in fields(report.holdings.counters):
+                happened.add_metric([*labels, what.name], getattr(report.holdings.counters, what.name))
             stream = report.stream
             if stream is None:
                 continue
@@ -64,4 +70,4 @@ class IndexCollector(Collector):
             bad.add_metric([*labels, "frame"], stream.unreadable.bad_frames)
             bad.add_metric([*labels, "event"], stream.unreadable.bad_events)
         yield from (blocks, orphans, state, lag, confirmed, batches, gaps, replays, lost, restarts, resyncs)
-        yield from (snapshots, bad)
+        yield from (snapshots, bad, happened)

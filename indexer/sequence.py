@@ -58,7 +58,7 @@ class SequenceSettings:
 
     `replay_timeout`: silence after which a replay is given up. `replay_rounds`: how often a hole is asked for again
     when nothing new came. `idle_check`: the longest silence of a stream before it is checked for a lost tail.
-    `pending_batches`: how many batches may wait for a replay.
+    `pending_batches`, `pending_bytes`: how many batches may wait for a replay, and what they may take.
     `snapshot_interval`: the shortest time between two snapshots, however much gets lost.
     """
 
@@ -66,6 +66,7 @@ class SequenceSettings:
     replay_rounds: int = 3
     idle_check: float = 30.0
     pending_batches: int = 20_000
+    pending_bytes: int = 64 << 20
     snapshot_interval: float = 5.0
 
 
@@ -84,6 +85,47 @@ class SequenceCounters:
     snapshots: int = 0
 
 
+class _Pending:
+    """Batches that wait for an earlier one, by sequence number, and their bytes."""
+
+    def __init__(self) -> None:
+        self._frames: SortedDict[int, StreamFrame] = SortedDict()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._frames
+
+    @property
+    def first(self) -> int:
+        """The lowest sequence number."""
+        return int(self._frames.peekitem(0)[0])
+
+    @property
+    def last(self) -> int:
+        """The highest sequence number."""
+        return int(self._frames.peekitem()[0])
+
+    def add(self, frame: StreamFrame) -> None:
+        """Keep a batch, if there is none of its number."""
+        if self._frames.setdefault(frame.seq, frame) is frame:
+            self.bytes += len(frame.payload)
+
+    def take(self, seq: int) -> StreamFrame | None:
+        """The batch of a number, which waits no longer."""
+        frame: StreamFrame | None = self._frames.pop(seq, None)
+        if frame is not None:
+            self.bytes -= len(frame.payload)
+        return frame
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._frames.clear()
+        self.bytes = 0
+
+
 @dataclass(slots=True)
 class _Replay:
     """A replay under way."""
@@ -97,6 +139,9 @@ class _Replay:
     snapshot: bool = False  # of all that is held; live batches wait for it
     parts: int = 0  # of the snapshot that were applied
 
+
+# What a stream says of its numbers may add up to anything; more is not counted.
+_MOST_LOST = 2**53
 
 # After a connection a lost tail is most likely, so the first check comes this soon; each further one twice as late.
 _FIRST_CHECK = 1.0
@@ -119,7 +164,7 @@ class StreamSequence:
         self._unconfirmed: StreamFrame | None = None  # the last one before a reconnection: same publisher still?
         self._last_live_seq: int | None = None
         self._heard: StreamFrame | None = None  # the last live one since the connection: so much there is
-        self._pending: SortedDict[int, StreamFrame] = SortedDict()
+        self._pending = _Pending()
         self._missing: int | None = None  # the last batch that nobody could replay
         self._check_after = _FIRST_CHECK
         self._check_at = 0.0
@@ -191,7 +236,7 @@ class StreamSequence:
                 return actions
             actions += self._restart()
             self._last_live_seq = frame.seq
-        self._pending.setdefault(frame.seq, frame)
+        self._pending.add(frame)
         actions += self._drain()
         if not self._pending and self.complete and self.state is StreamState.LIVE:
             self.confirmed_at = now
@@ -204,7 +249,7 @@ class StreamSequence:
                     actions += self._give_up(now)
             elif self.state is StreamState.CONNECTING:
                 self._settle(now)
-        elif len(self._pending) > self._settings.pending_batches:
+        elif self._too_much_pending:
             actions += self._give_up(now)
         return actions
 
@@ -221,7 +266,7 @@ class StreamSequence:
         if frame is None:
             return [] if self._unended else self._end_of_round(replay, now, ended=True)
         if replay.snapshot:  # what is left of a replay that was given up
-            self._pending.setdefault(frame.seq, frame)
+            self._pending.add(frame)
             return []
         replay.answered = True
         if replay.known is not None and frame.seq == replay.known.seq:
@@ -230,10 +275,10 @@ class StreamSequence:
             self._unconfirmed = None
         if (self.last_seq is not None and frame.seq <= self.last_seq) or frame.seq in self._pending:
             return []
-        replay.progress |= not self._pending or frame.seq < self._pending.peekitem()[0]  # a new tail fills no hole
-        self._pending[frame.seq] = frame
+        replay.progress |= not self._pending or frame.seq < self._pending.last  # a new tail fills no hole
+        self._pending.add(frame)
         actions = self._drain()
-        if len(self._pending) > self._settings.pending_batches:
+        if self._too_much_pending:
             actions += self._give_up(now)
         return actions
 
@@ -251,8 +296,8 @@ class StreamSequence:
         self.counters.snapshots += 1
         self.last_seq, self._last_frame = frame.seq, replay.known
         self._unconfirmed = self._missing = self._replay = None
-        while self._pending and self._pending.peekitem(0)[0] <= frame.seq:
-            self._pending.popitem(0)
+        while self._pending and self._pending.first <= frame.seq:
+            self._pending.take(self._pending.first)
         actions = self._drain()
         if self._behind:
             return actions + self._ask(now)
@@ -350,7 +395,7 @@ class StreamSequence:
         actions: list[Action] = [Clear()] if broken else []  # half of a snapshot is worth nothing
         self._replay = None
         while self._pending:
-            self._skip_to(self._pending.peekitem(0)[0])
+            self._skip_to(self._pending.first)
             actions += self._drain()
         if self._heard is not None and self._behind:
             self._skip_to(self._heard.seq + 1)
@@ -361,7 +406,7 @@ class StreamSequence:
         return actions
 
     def _skip_to(self, seq: int) -> None:
-        self.counters.lost_batches += seq - self._next_seq
+        self.counters.lost_batches = min(self.counters.lost_batches + seq - self._next_seq, _MOST_LOST)
         self._missing = self.last_seq = seq - 1
 
     def _settle(self, now: float) -> None:
@@ -391,12 +436,17 @@ class StreamSequence:
         actions: list[Action] = []
         if self._replay is not None and self._replay.snapshot:
             return actions
-        while (frame := self._pending.pop(self._next_seq, None)) is not None:
+        while (frame := self._pending.take(self._next_seq)) is not None:
             self.last_seq = frame.seq
             self._last_frame = frame
             self.counters.batches += 1
             actions.append(Apply(frame))
         return actions
+
+    @property
+    def _too_much_pending(self) -> bool:
+        pending, settings = self._pending, self._settings
+        return len(pending) > settings.pending_batches or pending.bytes > settings.pending_bytes
 
     @property
     def _behind(self) -> bool:

@@ -20,6 +20,7 @@ import zmq
 
 from indexer.holdings import Target
 from indexer.index import Index
+from indexer.memory import give_back
 from indexer.sequence import (
     Action,
     Apply,
@@ -49,10 +50,17 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _TICK_MS = 100  # between looks at the deadlines
-_MESSAGES_A_TURN = 64  # from one socket before the others have their turn
+_MESSAGES_A_TURN = 64  # from one socket before the others have their turn …
+_SECONDS_A_TURN = 0.005  # … and how long they may take
 _ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
 _CONNECT_AGAIN_S = 1.0
-_RECEIVE_QUEUE = 100_000  # batches; beyond it ZeroMQ drops, and the gap is replayed
+# What a socket's queue may take. ZeroMQ counts messages, so how many that is follows from the largest one that came;
+# beyond it the publisher has to keep them, or drops some, and the gap is replayed.
+_RECEIVE_BYTES = 16 << 20
+_USUAL_MESSAGE = 4 << 10  # bytes
+_LARGEST_MESSAGE = 16 << 20  # bytes: ZeroMQ hangs up on a publisher of larger ones
+# After so many bytes were received, and when there is nothing to do, free memory is given back.
+_RECEIVED_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
@@ -106,6 +114,7 @@ class Stream:
     complained: bool = False
     refused: bool = False
     connect_at: float | None = None  # (monotonic) again, because ZeroMQ gave up
+    largest_message: int = _USUAL_MESSAGE
 
     def shown(self) -> None:
         """The index shows all that the sequence has seen."""
@@ -140,6 +149,7 @@ class StreamReader:
         self._wake_out.bind("inproc://wake")
         self._wake_in.connect("inproc://wake")
         self._waking = Lock()
+        self._received = 0  # bytes, since memory was given back
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="kv-event-reader", daemon=True)
 
@@ -170,7 +180,7 @@ class StreamReader:
             try:
                 live = self._context.socket(zmq.SUB)
                 unless_opened.callback(live.close, 0)
-                live.set_hwm(_RECEIVE_QUEUE)
+                _bound_queue(live, _USUAL_MESSAGE)
                 live.setsockopt(zmq.HEARTBEAT_IVL, 5000)
                 live.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
                 live.subscribe(source.topic)
@@ -181,7 +191,7 @@ class StreamReader:
                 if source.replay_endpoint is not None:
                     replay = self._context.socket(zmq.DEALER)
                     unless_opened.callback(replay.close, 0)
-                    replay.set_hwm(_RECEIVE_QUEUE)
+                    _bound_queue(replay, _USUAL_MESSAGE)
                     replay.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
             except zmq.ZMQError as error:
                 raise ValueError(
@@ -268,7 +278,11 @@ class StreamReader:
         self._poller.register(self._wake_out, zmq.POLLIN)
         next_tick = 0.0
         while not self._stopping.is_set():
-            for socket, _ in self._poller.poll(_TICK_MS):
+            ready = self._poller.poll(_TICK_MS)
+            if not ready and self._received > _RECEIVED_BYTES:
+                self._received = 0
+                give_back()
+            for socket, _ in ready:
                 if socket is self._wake_out:
                     self._obey()
                 elif handler := self._handlers.get(socket):
@@ -330,6 +344,7 @@ class StreamReader:
         except MalformedFrameError as error:
             self._bad_frame(stream, str(error))
             return True
+        self._measure(stream, len(frame.payload))
         self._act(stream, stream.sequence.on_live(frame, time.monotonic()))
         stream.received_at = time.time()
         made_at = batch_time(frame.payload)
@@ -341,6 +356,7 @@ class StreamReader:
         parts = _receive(stream.replay)
         if parts is None:
             return False
+        self._measure(stream, len(parts[-1]))
         now = time.monotonic()
         try:
             if is_snapshot(parts):
@@ -352,6 +368,14 @@ class StreamReader:
             return True
         self._act(stream, actions)
         return True
+
+    def _measure(self, stream: Stream, size: int) -> None:
+        """A message of so many bytes came."""
+        self._received += size
+        if size > stream.largest_message:
+            stream.largest_message = size
+            for socket in filter(None, (stream.live, stream.replay)):
+                _bound_queue(socket, size)
 
     def _read_monitor(self, stream: Stream) -> bool:
         if not int(stream.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -444,9 +468,16 @@ def _discard(replay: zmq.Socket[bytes] | None) -> None:
         pass
 
 
+def _bound_queue(socket: zmq.Socket[bytes], message: int) -> None:
+    """Let a socket receive as many messages of a size as its queue may take."""
+    socket.setsockopt(zmq.RCVHWM, max(_RECEIVE_BYTES // message, 1))
+    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+
+
 def _drain(read: Callable[[], bool]) -> None:
+    end = time.monotonic() + _SECONDS_A_TURN
     for _ in range(_MESSAGES_A_TURN):
-        if not read():
+        if not read() or time.monotonic() > end:
             return
 
 

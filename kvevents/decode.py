@@ -48,15 +48,20 @@ _FLOAT = Struct(">d")
 _decode_time = msgspec.msgpack.Decoder(_Time).decode
 
 
+# Of a batch's time, in seconds: the year 5138. What is beyond, or no number at all, is no time.
+_LATEST = 1e11
+
+
 def batch_time(payload: bytes) -> float | None:
-    """The engine's time of a batch (unix seconds); None when the payload is no event batch."""
+    """The engine's time of a batch (unix seconds); None when the payload is no event batch, or has no time in it."""
     if len(payload) > 9 and payload[0] & 0xF0 == 0x90 and payload[1] == 0xCB:  # an array that begins with a float
         (ts,) = _FLOAT.unpack_from(payload, 2)
-        return float(ts)
+        return ts if -_LATEST < ts < _LATEST else None
     try:
-        return _decode_time(payload).ts
+        ts = _decode_time(payload).ts
     except _UNREADABLE:
         return None
+    return ts if -_LATEST < ts < _LATEST else None
 
 
 def decode_batch(payload: bytes) -> EventBatch:
@@ -71,12 +76,19 @@ def decode_batch(payload: bytes) -> EventBatch:
     return EventBatch(batch.ts, batch.events, batch.dp_rank)
 
 
+# Bytes, and a few less than it takes. A batch of more events than that would cost many times what it is.
+_SHORTEST_EVENT = 16
+_FEW_EVENTS = 1024
+
+
 def _decode_one_by_one(payload: bytes) -> EventBatch:
     """The path for tagged arrays, and for batches with an event that does not fit."""
     try:
         batch = _decode_raw(payload)
     except _UNREADABLE as error:
         raise MalformedBatchError(f"not an event batch [ts, events, dp_rank]: {error}") from error
+    if len(batch.events) > max(len(payload) // _SHORTEST_EVENT, _FEW_EVENTS):
+        raise MalformedBatchError(f"{len(batch.events)} events in {len(payload)} bytes: most can be none")
     events: list[Event] = []
     rejected: list[RejectedEvent] = []
     for index, raw in enumerate(batch.events):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ class NativeCoreHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build the module before the wheel is put together."""
         try:
-            from build import build
-
-            module = build(Path(self.root))
+            module = import_module("build").build(Path(self.root))
         except Exception as error:  # whatever a compiler, or the lack of one, comes up with
             self.app.display_warning(f"the index's native core was not built: {error}")
             return

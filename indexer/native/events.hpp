@@ -4,6 +4,7 @@
 // FOREIGN, a batch like that is not read at all.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <string_view>
 #include <tuple>
@@ -350,7 +351,7 @@ class Decoder {
     static u64 head_size(u64 size) { return size < 32 ? 1 : size < 0x100 ? 2 : size < 0x10000 ? 3 : 5; }
 
     // The shortest event takes more; so what is read takes no more than some times what came.
-    static constexpr u64 most_events(u64 bytes) { return bytes / 16 + 1; }
+    static constexpr u64 most_events(u64 bytes) { return std::max<u64>(bytes / 16, 1024); }
 
     static constexpr u64 kMostBytes = u64{1} << 30;
     static constexpr int kDeepestKey = 8;

@@ -134,7 +134,7 @@ class Holdings {
             most = std::max(most, sum);
             if (holder->group == group) told = sum;
         }
-        return told * 16 >= most && (told > 1 || seen);
+        return told * 8 >= most && (told > 1 || seen);
     }
 
     // Make room for what an event may bring. Takes as long as there are names, and needs no turn.
