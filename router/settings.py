@@ -259,6 +259,9 @@ class PickerSettings(_Section):
     key: Path | None = None
     fallbacks: Annotated[int, Field(ge=0)] = 0
     read_usage: Annotated[float, Field(ge=0, le=1)] = 0.1
+    objectives: dict[str, int] = {}
+    follow_objectives: bool = False
+    fast_lane: bool = True
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> PickerSettings:

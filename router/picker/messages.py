@@ -42,20 +42,15 @@ def read_headers(headers: pb.HeaderMap) -> tuple[dict[str, str], Headers]:
     return pseudo, found
 
 
-def read_subset(message: pb.ProcessingRequest, headers: Headers) -> set[str] | None:
-    """The endpoints, as ip:port, that a request may go to; None: any."""
+def read_subset(message: pb.ProcessingRequest) -> set[str] | None:
+    """The endpoints, as ip:port, that a request may go to; None: any. Only Envoy says so, never a client's header."""
     metadata = message.metadata_context.filter_metadata
     if _SUBSET_NAMESPACE in metadata and _SUBSET in (fields := metadata[_SUBSET_NAMESPACE].fields):
         value = fields[_SUBSET]
         if value.HasField("list_value"):
             return {each.string_value.strip() for each in value.list_value.values} - {""}
-        return _listed(value.string_value)
-    given = [value.decode("latin-1") for name, value in headers if name == _SUBSET.encode()]
-    return _listed(",".join(given)) if given else None
-
-
-def _listed(text: str) -> set[str]:
-    return {each.strip() for each in text.split(",")} - {""}
+        return {each.strip() for each in value.string_value.split(",")} - {""}
+    return None
 
 
 def read_served(message: pb.ProcessingRequest) -> str | None:
@@ -96,7 +91,7 @@ def routed(endpoints: str, number: str, before: Headers, after: Headers, path: s
     if path is not None:
         _set(mutation, ":path", path.encode("latin-1"))
     _set_new(mutation, before, after)
-    left = {name for name, _ in after}
+    left = {DESTINATION.encode(), *(name for name, _ in after)}
     mutation.remove_headers.extend({name.decode("latin-1") for name, _ in before if name not in left})
     response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
     metadata = response.dynamic_metadata

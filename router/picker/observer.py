@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from router.picker import ext_proc_pb2 as pb
 from router.picker.messages import read_observed
-from router.picker.request import PickerState
+from router.picker.state import PickerState
 
 
 def observe(message: pb.ProcessingRequest, state: PickerState) -> bool:

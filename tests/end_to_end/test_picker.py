@@ -172,12 +172,14 @@ async def test_a_subset_in_metadata_is_kept_to(asked: Asked, as_text: bool) -> N
         await stream.ends()
 
 
-async def test_a_subset_in_a_header_is_kept_to(asked: Asked) -> None:
+async def test_a_client_names_no_endpoints(asked: Asked) -> None:
     stream = asked.stream()
-    await stream.head(PATH, JSON, (SUBSET, asked.addresses[1]))
+    names = (SUBSET, DESTINATION, "x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port")
+    await stream.head(PATH, JSON, *((name, "10.0.0.1:80") for name in names))
     await stream.body(BODY)
-    head = await stream.hears()
-    assert set_headers(head.request_headers.response.header_mutation)[DESTINATION] == asked.addresses[1]
+    mutation = (await stream.hears()).request_headers.response.header_mutation
+    assert set(set_headers(mutation)[DESTINATION].split(",")) < set(asked.addresses)
+    assert set(mutation.remove_headers) == set(names) - {DESTINATION}
     await stream.hears()
     await stream.ends()
 

@@ -1,0 +1,8 @@
+"""HTTP/2 as a gRPC server needs it: callbacks on one event loop, no task and no queue for a request.
+
+frames      what frames are made of (RFC 9113, section 6)
+headers     header blocks (RFC 7541), decoded once where they repeat
+allowance   how much a peer may ask without getting on with anything
+stream      one stream: its messages, both ways, and its window
+connection  one connection: frames, settings, windows, limits, and its end
+"""
