@@ -51,9 +51,9 @@ class GatewayHeaders:
 
 def read(headers: Headers, objectives: Objectives) -> GatewayHeaders:
     """Take them out of a request's headers."""
-    if not any(name in _OWN for name, _ in headers):  # as of nearly all
-        return GatewayHeaders(headers)
     own = {name: value for name, value in headers if name in _OWN}
+    if not own:  # as of nearly all
+        return GatewayHeaders(headers)
     others = [header for header in headers if header[0] not in _OWN]
     priority = objectives.priority(own[_OBJECTIVE].decode("latin-1")) if _OBJECTIVE in own else None
     if priority is not None:  # an objective's is higher the sooner, a request's lower

@@ -6,7 +6,7 @@ When enough is seen the stream is ended, and Envoy shows no more of that answer.
 from __future__ import annotations
 
 from router.picker import ext_proc_pb2 as pb
-from router.picker.messages import read_observed
+from router.picker.process_requests import read_observed
 from router.picker.state import PickerState
 
 

@@ -29,7 +29,7 @@ from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.routing_headers import RoutingHeaders
 from router.http.headers import Headers
 from router.http.request_id import with_id
-from router.picker import endpoints, gateway_headers, messages
+from router.picker import endpoints, gateway_headers, process_requests, process_responses
 from router.picker import ext_proc_pb2 as pb
 from router.picker.grpc_calls import Call
 from router.picker.request_body import RequestBody
@@ -43,8 +43,6 @@ _Mode = pb.ProcessingMode
 _DUPLEX: Final = _Mode.FULL_DUPLEX_STREAMED
 # How long the end of an answer that was to be observed is waited for, once Envoy is done with the request.
 _OBSERVED_SECONDS: Final = 0.5
-# Show no more of an answer; its end is seen by its call's.
-_NO_BODY: Final = _Mode(response_body_mode=_Mode.NONE, response_trailer_mode=_Mode.SEND)
 _LATE: Final = ("timeout", "response_timeout", "per_try_timeout")
 
 
@@ -100,7 +98,7 @@ class PickedRequest(ResponseWriter):
             self._response_body(message.response_body)
         elif kind == "response_trailers":
             self._response.more(b"", True)
-            self._send(messages.KEEP_TRAILERS)
+            self._send(process_responses.KEEP_RESPONSE_TRAILERS)
         elif kind == "request_trailers":
             self._request_trailers(self._proxied)
 
@@ -146,7 +144,7 @@ class PickedRequest(ResponseWriter):
         if message.HasField("protocol_config"):
             self._mode = message.protocol_config.request_body_mode
             answer_mode = message.protocol_config.response_body_mode
-        pseudo, self._came = messages.read_headers(head.headers)
+        pseudo, self._came = process_requests.read_headers(head.headers)
         said = gateway_headers.read(self._came, state.objectives)
         self._rewrite = said.model
         target = pseudo.get(":path", "/")
@@ -168,7 +166,7 @@ class PickedRequest(ResponseWriter):
             self.begin(ResponseHead(error.status, refusal), None, body, True)
             return
         self._path = target
-        self._subset = messages.read_subset(message)
+        self._subset = process_requests.read_subset(message)
         outside = endpoints.outside(state, self._subset)
         self._proxied = ProxiedRequest(state.proxy_context.services, context, self, self, outside)
         self._response = PickedResponse(self._proxied, answer_mode)
@@ -180,7 +178,7 @@ class PickedRequest(ResponseWriter):
             state.proxy_context.settings.body_timeout, self._body_late, self._proxied
         )
         if self._mode == _Mode.BUFFERED:
-            self._send(messages.KEEP_REQUEST_HEAD)
+            self._send(process_responses.KEEP_REQUEST_HEADERS)
 
     def _expect_body(self) -> None:
         """Raise RequestError when no body will come that could be used."""
@@ -211,7 +209,7 @@ class PickedRequest(ResponseWriter):
             self._body.trailers = True
             self._start(proxied)
         else:
-            self._send(messages.KEEP_REQUEST_TRAILERS)
+            self._send(process_responses.KEEP_REQUEST_TRAILERS)
 
     def _body_late(self, proxied: ProxiedRequest) -> None:
         self._timer = None
@@ -265,20 +263,19 @@ class PickedRequest(ResponseWriter):
             headers = [header for header in headers if header[0] != b"content-length"]
             headers.append((b"content-length", b"%d" % len(data)))
         path = prefix + self._path if prefix else None
-        response = messages.routed(named, self._number, self._came, headers, path)
+        routed = process_responses.Routed(named, self._number, self._came, headers, path)
         if body is None:
-            self._send(response.SerializeToString())
+            self._send(routed.to_headers())
             return
         if self._mode == _Mode.BUFFERED:
-            changed = None if data is body.whole() else data
-            self._send(messages.as_answer_to_body(response, changed).SerializeToString())
+            self._send(routed.to_body(None if data is body.whole() else data))
         else:
-            self._send(response.SerializeToString())
-            for chunk in messages.request_chunks(data, ends=not body.trailers):
+            self._send(routed.to_headers())
+            for chunk in process_responses.request_chunks(data, ends=not body.trailers):
                 self._send(chunk)
         body.drop()
         if body.trailers:
-            self._send(messages.KEEP_REQUEST_TRAILERS)
+            self._send(process_responses.KEEP_REQUEST_TRAILERS)
 
     def abort(self) -> None:
         """The answer is not wanted: Envoy is told by the end of the call."""
@@ -294,10 +291,10 @@ class PickedRequest(ResponseWriter):
     def _response_headers(self, proxied: ProxiedRequest, message: pb.ProcessingRequest) -> None:
         response = self._response
         if response.handler is None or proxied.over or proxied.assignment is None:
-            self._send(messages.KEEP_HEAD)  # Envoy's own, before there was a worker
+            self._send(process_responses.KEEP_RESPONSE_HEADERS)  # Envoy's own, before there was a worker
             return
-        pseudo, headers = messages.read_headers(message.response_headers.headers)
-        served, problem = messages.read_served(message), messages.read_problem(message)
+        pseudo, headers = process_requests.read_headers(message.response_headers.headers)
+        served, problem = process_requests.read_served(message), process_requests.read_problem(message)
         if served and served != self._address:
             self._served_by(proxied, served)
         if problem is not None:
@@ -324,10 +321,10 @@ class PickedRequest(ResponseWriter):
         if response.mode == _Mode.NONE:  # an Envoy that did not say; the Inference Extension wants this one
             response.mode = _DUPLEX
         if response.mode == _DUPLEX:
-            for chunk in messages.answer_chunks(part.body, part.end_of_stream):
+            for chunk in process_responses.response_chunks(part.body, part.end_of_stream):
                 self._send(chunk)
         else:
-            self._send(messages.KEEP_BODY)
+            self._send(process_responses.KEEP_RESPONSE_BODY)
 
     def observed(self, data: bytes, ended: bool) -> bool:
         """Bytes of the answer are shown beside. Whether more of them are wanted."""
@@ -357,10 +354,10 @@ class PickedRequest(ResponseWriter):
             return
         response = self._response
         assert response.head is not None
-        mode = None
+        mode = b""
         if response.mode == _Mode.STREAMED and self._mode != _DUPLEX and not self._wants_usage():
-            mode, response.mode = _NO_BODY, _Mode.NONE
-        self._send(messages.answer_head(response.head.headers, headers, mode))
+            mode, response.mode = process_responses.NO_RESPONSE_BODY, _Mode.NONE
+        self._send(process_responses.response_headers(response.head.headers, headers, mode))
 
     def more(self, data: bytes, ended: bool) -> None:  # noqa: ARG002
         """Envoy has these bytes already, unless they are the router's: then the answer ends here."""
@@ -377,7 +374,7 @@ class PickedRequest(ResponseWriter):
         """Answer the request at once. The call ends when whoever answers is done."""
         if self._phase is not Phase.OVER:
             self._phase = Phase.OVER
-            self._send(messages.immediate(status, headers, body, "kvrouter"))
+            self._send(process_responses.immediate(status, headers, body, "kvrouter"))
             asyncio.get_running_loop().call_soon(self._call.end)
 
 

@@ -59,8 +59,11 @@ class PickedResponse:
         assignment = self._proxied.assignment
         if self.mode == _Mode.NONE and not self._proxied.over and assignment is not None:
             reservation = assignment.reservation
-            loop = asyncio.get_running_loop()
-            self._unseen = loop.call_later(reservation.backlog, reservation.first_byte)
+            if head.is_stream:  # whose head may come before its first event
+                loop = asyncio.get_running_loop()
+                self._unseen = loop.call_later(reservation.backlog, reservation.first_byte)
+            else:
+                reservation.first_byte()
 
     def more(self, data: bytes, ended: bool) -> None:
         """Bytes of the body that the worker sent."""

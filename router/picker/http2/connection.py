@@ -41,10 +41,13 @@ _SETTINGS_ACK: Final = frame(frames.SETTINGS, frames.ACK, 0)
 # Of a header block as it is sent, and the frames it may come in.
 _BLOCK_BYTES: Final = MOST_BYTES
 _BLOCK_FRAMES: Final = 8
-# Streams that a peer may reset: all that it may have at once, and so many a second. One that ends well earns another.
+# Streams that a peer may reset unanswered: all that it may have at once, and so many a second. One that is answered
+# earns another.
 _RESETS: Final = (MOST_STREAMS, 100.0)
 # Frames that get on with nothing, and how many of them a second. A frame of DATA that is sent earns two.
 _IDLE_FRAMES: Final = (10_000, 1_000.0)
+# Streams that are opened in one turn of the loop: then other connections have theirs.
+_TURN: Final = 32
 # Closed streams that are remembered: frames for them may still be on their way.
 _REMEMBERED: Final = 256
 
@@ -82,7 +85,7 @@ class Http2Connection(asyncio.Protocol):
         self._rest = b""
         self._greeted = self._set = False
         self._block: tuple[int, int, list[bytes]] | None = None
-        self._received = 0
+        self._received = self._opened = 0
         self._resets = Allowance(*_RESETS)
         self._idle_frames = Allowance(*_IDLE_FRAMES)
         # What is sent.
@@ -247,7 +250,7 @@ class Http2Connection(asyncio.Protocol):
         self._closed[stream.id] = reset
         if len(self._closed) > _REMEMBERED:
             del self._closed[next(iter(self._closed))]
-        if not reset:
+        if stream.begun:
             self._resets.earn(1)
         if stream.handler is not None:
             stream.handler.closed()
@@ -259,7 +262,7 @@ class Http2Connection(asyncio.Protocol):
         """Bytes came."""
         if self._over:
             return
-        self._silent = 0
+        self._silent = self._opened = 0
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -285,6 +288,10 @@ class Http2Connection(asyncio.Protocol):
     def _read(self, data: bytes, at: int) -> None:
         end = len(data)
         while end - at >= HEAD_BYTES and not self._over:
+            if self._opened >= _TURN:
+                self._transport.pause_reading()
+                self._loop.call_soon(self._next_turn)
+                break
             high, low, kind, flags, number = HEAD.unpack_from(data, at)
             size = high << 16 | low
             if size > frames.DEFAULT_FRAME:
@@ -295,6 +302,12 @@ class Http2Connection(asyncio.Protocol):
             at = begins + size
             self._take(kind, flags, number & frames.STREAM_BITS, data[begins:at])
         self._rest = data[at:] if at < end else b""
+
+    def _next_turn(self) -> None:
+        """Others had theirs."""
+        if not self._over:
+            self._transport.resume_reading()
+            self.data_received(b"")
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if self._block is not None and (kind != frames.CONTINUATION or number != self._block[0]):
@@ -415,6 +428,7 @@ class Http2Connection(asyncio.Protocol):
         if not headers.is_request:
             self._reset_unopened(number, frames.PROTOCOL_ERROR)
             return
+        self._opened += 1
         stream = Stream(self, number, self._initial_window)
         self._streams[number] = stream
         self._untouched.add(stream)
@@ -487,8 +501,9 @@ class Http2Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None:
             return
+        answered = stream.begun  # Envoy ends most calls so, when it has what it wants
         self.leave(stream, reset=True)
-        if not self._resets.take():
+        if not answered and not self._resets.take():
             raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many streams that are reset")
 
     def _take_settings(self, flags: int, number: int, payload: bytes) -> None:
