@@ -54,14 +54,15 @@ class GrpcServer:
             self._server.close()
         for connection in list(self._connections):
             connection.drain()
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        while self._connections and loop.time() < until:
-            await asyncio.sleep(0.02)
+        await self._until_closed(seconds)
         for connection in list(self._connections):
             connection.abort()
-        while self._connections:
-            await asyncio.sleep(0)
+        await self._until_closed(None)
+
+    async def _until_closed(self, seconds: float | None) -> None:
+        closed = [connection.closed for connection in self._connections]
+        if closed:
+            await asyncio.wait(closed, timeout=seconds)
 
     def _accept(self, headers: RequestHeaders, stream: Stream) -> StreamHandler:
         return _GrpcCall(headers, stream, self._methods, self._largest)

@@ -32,7 +32,7 @@ from router.http.request_id import with_id
 from router.picker import endpoints, gateway_headers, process_requests, process_responses
 from router.picker import ext_proc_pb2 as pb
 from router.picker.grpc_calls import Call
-from router.picker.request_body import RequestBody
+from router.picker.request_body import RequestBody, check_expected
 from router.picker.response import Observation, PickedResponse
 from router.picker.state import PickerState
 from router.upstream import Origin, ResponseHandler, ResponseHead, UnreachableError, UpstreamTimeoutError
@@ -43,6 +43,8 @@ _Mode = pb.ProcessingMode
 _DUPLEX: Final = _Mode.FULL_DUPLEX_STREAMED
 # How long the end of an answer that was to be observed is waited for, once Envoy is done with the request.
 _OBSERVED_SECONDS: Final = 0.5
+# What is routed by where the body does not come: any worker will do.
+_UNSEEN_BODY: Final = b"{}"
 _LATE: Final = ("timeout", "response_timeout", "per_try_timeout")
 
 
@@ -160,7 +162,7 @@ class PickedRequest(ResponseWriter):
                 self.begin(ResponseHead(200, [(b"content-type", b"application/json")]), None, own, True)
                 return
             if not head.end_of_stream:
-                self._expect_body()
+                check_expected(self._mode, self._came, state.proxy_context, context.tenant is not None)
         except RequestError as error:
             refusal, body = context.refusal(error)
             self.begin(ResponseHead(error.status, refusal), None, body, True)
@@ -170,8 +172,8 @@ class PickedRequest(ResponseWriter):
         outside = endpoints.outside(state, self._subset)
         self._proxied = ProxiedRequest(state.proxy_context.services, context, self, self, outside)
         self._response = PickedResponse(self._proxied, answer_mode)
-        if head.end_of_stream:
-            self._start(self._proxied)
+        if head.end_of_stream or self._mode == _Mode.NONE:
+            self._start(self._proxied, b"" if head.end_of_stream else _UNSEEN_BODY)
             return
         self._body = RequestBody()
         self._timer = asyncio.get_running_loop().call_later(
@@ -179,20 +181,6 @@ class PickedRequest(ResponseWriter):
         )
         if self._mode == _Mode.BUFFERED:
             self._send(process_responses.KEEP_REQUEST_HEADERS)
-
-    def _expect_body(self) -> None:
-        """Raise RequestError when no body will come that could be used."""
-        settings = self._state.proxy_context.settings
-        length = next((value for name, value in self._came if name == b"content-length"), b"")
-        if length.isdigit() and int(length) > settings.max_body_bytes:
-            raise too_large(settings)
-        if self._mode not in (_DUPLEX, _Mode.BUFFERED):
-            raise RequestError(
-                f"Envoy's request_body_mode is {_Mode.BodySendMode.Name(self._mode)}. "
-                "Set it to FULL_DUPLEX_STREAMED or BUFFERED.",
-                status=500,
-                type="internal_error",
-            )
 
     def _request_body(self, proxied: ProxiedRequest, part: pb.HttpBody) -> None:
         body = self._body
@@ -202,12 +190,12 @@ class PickedRequest(ResponseWriter):
         if body.size > self._state.proxy_context.settings.max_body_bytes:
             proxied.refuse(too_large(self._state.proxy_context.settings))
         elif part.end_of_stream or self._mode == _Mode.BUFFERED:  # then it is whole, whatever trailers follow
-            self._start(proxied)
+            self._start(proxied, body.whole())
 
     def _request_trailers(self, proxied: ProxiedRequest) -> None:
         if self._phase is Phase.BODY and self._body is not None:
             self._body.trailers = True
-            self._start(proxied)
+            self._start(proxied, self._body.whole())
         else:
             self._send(process_responses.KEEP_REQUEST_TRAILERS)
 
@@ -215,11 +203,10 @@ class PickedRequest(ResponseWriter):
         self._timer = None
         proxied.refuse(too_slow(self._state.proxy_context.settings))
 
-    def _start(self, proxied: ProxiedRequest) -> None:
-        """All of the request is here."""
+    def _start(self, proxied: ProxiedRequest, body: bytes) -> None:
+        """All of the request is here that comes."""
         self._phase = Phase.ROUTING
         self._cancel_timer()
-        body = b"" if self._body is None else self._body.whole()
         if self._rewrite is not None and body:
             try:
                 body = gateway_headers.with_model(body, self._rewrite)

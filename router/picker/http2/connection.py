@@ -71,6 +71,7 @@ class Http2Connection(asyncio.Protocol):
         connections: set[Http2Connection],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
+        self.closed: asyncio.Future[None] = loop.create_future()
         self._accept = accept
         self._connections = connections
         self._loop = loop
@@ -119,6 +120,8 @@ class Http2Connection(asyncio.Protocol):
         """The peer is gone, and so are its streams."""
         self._over = True
         self._connections.discard(self)
+        if not self.closed.done():
+            self.closed.set_result(None)
         for timer in (self._ticker, self._ending):
             if timer is not None:
                 timer.cancel()
@@ -182,7 +185,11 @@ class Http2Connection(asyncio.Protocol):
         if self._unread:
             self._unread_for += 1
         waiting_to_begin = not self._set or self._block is not None
-        if self._silent >= _NO_ANSWER or self._unread_for >= _BLOCKED or (waiting_to_begin and self._age > _FIRST_BYTES):
+        if (
+            self._silent >= _NO_ANSWER
+            or self._unread_for >= _BLOCKED
+            or (waiting_to_begin and self._age > _FIRST_BYTES)
+        ):
             self.abort()
             return
         if self._silent == _SILENCE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from struct import pack
 from typing import Any
@@ -26,13 +26,31 @@ class Calls:
 
     def __init__(self) -> None:
         self.open: set[Any] = set()
+        self._changed = asyncio.Event()
         self.ever = 0
         self.methods = {ECHO: self._echo, SILENT: self._silent, MANY: self._many, CRASH: self._crash}
+
+    async def until(self, met: Callable[[], bool]) -> None:
+        """Wait until calls have begun or ended so that a condition is met."""
+        async with asyncio.timeout(PATIENCE):
+            while not met():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def until_empty(self) -> None:
+        """Wait until all calls have ended."""
+        await self.until(lambda: not self.open)
+
+    def end(self, handler: CallHandler) -> None:
+        """A call is over."""
+        self.open.remove(handler)
+        self._changed.set()
 
     def _begin(self, call: Call, answers: int) -> CallHandler:
         self.ever += 1
         handler = _Handler(call, self, answers)
         self.open.add(handler)
+        self._changed.set()
         return handler
 
     def _echo(self, call: Call) -> CallHandler:
@@ -62,7 +80,7 @@ class _Handler:
         self._call.end()
 
     def closed(self) -> None:
-        self._calls.open.remove(self)
+        self._calls.end(self)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from itertools import count
 import h2.events
 import hpack
 import pytest
-from http2_peer import ECHO, MANY, SILENT, Calls, RawPeer, grpc_server, message, peer, raw_peer, request
+from http2_peer import ECHO, MANY, SILENT, RawPeer, grpc_server, message, peer, raw_peer, request
 
 from router.picker.http2 import connection, frames
 from router.picker.http2.allowance import Allowance
@@ -106,9 +106,7 @@ async def test_an_attack_ends_its_own_connection_and_no_other(attack: str) -> No
         data, headers = await other.answer(begun)
         assert data.endswith(message(b"after"))
         assert headers["grpc-status"] == "0"
-        async with asyncio.timeout(10):
-            while calls.open:
-                await asyncio.sleep(0.01)
+        await calls.until_empty()
 
 
 async def test_others_have_their_turn_during_a_flood_of_calls() -> None:
@@ -153,9 +151,7 @@ async def test_a_peer_that_reads_nothing_is_left() -> None:
                 frame(frames.HEADERS, frames.END_HEADERS, number, block),
                 frame(frames.DATA, 0, number, message(b"x" * 16_000)),
             )
-        async with asyncio.timeout(10):
-            while calls.ever < 200 or calls.open:
-                await asyncio.sleep(0.01)
+        await calls.until(lambda: calls.ever == 200 and not calls.open)
 
 
 @pytest.mark.usefixtures("quick_ticks")
@@ -180,9 +176,7 @@ async def test_a_stream_that_brings_nothing_is_reset() -> None:
 async def test_a_silent_peer_is_asked_and_then_left() -> None:
     async with grpc_server() as (calls, port), raw_peer(port) as client:
         block = hpack.Encoder().encode(request(ECHO))
-        await client.send(
-            frame(frames.HEADERS, frames.END_HEADERS, 1, block), frame(frames.DATA, 0, 1, message(b"x"))
-        )
+        await client.send(frame(frames.HEADERS, frames.END_HEADERS, 1, block), frame(frames.DATA, 0, 1, message(b"x")))
         kinds = []
         while (found := await client.frame()) is not None:
             kinds.append(found[0])

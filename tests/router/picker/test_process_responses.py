@@ -59,9 +59,7 @@ def test_a_routed_request_as_the_answer_to_its_body(body: bytes | None) -> None:
 def test_bodies_in_parts(size: int, ends: bool) -> None:
     body = bytes(size)
     for made, kind in ((ours.request_chunks, "request_body"), (ours.response_chunks, "response_body")):
-        parts = [
-            getattr(_read(each), kind).response.body_mutation.streamed_response for each in made(body, ends)
-        ]
+        parts = [getattr(_read(each), kind).response.body_mutation.streamed_response for each in made(body, ends)]
         assert b"".join(part.body for part in parts) == body
         assert [part.end_of_stream for part in parts] == [False] * (len(parts) - 1) + [ends]
         assert max(len(part.body) for part in parts) <= 64 * 1024
