@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import hpack
 import pytest
 import trustme
-from envoy_client import DESTINATION, EnvoyStream, Mode, set_headers, streamed
+from envoy_client import DESTINATION, METHOD, EnvoyStream, Mode, headers, set_headers, streamed
 from picker_under_test import BODY, JSON, PATH, STREAM, Asked, picker
 from router_under_test import RouterUnderTest, until
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
 
 from router.access import hashed_key
 from router.fleet.kubernetes import ClusterAccess
+from router.picker import ext_proc_pb2 as pb
 from router.picker import tls
+from router.picker.http2 import frames
 from router.picker.objectives import Objectives
 
 pytestmark = pytest.mark.anyio
@@ -130,8 +133,8 @@ async def test_inference_objectives_of_the_cluster_are_followed(
             asked = Asked(side, channel, [])
             first, _ = await asked.routed()
             usual, premium = asked.stream(), asked.stream()
-            for number, (stream, headers) in enumerate(((usual, ()), (premium, ((OBJECTIVE, "premium"),))), 1):
-                await stream.head(PATH, JSON, *headers)
+            for number, (stream, more) in enumerate(((usual, ()), (premium, ((OBJECTIVE, "premium"),))), 1):
+                await stream.head(PATH, JSON, *more)
                 await stream.body(BODY)
                 await until(lambda number=number: _waiting(side, number))  # type: ignore[misc]
             await first.ends()
@@ -198,9 +201,9 @@ async def test_the_sidecar_hears_where_the_prefill_goes() -> None:
         body = json.dumps({"model": MODEL, "prompt": "word " * 2000}).encode()
         await request.head(PATH, JSON, (PREFILLER, "10.6.6.6:1"))
         await request.body(body)
-        headers = set_headers((await request.hears()).request_headers.response.header_mutation)
-        assert headers[DESTINATION] == decode.url.removeprefix("http://")
-        assert headers[PREFILLER] == prefill.url.removeprefix("http://")
+        told = set_headers((await request.hears()).request_headers.response.header_mutation)
+        assert told[DESTINATION] == decode.url.removeprefix("http://")
+        assert told[PREFILLER] == prefill.url.removeprefix("http://")
         await request.hears()
         await request.answer_head(200, STREAM)
         await request.hears()
@@ -341,3 +344,83 @@ async def test_without_bodies_what_needs_them_is_refused(
         answer = (await stream.hears()).immediate_response
         assert answer.status.code == 500
         assert why in answer.body
+
+
+# Many at once
+
+
+class Connection:
+    """Sends frames, and waits until they have been taken."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        windows = frames.settings({frames.INITIAL_WINDOW_SIZE: 2**20}) + frames.window_update(0, 2**30)
+        writer.write(frames.PREFACE + windows)
+
+    def tell(self, stream: int, flags: int = 0, **message: Any) -> None:
+        data = pb.ProcessingRequest(**message).SerializeToString() if message else b""
+        prefix = len(data).to_bytes(5, "big") if message else b""
+        self._writer.write(frames.frame(frames.DATA, flags, stream, prefix + data))
+
+    def write(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def taken(self) -> None:
+        """All that was sent has been taken, and what it led to is here."""
+        self._writer.write(frames.frame(frames.PING, 0, 0, bytes(8)))
+        async with asyncio.timeout(60):
+            while True:
+                high, low, kind, flags, _ = frames.HEAD.unpack(await self._reader.readexactly(frames.HEAD_BYTES))
+                payload = await self._reader.readexactly(high << 16 | low)
+                if (kind, flags, payload) == (frames.PING, frames.ACK, bytes(8)):
+                    return
+                assert kind != frames.GOAWAY or payload[4:8] == bytes(4), payload
+
+
+async def test_two_thousand_requests_in_flight_leave_nothing(worker: ScriptedWorker) -> None:
+    """On a few connections: bodies that come in parts, resets at every point, and a goaway in the middle."""
+    number, few = 2000, 4
+    async with AsyncExitStack() as stack:
+        side, port = await stack.enter_async_context(picker(worker.url))
+        pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(few)]
+        for _, writer in pairs:
+            stack.callback(writer.close)
+        connections = [Connection(*pair) for pair in pairs]
+        requests = [(connections[place % few], place // few * 2 + 1) for place in range(number)]
+        block = hpack.Encoder().encode(
+            [(":method", "POST"), (":scheme", "http"), (":path", METHOD), ("content-type", "application/grpc")]
+        )
+        modes = pb.ProtocolConfiguration(request_body_mode=Mode.FULL_DUPLEX_STREAMED)
+
+        async def all_taken() -> None:
+            await asyncio.gather(*(connection.taken() for connection in connections))
+
+        def leave(group: list[tuple[Connection, int]]) -> None:
+            for connection, stream in group:
+                connection.write(frames.reset(stream, frames.CANCEL))
+
+        for connection, stream in requests:
+            connection.write(frames.frame(frames.HEADERS, frames.END_HEADERS, stream, block))
+            head = headers([(":method", "POST"), (":path", PATH), JSON])
+            connection.tell(stream, request_headers=head, protocol_config=modes)
+            connection.tell(stream, request_body=pb.HttpBody(body=BODY[:10]))
+        await all_taken()
+        leave(requests[: number // 4])
+        connections[0].write(frames.goaway(0, frames.NO_ERROR))
+        for connection, stream in requests[number // 4 :]:
+            connection.tell(stream, request_body=pb.HttpBody(body=BODY[10:], end_of_stream=True))
+        await all_taken()
+        await until(lambda: _in_flight(side, number * 3 // 4))
+        leave(requests[number // 4 : number // 2])
+        for connection, stream in requests[number // 2 :]:
+            connection.tell(stream, response_headers=headers([(":status", "200"), STREAM]))
+        await all_taken()
+        await until(lambda: _in_flight(side, number // 2))
+        leave(requests[number // 2 : number * 3 // 4])
+        for connection, stream in requests[number * 3 // 4 :]:
+            connection.tell(stream, frames.END_STREAM)
+        await side.until_released()
+
+
+async def _in_flight(side: RouterUnderTest, number: int) -> bool:
+    return await side.requests_in_flight() == number
