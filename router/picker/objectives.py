@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-# Where InferenceObjectives are in Kubernetes' API.
-PATH: Final = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{namespace}/inferenceobjectives"
+# Where InferenceObjectives are in Kubernetes' API. Their group has another name at llm-d, which took them over.
+PATH: Final = "/apis/{group}/v1alpha2/namespaces/{namespace}/inferenceobjectives"
 _MOST: Final = 2**31 - 1
 
 

@@ -70,11 +70,12 @@ async def _serving(methods: Methods, settings: Settings) -> AsyncIterator[int]:
 async def _followed_objectives(settings: Settings) -> AsyncIterator[Objectives]:
     """The settings' objectives, and the cluster's where they are to be followed."""
     found = Objectives(settings.picker.objectives)
-    if not settings.picker.follow_objectives:
+    group = settings.picker.follow_objectives
+    if group is None:
         yield found
         return
     access = ClusterAccess.in_cluster(settings.kubernetes.namespace)
-    path = objectives.PATH.format(namespace=access.namespace)
+    path = objectives.PATH.format(group=group, namespace=access.namespace)
     async with aiohttp.ClientSession() as session:
         watch = ResourceWatch(session, access, path, "", settings.kubernetes.resync, found.follow)
         task = asyncio.create_task(watch.run())

@@ -97,8 +97,9 @@ async def test_the_clusters_objectives_go_before_those_of_the_settings() -> None
     assert objectives.priority("b") == 2
 
 
+@pytest.mark.parametrize("group", ["inference.networking.x-k8s.io", "llm-d.ai"])
 async def test_inference_objectives_of_the_cluster_are_followed(
-    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch, group: str
 ) -> None:
     """A server that answers as Kubernetes' does: a list, and a watch that adds to it."""
     asked_for: list[str] = []
@@ -124,7 +125,7 @@ async def test_inference_objectives_of_the_cluster_are_followed(
             picker(
                 worker.url,
                 tenants={},
-                picker={"follow_objectives": True},
+                picker={"follow_objectives": group},
                 admission={"requests": 1, "late_binding": False},
             ) as (side, port),
             channel_to(port) as channel,
@@ -144,7 +145,7 @@ async def test_inference_objectives_of_the_cluster_are_followed(
             await usual.hears()
             await usual.hears()
             await usual.ends()
-        path = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/default/inferenceobjectives"
+        path = f"/apis/{group}/v1alpha2/namespaces/default/inferenceobjectives"
         assert all(target.startswith(path) for target in asked_for)
 
 

@@ -258,4 +258,3 @@ async def _one_of_many(session: aiohttp.ClientSession, number: int) -> None:
 
 async def _in_flight(side: RouterUnderTest, number: int) -> bool:
     return await side.requests_in_flight() == number
-
