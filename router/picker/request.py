@@ -88,10 +88,9 @@ class PickedRequest(ResponseWriter):
         if self._phase is Phase.OVER:
             return
         kind = message.WhichOneof("request")
-        if kind == "request_headers":
-            self._request_headers(message)
-        elif self._proxied is None:
-            return  # nothing goes before the headers
+        if self._proxied is None:
+            if kind == "request_headers" and self._phase is Phase.HEADERS:
+                self._request_headers(message)
         elif kind == "request_body":
             self._request_body(self._proxied, message.request_body)
         elif kind == "response_headers":
@@ -277,7 +276,7 @@ class PickedRequest(ResponseWriter):
 
     def _response_headers(self, proxied: ProxiedRequest, message: pb.ProcessingRequest) -> None:
         response = self._response
-        if response.handler is None or proxied.over or proxied.assignment is None:
+        if response.handler is None or self._phase is not Phase.ROUTED or proxied.assignment is None:
             self._send(process_responses.KEEP_RESPONSE_HEADERS)  # Envoy's own, before there was a worker
             return
         pseudo, headers = process_requests.read_headers(message.response_headers.headers)

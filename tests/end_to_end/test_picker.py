@@ -34,7 +34,7 @@ async def workers() -> AsyncIterator[list[ScriptedWorker]]:
 @pytest.fixture(scope="module", params=[True, False], ids=["fast lane", "grpcio"])
 async def asked(workers: list[ScriptedWorker], request: pytest.FixtureRequest) -> AsyncIterator[Asked]:
     settings = {
-        "server": {"max_body_bytes": 300_000, "body_timeout": 0.5},
+        "server": {"max_body_bytes": 300_000, "body_timeout": 2.0},
         "picker": {"fallbacks": 1, "read_usage": 1, "fast_lane": request.param},
     }
     async with (
@@ -133,6 +133,18 @@ async def test_bodies_that_are_not_sent_are_a_mistake_of_the_configuration(asked
     answer = (await stream.hears()).immediate_response
     assert answer.status.code == 500
     assert b"request_body_mode is NONE" in answer.body
+
+
+async def test_heads_that_come_twice_are_passed_over(asked: Asked) -> None:
+    stream, _ = await asked.routed(Mode.FULL_DUPLEX_STREAMED, Mode.FULL_DUPLEX_STREAMED)
+    await stream.head(PATH, JSON)
+    await stream.answer_head(200, STREAM)
+    await stream.hears()
+    await stream.answer_head(500, STREAM)
+    assert not (await stream.hears()).response_headers.response.header_mutation.set_headers
+    assert await asked.side.requests_in_flight() == 1
+    await stream.ends()
+    await asked.side.until_released()
 
 
 # The subset

@@ -3,6 +3,7 @@
 frames      what frames are made of (RFC 9113, section 6)
 headers     header blocks (RFC 7541), decoded once where they repeat
 allowance   how much a peer may ask without getting on with anything
-stream      one stream: its messages, both ways, and its window
+sender      what is sent, as the peer's windows allow
+stream      one stream: its handler, and what of it waits
 connection  one connection: frames, settings, windows, limits, and its end
 """

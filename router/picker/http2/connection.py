@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Final, cast
 
 import structlog
@@ -21,6 +22,7 @@ from router.picker.http2 import frames
 from router.picker.http2.allowance import Allowance
 from router.picker.http2.frames import HEAD, HEAD_BYTES, Http2Error, frame
 from router.picker.http2.headers import MOST_BYTES, HeaderDecoder, RequestHeaders
+from router.picker.http2.sender import FrameSender
 from router.picker.http2.stream import Stream, StreamHandler
 
 log = structlog.get_logger()
@@ -79,7 +81,6 @@ class Http2Connection(asyncio.Protocol):
         self._decoder = HeaderDecoder()
         self._streams: dict[int, Stream] = {}
         self._untouched: set[Stream] = set()  # nothing came in them yet
-        self._blocked: dict[Stream, None] = {}  # something of them waits for a window, in their order
         self._closed: dict[int, bool] = {}  # lately, and whether they were reset
         self._last = 0
         # What came of a frame, and of a header block: its stream, flags and parts.
@@ -89,13 +90,7 @@ class Http2Connection(asyncio.Protocol):
         self._received = self._opened = 0
         self._resets = Allowance(*_RESETS)
         self._idle_frames = Allowance(*_IDLE_FRAMES)
-        # What is sent.
-        self._window = frames.DEFAULT_WINDOW
-        self._initial_window = frames.DEFAULT_WINDOW
-        self._frame_size = frames.DEFAULT_FRAME
-        self._out: list[bytes] = []
-        self._flushing = False
-        self._unread = False  # the peer does not read
+        self._sender: FrameSender = None  # type: ignore[assignment]
         # Its end.
         self._draining = self._last_told = self._over = False
         self._ticker: asyncio.TimerHandle | None = None
@@ -107,6 +102,7 @@ class Http2Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A peer came."""
         self._transport = cast(asyncio.Transport, transport)
+        self._sender = FrameSender(self._transport, self._loop, partial(self._idle_frames.earn, 2))
         encrypted = transport.get_extra_info("ssl_object")
         if encrypted is not None and encrypted.selected_alpn_protocol() != "h2":
             self._over = True
@@ -127,20 +123,19 @@ class Http2Connection(asyncio.Protocol):
                 timer.cancel()
         streams, self._streams = self._streams, {}
         self._untouched.clear()
-        self._blocked.clear()
-        self._out.clear()
+        self._sender.close()
         for stream in streams.values():
             if stream.handler is not None:
                 stream.handler.closed()
 
     def pause_writing(self) -> None:
         """The peer does not read."""
-        self._unread = True
+        self._sender.unread = True
 
     def resume_writing(self) -> None:
         """It reads again."""
-        self._unread, self._unread_for = False, 0
-        self._send_blocked()
+        self._sender.unread, self._unread_for = False, 0
+        self._sender.go_on()
 
     def drain(self) -> None:
         """Take no new streams soon; close when those that are here are over. The peer is told, and goes elsewhere."""
@@ -165,14 +160,14 @@ class Http2Connection(asyncio.Protocol):
 
     def _close_when_idle(self) -> None:
         if self._last_told and not self._streams and not self._over:
-            self._flush()
+            self._sender.flush()
             self._over = True
             self._transport.close()
 
     def _fail(self, error: Http2Error) -> None:
         log.warning("a connection to the picker is closed", reason=str(error), code=error.code)
         self.put(frames.goaway(self._last, error.code, str(error)))
-        self._flush()
+        self._sender.flush()
         self._over = True
         self._transport.close()
         self._ending = self._loop.call_later(_TICK, self._transport.abort)  # it may not read that
@@ -182,7 +177,7 @@ class Http2Connection(asyncio.Protocol):
         self._ticker = self._loop.call_later(_TICK, self._tick)
         self._age += 1
         self._silent += 1
-        if self._unread:
+        if self._sender.unread:
             self._unread_for += 1
         waiting_to_begin = not self._set or self._block is not None
         if (
@@ -198,7 +193,7 @@ class Http2Connection(asyncio.Protocol):
             each.waited += 1
             if each.waited > _FIRST_BYTES:
                 each.reset(frames.CANCEL)
-        for each in list(self._blocked):
+        for each in list(self._sender.blocked):
             each.waited += 1
             if each.waited > _BLOCKED:
                 each.reset(frames.ENHANCE_YOUR_CALM)
@@ -208,52 +203,15 @@ class Http2Connection(asyncio.Protocol):
     # What is sent
 
     def put(self, data: bytes) -> None:
-        """Send frames, with all else that is sent in this turn of the loop."""
-        self._out.append(data)
-        if not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        if self._out and not self._over:
-            self._transport.write(b"".join(self._out))
-        self._out.clear()
-
-    def put_data(self, stream: Stream, data: bytes) -> bytes:
-        """Send bytes of a stream as far as its windows go. What is left of them."""
-        size = len(data)
-        window = min(self._window, stream.window)
-        if self._unread or (window <= 0 and size):
-            return data
-        sent = min(size, window)
-        most = self._frame_size
-        for start in range(0, sent, most):
-            part = data[start : min(start + most, sent)]
-            self.put(HEAD.pack(len(part) >> 16, len(part) & 0xFFFF, frames.DATA, 0, stream.id) + part)
-            self._idle_frames.earn(2)
-        self._window -= sent
-        stream.window -= sent
-        return data[sent:]
-
-    def wait(self, stream: Stream) -> None:
-        """Something of a stream waits for a window."""
-        stream.waited = 0
-        self._blocked[stream] = None
-
-    def _send_blocked(self) -> None:
-        for stream in list(self._blocked):
-            if self._unread or self._window <= 0:
-                return
-            if stream in self._blocked and stream.go_on():
-                self._blocked.pop(stream, None)
+        """Send frames about streams that were opened here, or about the connection."""
+        self._sender.put(data)
 
     def leave(self, stream: Stream, reset: bool = False) -> None:
         """A stream is over."""
         if self._streams.pop(stream.id, None) is None:
             return
         self._untouched.discard(stream)
-        self._blocked.pop(stream, None)
+        self._sender.blocked.pop(stream, None)
         self._closed[stream.id] = reset
         if len(self._closed) > _REMEMBERED:
             del self._closed[next(iter(self._closed))]
@@ -288,9 +246,7 @@ class Http2Connection(asyncio.Protocol):
         except Exception:
             log.exception("a connection to the picker failed")
             self._fail(Http2Error(frames.INTERNAL_ERROR, "the picker failed"))
-        if self._out:
-            self._flushing = True  # what call_soon still does finds nothing
-            self._flush()
+        self._sender.flush()
 
     def _read(self, data: bytes, at: int) -> None:
         end = len(data)
@@ -388,8 +344,7 @@ class Http2Connection(asyncio.Protocol):
         if flags & frames.WITH_PRIORITY:
             if len(payload) < 5:
                 raise Http2Error(frames.FRAME_SIZE_ERROR, "HEADERS without their priority")
-            if frames.read_long(payload[:4]) == number:
-                raise Http2Error(frames.PROTOCOL_ERROR, "a stream that depends on itself")
+            frames.check_dependency(number, payload)
             payload = payload[5:]
         if not number % 2:
             raise Http2Error(frames.PROTOCOL_ERROR, "HEADERS of a stream that a client can't open")
@@ -436,7 +391,7 @@ class Http2Connection(asyncio.Protocol):
             self._reset_unopened(number, frames.PROTOCOL_ERROR)
             return
         self._opened += 1
-        stream = Stream(self, number, self._initial_window)
+        stream = Stream(self, self._sender, number)
         self._streams[number] = stream
         self._untouched.add(stream)
         stream.handler = self._accept(headers, stream)
@@ -455,55 +410,40 @@ class Http2Connection(asyncio.Protocol):
     # Frames about the connection, and about streams as a whole
 
     def _take_control(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        frames.check_control(kind, flags, number, payload)
         if kind == frames.WINDOW_UPDATE:
-            self._take_window_update(number, payload)
+            self._take_window_update(number, frames.read_long(payload))
         elif kind == frames.RST_STREAM:
-            self._take_reset(number, payload)
-        elif kind == frames.SETTINGS:
-            self._take_settings(flags, number, payload)
+            self._take_reset(number)
+        elif kind == frames.SETTINGS and not flags & frames.ACK:
+            self._take_settings(payload)
         elif kind == frames.PING:
-            self._take_ping(flags, number, payload)
+            self._take_ping(flags, payload)
         elif kind == frames.GOAWAY:
-            if number:
-                raise Http2Error(frames.PROTOCOL_ERROR, "GOAWAY of a stream")
-            if len(payload) < 8:
-                raise Http2Error(frames.FRAME_SIZE_ERROR, "GOAWAY of fewer than 8 bytes")
             self.drain()
         elif kind == frames.PRIORITY:
-            if not number:
-                raise Http2Error(frames.PROTOCOL_ERROR, "PRIORITY of no stream")
-            if len(payload) != 5:
-                raise Http2Error(frames.FRAME_SIZE_ERROR, "PRIORITY not of 5 bytes")
-            if frames.read_long(payload[:4]) == number:
-                raise Http2Error(frames.PROTOCOL_ERROR, "a stream that depends on itself")
-        elif kind == frames.PUSH_PROMISE:
-            raise Http2Error(frames.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
+            frames.check_dependency(number, payload)
         # Frames of other kinds are passed over.
 
-    def _take_window_update(self, number: int, payload: bytes) -> None:
-        size = frames.read_long(payload)
+    def _take_window_update(self, number: int, size: int) -> None:
         stream = self._streams.get(number)
         if number and stream is None:
             if number > self._last:
                 raise Http2Error(frames.PROTOCOL_ERROR, "WINDOW_UPDATE of a stream that was never opened")
             return
         if stream is None:
-            self._window += size
             if not size:
                 raise Http2Error(frames.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
-            if self._window > frames.LARGEST_WINDOW:
-                raise Http2Error(frames.FLOW_CONTROL_ERROR, "a window above 2^31-1")
-            self._send_blocked()
+            self._sender.open(size)
             return
         stream.window += size
         if not size or stream.window > frames.LARGEST_WINDOW:
             stream.reset(frames.FLOW_CONTROL_ERROR if size else frames.PROTOCOL_ERROR)
-        elif stream in self._blocked and stream.go_on():
-            self._blocked.pop(stream, None)
+        else:
+            self._sender.go_on_with(stream)
 
-    def _take_reset(self, number: int, payload: bytes) -> None:
-        frames.read_long(payload)
-        if not number or number > self._last:
+    def _take_reset(self, number: int) -> None:
+        if number > self._last:
             raise Http2Error(frames.PROTOCOL_ERROR, "RST_STREAM of a stream that was never opened")
         stream = self._streams.get(number)
         if stream is None:
@@ -513,35 +453,15 @@ class Http2Connection(asyncio.Protocol):
         if not answered and not self._resets.take():
             raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many streams that are reset")
 
-    def _take_settings(self, flags: int, number: int, payload: bytes) -> None:
-        if number:
-            raise Http2Error(frames.PROTOCOL_ERROR, "SETTINGS of a stream")
-        if flags & frames.ACK:
-            if payload:
-                raise Http2Error(frames.FRAME_SIZE_ERROR, "an acknowledgement that sets something")
-            return
+    def _take_settings(self, payload: bytes) -> None:
         found = dict(frames.read_settings(payload))
-        self._frame_size = min(found.get(frames.MAX_FRAME_SIZE, self._frame_size), 2**16)
-        initial = found.get(frames.INITIAL_WINDOW_SIZE, self._initial_window)
+        self._sender.frame_size = min(found.get(frames.MAX_FRAME_SIZE, self._sender.frame_size), 2**16)
         self._set = True
         self.put(_SETTINGS_ACK)
-        if initial != self._initial_window:
-            self._change_windows(initial)
+        if frames.INITIAL_WINDOW_SIZE in found:
+            self._sender.change_windows(found[frames.INITIAL_WINDOW_SIZE], self._streams.values())
 
-    def _change_windows(self, initial: int) -> None:
-        change, self._initial_window = initial - self._initial_window, initial
-        for stream in self._streams.values():
-            stream.window += change
-            if stream.window > frames.LARGEST_WINDOW:
-                raise Http2Error(frames.FLOW_CONTROL_ERROR, "a window above 2^31-1")
-        if change > 0:
-            self._send_blocked()
-
-    def _take_ping(self, flags: int, number: int, payload: bytes) -> None:
-        if number:
-            raise Http2Error(frames.PROTOCOL_ERROR, "PING of a stream")
-        if len(payload) != 8:
-            raise Http2Error(frames.FRAME_SIZE_ERROR, "PING not of 8 bytes")
+    def _take_ping(self, flags: int, payload: bytes) -> None:
         if not flags & frames.ACK:
             self.put(frame(frames.PING, frames.ACK, 0, payload))
         elif payload == _PING_DRAIN:

@@ -104,11 +104,44 @@ def goaway(last: int, code: int, reason: str = "") -> bytes:
 
 
 def read_long(payload: bytes) -> int:
-    """The 31 bits of a frame that holds just them. Raises Http2Error."""
-    if len(payload) != _LONG.size:
-        raise Http2Error(FRAME_SIZE_ERROR, "a frame of 4 bytes has others")
+    """The 31 bits that a payload holds."""
     number: int = _LONG.unpack(payload)[0]
     return number & STREAM_BITS
+
+
+_NAMES: Final = {
+    PRIORITY: "PRIORITY",
+    RST_STREAM: "RST_STREAM",
+    SETTINGS: "SETTINGS",
+    PING: "PING",
+    GOAWAY: "GOAWAY",
+    WINDOW_UPDATE: "WINDOW_UPDATE",
+}
+_SIZES: Final = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
+_LEAST_GOAWAY: Final = 8
+_OF_CONNECTIONS: Final = (SETTINGS, PING, GOAWAY)
+_OF_STREAMS: Final = (PRIORITY, RST_STREAM)
+
+
+def check_control(kind: int, flags: int, stream: int, payload: bytes) -> None:
+    """Raise Http2Error for a frame that is not of the length it has to have, or is not of a stream, or is."""
+    if kind == PUSH_PROMISE:
+        raise Http2Error(PROTOCOL_ERROR, "PUSH_PROMISE from a client")
+    if stream and kind in _OF_CONNECTIONS:
+        raise Http2Error(PROTOCOL_ERROR, f"{_NAMES[kind]} of a stream")
+    if not stream and kind in _OF_STREAMS:
+        raise Http2Error(PROTOCOL_ERROR, f"{_NAMES[kind]} of no stream")
+    wrong = _SIZES.get(kind, len(payload)) != len(payload)
+    if wrong or (kind == GOAWAY and len(payload) < _LEAST_GOAWAY):
+        raise Http2Error(FRAME_SIZE_ERROR, f"{_NAMES[kind]} of {len(payload)} bytes")
+    if kind == SETTINGS and flags & ACK and payload:
+        raise Http2Error(FRAME_SIZE_ERROR, "an acknowledgement that sets something")
+
+
+def check_dependency(stream: int, payload: bytes) -> None:
+    """Raise Http2Error for a stream that depends on itself. `payload` begins with what it depends on."""
+    if int.from_bytes(payload[:4], "big") & STREAM_BITS == stream:
+        raise Http2Error(PROTOCOL_ERROR, "a stream that depends on itself")
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:

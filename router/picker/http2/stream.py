@@ -9,6 +9,7 @@ from router.picker.http2 import frames
 
 if TYPE_CHECKING:
     from router.picker.http2.connection import Http2Connection
+    from router.picker.http2.sender import FrameSender
 
 
 class StreamHandler(Protocol):
@@ -32,6 +33,7 @@ class Stream:
         "_ended",
         "_last",
         "_queue",
+        "_sender",
         "begun",
         "handler",
         "id",
@@ -41,14 +43,15 @@ class Stream:
         "window",
     )
 
-    def __init__(self, connection: Http2Connection, number: int, window: int) -> None:
+    def __init__(self, connection: Http2Connection, sender: FrameSender, number: int) -> None:
         self.id = number
         self.handler: StreamHandler | None = None
-        self.window = window  # bytes that may be sent
+        self.window = sender.initial_window  # bytes that may be sent
         self.received = 0  # bytes since the peer's window was last opened
         self.peer_ended = False
         self.waited = 0  # seconds that something has been waiting for a window
         self._connection = connection
+        self._sender = sender
         self.begun = False  # the headers of the answer are sent
         self._ended = False
         self._last: bytes | None = None
@@ -63,7 +66,7 @@ class Stream:
         """Send the headers of the answer, unless they are sent."""
         if not self.begun and not self._ended:
             self.begun = True
-            self._connection.put(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
+            self._sender.put(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
 
     def send(self, data: bytes) -> None:
         """Send bytes of the answer's body."""
@@ -72,12 +75,12 @@ class Stream:
         if self._queue:
             self._queue.append(data)
             return
-        rest = self._connection.put_data(self, data)
+        rest = self._sender.put_data(self, data)
         if rest:
             if self._queue is None:
                 self._queue = deque()
             self._queue.append(rest)
-            self._connection.wait(self)
+            self._sender.wait(self)
 
     def end(self, trailers: bytes) -> None:
         """End the answer: with these trailers, which are its headers where it has not begun."""
@@ -94,7 +97,7 @@ class Stream:
         queue = self._queue
         while queue:
             data = queue.popleft()
-            rest = self._connection.put_data(self, data)
+            rest = self._sender.put_data(self, data)
             if rest is not data:
                 self.waited = 0
             if rest:
@@ -107,14 +110,13 @@ class Stream:
     def reset(self, code: int) -> None:
         """End the stream at once."""
         self._ended = True
-        self._connection.put(frames.reset(self.id, code))
+        self._sender.put(frames.reset(self.id, code))
         self._connection.leave(self, reset=True)
 
     def _end(self, trailers: bytes) -> None:
-        connection = self._connection
-        connection.put(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, trailers))
+        self._sender.put(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, trailers))
         if self.peer_ended:
-            connection.leave(self)
+            self._connection.leave(self)
         else:  # what the peer would still send is not wanted
-            connection.put(frames.reset(self.id, frames.NO_ERROR))
-            connection.leave(self, reset=True)
+            self._sender.put(frames.reset(self.id, frames.NO_ERROR))
+            self._connection.leave(self, reset=True)
