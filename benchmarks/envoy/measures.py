@@ -35,6 +35,10 @@ class Measures:
         """Those of a stream beside its events."""
         return median(self.cpu[SHORT]) - SHORT * self.per_event
 
+    def stream(self, events: int) -> float:
+        """Those of a whole stream of so many events."""
+        return self.per_stream + events * self.per_event
+
 
 def measure_whole(side: Running, measures: Measures, seconds: float, folder: Path) -> None:
     """Whole answers."""

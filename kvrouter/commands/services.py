@@ -74,7 +74,7 @@ def picker(
     from router.fleet.config_reload import SettingsFile
     from router.server.serving import serve_picker
 
-    if not (find_spec("grpc") and find_spec("grpc_health")):
+    if not all(find_spec(name) for name in ("grpc", "grpc_health", "hpack")):
         fail("the picker wants more packages: pip install 'kvrouter[envoy]'")
     overrides = of_workers(worker) | given(
         server=given(host=host, port=port),

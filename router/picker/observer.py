@@ -6,8 +6,8 @@ When enough is seen the stream is ended, and Envoy shows no more of that answer.
 from __future__ import annotations
 
 from router.picker import ext_proc_pb2 as pb
-from router.picker.messages import read_observed
-from router.picker.request import PickerState
+from router.picker.process_requests import read_observed
+from router.picker.state import PickerState
 
 
 def observe(message: pb.ProcessingRequest, state: PickerState) -> bool:

@@ -43,18 +43,18 @@ class EnvoyStream:
             told.metadata_context.filter_metadata["envoy.lb.subset_hint"].update({SUBSET: self._subset})
         await self.call.write(told)
 
-    async def head(self, path: str, *headers: tuple[str, str], method: str = "POST", ends: bool = False) -> None:
+    async def head(self, path: str, *more: tuple[str, str], method: str = "POST", ends: bool = False) -> None:
         """The head of a request."""
-        await self.tell(request_headers=_headers([(":method", method), (":path", path), *headers], ends))
+        await self.tell(request_headers=headers([(":method", method), (":path", path), *more], ends))
 
     async def body(self, *parts: bytes, ends: bool = True) -> None:
         """The body of a request."""
         for number, part in enumerate(parts, 1):
             await self.tell(request_body=pb.HttpBody(body=part, end_of_stream=ends and number == len(parts)))
 
-    async def answer_head(self, status: int, *headers: tuple[str, str], ends: bool = False, **message: Any) -> None:
+    async def answer_head(self, status: int, *more: tuple[str, str], ends: bool = False, **message: Any) -> None:
         """The head of an answer."""
-        await self.tell(response_headers=_headers([(":status", str(status)), *headers], ends), **message)
+        await self.tell(response_headers=headers([(":status", str(status)), *more], ends), **message)
 
     async def answer_body(self, part: bytes, ends: bool = False) -> None:
         """Bytes of an answer."""
@@ -72,8 +72,9 @@ class EnvoyStream:
         assert await asyncio.wait_for(self.call.read(), 10) is grpc.aio.EOF
 
 
-def _headers(headers: Sequence[tuple[str, str]], ends: bool) -> pb.HttpHeaders:
-    found = [pb.HeaderValue(key=name, raw_value=value.encode()) for name, value in headers]
+def headers(pairs: Sequence[tuple[str, str]], ends: bool = False) -> pb.HttpHeaders:
+    """A head as Envoy sends it."""
+    found = [pb.HeaderValue(key=name, raw_value=value.encode()) for name, value in pairs]
     return pb.HttpHeaders(headers=pb.HeaderMap(headers=found), end_of_stream=ends)
 
 

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import openai
+from envoy_client import DESTINATION, EnvoyStream, set_headers
 from router_under_test import QUICK, RouterUnderTest, serving
+from scripted_worker import MODEL
 
 from router.app import running_router
 from router.picker import running_picker
 from router.server.http_server import HttpServer
 from router.settings import Settings
+
+PATH = "/v1/completions"
+JSON = ("content-type", "application/json")
+STREAM = ("content-type", "text/event-stream")
+BODY = json.dumps({"model": MODEL, "prompt": "some words", "stream": True}).encode()
+
+
+@dataclass
+class Asked:
+    """A picker, a channel to it, and the addresses of its workers."""
+
+    side: RouterUnderTest
+    channel: Any
+    addresses: list[str]
+
+    def stream(self, *modes: int, **options: Any) -> EnvoyStream:
+        return EnvoyStream(self.channel, *modes, **options)
+
+    async def routed(self, *modes: int, body: bytes = BODY, **options: Any) -> tuple[EnvoyStream, str]:
+        """A stream whose request has been sent somewhere, and where."""
+        stream = self.stream(*modes, **options)
+        await stream.head(PATH, JSON)
+        await stream.body(body)
+        head = await stream.hears()
+        await stream.hears()
+        return stream, set_headers(head.request_headers.response.header_mutation)[DESTINATION]
 
 
 @asynccontextmanager

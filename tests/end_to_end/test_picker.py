@@ -6,16 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-import trustme
 from envoy_client import DESTINATION, SUBSET, EnvoyStream, Mode, set_headers, streamed
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from picker_under_test import picker
+from picker_under_test import BODY, JSON, PATH, STREAM, Asked, picker
 from router_under_test import RouterUnderTest, until
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
 
@@ -25,32 +22,7 @@ from router.settings import PickerSettings
 
 pytestmark = pytest.mark.anyio
 
-PATH = "/v1/completions"
-JSON = ("content-type", "application/json")
-STREAM = ("content-type", "text/event-stream")
-BODY = json.dumps({"model": MODEL, "prompt": "some words", "stream": True}).encode()
 USAGE = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'
-
-
-@dataclass
-class Asked:
-    """A picker, a channel to it, and the addresses of its workers."""
-
-    side: RouterUnderTest
-    channel: Any
-    addresses: list[str]
-
-    def stream(self, *modes: int, **options: Any) -> EnvoyStream:
-        return EnvoyStream(self.channel, *modes, **options)
-
-    async def routed(self, *modes: int, body: bytes = BODY, **options: Any) -> tuple[EnvoyStream, str]:
-        """A stream whose request has been sent somewhere, and where."""
-        stream = self.stream(*modes, **options)
-        await stream.head(PATH, JSON)
-        await stream.body(body)
-        head = await stream.hears()
-        await stream.hears()
-        return stream, set_headers(head.request_headers.response.header_mutation)[DESTINATION]
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +31,12 @@ async def workers() -> AsyncIterator[list[ScriptedWorker]]:
         yield [await stack.enter_async_context(scripted_worker()) for _ in range(3)]
 
 
-@pytest.fixture(scope="module")
-async def asked(workers: list[ScriptedWorker]) -> AsyncIterator[Asked]:
-    settings = {"server": {"max_body_bytes": 300_000, "body_timeout": 0.5}, "picker": {"fallbacks": 1, "read_usage": 1}}
+@pytest.fixture(scope="module", params=[True, False], ids=["fast lane", "grpcio"])
+async def asked(workers: list[ScriptedWorker], request: pytest.FixtureRequest) -> AsyncIterator[Asked]:
+    settings = {
+        "server": {"max_body_bytes": 300_000, "body_timeout": 2.0},
+        "picker": {"fallbacks": 1, "read_usage": 1, "fast_lane": request.param},
+    }
     async with (
         picker(*(worker.url for worker in workers), **settings) as (side, port),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -160,6 +135,18 @@ async def test_bodies_that_are_not_sent_are_a_mistake_of_the_configuration(asked
     assert b"request_body_mode is NONE" in answer.body
 
 
+async def test_heads_that_come_twice_are_passed_over(asked: Asked) -> None:
+    stream, _ = await asked.routed(Mode.FULL_DUPLEX_STREAMED, Mode.FULL_DUPLEX_STREAMED)
+    await stream.head(PATH, JSON)
+    await stream.answer_head(200, STREAM)
+    await stream.hears()
+    await stream.answer_head(500, STREAM)
+    assert not (await stream.hears()).response_headers.response.header_mutation.set_headers
+    assert await asked.side.requests_in_flight() == 1
+    await stream.ends()
+    await asked.side.until_released()
+
+
 # The subset
 
 
@@ -172,12 +159,14 @@ async def test_a_subset_in_metadata_is_kept_to(asked: Asked, as_text: bool) -> N
         await stream.ends()
 
 
-async def test_a_subset_in_a_header_is_kept_to(asked: Asked) -> None:
+async def test_a_client_names_no_endpoints(asked: Asked) -> None:
     stream = asked.stream()
-    await stream.head(PATH, JSON, (SUBSET, asked.addresses[1]))
+    names = (SUBSET, DESTINATION, "x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port")
+    await stream.head(PATH, JSON, *((name, "10.0.0.1:80") for name in names))
     await stream.body(BODY)
-    head = await stream.hears()
-    assert set_headers(head.request_headers.response.header_mutation)[DESTINATION] == asked.addresses[1]
+    mutation = (await stream.hears()).request_headers.response.header_mutation
+    assert set(set_headers(mutation)[DESTINATION].split(",")) < set(asked.addresses)
+    assert set(mutation.remove_headers) == set(names) - {DESTINATION}
     await stream.hears()
     await stream.ends()
 
@@ -288,20 +277,6 @@ async def test_an_envoy_that_tells_no_modes_is_taken_for_the_inference_extension
     assert streamed((await stream.hears()).response_body) == (b"{}", True)
     await asked.side.until_released()
     await stream.ends()
-
-
-async def test_tls(workers: list[ScriptedWorker], tmp_path: Path) -> None:
-    authority = trustme.CA()
-    pair = authority.issue_cert("127.0.0.1")
-    pair.cert_chain_pems[0].write_to_path(str(tmp_path / "crt"))
-    pair.private_key_pem.write_to_path(str(tmp_path / "key"))
-    trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
-    async with (
-        picker(workers[0].url, picker={"certificate": tmp_path / "crt", "key": tmp_path / "key"}) as (side, port),
-        grpc.aio.secure_channel(f"127.0.0.1:{port}", trusted) as channel,
-    ):
-        stream, _ = await Asked(side, channel, []).routed()
-        await stream.ends()
 
 
 def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -89,3 +89,51 @@ async def _listens(port: int) -> bool:
         return False
     writer.close()
     return True
+
+
+def listed_workers(ports: Sequence[str]) -> Callable[[Any], None]:
+    """What gateways do that know their workers: a list of hosts, tried in their order."""
+
+    def change(found: Any) -> None:
+        name = "x-gateway-destination-endpoint"
+        cluster = found["static_resources"]["clusters"][0]
+        cluster.pop("lb_policy")
+        cluster.pop("original_dst_lb_config")
+        cluster["type"] = "STATIC"
+        cluster["load_assignment"] = {
+            "cluster_name": "workers",
+            "endpoints": [
+                {
+                    "lb_endpoints": [
+                        {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": int(port)}}}}
+                        for port in ports
+                    ]
+                }
+            ],
+        }
+        lb = "type.googleapis.com/envoy.extensions.load_balancing_policies"
+        cluster["load_balancing_policy"] = {
+            "policies": [
+                {
+                    "typed_extension_config": {
+                        "name": "envoy.load_balancing_policies.override_host",
+                        "typed_config": {
+                            "@type": f"{lb}.override_host.v3.OverrideHost",
+                            "override_host_sources": [{"header": name}],
+                            "fallback_policy": {
+                                "policies": [
+                                    {
+                                        "typed_extension_config": {
+                                            "name": "envoy.load_balancing_policies.round_robin",
+                                            "typed_config": {"@type": f"{lb}.round_robin.v3.RoundRobin"},
+                                        }
+                                    }
+                                ]
+                            },
+                        },
+                    }
+                }
+            ]
+        }
+
+    return change

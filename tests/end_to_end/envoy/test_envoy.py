@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from envoy_under_test import envoy, filters, processing
+from envoy_under_test import envoy, filters, listed_workers, processing
 from picker_under_test import picker
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, scripted_worker
@@ -439,7 +439,7 @@ async def test_fallbacks_are_tried_by_a_cluster_that_can_and_load_moves_there(tm
     fleet = {"probe_interval": 60.0, "metrics_interval": 60.0}
     async with scripted_worker(script) as dead, scripted_worker(script) as alive:
         ports = [worker.url.rpartition(":")[2] for worker in (dead, alive)]
-        change = _override_host(ports)
+        change = listed_workers(ports)
         async with picked(
             tmp_path,
             dead.url,
@@ -461,51 +461,3 @@ async def test_fallbacks_are_tried_by_a_cluster_that_can_and_load_moves_there(tm
                     await response.read()
             await found.picker.until_released()
             assert await found.picker.metric("kvrouter_requests_retried_total", worker=dead.url) >= 1
-
-
-def _override_host(ports: list[str]) -> Any:
-    """What gateways do that know their workers: a list of hosts, tried in their order."""
-
-    def change(found: Any) -> None:
-        name = "x-gateway-destination-endpoint"
-        cluster = found["static_resources"]["clusters"][0]
-        cluster.pop("lb_policy")
-        cluster.pop("original_dst_lb_config")
-        cluster["type"] = "STATIC"
-        cluster["load_assignment"] = {
-            "cluster_name": "workers",
-            "endpoints": [
-                {
-                    "lb_endpoints": [
-                        {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": int(port)}}}}
-                        for port in ports
-                    ]
-                }
-            ],
-        }
-        lb = "type.googleapis.com/envoy.extensions.load_balancing_policies"
-        cluster["load_balancing_policy"] = {
-            "policies": [
-                {
-                    "typed_extension_config": {
-                        "name": "envoy.load_balancing_policies.override_host",
-                        "typed_config": {
-                            "@type": f"{lb}.override_host.v3.OverrideHost",
-                            "override_host_sources": [{"header": name}],
-                            "fallback_policy": {
-                                "policies": [
-                                    {
-                                        "typed_extension_config": {
-                                            "name": "envoy.load_balancing_policies.round_robin",
-                                            "typed_config": {"@type": f"{lb}.round_robin.v3.RoundRobin"},
-                                        }
-                                    }
-                                ]
-                            },
-                        },
-                    }
-                }
-            ]
-        }
-
-    return change

@@ -217,7 +217,12 @@ volumeMounts:
   livenessProbe:
     {{- include "kvrouter.probe" (list $root (dict "httpGet" (dict "path" "/health" "port" "metrics") "periodSeconds" 10 "failureThreshold" 6 "timeoutSeconds" 5)) | nindent 4 }}
   readinessProbe:
+    {{- if dig "picker" "certificate" "" $root.Values.config }}
+    # The kubelet's gRPC speaks no TLS.
+    {{- include "kvrouter.probe" (list $root (dict "httpGet" (dict "path" "/ready" "port" "metrics"))) | nindent 4 }}
+    {{- else }}
     grpc: {port: {{ $picker.port }}}
+    {{- end }}
     periodSeconds: 2
     failureThreshold: 3
     timeoutSeconds: 3

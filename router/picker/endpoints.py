@@ -1,0 +1,49 @@
+"""Which endpoints a request may go to, and which come after the first."""
+
+from __future__ import annotations
+
+from indexer.errors import RequestError
+from router.fleet.fleet import Worker
+from router.picker.state import PickerState
+from router.routing.assignment import Assignment
+
+
+def within(address: str, subset: set[str] | None) -> bool:
+    """Whether an endpoint, as ip:port, is one of a subset of them. An ip without a port is all of its ports."""
+    return subset is None or address in subset or address.rpartition(":")[0].strip("[]") in subset
+
+
+def outside(state: PickerState, subset: set[str] | None) -> list[Worker]:
+    """The workers that a request may not go to."""
+    if subset is None:
+        return []
+    return [each for each in state.fleet.workers if not within(state.address_of(each) or "", subset)]
+
+
+def fallbacks(
+    state: PickerState, assignment: Assignment | None, first: Worker, subset: set[str] | None = None
+) -> list[str]:
+    """Where else a request may go when its worker does not take it, the best first."""
+    most = state.settings.fallbacks
+    if not most or assignment is None or assignment.prefill is not None:
+        return []  # a decode belongs to its prefill
+    by_url = {worker.url: worker for worker in state.fleet.workers}
+    found: dict[str, None] = {}
+    for cost in sorted(assignment.decision.costs, key=lambda cost: cost.total):
+        worker = by_url.get(cost.candidate.target.worker)
+        if worker is None or worker is first:
+            continue
+        address = state.address_of(worker)
+        if address and within(address, subset):
+            found.setdefault(address)
+    return list(found)[:most]
+
+
+def none_allowed() -> RequestError:
+    """What a request gets whose subset has no worker."""
+    return RequestError(
+        "No worker of those that the gateway allows can be reached. Try again later.",
+        status=503,
+        type="service_unavailable",
+        code="no_worker_available",
+    )

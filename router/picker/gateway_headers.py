@@ -1,0 +1,70 @@
+"""Headers that belong to gateway and picker: what they ask for, and that they go no further.
+
+| header | means |
+|---|---|
+| `x-gateway-inference-objective` | the name of an InferenceObjective, whose priority the request gets |
+| `x-gateway-model-name-rewrite` | the model that is asked instead of the body's |
+| `x-gateway-inference-fairness-id` | whose turn it is; here tenants are known by their keys |
+| `x-gateway-destination-endpoint`, `-served`, `-subset` | endpoints: only the picker and Envoy's metadata name them |
+| `x-prefiller-host-port`, `x-encoder-hosts-ports`, `x-data-parallel-host-port` | where llm-d's sidecar goes on to |
+
+A client that could name endpoints would reach whatever the gateway can. So none of these is passed on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from indexer.errors import RequestError
+from router.admission.ticket import PRIORITY_HEADER
+from router.apis.json_edit import SpliceError, with_field
+from router.http.headers import Headers
+from router.picker.objectives import Objectives
+
+_OBJECTIVE: Final = b"x-gateway-inference-objective"
+_REWRITE: Final = b"x-gateway-model-name-rewrite"
+_OWN: Final = frozenset(
+    {
+        _OBJECTIVE,
+        _REWRITE,
+        b"x-gateway-inference-fairness-id",
+        b"x-gateway-destination-endpoint",
+        b"x-gateway-destination-endpoint-served",
+        b"x-gateway-destination-endpoint-subset",
+        b"x-prefiller-host-port",
+        b"x-encoder-hosts-ports",
+        b"x-data-parallel-host-port",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayHeaders:
+    """What they ask for. `headers`: all others, and the priority. `model`: the one to ask; None: the body's."""
+
+    headers: Headers
+    model: bytes | None = None
+
+
+def read(headers: Headers, objectives: Objectives) -> GatewayHeaders:
+    """Take them out of a request's headers."""
+    own = {name: value for name, value in headers if name in _OWN}
+    if not own:  # as of nearly all
+        return GatewayHeaders(headers)
+    others = [header for header in headers if header[0] not in _OWN]
+    priority = objectives.priority(own[_OBJECTIVE].decode("latin-1")) if _OBJECTIVE in own else None
+    if priority is not None:  # an objective's is higher the sooner, a request's lower
+        others = [header for header in others if header[0] != PRIORITY_HEADER]
+        others.append((PRIORITY_HEADER, b"%d" % -priority))
+    return GatewayHeaders(others, own.get(_REWRITE) or None)
+
+
+def with_model(body: bytes, model: bytes) -> bytes:
+    """A request's body that asks this model. Raises RequestError (400) for one that is no JSON object."""
+    try:
+        return with_field(body, "model", msgspec.json.encode(model.decode("latin-1")))
+    except SpliceError as error:
+        raise RequestError(f"The body is no JSON object: {error}") from error

@@ -1,0 +1,177 @@
+"""gRPC on HTTP/2 connections of our own: a call is a stream, a message is five bytes and itself.
+
+After gRPC's PROTOCOL-HTTP2.md. No compression: none is offered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from functools import partial
+from struct import Struct
+from typing import Final
+from urllib.parse import quote
+
+import structlog
+
+from router.picker.grpc_calls import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED, CallHandler, Method, Methods
+from router.picker.http2.connection import Http2Connection
+from router.picker.http2.headers import RequestHeaders, literal
+from router.picker.http2.stream import Stream, StreamHandler
+
+log = structlog.get_logger()
+
+_PREFIX: Final = Struct(">BL")
+_PREFIX_BYTES: Final = 5
+_STATUS_200: Final = b"\x88"  # the eighth header of HPACK's own table
+_HEADERS: Final = _STATUS_200 + literal(b"content-type", b"application/grpc")
+_ENDED_WELL: Final = literal(b"grpc-status", b"0")
+_NOT_GRPC: Final = literal(b":status", b"415")
+_REASON_BYTES: Final = 120
+_BACKLOG: Final = 2048
+
+
+class GrpcServer:
+    """Serves methods. `stop` gives the calls that are under way some time to end."""
+
+    def __init__(self, methods: Methods, largest_message: int) -> None:
+        """`largest_message`: in bytes; a call with a larger one ends with RESOURCE_EXHAUSTED."""
+        self._methods = {path.encode(): method for path, method in methods.items()}
+        self._largest = largest_message
+        self._connections: set[Http2Connection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
+        """Listen; the port. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        made = partial(Http2Connection, self._accept, self._connections, loop)
+        self._server = await loop.create_server(made, host, port, ssl=tls, backlog=_BACKLOG)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self, seconds: float) -> None:
+        """Take no new calls; end those that are left after so long."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.drain()
+        await self._until_closed(seconds)
+        for connection in list(self._connections):
+            connection.abort()
+        await self._until_closed(None)
+
+    async def _until_closed(self, seconds: float | None) -> None:
+        closed = [connection.closed for connection in self._connections]
+        if closed:
+            await asyncio.wait(closed, timeout=seconds)
+
+    def _accept(self, headers: RequestHeaders, stream: Stream) -> StreamHandler:
+        return _GrpcCall(headers, stream, self._methods, self._largest)
+
+
+class _GrpcCall:
+    """A call: its messages made of the stream's bytes, and the other way."""
+
+    __slots__ = ("_handler", "_largest", "_missing", "_parts", "_stream")
+
+    def __init__(self, headers: RequestHeaders, stream: Stream, methods: dict[bytes, Method], largest: int) -> None:
+        self._stream = stream
+        self._largest = largest
+        self._parts: list[bytes] = []  # of a message that is not complete
+        self._missing = 0  # bytes to wait for before it is looked at again
+        self._handler: CallHandler | None = None
+        if not headers.is_grpc:
+            stream.end(_NOT_GRPC)
+            return
+        method = methods.get(headers.path)
+        if method is None:
+            self.end(UNIMPLEMENTED, f"no method {headers.path.decode('latin-1')}")
+        else:
+            self._handler = method(self)
+
+    # What the handler sends
+
+    def send(self, message: bytes) -> None:
+        """Send a message."""
+        stream = self._stream
+        stream.begin(_HEADERS)
+        stream.send(_PREFIX.pack(0, len(message)) + message)
+
+    def end(self, status: int = OK, reason: str = "") -> None:
+        """End the call."""
+        stream = self._stream
+        if status == OK:
+            stream.begin(_HEADERS)
+            stream.end(_ENDED_WELL)
+            return
+        trailers = literal(b"grpc-status", b"%d" % status) + literal(b"grpc-message", _escaped(reason))
+        stream.end(trailers if stream.begun else _HEADERS + trailers)
+
+    # What the stream brings
+
+    def data(self, data: bytes) -> None:
+        """Bytes of messages."""
+        parts = self._parts
+        if not parts and len(data) >= _PREFIX_BYTES:
+            compressed, size = _PREFIX.unpack_from(data)
+            if size == len(data) - _PREFIX_BYTES and not compressed:  # as nearly always
+                self._receive(data[_PREFIX_BYTES:])
+                return
+        parts.append(data)
+        self._missing -= len(data)
+        if self._missing <= 0:
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            self._parts = []
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        """Bytes from the beginning of a message on."""
+        at, end = 0, len(data)
+        while end - at >= _PREFIX_BYTES and not self._stream.ended:
+            compressed, size = _PREFIX.unpack_from(data, at)
+            if compressed:
+                self.end(UNIMPLEMENTED, "messages are not to be compressed")
+                return
+            if size > self._largest:
+                self.end(RESOURCE_EXHAUSTED, f"a message of {size} bytes; {self._largest} are the most")
+                return
+            if end - at - _PREFIX_BYTES < size:
+                self._missing = size + _PREFIX_BYTES - (end - at)
+                break
+            at += _PREFIX_BYTES + size
+            self._receive(data[at - size : at])
+        else:
+            self._missing = _PREFIX_BYTES - (end - at)
+        if at < end:
+            self._parts = [data[at:] if at else data]
+
+    def _receive(self, message: bytes) -> None:
+        handler = self._handler
+        if handler is None or self._stream.ended:
+            return
+        try:
+            handler.received(message)
+        except Exception:
+            log.exception("a call failed")
+            self.end(INTERNAL, "the picker failed")
+
+    def ended(self) -> None:
+        """The peer sends no more."""
+        if self._handler is not None and not self._stream.ended:
+            if self._parts:
+                self.end(INTERNAL, "the last message is not complete")
+            else:
+                self._handler.peer_ended()
+
+    def closed(self) -> None:
+        """The stream is over."""
+        handler, self._handler = self._handler, None
+        self._parts = []
+        if handler is not None:
+            try:
+                handler.closed()
+            except Exception:
+                log.exception("a call failed at its end")
+
+
+def _escaped(reason: str) -> bytes:
+    return quote(reason[: _REASON_BYTES // 3], safe=" !\"#$&'()*+,/:;<=>?@[]").encode()[:_REASON_BYTES]

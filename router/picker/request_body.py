@@ -1,0 +1,65 @@
+"""A request's body, as Envoy sends it in messages, or does not."""
+
+from __future__ import annotations
+
+from indexer.errors import RequestError
+from router.forwarding.proxy import ProxyContext, too_large
+from router.http.headers import Headers
+from router.picker import ext_proc_pb2 as pb
+
+_Mode = pb.ProcessingMode
+
+
+def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, has_tenant: bool) -> None:
+    """Raise RequestError for a body that is too large, and where Envoy is configured to send none that is needed."""
+    settings = proxy_context.settings
+    length = next((value for name, value in headers if name == b"content-length"), b"")
+    if length.isdigit() and int(length) > settings.max_body_bytes:
+        raise too_large(settings)
+    if mode in (_Mode.FULL_DUPLEX_STREAMED, _Mode.BUFFERED):
+        return
+    name = _Mode.BodySendMode.Name(mode)
+    services = proxy_context.services
+    if mode != _Mode.NONE:
+        problem = ""
+    elif services.router.needs_prompts:
+        problem = "The policy looks at prompts. "
+    elif services.fleet.disaggregated:
+        problem = "Prefill and decode are apart. "
+    elif has_tenant:
+        problem = "There are tenants. "
+    elif len(services.fleet.names()) > 1:
+        problem = "The workers serve several models. "
+    else:
+        return
+    raise RequestError(
+        f"Envoy's request_body_mode is {name}. {problem}Set it to FULL_DUPLEX_STREAMED or BUFFERED.",
+        status=500,
+        type="internal_error",
+    )
+
+
+class RequestBody:
+    """Parts of a body, and in the end all of it. `trailers`: they follow it."""
+
+    __slots__ = ("_parts", "size", "trailers")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.trailers = False
+        self._parts: list[bytes] = []
+
+    def add(self, part: bytes) -> None:
+        """More of it came."""
+        self._parts.append(part)
+        self.size += len(part)
+
+    def whole(self) -> bytes:
+        """All of it: the same object whenever it is asked for."""
+        if len(self._parts) != 1:
+            self._parts = [b"".join(self._parts)]
+        return self._parts[0]
+
+    def drop(self) -> None:
+        """It is sent."""
+        self._parts = []

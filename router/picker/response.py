@@ -1,0 +1,89 @@
+"""An answer on its way from a worker to a client, as far as Envoy tells of it.
+
+`Process` tells of the head, and where it is configured to, of the body. Where it does not, an answer is over when the
+stream is, and a second filter of Envoy's may show the bytes beside: `observed`. Without it the end of the prefill is
+taken to come when it was expected to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum, auto
+
+from router.forwarding.proxied_request import ProxiedRequest
+from router.picker import ext_proc_pb2 as pb
+from router.upstream import ResponseHandler, ResponseHead
+
+_Mode = pb.ProcessingMode
+
+
+class Observation(Enum):
+    """What has been shown of an answer by the second filter."""
+
+    NOTHING = auto()
+    SOME = auto()  # and more is wanted
+    ENOUGH = auto()
+
+
+class PickedResponse:
+    """What is known of an answer. `handler` hears of it: the exchange, or its prefill and decode.
+
+    `mode`: how Envoy sends its body here.
+    """
+
+    __slots__ = ("_early", "_proxied", "_unseen", "handler", "head", "mode", "observation")
+
+    def __init__(self, proxied: ProxiedRequest, mode: int) -> None:
+        self.mode = mode
+        self.handler: ResponseHandler | None = None
+        self.head: ResponseHead | None = None
+        self.observation = Observation.NOTHING
+        self._proxied = proxied
+        self._early: list[tuple[bytes, bool]] = []  # shown before the head came
+        self._unseen: asyncio.TimerHandle | None = None
+
+    @property
+    def ends_unseen(self) -> bool:
+        """Whether the answer is under way, and Envoy would not say that it came to its end."""
+        return self.head is not None and self.mode == _Mode.NONE and not self._proxied.over
+
+    def begin(self, head: ResponseHead, ended: bool) -> None:
+        """The worker's head came."""
+        assert self.handler is not None
+        self.head = head
+        self.handler.on_head(head, b"", ended)
+        early, self._early = self._early, []
+        for data, last in early:
+            self.more(data, last)
+        assignment = self._proxied.assignment
+        if self.mode == _Mode.NONE and not self._proxied.over and assignment is not None:
+            reservation = assignment.reservation
+            if head.is_stream:  # whose head may come before its first event
+                loop = asyncio.get_running_loop()
+                self._unseen = loop.call_later(reservation.backlog, reservation.first_byte)
+            else:
+                reservation.first_byte()
+
+    def more(self, data: bytes, ended: bool) -> None:
+        """Bytes of the body that the worker sent."""
+        if self.handler is not None and self.head is not None and not self._proxied.over:
+            self.handler.on_body(data, ended)
+
+    def observed(self, data: bytes, ended: bool, wants_rest: Callable[[], bool]) -> bool:
+        """Bytes are shown beside. Whether more of them are wanted; `wants_rest` is asked after the first."""
+        if self._proxied.over or self.mode != _Mode.NONE:
+            return False
+        first, self.observation = self.observation is Observation.NOTHING, Observation.SOME
+        if self.head is not None:
+            self.more(data, ended)
+        else:
+            self._early.append((data, ended))
+        if first and not ended and not wants_rest():
+            self.observation = Observation.ENOUGH
+        return self.observation is Observation.SOME and not ended
+
+    def forget_timer(self) -> None:
+        """The stream is over: nothing is waited for."""
+        if self._unseen is not None:
+            self._unseen.cancel()

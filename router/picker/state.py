@@ -1,0 +1,42 @@
+"""What the requests of a picker share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import TYPE_CHECKING
+
+from router.fleet.fleet import Fleet, Worker
+from router.forwarding.proxy import ProxyContext
+from router.picker.addresses import Addresses
+from router.picker.objectives import Objectives
+from router.picker.own_answers import OwnAnswers
+from router.settings import PickerSettings
+
+if TYPE_CHECKING:
+    from router.picker.request import PickedRequest
+
+
+@dataclass(slots=True)
+class PickerState:
+    """What requests need, and those that are here: by the numbers their answers are observed under."""
+
+    proxy_context: ProxyContext
+    fleet: Fleet
+    settings: PickerSettings
+    own_answers: OwnAnswers
+    objectives: Objectives
+    addresses: Addresses = field(default_factory=Addresses)
+    requests: dict[str, PickedRequest] = field(default_factory=dict)
+    observed: bool = False  # there is a filter that shows answers
+    numbers: count[int] = field(default_factory=lambda: count(1))
+    random: Random = field(default_factory=Random)
+
+    def address_of(self, worker: Worker) -> str | None:
+        """Where a worker is, if that is known."""
+        return self.addresses.of(worker.url)
+
+    def worker_at(self, address: str) -> Worker | None:
+        """The worker at an address."""
+        return next((each for each in self.fleet.workers if self.address_of(each) == address), None)

@@ -1,0 +1,260 @@
+"""Real Envoy configured otherwise: the cheapest way, by headers alone, failing open, for several pools, over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import trustme
+import yaml
+from envoy_under_test import CONFIG, envoy, filters, listed_workers, processing
+from picker_under_test import picker
+from router_under_test import RouterUnderTest, until
+from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
+
+from router.picker import tls
+
+pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.envoy]
+
+PATH = "/v1/completions"
+BODY = {"model": MODEL, "prompt": "some words"}
+
+
+def cheapest(_: Any) -> Any:
+    """The configuration of deploy/envoy/cheapest.yaml."""
+    return yaml.safe_load(CONFIG.with_name("cheapest.yaml").read_text())
+
+
+async def events(exchange: Exchange) -> None:
+    await exchange.begin_chunks()
+    await exchange.chunk(b"data: 1\n\n")
+    await exchange.chunk(b"data: [DONE]\n\n")
+    await exchange.chunk(b"")
+
+
+class Held:
+    """A script that streams an event, and ends when it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = asyncio.Event()
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await self.let_go.wait()
+        await exchange.chunk(b"")
+
+
+async def release_is_seen(side: RouterUnderTest, through: RouterUnderTest, held: Held) -> None:
+    """A stream holds its load until it has ended, and counts as answered."""
+    async with through.request(PATH, {**BODY, "stream": True}) as response:
+        assert response.status == 200
+        await response.content.readuntil(b"\n\n")
+        assert await side.requests_in_flight() == 1
+        held.let_go.set()
+        await response.read()
+    await side.until_released()
+    assert await side.metric("kvrouter_requests_abandoned_total") == 0
+
+
+async def test_the_cheapest_way(tmp_path: Path) -> None:
+    held = Held()
+    async with (
+        scripted_worker(held) as worker,
+        picker(worker.url) as (side, port),
+        envoy(port, tmp_path, cheapest) as through,
+    ):
+        await release_is_seen(side, through, held)
+        worker.script = events
+        reply = await through.call(PATH, BODY)
+        assert (reply.status, reply.worker, reply.body) == (200, worker.url, b"data: 1\n\ndata: [DONE]\n\n")
+        assert (await through.call(PATH, {**BODY, "prompt": "word " * 200_000})).status == 200
+        assert (await through.call(PATH, b"{nothing")).status == 400
+        await worker.stop()
+        reply = await through.call(PATH, BODY)
+        assert (reply.status, reply.error["code"]) == (503, "no_worker_available")
+        await side.until_released()
+
+
+async def test_by_headers_alone(tmp_path: Path) -> None:
+    def change(_: Any) -> Any:
+        found = cheapest(None)
+        filters(found)[0]["typed_config"]["processing_mode"]["request_body_mode"] = "NONE"
+        return found
+
+    held = Held()
+    async with (
+        scripted_worker(held) as worker,
+        picker(worker.url, policy={"name": "least_loaded"}) as (side, port),
+        envoy(port, tmp_path, change) as through,
+    ):
+        await release_is_seen(side, through, held)
+        assert b"some words" in worker.last.body
+
+
+async def test_one_filter_that_is_asked_to_show_no_more(tmp_path: Path) -> None:
+    """Answers would be shown; `mode_override` says for each that it need not be."""
+
+    def change(_: Any) -> Any:
+        found = cheapest(None)
+        config = filters(found)[0]["typed_config"]
+        config["allow_mode_override"] = True
+        config["processing_mode"]["response_body_mode"] = "STREAMED"
+        return found
+
+    held = Held()
+    async with (
+        scripted_worker(held) as worker,
+        picker(worker.url, picker={"read_usage": 0}) as (side, port),
+        envoy(port, tmp_path, change) as through,
+    ):
+        await release_is_seen(side, through, held)
+
+
+async def test_an_envoy_that_fails_open_goes_on_without_a_picker(tmp_path: Path) -> None:
+    """Where the cluster knows its workers, one of them is taken."""
+    async with scripted_worker() as worker:
+        async with picker(worker.url) as (_, port):
+            pass
+
+        def change(found: Any) -> None:
+            listed_workers([worker.url.rpartition(":")[2]])(found)
+            processing(found)["failure_mode_allow"] = True
+
+        async with envoy(port, tmp_path, change) as through:
+            # What a filter streams both ways is gone with it: a body that was sent to nobody is no request.
+            assert (await through.call("/version")).status == 200
+
+
+async def test_each_inference_pool_asks_its_own_picker(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(scripted_worker()) for _ in range(2)]
+        (one, first), (two, second) = [await stack.enter_async_context(picker(worker.url)) for worker in workers]
+
+        def change(_: Any) -> Any:
+            found = cheapest(None)
+            resources = found["static_resources"]
+            other = yaml.safe_load(yaml.safe_dump(resources["clusters"][1]))
+            other["name"] = other["load_assignment"]["cluster_name"] = "other-picker"
+            address = other["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"]
+            address["socket_address"]["port_value"] = second
+            resources["clusters"].append(other)
+            manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+            route = manager["route_config"]["virtual_hosts"][0]["routes"][0]
+            per_route = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+            service = {"envoy_grpc": {"cluster_name": "other-picker"}}
+            manager["route_config"]["virtual_hosts"][0]["routes"].insert(
+                0,
+                {
+                    "match": {"prefix": "/", "headers": [{"name": "pool", "string_match": {"exact": "other"}}]},
+                    "route": route["route"],
+                    "typed_per_filter_config": {
+                        "envoy.filters.http.ext_proc": {"@type": per_route, "overrides": {"grpc_service": service}}
+                    },
+                },
+            )
+            return found
+
+        through = await stack.enter_async_context(envoy(first, tmp_path, change))
+        for headers, worker in (({}, workers[0]), ({"pool": "other"}, workers[1])) * 3:
+            reply = await through.call(PATH, BODY, headers=headers)
+            assert (reply.status, reply.worker) == (200, worker.url)
+        for side in (one, two):
+            await side.until_released()
+
+
+async def test_an_envoy_that_asks_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.02)
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca"))
+
+    def write() -> None:
+        pair = authority.issue_cert("127.0.0.1")
+        pair.cert_chain_pems[0].write_to_path(str(tmp_path / "crt"))
+        pair.private_key_pem.write_to_path(str(tmp_path / "key"))
+
+    def change(found: Any) -> None:
+        found["static_resources"]["clusters"][1]["transport_socket"] = {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+                "common_tls_context": {"validation_context": {"trusted_ca": {"filename": str(tmp_path / "ca")}}},
+            },
+        }
+
+    write()
+    section = {"certificate": tmp_path / "crt", "key": tmp_path / "key"}
+    async with (
+        scripted_worker() as worker,
+        picker(worker.url, picker=section) as (side, port),
+        envoy(port, tmp_path, change) as through,
+    ):
+        for _ in range(3):
+            assert (await through.call(PATH, BODY)).status == 200
+            write()
+        await side.until_released()
+
+
+# Many at once
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[list[ScriptedWorker]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(scripted_worker()) for _ in range(4)]
+
+
+@pytest.mark.parametrize("change", [lambda _: None, cheapest], ids=["knows most", "cheapest"])
+async def test_of_many_requests_some_of_which_go_wrong_nothing_is_left(
+    workers: list[ScriptedWorker], tmp_path: Path, change: Any
+) -> None:
+    """Streams, slow bodies, clients that leave early and late, and a picker's answers, all in flight at once."""
+    let_go = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
+        await let_go.wait()
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.chunk(b"")
+
+    for worker in workers:
+        worker.script = script
+    async with (
+        picker(*(worker.url for worker in workers)) as (side, port),
+        envoy(port, tmp_path, change) as through,
+    ):
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(through.url, connector=connector) as session:
+            tasks = [asyncio.create_task(_one_of_many(session, number)) for number in range(300)]
+            staying = sum(number % 5 in (0, 1) for number in range(300))
+            await until(lambda: _in_flight(side, staying), 60)
+            let_go.set()
+            await asyncio.gather(*tasks)
+        await side.until_released()
+
+
+async def _one_of_many(session: aiohttp.ClientSession, number: int) -> None:
+    kind = number % 5
+    asked = {**BODY, "prompt": f"{number} " * 200, "stream": True}
+    if kind == 2:
+        asked["model"] = "other"
+    async with session.post(PATH, json=asked) as response:
+        if kind == 2:
+            assert response.status == 404
+            return
+        assert response.status == 200
+        await response.content.readuntil(b"\n\n")
+        if kind < 2:
+            assert await response.read() == b"data: [DONE]\n\n"
+
+
+async def _in_flight(side: RouterUnderTest, number: int) -> bool:
+    return await side.requests_in_flight() == number

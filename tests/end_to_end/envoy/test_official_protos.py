@@ -1,0 +1,37 @@
+"""The picker asked message by message with Envoy's own protos, by either of its servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from picker_under_test import picker
+from scripted_worker import scripted_worker
+
+_PROTOS = Path(sys.prefix) / "official-protos"  # make test-envoy puts them there
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.envoy,
+    pytest.mark.skipif(not _PROTOS.exists(), reason="make test-envoy installs them"),
+]
+
+
+@pytest.mark.parametrize("fast_lane", [True, False])
+async def test_a_client_made_from_the_official_protos(fast_lane: bool) -> None:
+    async with scripted_worker() as worker, picker(worker.url, picker={"fast_lane": fast_lane}) as (side, port):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name("official_client.py")),
+            str(port),
+            worker.url.removeprefix("http://"),
+            env=os.environ | {"PYTHONPATH": str(_PROTOS)},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        assert (process.returncode, output) == (0, b""), output.decode()
+        await side.until_released()

@@ -1,0 +1,194 @@
+"""Peers that would cost more than they may: they lose their connection, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import count
+
+import h2.events
+import hpack
+import pytest
+from http2_peer import ECHO, MANY, SILENT, RawPeer, grpc_server, message, peer, raw_peer, request
+
+from router.picker.http2 import connection, frames
+from router.picker.http2.allowance import Allowance
+from router.picker.http2.frames import frame
+
+pytestmark = pytest.mark.anyio
+
+_BLOCK = hpack.Encoder().encode(request(SILENT))
+
+
+def _endless(*parts: bytes) -> Iterator[bytes]:
+    while True:
+        yield b"".join(parts) * 100
+
+
+def _rapid_reset() -> Iterator[bytes]:
+    for number in count(1, 2):
+        yield frame(frames.HEADERS, frames.END_HEADERS, number, _BLOCK) + frames.reset(number, frames.CANCEL)
+
+
+def _continuations() -> Iterator[bytes]:
+    yield frame(frames.HEADERS, 0, 1, _BLOCK)
+    yield from _endless(frame(frames.CONTINUATION, 0, 1, b""))
+
+
+def _long_block() -> Iterator[bytes]:
+    yield frame(frames.HEADERS, 0, 1, _BLOCK)
+    yield from _endless(frame(frames.CONTINUATION, 0, 1, bytes(16_000)))
+
+
+def _header_bomb() -> Iterator[bytes]:
+    """One long header in the table, and references to it: a few bytes that are many."""
+    encoder = hpack.Encoder()
+    block = encoder.encode([*request(SILENT), ("x-bomb", "b" * 2000)])
+    yield frame(frames.HEADERS, frames.END_HEADERS, 1, block)
+    for number in count(3, 2):
+        again = encoder.encode([*request(SILENT), ("x-bomb", "b" * 2000)])
+        yield frame(frames.HEADERS, frames.END_HEADERS, number, again + again[-1:] * 16_000)
+
+
+def _late_data() -> Iterator[bytes]:
+    yield frame(frames.HEADERS, frames.END_HEADERS, 1, _BLOCK) + frames.reset(1, 0)
+    yield from _endless(frame(frames.DATA, 0, 1, b"x"))
+
+
+ATTACKS = {
+    "rapid reset": (_rapid_reset, frames.ENHANCE_YOUR_CALM),
+    "continuation flood": (_continuations, frames.ENHANCE_YOUR_CALM),
+    "an endless header block": (_long_block, frames.ENHANCE_YOUR_CALM),
+    "a header bomb": (_header_bomb, frames.COMPRESSION_ERROR),
+    "pings": (lambda: _endless(frame(frames.PING, 0, 0, bytes(8))), frames.ENHANCE_YOUR_CALM),
+    "settings": (lambda: _endless(frames.settings({})), frames.ENHANCE_YOUR_CALM),
+    "priorities": (lambda: _endless(frame(frames.PRIORITY, 0, 1, bytes(5))), frames.ENHANCE_YOUR_CALM),
+    "windows": (lambda: _endless(frames.window_update(0, 1)), frames.ENHANCE_YOUR_CALM),
+    "empty data": (lambda: _endless(frame(frames.DATA, 0, 1)), frames.ENHANCE_YOUR_CALM),
+    "data of a stream that is reset": (_late_data, frames.ENHANCE_YOUR_CALM),
+}
+
+
+@asynccontextmanager
+async def _attacked(port: int, attack: str) -> AsyncIterator[RawPeer]:
+    """A connection that an attack goes on over until it is closed."""
+    async with raw_peer(port) as client:
+        if attack == "empty data":
+            await client.send(frame(frames.HEADERS, frames.END_HEADERS, 1, _BLOCK))
+
+        async def go_on() -> None:
+            for data in ATTACKS[attack][0]():
+                if client.writer.is_closing():
+                    return
+                await client.send(data)
+                await asyncio.sleep(0)
+
+        attacking = asyncio.create_task(go_on())
+        try:
+            yield client
+        finally:
+            attacking.cancel()
+            await asyncio.gather(attacking, return_exceptions=True)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+async def test_an_attack_ends_its_own_connection_and_no_other(attack: str) -> None:
+    async with grpc_server() as (calls, port), peer(port) as other:
+        begun = other.open(ECHO, b"before")
+        await other.flush()
+        await other.until(h2.events.DataReceived, begun)
+        async with _attacked(port, attack) as client:
+            # What is unread when a connection is closed may take its last words with it.
+            assert await client.code() in (ATTACKS[attack][1], None)
+        other.h2.send_data(begun, message(b"after"), end_stream=True)
+        await other.flush()
+        data, headers = await other.answer(begun)
+        assert data.endswith(message(b"after"))
+        assert headers["grpc-status"] == "0"
+        await calls.until_empty()
+
+
+async def test_others_have_their_turn_during_a_flood_of_calls() -> None:
+    """Calls of one connection are not all taken before another's."""
+    async with grpc_server() as (calls, port), peer(port) as other, raw_peer(port) as flood:
+        block = hpack.Encoder().encode(request(SILENT))
+        flooded = b"".join(frame(frames.HEADERS, frames.END_HEADERS, n, block) for n in range(1, 4001, 2))
+        flood.writer.write(flooded)
+        number = other.open(ECHO, b"x", ends=True)
+        await other.flush()
+        await other.answer(number)
+        assert calls.ever < 2000
+
+
+@pytest.fixture
+def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_TICK", 0.01)
+
+
+@pytest.mark.usefixtures("quick_ticks")
+async def test_a_window_that_stays_shut_ends_its_stream_alone() -> None:
+    async with grpc_server() as (_, port), peer(port) as client:
+        client.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        await client.flush()
+        shut = client.open(MANY, b"x" * 1000, ends=True)
+        await client.flush()
+        reset = await client.until(h2.events.StreamReset, shut)
+        assert reset.error_code == frames.ENHANCE_YOUR_CALM
+        client.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 65_535})
+        number = client.open(ECHO, b"x", ends=True)
+        await client.flush()
+        assert (await client.answer(number))[0] == message(b"x")
+
+
+@pytest.mark.usefixtures("quick_ticks")
+async def test_a_peer_that_reads_nothing_is_left() -> None:
+    async with grpc_server() as (calls, port), raw_peer(port) as client:
+        await client.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 2**31 - 1}), frames.window_update(0, 2**30))
+        block = hpack.Encoder().encode(request(MANY))
+        for number in range(1, 401, 2):
+            await client.send(
+                frame(frames.HEADERS, frames.END_HEADERS, number, block),
+                frame(frames.DATA, 0, number, message(b"x" * 16_000)),
+            )
+        await calls.until(lambda: calls.ever == 200 and not calls.open)
+
+
+@pytest.mark.usefixtures("quick_ticks")
+@pytest.mark.parametrize("sent", [b"", frames.PREFACE[:5], frames.PREFACE])
+async def test_a_connection_that_does_not_begin_is_closed(sent: bytes) -> None:
+    async with grpc_server() as (_, port), raw_peer(port, greet=False) as client:
+        await client.send(sent)
+        while await client.frame() is not None:
+            pass
+
+
+@pytest.mark.usefixtures("quick_ticks")
+async def test_a_stream_that_brings_nothing_is_reset() -> None:
+    async with grpc_server() as (calls, port), peer(port) as client:
+        number = client.open(SILENT)
+        await client.flush()
+        assert (await client.until(h2.events.StreamReset, number)).error_code == frames.CANCEL
+        assert not calls.open
+
+
+@pytest.mark.usefixtures("quick_ticks")
+async def test_a_silent_peer_is_asked_and_then_left() -> None:
+    async with grpc_server() as (calls, port), raw_peer(port) as client:
+        block = hpack.Encoder().encode(request(ECHO))
+        await client.send(frame(frames.HEADERS, frames.END_HEADERS, 1, block), frame(frames.DATA, 0, 1, message(b"x")))
+        kinds = []
+        while (found := await client.frame()) is not None:
+            kinds.append(found[0])
+        assert frames.PING in kinds
+        assert not calls.open
+
+
+def test_an_allowance_refills_and_earns_up_to_its_most() -> None:
+    now = [0.0]
+    allowance = Allowance(3, 1.0, lambda: now[0])
+    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
+    now[0] = 2.5
+    assert allowance.take()
+    allowance.earn(100)
+    assert [allowance.take() for _ in range(4)] == [True, True, True, False]

@@ -1,0 +1,316 @@
+"""The picker's HTTP/2: with grpcio and h2 as the clients that prove it, and frames as RFC 9113 forbids them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import grpc
+import h2.events
+import hpack
+import pytest
+from http2_peer import CRASH, ECHO, LARGEST, MANY, SILENT, Calls, grpc_server, message, peer, raw_peer, request
+
+from router.picker.http2 import frames
+from router.picker.http2.connection import MOST_STREAMS
+from router.picker.http2.frames import frame
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[Calls, int]]:
+    async with grpc_server() as found:
+        yield found
+
+
+# gRPC, by grpcio
+
+
+@pytest.fixture
+async def channel(server: tuple[Calls, int]) -> AsyncIterator[grpc.aio.Channel]:
+    options = [("grpc.max_receive_message_length", -1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server[1]}", options=options) as found:
+        yield found
+
+
+@pytest.mark.parametrize("size", [0, 1, 16_379, 16_380, 65_535, 300_000, LARGEST])
+async def test_messages_of_any_size_pass_both_ways(channel: grpc.aio.Channel, size: int) -> None:
+    call = channel.stream_stream(ECHO)()
+    sent = bytes(number % 251 for number in range(size))
+    for _ in range(3):
+        await call.write(sent)
+        assert await asyncio.wait_for(call.read(), 10) == sent
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_many_answers_pass_a_small_window(channel: grpc.aio.Channel) -> None:
+    call = channel.stream_stream(MANY)()
+    await call.write(b"x" * 20_000)
+    await call.done_writing()
+    assert [len(each) async for each in call] == [20_000] * 100
+
+
+async def test_calls_at_once_do_not_mix(channel: grpc.aio.Channel, server: tuple[Calls, int]) -> None:
+    async def ask(number: int) -> None:
+        call = channel.stream_stream(ECHO)()
+        for turn in range(5):
+            await call.write(b"%d %d" % (number, turn) * (number % 7))
+            assert await call.read() == b"%d %d" % (number, turn) * (number % 7)
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+
+    await asyncio.gather(*(ask(number) for number in range(200)))
+    await server[0].until_empty()
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "code"),
+    [
+        ("/t.T/Other", b"", grpc.StatusCode.UNIMPLEMENTED),
+        (ECHO, b"x" * (LARGEST + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (CRASH, b"", grpc.StatusCode.INTERNAL),
+    ],
+)
+async def test_a_call_that_cannot_be_served(
+    channel: grpc.aio.Channel, path: str, sent: bytes, code: grpc.StatusCode
+) -> None:
+    call = channel.stream_stream(path)()
+    assert await _refused(call, sent) is code
+    assert await call.details()
+
+
+async def _refused(call: grpc.aio.StreamStreamCall, sent: bytes) -> grpc.StatusCode:
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may end before all is written
+        await call.write(sent)
+        await call.read()
+    return await call.code()
+
+
+async def test_compressed_messages_are_refused(server: tuple[Calls, int]) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server[1]}", compression=grpc.Compression.Gzip) as channel:
+        call = channel.stream_stream(ECHO)()
+        assert await _refused(call, b"x" * 1000) is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_call_that_is_cancelled_is_over(channel: grpc.aio.Channel, server: tuple[Calls, int]) -> None:
+    call = channel.stream_stream(ECHO)()
+    await call.write(b"x")
+    await call.read()
+    assert len(server[0].open) == 1
+    call.cancel()
+    await server[0].until_empty()
+
+
+# Frames, by h2
+
+
+async def test_a_message_in_any_parts(server: tuple[Calls, int]) -> None:
+    async with peer(server[1]) as client:
+        number = client.open(ECHO)
+        whole = message(b"abc") + message(b"") + message(b"defgh")
+        for byte in whole:
+            client.h2.send_data(number, bytes([byte]), pad_length=3)
+            await client.flush()
+        client.h2.end_stream(number)
+        await client.flush()
+        data, headers = await client.answer(number)
+        assert data == whole
+        assert headers["grpc-status"] == "0"
+
+
+async def test_half_a_message_is_an_error(server: tuple[Calls, int]) -> None:
+    async with peer(server[1]) as client:
+        number = client.open(ECHO)
+        client.h2.send_data(number, message(b"abc")[:-1], end_stream=True)
+        await client.flush()
+        assert (await client.answer(number))[1]["grpc-status"] == "13"
+
+
+async def test_what_is_not_grpc_is_415(server: tuple[Calls, int]) -> None:
+    async with peer(server[1]) as client:
+        headers = [*request(ECHO)[:4], ("content-type", "text/plain")]
+        client.h2.send_headers(1, headers, end_stream=True)
+        await client.flush()
+        assert (await client.answer(1))[1][":status"] == "415"
+
+
+async def test_trailers_of_the_peer_end_its_side(server: tuple[Calls, int]) -> None:
+    async with peer(server[1]) as client:
+        number = client.open(ECHO, b"x")
+        client.h2.send_headers(number, [("some", "trailer")], end_stream=True)
+        await client.flush()
+        assert (await client.answer(number))[0] == message(b"x")
+
+
+async def test_a_ping_is_answered(server: tuple[Calls, int]) -> None:
+    async with peer(server[1]) as client:
+        client.h2.ping(b"12345678")
+        await client.flush()
+        assert (await client.until(h2.events.PingAckReceived)).ping_data == b"12345678"
+
+
+async def test_headers_that_change_with_every_call(server: tuple[Calls, int]) -> None:
+    async with peer(server[1]) as client:
+        for turn in range(300):
+            number = client.h2.get_next_available_stream_id()
+            more = {f"x-{turn % 90}": str(turn), "x-long": "l" * turn}
+            client.h2.send_headers(number, request(ECHO, **more))
+            client.h2.send_data(number, message(b"%d" % turn), end_stream=True)
+            await client.flush()
+            assert (await client.answer(number))[0] == message(b"%d" % turn)
+
+
+async def test_answers_wait_for_windows(server: tuple[Calls, int]) -> None:
+    async with peer(server[1]) as client:
+        client.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 10})
+        await client.flush()
+        await client.until(h2.events.SettingsAcknowledged)
+        number = client.open(ECHO, b"x" * 100, ends=True)
+        await client.flush()
+        assert len((await client.until(h2.events.DataReceived, number, credit=False)).data) == 10
+        client.h2.increment_flow_control_window(20, number)  # of the stream
+        await client.flush()
+        assert len((await client.until(h2.events.DataReceived, number, credit=False)).data) == 20
+        client.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 40})  # of all streams
+        await client.flush()
+        assert len((await client.until(h2.events.DataReceived, number, credit=False)).data) == 30
+        client.h2.increment_flow_control_window(1000, number)
+        await client.flush()
+        assert len((await client.until(h2.events.DataReceived, number, credit=False)).data) == 45
+        await client.until(h2.events.StreamEnded, number)
+
+
+async def test_a_server_that_stops_says_so_and_lets_calls_end() -> None:
+    stopping = grpc_server(stop_seconds=10)
+    calls, port = await stopping.__aenter__()
+    async with asyncio.timeout(10), raw_peer(port) as client:
+        block = hpack.Encoder().encode(request(ECHO))
+        await client.send(frame(frames.HEADERS, frames.END_HEADERS, 1, block))
+        await calls.until(lambda: bool(calls.open))
+        stopped = asyncio.create_task(stopping.__aexit__(None, None, None))
+        assert await client.code() == frames.NO_ERROR  # no new streams soon
+        found = await client.frame()
+        assert found is not None
+        assert found[0] == frames.PING
+        await client.send(frame(frames.PING, frames.ACK, 0, found[3]))
+        assert await client.code() == frames.NO_ERROR  # and from here on none
+        await client.send(frame(frames.HEADERS, frames.END_HEADERS, 3, block))
+        assert await client.code() == frames.REFUSED_STREAM
+        await client.send(frame(frames.DATA, frames.END_STREAM, 1, message(b"after")))
+        answered = []
+        while (found := await client.frame()) is not None:
+            answered.append(found[3])
+        assert message(b"after") in answered
+        await stopped
+
+
+async def test_a_peers_goaway_lets_its_calls_end(server: tuple[Calls, int]) -> None:
+    async with raw_peer(server[1]) as client:
+        block = hpack.Encoder().encode(request(ECHO))
+        await client.send(
+            frame(frames.HEADERS, frames.END_HEADERS, 1, block),
+            frames.goaway(0, 0),
+            frame(frames.DATA, frames.END_STREAM, 1, message(b"x")),
+        )
+        seen = []
+        while (found := await client.frame()) is not None:
+            seen.append(found)
+            if found[0] == frames.PING and not found[1]:
+                await client.send(frame(frames.PING, frames.ACK, 0, found[3]))
+        assert (frames.DATA, 0, 1, message(b"x")) in seen
+    assert not server[0].open
+
+
+async def test_as_many_streams_as_were_allowed(server: tuple[Calls, int]) -> None:
+    async with raw_peer(server[1]) as client:
+        block = hpack.Encoder().encode(request(SILENT))
+        for number in range(1, 2 * MOST_STREAMS + 3, 2):
+            await client.send(frame(frames.HEADERS, frames.END_HEADERS, number, block))
+        assert await client.code() == frames.REFUSED_STREAM
+        assert len(server[0].open) == MOST_STREAMS
+    await server[0].until_empty()
+
+
+# What RFC 9113 forbids
+
+_BLOCK = hpack.Encoder().encode(request(SILENT))
+_OPEN = frame(frames.HEADERS, frames.END_HEADERS, 1, _BLOCK)
+_CLOSED = frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, hpack.Encoder().encode(request(ECHO)))
+
+
+def _headers(*headers: tuple[str, str]) -> bytes:
+    return frame(frames.HEADERS, frames.END_HEADERS, 1, hpack.Encoder().encode(headers))
+
+
+FORBIDDEN = {
+    "no preface": (b"GET / HTTP/1.1\r\n\r\n", frames.PROTOCOL_ERROR),
+    "no settings first": (frames.PREFACE + frame(frames.PING, 0, 0, bytes(8)), frames.PROTOCOL_ERROR),
+    "a frame too long": (frame(frames.DATA, 0, 1, bytes(16_385)), frames.FRAME_SIZE_ERROR),
+    "data of no stream": (frame(frames.DATA, 0, 0, b"x"), frames.PROTOCOL_ERROR),
+    "data of an idle stream": (frame(frames.DATA, 0, 1, b"x"), frames.PROTOCOL_ERROR),
+    "data with too much padding": (_OPEN + frame(frames.DATA, frames.PADDED, 1, b"\x05abc"), frames.PROTOCOL_ERROR),
+    "data of a closed stream": (_CLOSED + frame(frames.DATA, 0, 1, b"x"), frames.STREAM_CLOSED),
+    "data after the end": (
+        _OPEN + frame(frames.DATA, frames.END_STREAM, 1, message(b"")) + frame(frames.DATA, 0, 1, b"x"),
+        frames.STREAM_CLOSED,
+    ),
+    "headers of no stream": (frame(frames.HEADERS, frames.END_HEADERS, 0, _BLOCK), frames.PROTOCOL_ERROR),
+    "headers of a server's stream": (frame(frames.HEADERS, frames.END_HEADERS, 2, _BLOCK), frames.PROTOCOL_ERROR),
+    "headers of a closed stream": (_CLOSED + _OPEN, frames.STREAM_CLOSED),
+    "a stream below the last": (
+        frame(frames.HEADERS, frames.END_HEADERS, 5, _BLOCK) + frame(frames.HEADERS, frames.END_HEADERS, 3, _BLOCK),
+        frames.PROTOCOL_ERROR,
+    ),
+    "trailers that do not end": (_OPEN + _OPEN, frames.PROTOCOL_ERROR),
+    "a block that is interrupted": (
+        frame(frames.HEADERS, 0, 1, _BLOCK) + frame(frames.PING, 0, 0, bytes(8)),
+        frames.PROTOCOL_ERROR,
+    ),
+    "continuation of nothing": (frame(frames.CONTINUATION, frames.END_HEADERS, 1, _BLOCK), frames.PROTOCOL_ERROR),
+    "a block of nonsense": (frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff\xff\xff"), frames.COMPRESSION_ERROR),
+    "no path": (_headers((":method", "POST"), (":scheme", "http")), frames.PROTOCOL_ERROR),
+    "an unknown pseudo-header": (_headers(*request(ECHO)[:3], (":other", "x")), frames.PROTOCOL_ERROR),
+    "a pseudo-header after others": (_headers(*request(ECHO)[4:], *request(ECHO)[:4]), frames.PROTOCOL_ERROR),
+    "a name in capitals": (_headers(*request(ECHO), ("X-A", "b")), frames.PROTOCOL_ERROR),
+    "a header of a connection": (_headers(*request(ECHO), ("connection", "close")), frames.PROTOCOL_ERROR),
+    "reset of no stream": (frames.reset(0, 0), frames.PROTOCOL_ERROR),
+    "reset of an idle stream": (frames.reset(1, 0), frames.PROTOCOL_ERROR),
+    "a reset too short": (_OPEN + frame(frames.RST_STREAM, 0, 1, b"x"), frames.FRAME_SIZE_ERROR),
+    "settings of a stream": (frame(frames.SETTINGS, 0, 1), frames.PROTOCOL_ERROR),
+    "settings too short": (frame(frames.SETTINGS, 0, 0, bytes(5)), frames.FRAME_SIZE_ERROR),
+    "an acknowledgement that sets": (frame(frames.SETTINGS, frames.ACK, 0, bytes(6)), frames.FRAME_SIZE_ERROR),
+    "push neither on nor off": (frames.settings({frames.ENABLE_PUSH: 2}), frames.PROTOCOL_ERROR),
+    "a window too large": (frames.settings({frames.INITIAL_WINDOW_SIZE: 2**31}), frames.FLOW_CONTROL_ERROR),
+    "frames too small": (frames.settings({frames.MAX_FRAME_SIZE: 100}), frames.PROTOCOL_ERROR),
+    "a ping of a stream": (frame(frames.PING, 0, 1, bytes(8)), frames.PROTOCOL_ERROR),
+    "a ping too short": (frame(frames.PING, 0, 0, bytes(7)), frames.FRAME_SIZE_ERROR),
+    "goaway of a stream": (frame(frames.GOAWAY, 0, 1, bytes(8)), frames.PROTOCOL_ERROR),
+    "a push": (frame(frames.PUSH_PROMISE, 0, 1, bytes(8)), frames.PROTOCOL_ERROR),
+    "priority of itself": (frame(frames.PRIORITY, 0, 1, (1).to_bytes(4, "big") + b"x"), frames.PROTOCOL_ERROR),
+    "a window opened by nothing": (frames.window_update(0, 0), frames.PROTOCOL_ERROR),
+    "a stream's window opened by nothing": (_OPEN + frames.window_update(1, 0), frames.PROTOCOL_ERROR),
+    "a window that overflows": (frames.window_update(0, 2**31 - 1) * 2, frames.FLOW_CONTROL_ERROR),
+    "a stream's window that overflows": (_OPEN + frames.window_update(1, 2**31 - 1), frames.FLOW_CONTROL_ERROR),
+    "a window of an idle stream": (frames.window_update(1, 5), frames.PROTOCOL_ERROR),
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+async def test_what_is_forbidden_is_answered_by_its_code(server: tuple[Calls, int], name: str) -> None:
+    data, code = FORBIDDEN[name]
+    async with raw_peer(server[1], greet=name not in ("no preface", "no settings first")) as client:
+        await client.send(data)
+        assert await client.code() == code
+    await server[0].until_empty()
+
+
+async def test_frames_of_unknown_kinds_are_passed_over(server: tuple[Calls, int]) -> None:
+    async with raw_peer(server[1]) as client:
+        await client.send(frame(200, 0xFF, 77, b"anything"), frame(frames.PING, 0, 0, b"12345678"))
+        while (found := await client.frame()) is not None and found[0] != frames.PING:
+            pass
+        assert found == (frames.PING, frames.ACK, 0, b"12345678")
