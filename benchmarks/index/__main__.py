@@ -15,6 +15,7 @@ from benchmarks.index.report import write_section
 from benchmarks.index.run import FULL, QUICK, Part, Run
 from benchmarks.index.sides import Dynamo, Kvrouter
 from benchmarks.index.workload import BLOCK_SIZE
+from indexer import cores
 from kvevents import WireForm
 
 _PEER_PYTHON = Path(".bench/dynamo/bin/python")
@@ -23,7 +24,8 @@ _HOW = """\
 `make bench-index` runs our indexer and the standalone indexer of NVIDIA Dynamo (`ai-dynamo-runtime` {peer}) side by
 side; `make bench-index ARGS=--quick` in a minute, `ARGS='--part ingest'` a part of it.
 
-Both follow the same ZeroMQ streams, encoded as `{form}` before the first is sent, of blocks of {block_size} tokens.
+`kvrouter` has its native core, `in Python` its twin, interpreted; mypyc has compiled nothing of either. All follow the
+same ZeroMQ streams, encoded as `{form}` before the first is sent, of blocks of {block_size} tokens.
 1-block events come 16 a batch, larger ones one a batch. `cached` prompts are held by one of 8 workers, in an index of
 {blocks:,} blocks.
 
@@ -61,7 +63,7 @@ def main(
     peer = Dynamo(peer_python.absolute())
     peer_version = peer.version()
     started, load_before = time.monotonic(), os.getloadavg()[0]
-    run = Run([Kvrouter(), peer], scale)
+    run = Run([*map(Kvrouter, reversed(cores.CORES)), peer], scale)
     run.do(part or list(Part))
     load_after = os.getloadavg()[0]
     load = f"While an indexer ingested, the publisher used at most {run.load:.0%} of its core.\n" if run.load else ""

@@ -34,7 +34,7 @@ class Cost:
 
 
 def apply_cost(workload: Workload) -> Cost:
-    """`Index.apply` of one worker's stream into an empty index; a block."""
+    """Applying one worker's stream to an empty index; a block."""
     (worker,) = workload.worker_ids
     index, target = make_index(), Target(str(worker), 0, _MODEL)
     index.add(target)
@@ -42,11 +42,11 @@ def apply_cost(workload: Workload) -> Cost:
     clock = time.perf_counter
     for payload in workload.batches(worker):
         start = clock()
+        index.apply_payload(target, payload)
+        applied = clock()
         batch = decode_batch(payload)
-        decoded = clock()
-        index.apply(target, batch)
-        cost.index += clock() - decoded
-        cost.decode += decoded - start
+        cost.index += applied - start
+        cost.decode += clock() - applied
         tokens = [event.token_ids for event in batch.events if isinstance(event, BlockStored)]
         start = clock()
         packed = [pack_tokens(ids) for ids in tokens]
@@ -65,7 +65,7 @@ def match_cost(workload: Workload, tokens: int, repeats: int) -> Cost:
         target = Target(str(worker), 0, _MODEL)
         index.add(target)
         for payload in workload.batches(worker):
-            index.apply(target, decode_batch(payload))
+            index.apply_payload(target, payload)
     prompt = workload.prompt(workload.first_worker, 0)[:tokens]
     packed = pack_tokens(prompt)
     (match,) = index.match(_NAMESPACE, PackedPrompt(packed))

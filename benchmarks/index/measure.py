@@ -18,6 +18,7 @@ from benchmarks.index.workload import BLOCK_SIZE, Workload, random_tokens
 
 _POLL_SECONDS = 0.02  # between looks whether all is applied: rare enough to cost nothing
 _INGEST_DEADLINE = 300.0
+_SETTLE_SECONDS = 1.0  # after an ingest, until memory counts
 
 
 class WrongAnswerError(Exception):
@@ -55,6 +56,7 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
     seconds = time.monotonic() - started
     cpu = indexer.cpu_seconds() - cpu
     publisher_cpu = cpu_seconds(publisher.pid) - publisher_cpu
+    time.sleep(_SETTLE_SECONDS)
     resident = indexer.resident_bytes() - resident
     verify(indexer, workload)
     blocks = workload.blocks

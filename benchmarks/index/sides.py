@@ -9,9 +9,10 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from benchmarks.index.client import Client, post_request
 from benchmarks.index.machine import cpu_seconds, pin, resident_bytes
 from benchmarks.index.workload import BLOCK_SIZE
+from indexer.cores import CORE_VARIABLE
 
 MODEL = "model"
 
@@ -27,6 +29,7 @@ class Side(ABC):
     """An indexer: its command line, and its API as far as both have it."""
 
     name: str
+    environment: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def command(self, port: int) -> list[str]:
@@ -46,9 +49,11 @@ class Side(ABC):
 
 
 class Kvrouter(Side):
-    """Ours, from this clone."""
+    """Ours, from this clone, with one of its cores."""
 
-    name = "kvrouter"
+    def __init__(self, core: str) -> None:
+        self.name = "kvrouter" if core == "native" else "in Python"
+        self.environment = {CORE_VARIABLE: core}
 
     def command(self, port: int) -> list[str]:
         return [sys.executable, "-m", "kvrouter", "indexer", "--port", str(port)]
@@ -143,7 +148,7 @@ def running(side: Side, cores: Sequence[int]) -> Iterator[RunningIndexer]:
             stdout=log,
             stderr=log,
             preexec_fn=lambda: pin(*cores),
-            env={**os.environ, "DYN_LOG": "error"},
+            env={**os.environ, "DYN_LOG": "error", **side.environment},
         )
         try:
             client = _connect(port, process)
