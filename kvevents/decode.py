@@ -44,19 +44,21 @@ class _Time(msgspec.Struct, array_like=True):
     ts: float
 
 
+LATEST_TIME = 1e11  # (unix seconds) what is later, or NaN, is no time
 _FLOAT = Struct(">d")
 _decode_time = msgspec.msgpack.Decoder(_Time).decode
 
 
 def batch_time(payload: bytes) -> float | None:
-    """The engine's time of a batch (unix seconds); None when the payload is no event batch."""
+    """The engine's time of a batch (unix seconds); None when the payload is no event batch, or its time is none."""
     if len(payload) > 9 and payload[0] & 0xF0 == 0x90 and payload[1] == 0xCB:  # an array that begins with a float
         (ts,) = _FLOAT.unpack_from(payload, 2)
-        return float(ts)
-    try:
-        return _decode_time(payload).ts
-    except _UNREADABLE:
-        return None
+    else:
+        try:
+            ts = _decode_time(payload).ts
+        except _UNREADABLE:
+            return None
+    return float(ts) if 0 <= ts <= LATEST_TIME else None
 
 
 def decode_batch(payload: bytes) -> EventBatch:

@@ -15,6 +15,7 @@ from kvevents.endpoints import connectable, parse_endpoint, rank_endpoint
 from kvevents.reported import ReportedFields
 
 HIGHEST_RANK = 65_535
+MOST_BLOCK_SIZE = 65_536  # tokens
 
 
 class EventSource(msgspec.Struct, frozen=True):
@@ -111,16 +112,14 @@ def vllm_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int
     return found
 
 
-def sglang_sources(
-    body: bytes, host: str, fields: ReportedFields, most_ranks: int, most_block_size: int
-) -> ReportedStreams:
+def sglang_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int) -> ReportedStreams:
     """The streams in the JSON answer of `/server_info`, and the block size. Raises as `vllm_sources` does."""
     server = msgspec.json.decode(body, type=_SglangServer)
-    page_size = fields.integer("page_size", server.page_size, 1, most_block_size)
+    page_size = fields.integer("page_size", server.page_size, 1, MOST_BLOCK_SIZE)
     events = fields.struct("kv_events", server.kv_events, _SglangEvents)
     if events is None or not events.endpoint or bytes(events.endpoint) == b"null" or _publishes_nothing(events, fields):
         return ReportedStreams(block_size=page_size)
-    block_size = fields.integer("kv_events.block_size", events.block_size, 1, most_block_size)
+    block_size = fields.integer("kv_events.block_size", events.block_size, 1, MOST_BLOCK_SIZE)
     found = ReportedStreams(block_size=block_size or page_size)
     given = fields.integer("kv_events.dp_size", events.dp_size, 1, most_ranks, missing=1)
     for rank in range(given or 0):

@@ -32,6 +32,7 @@ from router.fleet.fleet import Fleet, end_tasks
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
 from router.fleet.redirects import refuse_redirects
+from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.proxied_request import ProxyServices
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.request_context import RequestContexts
@@ -70,6 +71,7 @@ class Services:
     tokenizers: Tokenizers
     fleet: Fleet
     networks: AllowedNetworks
+    registered_streams: RegisteredStreams
     load: LoadTable
     sharing: LoadSharing
     audit: HitAudit
@@ -132,6 +134,8 @@ async def running_services(
             registry.register(collector)
         fleet.on_removed += [router.removed, metrics.forget]
         _follow_workers(stack, settings, file, session, fleet)
+        registered_streams = RegisteredStreams(indexer, networks)
+        stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])
 
         snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, Series(metrics, audit))
         router.watching = snapshot
@@ -145,6 +149,7 @@ async def running_services(
             tokenizers,
             fleet,
             networks,
+            registered_streams,
             load,
             sharing,
             audit,

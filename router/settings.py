@@ -35,12 +35,10 @@ from pydantic_settings import (
 
 from kvevents.curve import load_key_pair, load_public_key
 from kvevents.endpoints import parse_endpoint
-from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC
+from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
 from router.http.worker_url import canonical_url
 
 NonNegative = Annotated[float, Field(ge=0)]
-# The largest block that a worker may have, in tokens.
-MOST_BLOCK_SIZE = 65_536
 # Of a model or an adapter, in characters.
 LONGEST_NAME = 512
 

@@ -17,10 +17,10 @@ import msgspec
 from kvevents import EventSource
 from kvevents.curve import load_public_key
 from kvevents.reported import ReportedFields
-from kvevents.sources import ReportedStreams, sglang_sources, vllm_sources
+from kvevents.sources import MOST_BLOCK_SIZE, ReportedStreams, sglang_sources, vllm_sources
 from router.fleet.answers import read_answer
 from router.http.worker_url import host_of
-from router.settings import LONGEST_NAME, MOST_BLOCK_SIZE, FleetSettings, Role, StreamSettings, WorkerSettings
+from router.settings import LONGEST_NAME, FleetSettings, Role, StreamSettings, WorkerSettings
 
 
 class Engine(StrEnum):
@@ -187,7 +187,7 @@ async def _streams(asked: _Asked, models: dict[str, ServedModel]) -> WorkerDescr
         ranks = _ranks(streams.ranks)
         return WorkerDescription(Engine.VLLM, models, tuple(streams.sources), block_size, capacity, ranks)
     if (info := await asked.get_if_there("/server_info")) is not None:
-        found = sglang_sources(info, asked.host, fields, limits.max_ranks, MOST_BLOCK_SIZE)
+        found = sglang_sources(info, asked.host, fields, limits.max_ranks)
         streams = _within(found, models, asked)
         given = msgspec.json.decode(info, type=_SglangRole)
         mode = fields.text("disaggregation_mode", given.disaggregation_mode)

@@ -6,13 +6,65 @@ place, and it is resolved again with each look at its worker.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
+import structlog
 
+from indexer import Indexer, Registration, Target
 from kvevents import EventSource
 from kvevents.endpoints import Endpoint, parse_endpoint
+from kvevents.sources import canonical_source
 from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
+
+log = structlog.get_logger()
+
+_LOOK_SECONDS = 5.0
+
+
+class RegisteredStreams:
+    """Streams that are registered over HTTP: only allowed ones, and those with names at the addresses that these have
+    now. `run` keeps it so."""
+
+    def __init__(self, indexer: Indexer, networks: AllowedNetworks, look_seconds: float = _LOOK_SECONDS) -> None:
+        self._indexer = indexer
+        self._networks = networks
+        self._look_seconds = look_seconds
+        self._named: dict[Target, tuple[Registration, Registration]] = {}  # as given, and by address
+
+    async def admit(self, registration: Registration) -> Registration:
+        """The registration by address. Raises ValueError, which begins with the field, for what is not allowed."""
+        if registration.source is None:
+            return registration
+        given = replace(registration, source=canonical_source(registration.source))
+        resolved = await self._resolved(given)
+        self._named.pop(given.target, None)
+        if resolved != given:
+            self._named[given.target] = given, resolved
+        return resolved
+
+    async def run(self) -> None:
+        """Look where names lead now, until cancelled."""
+        while True:
+            await asyncio.sleep(self._look_seconds)
+            current = {known.target: known for known in self._indexer.registered()} if self._named else {}
+            for target, (given, before) in list(self._named.items()):
+                if current.get(target) != before:
+                    self._named.pop(target, None)  # it is gone, or another
+                    continue
+                try:
+                    now = await self._resolved(given)
+                    if now != before:
+                        self._indexer.register(now)
+                        self._named[target] = given, now
+                except ValueError as error:
+                    log.warning("a name of an event stream leads nowhere", worker=target.worker, reason=str(error))
+
+    async def _resolved(self, given: Registration) -> Registration:
+        assert given.source is not None
+        return replace(given, source=await allowed_source(self._networks, given.source))
 
 
 async def allowed_sources(

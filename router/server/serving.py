@@ -17,10 +17,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from indexer.app import indexer_app
+from indexer.bounded_bodies import BodyLimits
 from indexer.errors import RequestError
 from router.app import running_router
 from router.embedded_index import running_indexer
+from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.config_reload import SettingsFile
+from router.fleet.fleet import end_tasks
+from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.proxy import ProxyContext
 from router.http.cached_head import RecentHeads
 from router.routes.match_requests import match_reader
@@ -102,8 +106,15 @@ async def serve_indexer(settings: Settings) -> None:
                 )
             return name, None
 
-        app = indexer_app(indexer, match_reader(tokenizers, resolve), settings.server.token)
-        await _run_app(app, listening, settings.server, "kvrouter indexer")
+        server = settings.server
+        streams = RegisteredStreams(indexer, AllowedNetworks(settings.fleet.allowed_networks))
+        limits = BodyLimits(server.max_body_bytes, server.body_timeout)
+        app = indexer_app(indexer, match_reader(tokenizers, resolve), streams.admit, limits, server.token)
+        following_names = asyncio.create_task(streams.run())
+        try:
+            await _run_app(app, listening, server, "kvrouter indexer")
+        finally:
+            await end_tasks([following_names])
 
 
 def raise_file_limit() -> None:

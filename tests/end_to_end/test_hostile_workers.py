@@ -156,7 +156,7 @@ async def test_no_question_of_ours_follows_a_redirect() -> None:
         async with router(worker.url) as routed:
             await routed.call(PATH, {**BODY, "prompt": "a secret that nobody else should read"})
             reset = await routed.call("/reset_prefix_cache", b"", "POST")
-            assert "reset" != next(iter(reset.json()["workers"].values()))
+            assert next(iter(reset.json()["workers"].values())) != "reset"
         asked = {exchange.target for exchange in worker.exchanges}
         assert {"/tokenize", "/reset_prefix_cache", "/metrics"} <= asked
         assert elsewhere.exchanges == []
@@ -210,23 +210,22 @@ ELSEWHERE = [
 @pytest.mark.parametrize("endpoint", [*ELSEWHERE, "ipc:///tmp/kv", "inproc://wake", "tcp://8.8.8.8:{port}"])
 async def test_an_endpoint_that_leads_elsewhere_is_refused(empty: RouterUnderTest, endpoint: str) -> None:
     """At the door of `/register` and of `POST /workers`; nothing is connected to."""
-    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        events = zmq.SocketMonitor if hasattr(zmq, "SocketMonitor") else None
-        del events
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.PUB)
         monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
-        at = endpoint.format(port=port)
-        body = {"endpoint": at, "modelname": MODEL, "instance_id": "w"}
+        at = endpoint.format(port=socket.bind_to_random_port("tcp://127.0.0.1"))
+        body = {"endpoint": "tcp://127.0.0.1:9", "modelname": MODEL, "instance_id": "w"}
         for field in ("endpoint", "replay_endpoint"):
-            reply = await empty.call("/register", body | {"endpoint": "tcp://127.0.0.1:9", field: at})
-            assert reply.status in (400, 403)
+            reply = await empty.call("/register", body | {field: at})
+            assert reply.status == 400
             assert reply.error["param"] == field
-        worker = {"url": "http://127.0.0.1:9", "streams": [{"endpoint": at}]}
-        reply = await empty.call("/workers", worker)
+        reply = await empty.call("/workers", {"url": "http://127.0.0.1:9", "streams": [{"endpoint": at}]})
         assert reply.status in (400, 403)
         assert reply.error["param"] == "streams"
-        assert not monitor.poll(200)
-        socket.disable_monitor()
+        assert not monitor.poll(100)
+    finally:
+        context.destroy(0)
     assert await empty.workers() == []
 
 
@@ -289,8 +288,8 @@ anything = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
     max_leaves=12,
 )
-fields = st.fixed_dictionaries({}, optional={name: anything for name in (*STREAM, *SERVER_INFO["kv_events"])})
-cards = st.fixed_dictionaries({}, optional={name: anything for name in ("id", "root", "parent", "max_model_len")})
+fields = st.fixed_dictionaries({}, optional=dict.fromkeys((*STREAM, *SERVER_INFO["kv_events"]), anything))
+cards = st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "root", "parent", "max_model_len"), anything))
 descriptions = st.fixed_dictionaries(
     {},
     optional={
