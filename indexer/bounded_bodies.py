@@ -6,7 +6,7 @@ What is sent beyond its bounds is not read: the request is refused and its conne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -39,7 +39,7 @@ class BoundedBodies:
         async def closing_send(message: Message) -> None:
             nonlocal begun
             begun = True
-            if body.refusal is not None and message["type"] == "http.response.start":
+            if not body.whole and message["type"] == "http.response.start":  # else the rest would be read
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
@@ -58,18 +58,18 @@ class BoundedBodies:
 class _Body:
     """A body as it comes."""
 
-    def __init__(self, receive: Receive, limits: BodyLimits, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def __init__(self, receive: Receive, limits: BodyLimits, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.refusal: RequestError | None = None
         self._receive = receive
         self._limits = limits
         self._deadline = asyncio.get_running_loop().time() + limits.seconds
         self._announced = max((int(value) for name, value in headers if name == b"content-length"), default=0)
         self._size = 0
-        self._whole = False
+        self.whole = not self._announced and all(name != b"transfer-encoding" for name, _ in headers)
 
     async def receive(self) -> Message:
         """The next message. Raises RequestError: 413 for too large a body, 408 for one that takes too long."""
-        if self._whole:  # what comes now is the client's leaving, for which there is no deadline
+        if self.whole:  # what comes now is the client's leaving, for which there is no deadline
             return await self._receive()
         if self._announced > self._limits.bytes:
             raise self._too_large()
@@ -83,7 +83,7 @@ class _Body:
         self._size += len(message.get("body", b""))
         if self._size > self._limits.bytes:
             raise self._too_large()
-        self._whole = not message.get("more_body")
+        self.whole = not message.get("more_body")
         return message
 
     def _too_large(self) -> RequestError:

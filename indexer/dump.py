@@ -43,7 +43,7 @@ class DumpedRun(msgspec.Struct, array_like=True):
     """Consecutive prefix hashes behind block `offset` of run `parent` (-1: at the start of a prompt)."""
 
     parent: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
-    offset: _Place
+    offset: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
     hashes: list[_Number]
 
 
@@ -52,7 +52,7 @@ class DumpedHolder(msgspec.Struct):
 
     group: _Place
     medium: _Name
-    window: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None
+    window: _Place | None
     blocks: list[tuple[int | str, _Place, _Place]]
     copies: list[tuple[int | str, Annotated[int, msgspec.Meta(ge=1, le=2**31)]]]
 
