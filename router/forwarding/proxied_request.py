@@ -37,7 +37,7 @@ from router.forwarding.event_stream import EventStream
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.routing_headers import RoutingHeaders
-from router.http.headers import Headers, forwarded_lines
+from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.live.request_stream import PassingRequest, RequestStream
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
@@ -57,7 +57,6 @@ from router.upstream.transport import SentRequest, Transport
 
 log = structlog.get_logger()
 
-_RANK_HEADER: Final = b"x-data-parallel-rank"  # vLLM and SGLang read it
 
 _now: Final = time.monotonic
 _OK: Final = 200
@@ -360,8 +359,8 @@ class ProxiedRequest(ResponseHandler):
     def _headers_to(self, assignment: Assignment) -> Headers:
         headers = self._context.headers_for_workers()
         if self._many_ranks:
-            headers = [header for header in headers if header[0] != _RANK_HEADER]
-            headers.append((_RANK_HEADER, b"%d" % assignment.target.dp_rank))
+            headers = [header for header in headers if header[0] != RANK_HEADER]
+            headers.append((RANK_HEADER, b"%d" % assignment.target.dp_rank))
         return headers if self._span is None else self._span.inject(headers)
 
     def _may_be_given_up(self, assignment: Assignment) -> None:
@@ -375,7 +374,7 @@ class ProxiedRequest(ResponseHandler):
         adapter = services.router.adapter_of(assignment.worker)
         assert adapter is not None
         ends = (_end(each.worker, each.target.dp_rank) for each in (prefill, assignment))
-        requests = adapter(self._context.head.path, self._body, *ends)
+        requests = adapter.of(self._context.head.path, self._body, *ends)
         if services.router.others(self._prompt, [*self._tried, prefill.worker], prefill=True) and not self._hung:
             prefill.attempt.give_up = self._give_up_prefill
 

@@ -215,6 +215,8 @@ class Router:
         adapter = self.adapter_of(choice.worker)
         if choice.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
             return choice
+        if adapter.one_answer and len(prompt.identities) * prompt.answers > 1:
+            return choice  # what is handed over is the KV of one prompt
         prefills = self._options(prompt, without, NO_LIMITS, now, prefill=True)
         found = disaggregate(
             choice.decision.choice,

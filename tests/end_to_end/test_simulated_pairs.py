@@ -144,6 +144,37 @@ async def test_a_batch_of_prompts(pairs: Pairs, front: RouterUnderTest, plain: s
     await pairs.until_nothing_is_left()
 
 
+@pytest.mark.parametrize("field", ["n", "best_of"])
+async def test_several_answers_to_a_prompt_keep_no_blocks(vllm: Pairs, field: str) -> None:
+    """What a prefill keeps for one answer, nobody would fetch for the others."""
+    async with routed(vllm) as front:
+        reply = await front.call("/v1/completions", {"model": MODEL, "prompt": fresh(50), "max_tokens": 4, field: 2})
+        assert reply.status == 200, reply.body
+        assert "x-kvrouter-prefill-worker" not in reply.headers or field == "best_of"
+        await vllm.until_nothing_is_left(seconds=5)
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 3)])
+async def test_workers_of_unequal_ranks(prefill_ranks: int, decode_ranks: int, plain: str) -> None:
+    """Each of the two requests names a rank of its own worker."""
+    ranks = {"prefill": {"dp_size": prefill_ranks}, "decode": {"dp_size": decode_ranks}}
+    async with simulated_pairs("nixl", **ranks) as made, routed(made) as front:
+        used = set()
+        for _ in range(6):
+            body = {"model": MODEL, "prompt": fresh(40), "max_tokens": 4}
+            _, alone = await made.ask(plain, **body)
+            reply = await front.call("/v1/completions", body, headers={"x-data-parallel-rank": "7"})
+            assert reply.status == 200, reply.body
+            assert reply.json()["choices"][0]["text"] == alone["choices"][0]["text"]
+            assert reply.headers["x-kvrouter-prefill-worker"] == made.prefills[0]
+            used.add(reply.headers.get("x-kvrouter-dp-rank"))
+        assert len(used) == decode_ranks  # None, where there is one
+        held = [
+            (worker["worker"], rank["blocks"]["gpu"]) for worker in await front.workers() for rank in worker["ranks"]
+        ]
+        assert all(blocks > 0 for _, blocks in held), held
+
+
 async def test_a_client_that_leaves_before_the_answer_holds_nothing(pairs: Pairs) -> None:
     async with simulated_pairs(pairs.style, prefill={"prefill_s_per_token": 0.01}) as slow, routed(slow) as front:
         asking = asyncio.create_task(
