@@ -125,12 +125,17 @@ class Fleet:
         return [(worker, served) for worker in self.workers if (served := worker.served(name)) is not None]
 
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
-        """The workers that may get new requests for a name, as `Worker.takes` says, however their last ones went."""
+        """The workers that may get new requests for a name, as `Worker.takes` says, however their last ones went.
+
+        Where no other is left, prefill workers that can answer alone.
+        """
         if self._asked_version != self.version:
             self._forget_answers()
         able = self._able.get((name, prefill))
         if able is None:
             able = [worker for worker in self._workers.values() if worker.takes(name, prefill)]
+            if not able and not prefill:
+                able = [each for each in self._workers.values() if each.can_answer_alone and each.takes(name, True)]
             if able:  # else there is no end of such names
                 self._able[name, prefill] = able
         return able

@@ -6,15 +6,19 @@ import asyncio
 import ctypes
 import logging
 import random
+import signal
 import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from itertools import count
 from typing import Any
 
+import aiohttp
 import pytest
 from router_under_test import RouterUnderTest, router, until
 from simulated_pairs import FAST, MODEL, STYLES, Pairs, routed, simulated_pairs
 
+from kvrouter.processes import KvrouterProcess
 from worker.simulated import SimulatedWorkerSettings, running
 from worker.simulated.cache import CachedSequence
 from worker.simulated.disaggregation import nixl
@@ -173,6 +177,31 @@ async def test_workers_of_unequal_ranks(prefill_ranks: int, decode_ranks: int, p
             (worker["worker"], rank["blocks"]["gpu"]) for worker in await front.workers() for rank in worker["ranks"]
         ]
         assert all(blocks > 0 for _, blocks in held), held
+
+
+async def test_a_prefill_worker_answers_alone_where_no_decode_worker_is_left(plain: str) -> None:
+    async with AsyncExitStack() as stack:
+        settings = SimulatedWorkerSettings(**FAST, disaggregation="nixl", role="prefill")
+        prefill = await stack.enter_async_context(running(settings))
+        options = ["simulate", "--disaggregation=nixl", "--role=decode", "--step-ms=2"]
+        process = stack.enter_context(KvrouterProcess(options))
+        decode = await asyncio.to_thread(process.wait_until_listening)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)))
+        made = Pairs("nixl", [prefill], [decode], session)
+        front = await stack.enter_async_context(routed(made))
+        endless = {"model": MODEL, "prompt": fresh(40), "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+        async with front.request("/v1/completions", endless) as stream:
+            assert stream.headers["x-kvrouter-prefill-worker"] == prefill
+            await stream.content.readline()
+            process.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(process.wait, 10)
+        for _ in range(3):
+            body = {"model": MODEL, "prompt": fresh(40), "max_tokens": 4}
+            _, alone = await made.ask(plain, **body)
+            reply = await front.call("/v1/completions", body)
+            assert (reply.status, reply.worker) == (200, prefill)
+            assert reply.json()["choices"][0]["text"] == alone["choices"][0]["text"]
+        await front.until_released()
 
 
 async def test_a_client_that_leaves_before_the_answer_holds_nothing(pairs: Pairs) -> None:
