@@ -277,7 +277,7 @@ async def _pull(rank: TransferRank, source: RemotePrefill) -> KVReceiver:
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PULL_TIMEOUT_S)) as session,
-            session.post(url, json=asked.model_dump()) as response,
+            session.post(url, json=asked.model_dump(), allow_redirects=False) as response,
         ):
             told = await response.read()
             if response.status != HTTPStatus.OK:
