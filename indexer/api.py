@@ -37,8 +37,12 @@ from kvevents import EventSource, Tier
 
 # Reads the body of `/match`, tokenizing its prompt. Raises RequestError.
 ReadMatch = Callable[[bytes], Awaitable[MatchQuery]]
+# A registration that may be followed, with addresses in the place of names. Raises ValueError, the field first.
+Admit = Callable[[Registration], Awaitable[Registration]]
 
 T = TypeVar("T")
+
+_LONGEST_NAME = 512  # characters
 
 
 class RegisterBody(msgspec.Struct, forbid_unknown_fields=False):
@@ -97,7 +101,7 @@ class QueryBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
-def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRouter:
+def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: str) -> APIRouter:
     """The routes of the index API; those that change something want the token, unless it is empty."""
     routes = APIRouter()
     protected = [Depends(token_check(token))]
@@ -121,7 +125,7 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, token: str) -> APIRout
         body = _decode(await request.body(), RegisterBody)
         registration = _registration(body)
         try:
-            indexer.register(registration)
+            indexer.register(await admit(registration))
         except ValueError as error:
             raise RequestError(str(error), param=_named_first(error)) from error
         return _json({"status": "registered", "instance_id": body.instance_id, "dp_rank": body.dp_rank}, 201)
@@ -222,13 +226,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _registration(body: RegisterBody) -> Registration:
-    for name in ("instance_id", "modelname", "tenant_id", "endpoint"):
-        if not getattr(body, name):
+    for name in ("instance_id", "modelname", "tenant_id", "endpoint", "lora_name"):
+        value = getattr(body, name)
+        if not value and value is not None:
             raise RequestError(f"{name} is empty. Send a string that is not.", param=name)
-    if body.dp_rank < 0:
-        raise RequestError(f"dp_rank is {body.dp_rank}. Send 0 or more.", param="dp_rank")
-    if body.block_size is not None and body.block_size <= 0:
-        raise RequestError(f"block_size is {body.block_size}. Send a number of tokens above 0.", param="block_size")
+        if value is not None and len(value) > _LONGEST_NAME:
+            raise RequestError(f"{name} has {len(value)} characters. Send {_LONGEST_NAME} at most.", param=name)
     return Registration(
         Target(body.instance_id, body.dp_rank, body.modelname, body.tenant_id),
         EventSource(body.dp_rank, body.endpoint, body.replay_endpoint, body.topic, body.curve_server_key),

@@ -7,15 +7,19 @@ from typing import Any
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from indexer.api import ReadMatch, add_error_handlers, index_routes, workers_report
+from indexer.api import Admit, ReadMatch, add_error_handlers, index_routes, workers_report
+from indexer.bounded_bodies import BodyLimits, BoundedBodies
 from indexer.indexer import Indexer
 from indexer.metrics import IndexCollector
 
 
-def indexer_app(indexer: Indexer, read_match: ReadMatch, token: str = "") -> FastAPI:
+def indexer_app(
+    indexer: Indexer, read_match: ReadMatch, admit: Admit, limits: BodyLimits | None = None, token: str = ""
+) -> FastAPI:
     """The application. Whoever calls this starts the indexer and stops it."""
     app = FastAPI(title="kvrouter indexer")
-    app.include_router(index_routes(indexer, read_match, token))
+    app.include_router(index_routes(indexer, read_match, admit, token))
+    app.add_middleware(BoundedBodies, limits or BodyLimits())
     add_error_handlers(app)
     registry = CollectorRegistry()
     registry.register(IndexCollector(indexer))

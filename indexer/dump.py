@@ -8,14 +8,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import msgspec
+import structlog
 from xxhash import xxh3_64
 
 from indexer.hashing import Namespace, namespace_hash
 from kvevents import EngineHash
+from kvevents.decode import LATEST_TIME
+from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
+
+log = structlog.get_logger()
 
 FORMAT = 1
+
+_SHOWN = 200  # bytes of a line that makes no sense
+
+
+# The numbers of a dump, as they are checked when it is read.
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+_Place = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_Seq = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_BLOCK_SIZE)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=LATEST_TIME)]
+_Name = Annotated[str, msgspec.Meta(max_length=2048)]
 
 
 class DumpError(ValueError):
@@ -25,44 +42,44 @@ class DumpError(ValueError):
 class DumpedRun(msgspec.Struct, array_like=True):
     """Consecutive prefix hashes behind block `offset` of run `parent` (-1: at the start of a prompt)."""
 
-    parent: int
-    offset: int
-    hashes: list[int]
+    parent: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
+    offset: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
+    hashes: list[_Number]
 
 
 class DumpedHolder(msgspec.Struct):
     """The blocks of one group and medium. `copies` beyond the first, by engine hash."""
 
-    group: int
-    medium: str
-    window: int | None
-    blocks: list[tuple[int | str, int, int]]
-    copies: list[tuple[int | str, int]]
+    group: _Place
+    medium: _Name
+    window: _Place | None
+    blocks: list[tuple[int | str, _Place, _Place]]
+    copies: list[tuple[int | str, Annotated[int, msgspec.Meta(ge=1, le=2**31)]]]
 
 
 class DumpedStream(msgspec.Struct):
     """The last batch that was applied: its number and its engine's time. `complete`: all before it were, too."""
 
-    last_seq: int
-    last_time: float
+    last_seq: _Seq
+    last_time: _Time
     complete: bool = True
 
 
 class TargetDump(msgspec.Struct, tag_field="kind", tag="target"):
     """Everything needed to go on with a target: where its stream is, what it held, and after which batch."""
 
-    worker: str
-    dp_rank: int
-    model: str
-    tenant: str
-    engine: str
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
-    block_size: int | None
-    adapter: str | None
-    capacity: int | None
-    block_sizes: list[int]
+    worker: _Name
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=HIGHEST_RANK)]
+    model: _Name
+    tenant: _Name
+    engine: _Name
+    endpoint: _Name
+    replay_endpoint: _Name | None
+    topic: Annotated[str, msgspec.Meta(max_length=LONGEST_TOPIC)]
+    block_size: _BlockSize | None
+    adapter: _Name | None
+    capacity: Annotated[int, msgspec.Meta(ge=0, le=2**53)] | None
+    block_sizes: list[_BlockSize]
     stream: DumpedStream
     runs: list[DumpedRun]
     holders: list[DumpedHolder]
@@ -101,9 +118,13 @@ def write_dump(targets: Iterable[TargetDump], secret: str) -> Iterator[bytes]:
 
 
 def read_dump(lines: Iterable[bytes], secret: str) -> list[TargetDump]:
-    """Read a whole dump. Raises DumpError when it is torn, damaged, of another format, or of another secret."""
+    """Read a whole dump. A target that makes no sense is left out, with a line in the log.
+
+    Raises DumpError when the dump is torn, damaged, of another format, or of another secret.
+    """
     checksum = xxh3_64()
     targets: list[TargetDump] = []
+    left_out = 0
     header: _Header | None = None
     for line in lines:
         try:
@@ -111,16 +132,31 @@ def read_dump(lines: Iterable[bytes], secret: str) -> list[TargetDump]:
                 header = _decode_header(line)
                 _check_header(header, secret)
             else:
-                record = _decode_line(line)
+                record = _read_line(line)
                 if isinstance(record, _End):
-                    if (record.targets, record.checksum) != (len(targets), checksum.hexdigest()):
+                    if (record.targets, record.checksum) != (len(targets) + left_out, checksum.hexdigest()):
                         raise DumpError("the checksum is wrong: it was damaged")
                     return targets
-                targets.append(record)
-        except (msgspec.DecodeError, UnicodeError) as error:
+                if record is None:
+                    left_out += 1
+                else:
+                    targets.append(record)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise DumpError(f"not a dump of an index: {error}") from error
         checksum.update(line)
     raise DumpError("it has no end: it was cut off" if header else "it is empty")
+
+
+def _read_line(line: bytes) -> TargetDump | _End | None:
+    """A target or the end; None for a target that makes no sense. Raises DecodeError for a line that is cut off."""
+    try:
+        record: TargetDump | _End = _decode_line(line)
+        return record
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        if not line.endswith(b"\n"):
+            raise  # it is cut off
+        log.warning("saved stream not used", reason=str(error), begins=line[:_SHOWN].decode(errors="replace"))
+        return None
 
 
 def written_hash(engine_hash: EngineHash) -> int | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -21,6 +21,7 @@ from kvevents import EventBatch, EventSource, Tier, encode_batch
 from kvevents.curve import KeyPair
 from kvevents.decode import batch_time
 from kvevents.frames import StreamFrame
+from kvevents.sources import MOST_BLOCK_SIZE, canonical_source
 
 log = structlog.get_logger()
 
@@ -134,9 +135,14 @@ class Indexer:
     def register(self, registration: Registration) -> None:
         """Follow a target. A registration that is known does nothing; one that differs starts its target anew.
 
-        Raises ValueError naming the field for an endpoint that cannot be connected to.
+        Raises ValueError, which begins with the field, for an endpoint that cannot be connected to and for a rank or a
+        block size that is none.
         """
         target = registration.target
+        if registration.source is not None:
+            registration = replace(registration, source=canonical_source(registration.source))
+        if registration.block_size is not None and not 0 < registration.block_size <= MOST_BLOCK_SIZE:
+            raise ValueError(f"block_size: {registration.block_size} is not from 1 to {MOST_BLOCK_SIZE}")
         served = self._served.get((target.tenant, target.model), {})
         known = served.get(target)
         if known == registration:
@@ -169,7 +175,12 @@ class Indexer:
         for target, saved in list(self._saved.items()):
             endpoints = saved.endpoint, saved.replay_endpoint, saved.topic
             source = EventSource(target.dp_rank, *endpoints, saved.curve_server_key)
-            self.register(Registration(target, source, saved.engine, saved.block_size, saved.adapter, saved.capacity))
+            try:
+                self.register(
+                    Registration(target, source, saved.engine, saved.block_size, saved.adapter, saved.capacity)
+                )
+            except ValueError as error:
+                log.warning("saved stream not followed", worker=target.worker, reason=str(error))
 
     def _dump_target(self, registration: Registration) -> TargetDump | None:
         source, target = registration.source, registration.target

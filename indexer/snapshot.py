@@ -10,7 +10,7 @@ from contextlib import closing
 from http.client import HTTPException
 from pathlib import Path
 from threading import Event, Thread
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import structlog
 
@@ -22,6 +22,16 @@ log = structlog.get_logger()
 # Of a peer's answer, in seconds: silence, and all of it.
 _PEER_SILENCE = 10.0
 _PEER_SECONDS = 60.0
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """A redirect would take the token elsewhere: it is an error, as any other answer that is not the dump."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Follow none."""
+
+
+_opener = build_opener(_NoRedirects)
 
 
 def save_snapshot(path: Path, lines: Iterable[bytes]) -> int:
@@ -57,7 +67,7 @@ def load_from_peer(url: str, secret: str, token: str = "") -> list[TargetDump]:
     """What another indexer holds; nothing, with a word in the log, when it cannot be had. `token`: its server.token."""
     request = Request(f"{url.rstrip('/')}/dump", headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
-        with closing(urlopen(request, timeout=_PEER_SILENCE)) as answer:
+        with closing(_opener.open(request, timeout=_PEER_SILENCE)) as answer:
             loaded = read_dump(_until(answer, time.monotonic() + _PEER_SECONDS), secret)
     except (OSError, HTTPException, DumpError, ValueError) as error:
         log.warning("peer's index not used, starting cold", peer=url, reason=str(error))

@@ -44,24 +44,22 @@ class _Time(msgspec.Struct, array_like=True):
     ts: float
 
 
+# Of a batch, in unix seconds: the year 5138. What is later, negative or NaN is no time.
+LATEST_TIME = 1e11
 _FLOAT = Struct(">d")
 _decode_time = msgspec.msgpack.Decoder(_Time).decode
-
-
-# Of a batch's time, in seconds: the year 5138. What is beyond, or no number at all, is no time.
-_LATEST = 1e11
 
 
 def batch_time(payload: bytes) -> float | None:
     """The engine's time of a batch (unix seconds); None when the payload is no event batch, or has no time in it."""
     if len(payload) > 9 and payload[0] & 0xF0 == 0x90 and payload[1] == 0xCB:  # an array that begins with a float
         (ts,) = _FLOAT.unpack_from(payload, 2)
-        return ts if -_LATEST < ts < _LATEST else None
+        return ts if 0 <= ts <= LATEST_TIME else None
     try:
         ts = _decode_time(payload).ts
     except _UNREADABLE:
         return None
-    return ts if -_LATEST < ts < _LATEST else None
+    return ts if 0 <= ts <= LATEST_TIME else None
 
 
 def decode_batch(payload: bytes) -> EventBatch:

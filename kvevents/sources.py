@@ -6,11 +6,16 @@ vLLM (from 0.32) answers `GET /kv_event_sources` with `{rank: {endpoint, replay_
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 
-from kvevents.endpoints import connectable, rank_endpoint
+from kvevents.endpoints import connectable, parse_endpoint, rank_endpoint
+from kvevents.reported import ReportedFields
+
+HIGHEST_RANK = 65_535
+MOST_BLOCK_SIZE = 65_536  # tokens
 
 
 class EventSource(msgspec.Struct, frozen=True):
@@ -26,58 +31,126 @@ class EventSource(msgspec.Struct, frozen=True):
     curve_server_key: str | None = None
 
 
-class _VllmSource(msgspec.Struct):
-    endpoint: str
-    replay_endpoint: str | None = None
-    topic: str = ""
-    publisher: str | None = None
+LONGEST_TOPIC = 256  # characters
 
 
-class _SglangEvents(msgspec.Struct):
-    endpoint: str | None = None
-    replay_endpoint: str | None = None
-    topic: str = ""
-    publisher: str | None = None
+def canonical_source(source: EventSource) -> EventSource:
+    """The same stream, its endpoints in the one form that there is of each.
+
+    Raises ValueError, which begins with the field, for what is no endpoint or cannot be connected to.
+    """
+    if source.dp_rank < 0 or source.dp_rank > HIGHEST_RANK:
+        raise ValueError(f"dp_rank: {source.dp_rank} is no rank; one is from 0 to {HIGHEST_RANK}")
+    if len(source.topic) > LONGEST_TOPIC:
+        raise ValueError(f"topic: it has {len(source.topic)} characters; at most {LONGEST_TOPIC} are read")
+    replay = source.replay_endpoint
+    return msgspec.structs.replace(
+        source,
+        endpoint=_reachable(source.endpoint, "endpoint"),
+        replay_endpoint=None if replay is None else _reachable(replay, "replay_endpoint"),
+    )
+
+
+def _reachable(text: str, field: str) -> str:
+    try:
+        endpoint = parse_endpoint(text)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error
+    if endpoint.is_wildcard or endpoint.port == 0:
+        raise ValueError(f"{field}: {endpoint} says where a publisher listens; give the address that it has from here")
+    return str(endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedStreams:
+    """What an engine says of its streams: those that make sense, by rank, and all ranks that it has streams of.
+
+    `block_size` in tokens, where it is said.
+    """
+
+    sources: list[EventSource] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
     block_size: int | None = None
-    dp_size: int = 1
+
+
+class _VllmSource(msgspec.Struct):
+    endpoint: msgspec.Raw = msgspec.Raw()
+    replay_endpoint: msgspec.Raw = msgspec.Raw()
+    topic: msgspec.Raw = msgspec.Raw()
+    publisher: msgspec.Raw = msgspec.Raw()
+
+
+class _SglangEvents(_VllmSource):
+    block_size: msgspec.Raw = msgspec.Raw()
+    dp_size: msgspec.Raw = msgspec.Raw()
 
 
 class _SglangServer(msgspec.Struct):
-    kv_events: _SglangEvents | None = None
-    page_size: int | None = None
+    kv_events: msgspec.Raw = msgspec.Raw()
+    page_size: msgspec.Raw = msgspec.Raw()
 
 
-def vllm_sources(body: Any, host: str) -> list[EventSource]:
-    """The streams in the JSON answer of `/kv_event_sources`, by rank; wildcard addresses become `host`.
+def vllm_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int) -> ReportedStreams:
+    """The streams in the JSON answer of `/kv_event_sources`; wildcard addresses become `host`.
 
-    Raises msgspec.ValidationError, with the path to the field, when the answer has another shape.
+    Raises msgspec.MsgspecError for what is no JSON object. What of it makes no sense is left out, as `fields` tells.
     """
-    by_rank = msgspec.convert(body, dict[int, _VllmSource], strict=False)
-    return [
-        EventSource(
-            rank,
-            connectable(source.endpoint, host),
-            connectable(source.replay_endpoint, host) if source.replay_endpoint else None,
-            source.topic,
-        )
-        for rank, source in sorted(by_rank.items())
-        if source.publisher != "null"
-    ]
+    found = ReportedStreams()
+    by_rank = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if len(by_rank) > most_ranks:
+        fields.refuse("kv_event_sources", f"it has {len(by_rank)} ranks; at most {most_ranks} are read")
+        return found
+    for name, raw in by_rank.items():
+        rank = fields.integer("kv_event_sources: a rank", msgspec.Raw(msgspec.json.encode(name)), 0, HIGHEST_RANK)
+        source = fields.struct(f"kv_event_sources[{rank}]", raw, _VllmSource)
+        if rank is None or source is None or _publishes_nothing(source, fields):
+            continue
+        found.ranks.append(rank)
+        _add(found, source, rank, lambda endpoint: connectable(endpoint, host), fields)
+    found.ranks.sort()
+    found.sources.sort(key=lambda source: source.dp_rank)
+    return found
 
 
-def sglang_sources(body: Any, host: str) -> tuple[list[EventSource], int | None]:
-    """The streams in the JSON answer of `/server_info`, by rank, and the block size in tokens if it is given.
+def sglang_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int) -> ReportedStreams:
+    """The streams in the JSON answer of `/server_info`, and the block size. Raises as `vllm_sources` does."""
+    server = msgspec.json.decode(body, type=_SglangServer)
+    page_size = fields.integer("page_size", server.page_size, 1, MOST_BLOCK_SIZE)
+    events = fields.struct("kv_events", server.kv_events, _SglangEvents)
+    if events is None or not events.endpoint or bytes(events.endpoint) == b"null" or _publishes_nothing(events, fields):
+        return ReportedStreams(block_size=page_size)
+    block_size = fields.integer("kv_events.block_size", events.block_size, 1, MOST_BLOCK_SIZE)
+    found = ReportedStreams(block_size=block_size or page_size)
+    given = fields.integer("kv_events.dp_size", events.dp_size, 1, most_ranks, missing=1)
+    for rank in range(given or 0):
+        found.ranks.append(rank)
+        _add(found, events, rank, _nth_rank(rank, host), fields)
+    return found
 
-    Raises msgspec.ValidationError, with the path to the field, when the answer has another shape.
-    """
-    server = msgspec.convert(body, _SglangServer, strict=False)
-    events = server.kv_events
-    if events is None or events.endpoint is None or events.publisher == "null":
-        return [], server.page_size
-    endpoint = connectable(events.endpoint, host)
-    replay = connectable(events.replay_endpoint, host) if events.replay_endpoint else None
-    sources = [
-        EventSource(rank, rank_endpoint(endpoint, rank), rank_endpoint(replay, rank) if replay else None, events.topic)
-        for rank in range(events.dp_size)
-    ]
-    return sources, events.block_size or server.page_size
+
+def _nth_rank(rank: int, host: str) -> Callable[[str], str]:
+    return lambda endpoint: rank_endpoint(connectable(endpoint, host), rank)
+
+
+def _publishes_nothing(source: _VllmSource, fields: ReportedFields) -> bool:
+    return fields.text("publisher", source.publisher) == "null"
+
+
+def _add(
+    found: ReportedStreams, source: _VllmSource, rank: int, of_rank: Callable[[str], str], fields: ReportedFields
+) -> None:
+    """Add the stream of a rank, if it makes sense. `of_rank` makes an endpoint that of the rank, seen from here."""
+    refused = len(fields.refused)
+    endpoint = fields.text("endpoint", source.endpoint)
+    replay = fields.text("replay_endpoint", source.replay_endpoint)
+    topic = fields.text("topic", source.topic, LONGEST_TOPIC) or ""
+    if len(fields.refused) > refused:
+        return
+    if endpoint is None:
+        fields.refuse("endpoint", f"rank {rank} has none")
+        return
+    try:
+        there = of_rank(replay) if replay else None
+        found.sources.append(canonical_source(EventSource(rank, of_rank(endpoint), there, topic)))
+    except ValueError as error:
+        fields.refuse(f"the stream of rank {rank}", str(error))

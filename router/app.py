@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from indexer.api import add_error_handlers, index_routes
+from indexer.bounded_bodies import BodyLimits, BoundedBodies
 from router.fleet.config_reload import SettingsFile
 from router.forwarding.proxy import Proxy
 from router.forwarding.request_context import ContextMiddleware
@@ -48,7 +49,12 @@ def router_app(services: Services) -> FastAPI:
     app.state.proxy_context = services.proxy
     token = services.settings.server.token
     app.include_router(
-        index_routes(services.indexer, match_reader(services.tokenizers, services.router.resolve), token)
+        index_routes(
+            services.indexer,
+            match_reader(services.tokenizers, services.router.resolve),
+            services.registered_streams.admit,
+            token,
+        )
     )
     for routes in (worker_routes, model_routes, explain_routes, status_routes, cache_routes, live_routes):
         app.include_router(routes(services))
@@ -57,4 +63,6 @@ def router_app(services: Services) -> FastAPI:
     app.add_middleware(ContextMiddleware, services.proxy.contexts)
     if services.worker_processes:
         app.add_middleware(AllProcesses, services.worker_processes, services.fleet)
+    server = services.settings.server
+    app.add_middleware(BoundedBodies, BodyLimits(server.max_body_bytes, server.body_timeout))
     return app

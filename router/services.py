@@ -26,10 +26,13 @@ from router.access import AccessControl
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics
 from router.embedded_index import running_indexer
+from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
 from router.fleet.config_reload import SettingsFile, follow_workers
 from router.fleet.fleet import Fleet, end_tasks
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
+from router.fleet.redirects import refuse_redirects
+from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts
@@ -68,6 +71,8 @@ class Services:
     session: aiohttp.ClientSession
     tokenizers: Tokenizers
     fleet: Fleet
+    networks: AllowedNetworks
+    registered_streams: RegisteredStreams
     load: LoadTable
     sharing: LoadSharing
     audit: HitAudit
@@ -98,11 +103,12 @@ async def running_services(
     async with AsyncExitStack() as stack:
         registry = CollectorRegistry()
         indexer = stack.enter_context(running_indexer(settings, worker_processes))
-        session = await stack.enter_async_context(_client_session(settings.upstream))
+        networks = AllowedNetworks(settings.fleet.allowed_networks)
+        session = await stack.enter_async_context(_client_session(settings.upstream, networks))
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
-        fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
+        fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide, networks)
         if worker_processes:
             await worker_processes.catch_up(fleet)
         await fleet.start()
@@ -130,18 +136,22 @@ async def running_services(
             registry.register(collector)
         fleet.on_removed += [router.removed, metrics.forget]
         _follow_workers(stack, settings, file, session, fleet)
+        registered_streams = RegisteredStreams(indexer, networks)
+        stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])
 
         snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, Series(metrics, audit))
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)
-        proxy = _proxy(stack, settings, router, admission, fleet, sharing, metrics, request_stream)
+        proxy = _proxy(stack, settings, router, admission, fleet, networks, sharing, metrics, request_stream)
         yield Services(
             settings,
             indexer,
             session,
             tokenizers,
             fleet,
+            networks,
+            registered_streams,
             load,
             sharing,
             audit,
@@ -232,6 +242,7 @@ def _proxy(
     router: Router,
     admission: Admission,
     fleet: Fleet,
+    networks: AllowedNetworks,
     sharing: LoadSharing,
     metrics: RequestMetrics,
     request_stream: RequestStream,
@@ -240,7 +251,10 @@ def _proxy(
     tracing = tracing_to(settings.otel.endpoint)
     if tracing is not None:
         stack.push_async_callback(asyncio.to_thread, tracing.stop)
-    upstreams = Upstreams(_client_tls(settings.upstream), settings.proxy.connect_timeout, settings.proxy.idle_timeout)
+    proxy_settings = settings.proxy
+    upstreams = Upstreams(
+        _client_tls(settings.upstream), proxy_settings.connect_timeout, proxy_settings.idle_timeout, networks.to_connect
+    )
     stack.push_async_callback(upstreams.close)
     fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
     access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
@@ -260,9 +274,15 @@ def _client_tls(settings: UpstreamSettings) -> ssl.SSLContext:
     return tls
 
 
-def _client_session(settings: UpstreamSettings) -> aiohttp.ClientSession:
+def _client_session(settings: UpstreamSettings, networks: AllowedNetworks) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=_client_tls(settings)),
+        connector=aiohttp.TCPConnector(
+            limit=0,
+            keepalive_timeout=KEEPALIVE_SECONDS,
+            ssl=_client_tls(settings),
+            resolver=GuardedResolver(networks, aiohttp.ThreadedResolver()),
+        ),
+        middlewares=(refuse_redirects,),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),

@@ -16,6 +16,7 @@ from pydantic import (
     AfterValidator,
     AnyHttpUrl,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PositiveFloat,
@@ -33,8 +34,13 @@ from pydantic_settings import (
 )
 
 from kvevents.curve import load_key_pair, load_public_key
+from kvevents.endpoints import parse_endpoint
+from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
+from router.http.worker_url import canonical_url
 
 NonNegative = Annotated[float, Field(ge=0)]
+# Of a model or an adapter, in characters.
+LONGEST_NAME = 512
 
 
 def _public_key_file(path: Path) -> Path:
@@ -98,13 +104,27 @@ class ServerSettings(_Section):
     key: Path | None = None
 
 
+def _url(given: Any) -> str:
+    return canonical_url(str(given))
+
+
+def _endpoint(text: str) -> str:
+    return str(parse_endpoint(text))
+
+
+# Pydantic's own would read what others read in other ways.
+HttpUrl = Annotated[AnyHttpUrl, BeforeValidator(_url)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+BlockSize = Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)]
+
+
 class StreamSettings(_Section):
     """An explicit event stream of one DP rank of a worker."""
 
-    dp_rank: Annotated[int, Field(ge=0)] = 0
-    endpoint: str
-    replay_endpoint: str | None = None
-    topic: str = ""
+    dp_rank: Annotated[int, Field(ge=0, le=HIGHEST_RANK)] = 0
+    endpoint: Endpoint
+    replay_endpoint: Endpoint | None = None
+    topic: Annotated[str, Field(max_length=LONGEST_TOPIC)] = ""
     curve_server_key_file: PublicKeyFile | None = None
 
 
@@ -139,9 +159,9 @@ class DisaggregationSettings(_Section):
 class WorkerSettings(_Section):
     """A worker. Only the URL is needed: the rest is asked of the worker, and what is given here wins."""
 
-    url: AnyHttpUrl
-    model: str | None = None
-    block_size: PositiveInt | None = None
+    url: HttpUrl
+    model: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)] | None = None
+    block_size: BlockSize | None = None
     streams: list[StreamSettings] | None = None
     weight: PositiveFloat = 1.0
     role: Role | None = None
@@ -183,7 +203,7 @@ class IndexSettings(_Section):
     orphan_blocks: PositiveInt = 65_536
     snapshot: Path | None = None
     snapshot_interval: PositiveFloat = 60.0
-    peer: AnyHttpUrl | None = None
+    peer: HttpUrl | None = None
 
 
 class EventSettings(_Section):
@@ -213,6 +233,9 @@ class FleetSettings(_Section):
     outlier_factor: Annotated[float, Field(gt=1)] = 5.0
     max_ejected: Annotated[float, Field(ge=0, lt=1)] = 0.3
     slow_start: NonNegative = 10.0
+    max_models: PositiveInt = 1000
+    max_ranks: PositiveInt = 128
+    max_answer_bytes: PositiveInt = 4 * 2**20
     allowed_networks: list[Annotated[str, AfterValidator(_network)]] = [
         "127.0.0.0/8",
         "::1/128",

@@ -22,6 +22,7 @@ from kvevents.frames import MalformedFrameError, parse_live, parse_replay, repla
 from kvevents.recording import Channel, Record, RecordingWriter
 from kvrouter.signals import stop_signal
 from router.fleet.discovery import describe_worker
+from router.fleet.redirects import refuse_redirects
 from router.settings import WorkerSettings
 
 CONNECT_TIMEOUT_S = 2.0  # a publisher may also come later
@@ -55,7 +56,7 @@ async def worker_sources(urls: Sequence[str]) -> list[EventSource]:
     """The streams of all ranks of these workers, by worker and rank. Raises DiscoveryError, or ValueError."""
     timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
     sources: list[EventSource] = []
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout) as session:
         for url in urls:
             described = await describe_worker(session, WorkerSettings.model_validate({"url": url}))
             if not described.streams:

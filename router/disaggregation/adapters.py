@@ -18,7 +18,7 @@ from uuid import uuid4
 import msgspec
 
 from indexer.errors import RequestError
-from router.disaggregation.bodies import encoded, fields_of, prompts_in, with_fields
+from router.disaggregation.bodies import answers_in, encoded, fields_of, prompts_in, with_fields
 from router.fleet.worker import Worker
 from router.http.headers import Headers
 from router.settings import Backend
@@ -77,7 +77,14 @@ class Adapter:
     concurrent: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = True
     prefills: ClassVar[bool] = True
+    one_answer: ClassVar[bool] = True  # what the prefill hands over is the KV of one prompt, for one answer
     paths: ClassVar[frozenset[str]] = frozenset({_CHAT, "/v1/completions"})
+
+    @classmethod
+    def of(cls, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> Adapter:
+        """What makes the two requests of this one. Raises RequestError for a body that cannot be changed."""
+        alone = cls.one_answer and answers_in(fields_of(body)) != 1
+        return (DecodeAlone if alone else cls)(path, body, prefill, decode)
 
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         self.path = path
@@ -115,6 +122,7 @@ class Sglang(Adapter):
 
     concurrent = True
     decodes_alone = False
+    one_answer = False
     paths = frozenset({_CHAT, "/v1/completions", "/generate"})
 
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
@@ -230,6 +238,17 @@ class TensorRtLlm(Adapter):
         if (token_ids := answer.get("prompt_token_ids")) is not None:
             fields["prompt_token_ids" if self.path == _CHAT else "prompt"] = token_ids
         return PreparedRequest(with_fields(self.body, **fields))
+
+
+class DecodeAlone(Adapter):
+    """Several prompts, or several answers to one: what is handed over is the KV of one, and the others would be
+    answered from it. So the decode worker computes all of them."""
+
+    concurrent = True
+    prefills = False
+
+    def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
+        return PreparedRequest(self.body)
 
 
 class Sidecar(Adapter):

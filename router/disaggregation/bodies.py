@@ -11,6 +11,10 @@ from router.apis.json_edit import SpliceError, with_field
 
 Fields = dict[str, msgspec.Raw]
 
+# How many answers a prompt wants, in the words of the engines; and those by which it is one.
+_SEVERAL = ("n", "best_of", "num_return_sequences", "use_beam_search")
+_ONE = frozenset((b"1", b"null", b"false"))
+
 _decode = msgspec.json.Decoder(Fields).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -45,3 +49,12 @@ def prompts_in(fields: Fields) -> int | None:
         if isinstance(value, list) and value and not isinstance(value[0], int):
             return len(value)
     return None
+
+
+def answers_in(fields: Fields) -> int | None:
+    """How many answers are asked for, to all prompts together; None where that cannot be told."""
+    prompts = prompts_in(fields)
+    if "prompt_embeds" in fields and bytes(fields["prompt_embeds"]) != b"null":
+        return None
+    each = [bytes(fields[name]) for name in _SEVERAL if name in fields]
+    return (prompts or 1) if all(value in _ONE for value in each) else None

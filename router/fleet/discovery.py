@@ -1,23 +1,26 @@
 """Ask a worker what it is: its models, its event streams, its block size.
 
 vLLM answers `/v1/models`, `/kv_event_sources` and `/metrics`; SGLang `/v1/models` and `/server_info`. Any other
-OpenAI-compatible server answers `/v1/models` at least, and is routed to by load.
+OpenAI-compatible server answers `/v1/models` at least, and is routed to by load. What it says is read field by field,
+within bounds: what makes no sense is left out and costs that worker alone.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents import EventSource
 from kvevents.curve import load_public_key
-from kvevents.sources import sglang_sources, vllm_sources
-from router.settings import Role, StreamSettings, WorkerSettings
+from kvevents.reported import ReportedFields
+from kvevents.sources import MOST_BLOCK_SIZE, ReportedStreams, sglang_sources, vllm_sources
+from router.fleet.answers import read_answer
+from router.http.worker_url import host_of
+from router.settings import LONGEST_NAME, FleetSettings, Role, StreamSettings, WorkerSettings
 
 
 class Engine(StrEnum):
@@ -29,6 +32,14 @@ class Engine(StrEnum):
 
 
 _SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+_LONGEST_MODEL = 2**31  # tokens of context
+_MOST_BLOCKS = 2**40  # of a rank's memory
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_CACHE_FIELDS = (
+    re.compile(rb'(?:^|,)block_size="([0-9]{1,30})"'),
+    re.compile(rb'(?:^|,)num_gpu_blocks="([0-9]{1,30})"'),
+)
+_NOT_SAID = msgspec.Raw()
 
 
 class DiscoveryError(Exception):
@@ -48,7 +59,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """What a worker said of itself. `models` by the name requests use, `block_size` in tokens, `capacity` in blocks."""
+    """What a worker said of itself. `models` by the name requests use, `block_size` in tokens, `capacity` in blocks.
+
+    `refused`: what it said that could not be used, in words.
+    """
 
     engine: Engine
     models: dict[str, ServedModel]
@@ -58,70 +72,146 @@ class WorkerDescription:
     ranks: tuple[int, ...] = (0,)
     role: Role = Role.BOTH
     bootstrap_port: int | None = None
+    refused: tuple[str, ...] = ()
 
     def base_models(self) -> list[ServedModel]:
         """The models, without adapters and other names."""
         return [served for served in self.models.values() if served.name == served.model]
 
 
+class _ModelList(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
 class _ModelCard(msgspec.Struct):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
+    id: msgspec.Raw
+    root: msgspec.Raw = msgspec.Raw()
+    parent: msgspec.Raw = msgspec.Raw()
+    max_model_len: msgspec.Raw = msgspec.Raw()
 
 
 class _SglangRole(msgspec.Struct):
-    disaggregation_mode: str | None = None
-    disaggregation_bootstrap_port: int | None = None
+    disaggregation_mode: msgspec.Raw = msgspec.Raw()
+    disaggregation_bootstrap_port: msgspec.Raw = msgspec.Raw()
 
 
-class _ModelList(msgspec.Struct):
-    data: list[_ModelCard]
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """A model or an adapter as a worker lists it."""
+
+    id: str
+    root: str | None
+    parent: str | None
+    max_model_len: int | None
 
 
-async def describe_worker(session: aiohttp.ClientSession, worker: WorkerSettings) -> WorkerDescription:
+async def describe_worker(
+    session: aiohttp.ClientSession, worker: WorkerSettings, limits: FleetSettings | None = None
+) -> WorkerDescription:
     """Ask a worker; what its settings say wins. Raises DiscoveryError."""
     url = str(worker.url).rstrip("/")
+    asked = _Asked(session, url, limits or FleetSettings())
     try:
-        models = _models(await _get(session, f"{url}/v1/models"), worker.model)
-        description = await _streams(session, url, models)
+        models = _models(asked.cards(await asked.get("/v1/models")), worker.model)
+        description = await _streams(asked, models)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise DiscoveryError(f"{url}: {error or type(error).__name__}") from error
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DiscoveryError(f"{url}: an answer that cannot be read: {error}") from error
     if worker.streams is not None:
         try:
             streams = tuple(map(_event_source, worker.streams))
         except ValueError as error:
             raise DiscoveryError(f"{url}: {error}") from error
-        description = replace(description, streams=streams, ranks=_ranks(streams))
+        description = replace(description, streams=streams, ranks=_ranks([source.dp_rank for source in streams]))
     if worker.block_size is not None:
         description = replace(description, block_size=worker.block_size)
-    return description
+    return replace(description, refused=tuple(asked.fields.refused))
 
 
-async def _streams(session: aiohttp.ClientSession, url: str, models: dict[str, ServedModel]) -> WorkerDescription:
+class _Asked:
+    """A worker that is asked, and what it said that could not be used."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, limits: FleetSettings) -> None:
+        self.host = host_of(url)
+        self.limits = limits
+        self.fields = ReportedFields()
+        self._session = session
+        self._url = url
+
+    async def get(self, path: str) -> bytes:
+        """What it answers to a path. Raises ClientError for a refusal, ValueError for an answer that is too long."""
+        async with self._session.get(self._url + path, allow_redirects=False) as response:
+            response.raise_for_status()
+            return await read_answer(response, self.limits.max_answer_bytes)
+
+    async def get_if_there(self, path: str) -> bytes | None:
+        """None when the server has no such path. A server in trouble may have it: that is an error."""
+        try:
+            return await self.get(path)
+        except aiohttp.ClientResponseError as error:
+            if error.status >= 500:
+                raise
+            return None
+
+    def cards(self, body: bytes) -> list[_Card]:
+        """What it lists. Raises ValueError when that is more than the settings allow."""
+        listed = msgspec.json.decode(body, type=_ModelList).data
+        if len(listed) > self.limits.max_models:
+            raise ValueError(f"/v1/models lists {len(listed)} names; fleet.max_models is {self.limits.max_models}")
+        return [card for raw in listed if (card := self._card(raw)) is not None]
+
+    def _card(self, raw: msgspec.Raw) -> _Card | None:
+        fields = self.fields
+        given = fields.struct("/v1/models: data[…]", raw, _ModelCard)
+        name = fields.text("/v1/models: id", given.id, LONGEST_NAME) if given else None
+        if given is None or not name:
+            return None
+        parent = fields.text("/v1/models: parent", given.parent, LONGEST_NAME)
+        if parent is None and bytes(given.parent) not in (b"", b"null"):
+            return None  # it is an adapter of an unknown model
+        return _Card(
+            name,
+            fields.text("/v1/models: root", given.root),
+            parent,
+            fields.integer("/v1/models: max_model_len", given.max_model_len, 1, _LONGEST_MODEL),
+        )
+
+
+async def _streams(asked: _Asked, models: dict[str, ServedModel]) -> WorkerDescription:
     """Find out which engine answers, and where its streams are."""
-    host = urlsplit(url).hostname or ""
-    if (sources := await _get_if_there(session, f"{url}/kv_event_sources")) is not None:
-        streams = tuple(vllm_sources(msgspec.json.decode(sources), host))
-        block_size, capacity = _vllm_cache(await _get_if_there(session, f"{url}/metrics") or "")
-        return WorkerDescription(Engine.VLLM, models, streams, block_size, capacity, _ranks(streams))
-    if (info := await _get_if_there(session, f"{url}/server_info")) is not None:
-        found, block_size = sglang_sources(msgspec.json.decode(info), host)
-        reported = msgspec.json.decode(info, type=_SglangRole)
-        streams = tuple(found)
+    fields, limits = asked.fields, asked.limits
+    if (sources := await asked.get_if_there("/kv_event_sources")) is not None:
+        streams = _within(vllm_sources(sources, asked.host, fields, limits.max_ranks), models, asked)
+        block_size, capacity = _vllm_cache(await asked.get_if_there("/metrics") or b"", fields)
+        ranks = _ranks(streams.ranks)
+        return WorkerDescription(Engine.VLLM, models, tuple(streams.sources), block_size, capacity, ranks)
+    if (info := await asked.get_if_there("/server_info")) is not None:
+        found = sglang_sources(info, asked.host, fields, limits.max_ranks)
+        streams = _within(found, models, asked)
+        given = msgspec.json.decode(info, type=_SglangRole)
+        mode = fields.text("disaggregation_mode", given.disaggregation_mode)
         return WorkerDescription(
             Engine.SGLANG,
             models,
-            streams,
-            block_size,
-            ranks=_ranks(streams),
-            role=_SGLANG_ROLES.get(reported.disaggregation_mode or "", Role.BOTH),
-            bootstrap_port=reported.disaggregation_bootstrap_port,
+            tuple(streams.sources),
+            found.block_size,
+            ranks=_ranks(streams.ranks),
+            role=_SGLANG_ROLES.get(mode or "", Role.BOTH),
+            bootstrap_port=fields.integer(
+                "disaggregation_bootstrap_port", given.disaggregation_bootstrap_port, 1, 65535
+            ),
         )
     return WorkerDescription(Engine.OTHER, models)
+
+
+def _within(streams: ReportedStreams, models: dict[str, ServedModel], asked: _Asked) -> ReportedStreams:
+    """The streams, if they are not too many: each is followed for each model."""
+    count = len(streams.ranks) * len({model.model for model in models.values()})
+    if count <= asked.limits.max_ranks:
+        return streams
+    asked.fields.refuse("ranks", f"{count} for all models; fleet.max_ranks is {asked.limits.max_ranks}")
+    return ReportedStreams()
 
 
 def _event_source(stream: StreamSettings) -> EventSource:
@@ -130,13 +220,12 @@ def _event_source(stream: StreamSettings) -> EventSource:
     return EventSource(stream.dp_rank, stream.endpoint, stream.replay_endpoint, stream.topic, key)
 
 
-def _ranks(streams: tuple[EventSource, ...]) -> tuple[int, ...]:
-    return tuple(source.dp_rank for source in streams) or (0,)
+def _ranks(ranks: list[int]) -> tuple[int, ...]:
+    return tuple(ranks) or (0,)
 
 
-def _models(body: str, only: str | None) -> dict[str, ServedModel]:
+def _models(cards: list[_Card], only: str | None) -> dict[str, ServedModel]:
     """The names in `/v1/models`. Names with the same root are one model; an adapter has a parent."""
-    cards = msgspec.json.decode(body, type=_ModelList).data
     first_of_root: dict[str, str] = {}
     for card in cards:
         if card.parent is None:
@@ -158,28 +247,13 @@ def _models(body: str, only: str | None) -> dict[str, ServedModel]:
     return {only: replace(first, name=only, model=only)}
 
 
-def _vllm_cache(metrics: str) -> tuple[int | None, int | None]:
+def _vllm_cache(metrics: bytes, fields: ReportedFields) -> tuple[int | None, int | None]:
     """The block size and the number of blocks of a rank, from vLLM's metrics."""
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            if sample.name.startswith("vllm:cache_config_info"):
-                size, blocks = (sample.labels.get(name, "") for name in ("block_size", "num_gpu_blocks"))
-                return int(size) if size.isdigit() else None, int(blocks) if blocks.isdigit() else None
-    return None, None
-
-
-async def _get_if_there(session: aiohttp.ClientSession, url: str) -> str | None:
-    """None when the server has no such path. A server in trouble may have it: that is an error."""
-    try:
-        return await _get(session, url)
-    except aiohttp.ClientResponseError as error:
-        if error.status >= 500:
-            raise
-        return None
-
-
-async def _get(session: aiohttp.ClientSession, url: str) -> str:
-    # A redirect would lead out of the allowed networks.
-    async with session.get(url, allow_redirects=False) as response:
-        response.raise_for_status()
-        return await response.text()
+    config = _CACHE_CONFIG.search(metrics)
+    if config is None:
+        return None, None
+    size, blocks = (msgspec.Raw(found[1]) if (found := each.search(config[1])) else _NOT_SAID for each in _CACHE_FIELDS)
+    return (
+        fields.integer("block_size", size, 1, MOST_BLOCK_SIZE),
+        fields.integer("num_gpu_blocks", blocks, 0, _MOST_BLOCKS) or None,
+    )

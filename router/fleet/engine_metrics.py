@@ -23,7 +23,10 @@ _PROGRESS = {
 _SAMPLE = re.compile(
     rf"^({'|'.join(sorted(_RUNNING | _WAITING | _USAGE | _PROGRESS))})(?:\{{(.*)\}})? +(\S+)", re.MULTILINE
 )
-_RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="(\d+)"')
+_RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
+# Of any figure: what is above it is no count of anything.
+_HIGHEST = 1e15
+_MOST_RANKS = 1024
 
 
 @dataclass(slots=True)
@@ -40,17 +43,24 @@ def read_engine_loads(text: str) -> dict[int, EngineLoad]:
     """The figures in an engine's /metrics by DP rank; none for an engine that has other names for them."""
     loads: dict[int, EngineLoad] = {}
     for name, labels, value in _samples(text):
-        rank = _RANK.search(labels)
-        load = loads.setdefault(int(rank.group(1)) if rank else 0, EngineLoad())
+        found = _RANK.search(labels)
+        rank = int(found.group(1)) if found else 0
+        if rank not in loads and len(loads) >= _MOST_RANKS:
+            continue
+        load = loads.setdefault(rank, EngineLoad())
         if name in _RUNNING:
-            load.running += int(value)
+            load.running = _added(load.running, value)
         elif name in _WAITING:
-            load.waiting += int(value)
+            load.waiting = _added(load.waiting, value)
         elif name in _USAGE:
             load.kv_usage = min(max(value, load.kv_usage or 0.0), 1.0)
         else:
-            load.tokens += int(value)
+            load.tokens = _added(load.tokens, value)
     return loads
+
+
+def _added(total: int, value: float) -> int:
+    return min(total + int(value), int(_HIGHEST))
 
 
 def _samples(text: str) -> Iterator[tuple[str, str, float]]:
@@ -59,7 +69,7 @@ def _samples(text: str) -> Iterator[tuple[str, str, float]]:
             number = float(value)
         except ValueError:
             continue
-        if 0 <= number < float("inf"):
+        if 0 <= number <= _HIGHEST:
             yield name, labels, number
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 
 import aiohttp
 import structlog
 
 from indexer import Indexer, Registration, Target
+from router.fleet.allowed_networks import AllowedNetworks
+from router.fleet.answers import read_answer
 from router.fleet.circuit import CircuitLimits
 from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
 from router.fleet.engine_metrics import EngineMetrics
 from router.fleet.health import Health
 from router.fleet.stall_detector import StallDetector
+from router.fleet.stream_addresses import allowed_sources
 from router.fleet.worker import Worker, WorkerState
+from router.http.worker_url import host_of
 from router.settings import FleetSettings, Role, WorkerSettings
 
 __all__ = ["Fleet", "Worker", "WorkerState", "end_tasks"]
@@ -33,7 +38,8 @@ class Fleet:
 
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
     gone; `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each
-    whose metrics were read. `peer_load`: the requests that each of some ranks of a worker has from other routers.
+    whose metrics were read. `networks`: where it may connect to on a stranger's word. `peer_load`: the requests that
+    each of some ranks of a worker has from other routers.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Fleet:
         indexer: Indexer,
         session: aiohttp.ClientSession,
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
+        networks: AllowedNetworks | None = None,
     ) -> None:
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
         self.version = 0  # grows whenever other workers may get requests, or for other names
@@ -54,6 +61,7 @@ class Fleet:
         self._indexer = indexer
         self._session = session
         self._on_model = on_model
+        self._networks = networks or AllowedNetworks(settings.allowed_networks)
         self._limits = CircuitLimits(settings.failures, settings.backoff, settings.longest_backoff)
         self._configured: dict[str, dict[str, WorkerSettings]] = {source: {} for source in SOURCES}
         self._workers: dict[str, Worker] = {}
@@ -117,12 +125,17 @@ class Fleet:
         return [(worker, served) for worker in self.workers if (served := worker.served(name)) is not None]
 
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
-        """The workers that may get new requests for a name, as `Worker.takes` says, however their last ones went."""
+        """The workers that may get new requests for a name, as `Worker.takes` says, however their last ones went.
+
+        Where no other is left, prefill workers that can answer alone.
+        """
         if self._lookup_version != self.version:
             self._forget_lookups()
         able = self._able.get((name, prefill))
         if able is None:
             able = [worker for worker in self._workers.values() if worker.takes(name, prefill)]
+            if not able and not prefill:
+                able = [each for each in self._workers.values() if each.can_answer_alone and each.takes(name, True)]
             if able:  # else there is no end of such names
                 self._able[name, prefill] = able
         return able
@@ -169,6 +182,8 @@ class Fleet:
                 worker.settle(given)
                 self.look_soon(worker)
             self._workers[url].source = name
+        hosts = {source: {host_of(url) for url in given} for source, given in self._configured.items()}
+        self._networks.guarded = frozenset(hosts["api"] - hosts["config"] - hosts["kubernetes"])
         self.version += 1
         return gone
 
@@ -205,12 +220,13 @@ class Fleet:
             worker.metrics.asked()
             try:
                 async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
-                    text = await response.text() if response.status == 200 else ""
-            except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:
+                    answered = response.status == 200
+                    body = await read_answer(response, self._settings.max_answer_bytes) if answered else b""
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 log.debug("no metrics", worker=worker.url, reason=str(error) or type(error).__name__)
             else:
                 worker.metrics.answered()
-                worker.metrics.read(text, before | self._in_flight(worker))
+                worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))
                 for on_scrape in self.on_scrape:
                     on_scrape(worker)
                 self._notify_changed()
@@ -224,7 +240,8 @@ class Fleet:
         """Ask a worker what it is, and act on what changed."""
         try:
             async with asyncio.timeout(self._settings.probe_timeout):
-                description = await describe_worker(self._session, worker.settings)
+                description = await describe_worker(self._session, worker.settings, self._settings)
+                description = await self._with_allowed_streams(worker, description)
         except (DiscoveryError, TimeoutError) as error:
             worker.failed_probes += 1
             if worker.up and worker.failed_probes < self._settings.failed_probes:
@@ -248,6 +265,17 @@ class Fleet:
         for model in description.base_models():
             await self._on_model(worker, model)
         self._notify_changed()
+
+    async def _with_allowed_streams(self, worker: Worker, description: WorkerDescription) -> WorkerDescription:
+        """A description without the streams that the router must not connect to."""
+        named_by_operator = worker.source != "api"
+        if named_by_operator and worker.settings.streams is not None:
+            return description
+        own_host = host_of(worker.url) if named_by_operator else None
+        allowed, refused = await allowed_sources(self._networks, description.streams, own_host)
+        if refused and (worker.description is None or worker.description.refused != description.refused):
+            log.warning("event streams not followed", worker=worker.url, reasons=refused)
+        return replace(description, streams=tuple(allowed), refused=(*description.refused, *refused))
 
     def _forget_lookups(self) -> None:
         self._lookup_version = self.version

@@ -15,6 +15,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from random import uniform
 from typing import Any, NamedTuple
@@ -23,7 +24,9 @@ import aiohttp
 import msgspec
 import structlog
 
+from kvevents.endpoints import bracketed
 from router.errors import KubernetesError
+from router.fleet.allowed_networks import is_never_allowed
 from router.fleet.fleet import Fleet
 from router.settings import KubernetesSettings, Role, WorkerSettings
 
@@ -187,10 +190,7 @@ async def follow_kubernetes(
         found = {(address.host, address.port or settings.port): address.role for address in addresses}
         workers = [
             WorkerSettings.model_validate(
-                {
-                    "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
-                    "role": None if role is Role.BOTH else role,
-                }
+                {"url": f"http://{bracketed(host)}:{port}", "role": None if role is Role.BOTH else role}
             )
             for (host, port), role in sorted(found.items())
         ]
@@ -205,13 +205,24 @@ async def follow_kubernetes(
     await ResourceWatch(session, access, path, selector, settings.resync, give).run()
 
 
+def _usable(host: Any, port: Any = 1) -> bool:
+    """Whether that is an address that a worker can have. One that makes no sense costs that worker alone."""
+    try:
+        usable = not is_never_allowed(ip_address(host)) and 0 < int(port) < 65536
+    except (ValueError, TypeError):
+        usable = False
+    if not usable:
+        log.warning("kubernetes tells of a worker at no address of one", host=host, port=port)
+    return usable
+
+
 def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[Address]:
     """Where the pods are that run, ready or not, and are not about to end."""
     found: list[Address] = []
     for pod in pods:
         status, metadata = pod.get("status") or {}, pod.get("metadata") or {}
         ending = metadata.get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed")
-        if status.get("podIP") and not ending:
+        if status.get("podIP") and not ending and _usable(status["podIP"]):
             found.append(Address(status["podIP"], role=_role((metadata.get("labels") or {}).get(_ROLE_LABEL))))
     return found
 
@@ -230,7 +241,8 @@ def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[Addre
         chosen = port if port in ports or not ports else ports[0]
         for endpoint in each.get("endpoints") or []:
             if not (endpoint.get("conditions") or {}).get("terminating"):
-                found += [Address(address, chosen) for address in endpoint.get("addresses") or []]
+                addresses = endpoint.get("addresses") or []
+                found += [Address(address, chosen) for address in addresses if _usable(address, chosen)]
     return found
 
 

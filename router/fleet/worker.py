@@ -10,7 +10,7 @@ from random import Random
 
 from indexer import Target
 from router.fleet.circuit import CircuitState
-from router.fleet.discovery import ServedModel, WorkerDescription
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.engine_metrics import EngineMetrics
 from router.fleet.health import Health
 from router.settings import Role, WorkerSettings
@@ -132,6 +132,11 @@ class Worker:
         if self.problem is not None or self.draining or (self.role is _PREFILL) is not prefill:
             return False
         return name is None or (self.description is not None and name in self.description.models)
+
+    @property
+    def can_answer_alone(self) -> bool:
+        """Whether a prefill worker can answer requests that no decode worker goes on with. SGLang's cannot."""
+        return self.description is not None and self.description.engine is Engine.VLLM
 
     def takes_now(self, name: str | None, random: Random) -> bool:
         """Whether one request may go to it now, without a look at the others: it is trusted, and has warmed up or its

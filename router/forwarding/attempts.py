@@ -22,14 +22,12 @@ from router.forwarding.disaggregated_request import DisaggregatedRequest, Prefil
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.routing_headers import RoutingHeaders
-from router.http.headers import Headers, forwarded_lines
+from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
 from router.telemetry.spans import Span
 from router.upstream import ResponseHandler
 from router.upstream.transport import SentRequest, Transport
-
-_RANK_HEADER: Final = b"x-data-parallel-rank"  # vLLM and SGLang read it
 
 _now: Final = time.monotonic
 # A worker that answers so did not take the request: bad gateway, unavailable, gateway timeout.
@@ -169,8 +167,8 @@ class Attempts:
     def _headers_to(self, assignment: Assignment) -> Headers:
         headers = self._context.headers_for_workers()
         if self._many_ranks:
-            headers = [header for header in headers if header[0] != _RANK_HEADER]
-            headers.append((_RANK_HEADER, b"%d" % assignment.target.dp_rank))
+            headers = [header for header in headers if header[0] != RANK_HEADER]
+            headers.append((RANK_HEADER, b"%d" % assignment.target.dp_rank))
         return headers if self._span is None else self._span.inject(headers)
 
     def _send_to_pair(self, assignment: Assignment, prefill: Assignment, handler: AttemptHandler) -> None:
@@ -179,7 +177,7 @@ class Attempts:
         adapter = services.router.adapter_of(assignment.worker)
         assert adapter is not None
         endpoints = [WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment)]
-        requests = adapter(head.path, self._body, *endpoints)
+        requests = adapter.of(head.path, self._body, *endpoints)
         if services.router.others(self.prompt, [*self.tried, prefill.worker], prefill=True) and not self._hung:
             prefill.attempt.give_up = handler.give_up_prefill
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from router.disaggregation.adapters import Adapter, AnsweredError, PreparedRequest
+from router.disaggregation.adapters import Adapter, AnsweredError, PreparedRequest, WorkerEndpoint
 from router.fleet.health import Outcome
-from router.http.headers import Headers, forwarded_lines
+from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.routing.assignment import Assignment
 from router.upstream import ResponseHandler, ResponseHead, UpstreamError, UpstreamRequest, Upstreams
 from router.upstream.transport import SentRequest, Transport
@@ -137,14 +137,14 @@ class DisaggregatedRequest(ResponseHandler):
         if adapter.prefills:
             self._prefill = self._send(
                 self._prefill_assignment.worker.url,
-                adapter.prefill(),
+                self._ranked(adapter.prefill(), adapter.prefill_worker),
                 _Collected(self._prefill_answered, self._prefill_failed, keep_body=not adapter.concurrent),
             )
         if adapter.concurrent:
             self._send_decode(b"")
 
     def _send_decode(self, prefilled: bytes) -> None:
-        part = self._adapter.decode(prefilled)
+        part = self._ranked(self._adapter.decode(prefilled), self._adapter.decode_worker)
         if self._transport is None:
             self._decode = self._send(self._decode_worker.url, part, self)
         else:
@@ -157,7 +157,14 @@ class DisaggregatedRequest(ResponseHandler):
         return self._upstreams.of(url).send(handler, "POST", self._target, lines, part.body)
 
     def _headers_of(self, part: PreparedRequest) -> Headers:
-        return [each for each in self._headers if each[0] not in {name for name, _ in part.headers}] + part.headers
+        replaced = {RANK_HEADER, *(name for name, _ in part.headers)}
+        return [each for each in self._headers if each[0] not in replaced] + part.headers
+
+    def _ranked(self, part: PreparedRequest, end: WorkerEndpoint) -> PreparedRequest:
+        """A part that says which rank of its own worker it is for, where there are several."""
+        if end.dp_size == 1 or any(name == RANK_HEADER for name, _ in part.headers):
+            return part
+        return PreparedRequest(part.body, [*part.headers, (RANK_HEADER, b"%d" % end.dp_rank)])
 
     # What the prefill answers
 

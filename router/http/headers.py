@@ -16,6 +16,8 @@ HOP_BY_HOP = frozenset(
     b"upgrade".split()
 )
 _NOT_FORWARDED: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
+# To which of its ranks a request is sent: vLLM and SGLang read it.
+RANK_HEADER: Final = b"x-data-parallel-rank"
 _NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
 
 

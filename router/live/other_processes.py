@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from starlette.requests import Request
 
+from router.fleet.redirects import refuse_redirects
 from router.live.request_stream import Listener, Recording
 from router.sharing.worker_processes import WorkerProcesses
 
@@ -53,6 +54,7 @@ class OtherProcesses:
             try:
                 async with (
                     aiohttp.ClientSession(
+                        middlewares=(refuse_redirects,),
                         connector=aiohttp.UnixConnector(str(self._worker_processes.path_of(number))),
                         timeout=timeout,
                         read_bufsize=_MAX_LINE,

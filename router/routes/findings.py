@@ -19,6 +19,11 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         if not worker.up
     ]
     found += [
+        {"finding": "worker_description", "worker": worker.url, "detail": "; ".join(worker.description.refused)}
+        for worker in fleet.workers
+        if worker.description is not None and worker.description.refused
+    ]
+    found += [
         {"finding": "worker_left_out", "worker": worker.url, "detail": worker.reason}
         for worker in fleet.workers
         if worker.state in (WorkerState.EJECTED, WorkerState.HALF_OPEN)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -18,9 +17,12 @@ from pydantic import ValidationError
 from indexer.api import token_check, workers_report
 from indexer.errors import RequestError
 from indexer.openapi import errors, json_body, schema_body
-from router.fleet.allowed_networks import AddressNotAllowedError, check_address
+from kvevents import EventSource
+from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
 from router.fleet.fleet import Fleet
+from router.fleet.stream_addresses import allowed_source
 from router.fleet.worker import Worker
+from router.http.worker_url import host_of
 from router.services import Services
 from router.settings import WorkerSettings
 
@@ -67,7 +69,6 @@ def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, An
 
 def _changes(services: Services) -> APIRouter:
     fleet, settings = services.fleet, services.settings
-    allowed_networks = settings.fleet.allowed_networks
     routes = APIRouter(dependencies=[Depends(token_check(settings.server.token))])
 
     @routes.post(
@@ -79,7 +80,7 @@ def _changes(services: Services) -> APIRouter:
     async def add(request: Request) -> dict[str, Any]:
         """Add a worker; one that was added before takes these settings."""
         settings = _worker_settings(await request.body())
-        await _check_addresses(settings, allowed_networks)
+        await _check_addresses(settings, services.networks)
         added = [known for known in fleet.assigned("api") if known.url != settings.url]
         known = fleet.find(str(settings.url))
         if known is not None and known.source != "api":
@@ -162,18 +163,20 @@ def _worker_settings(body: bytes) -> WorkerSettings:
         raise RequestError(f'{said}. Send {{"url": "http://…"}}.', param=place.partition(".")[0] or None) from error
 
 
-async def _check_addresses(settings: WorkerSettings, allowed_networks: list[str]) -> None:
+async def _check_addresses(settings: WorkerSettings, networks: AllowedNetworks) -> None:
     """See that everything that a worker's settings have the router connect to is allowed. Raises RequestError."""
-    await _check(str(settings.url), "url", allowed_networks)
-    for stream in settings.streams or []:
-        for endpoint in filter(None, (stream.endpoint, stream.replay_endpoint)):
-            if urlsplit(endpoint).scheme != "tcp":
-                raise RequestError(f"streams: {endpoint} is no tcp:// endpoint. Send one.", param="streams")
-            await _check(endpoint, "streams", allowed_networks)
-
-
-async def _check(url: str, param: str, allowed_networks: list[str]) -> None:
     try:
-        await check_address(url, allowed_networks)
-    except (AddressNotAllowedError, ValueError) as error:
-        raise RequestError(f"{param}: {error}", status=403, type="permission_error", param=param) from error
+        await networks.check(host_of(str(settings.url).rstrip("/")))
+    except AddressNotAllowedError as error:
+        raise _not_allowed("url", error) from error
+    for stream in settings.streams or []:
+        if any(each and not each.startswith("tcp://") for each in (stream.endpoint, stream.replay_endpoint)):
+            raise RequestError(f"streams: {stream.endpoint} is no tcp:// endpoint. Send one.", param="streams")
+        try:
+            await allowed_source(networks, EventSource(stream.dp_rank, stream.endpoint, stream.replay_endpoint))
+        except ValueError as error:
+            raise _not_allowed("streams", error) from error
+
+
+def _not_allowed(param: str, error: Exception) -> RequestError:
+    return RequestError(f"{param}: {error}", status=403, type="permission_error", param=param)

@@ -46,6 +46,8 @@ class DisaggregatedSelector:
         adapter = self.adapter_of(selection.worker)
         if selection.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
             return selection
+        if adapter.one_answer and len(prompt.identities) * prompt.answers > 1:
+            return selection  # what is handed over is the KV of one prompt
         prefills = self._candidates.find(prompt, excluded, NO_LIMITS, now, prefill=True)
         disaggregation = disaggregate(
             selection.decision.chosen,

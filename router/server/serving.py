@@ -11,10 +11,14 @@ from contextlib import closing
 from fastapi import FastAPI
 
 from indexer.app import indexer_app
+from indexer.bounded_bodies import BodyLimits
 from indexer.errors import RequestError
 from router.app import running_router
 from router.embedded_index import running_indexer
+from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.config_reload import SettingsFile
+from router.fleet.fleet import end_tasks
+from router.fleet.stream_addresses import RegisteredStreams
 from router.routes.match_requests import match_reader
 from router.server.http_server import HttpServer
 from router.server.memory import collect_rarely, keep_freed_memory
@@ -85,8 +89,15 @@ async def serve_indexer(settings: Settings) -> None:
                 )
             return name, None
 
-        app = indexer_app(indexer, match_reader(tokenizers, resolve), settings.server.token)
-        await _run_app(app, listening, settings.server, "kvrouter indexer")
+        server = settings.server
+        streams = RegisteredStreams(indexer, AllowedNetworks(settings.fleet.allowed_networks))
+        limits = BodyLimits(server.max_body_bytes, server.body_timeout)
+        app = indexer_app(indexer, match_reader(tokenizers, resolve), streams.admit, limits, server.token)
+        following_names = asyncio.create_task(streams.run())
+        try:
+            await _run_app(app, listening, server, "kvrouter indexer")
+        finally:
+            await end_tasks([following_names])
 
 
 async def _run_app(app: FastAPI, listening: socket.socket, settings: ServerSettings, name: str) -> None:

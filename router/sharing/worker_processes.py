@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from indexer.dump import DumpError, TargetDump, read_dump
 from router.fleet.fleet import Fleet
+from router.fleet.redirects import refuse_redirects
 from router.http.headers import Headers
 from router.settings import WorkerSettings
 from router.sharing.datagrams import DatagramChannel
@@ -126,7 +127,7 @@ class WorkerProcesses:
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with (
-                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                aiohttp.ClientSession(middlewares=(refuse_redirects,), connector=connector, timeout=timeout) as session,
                 session.request(method, f"http://process{target}", headers=passed, data=body or None) as response,
             ):
                 return ProcessAnswer(number, response.status, await response.read())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Final
 
@@ -22,6 +23,8 @@ _now: Final = time.monotonic
 # Members of an enumeration are looked up in it each time.
 _IDLE: Final = ConnectionState.IDLE
 _REUSED: Final = ConnectionState.REUSED
+# What to connect to for a host: itself, or an address of it. Raises OSError where it must not be connected to.
+AddressOf = Callable[[str], Awaitable[str]]
 # vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
 KEEPALIVE_SECONDS = 4.0
 # Idle connections that are kept for a worker.
@@ -46,11 +49,19 @@ class _Opening:
 class Upstream(ConnectionOwner):
     """The connections to one worker."""
 
-    def __init__(self, url: str, tls: ssl.SSLContext, connect_timeout: float, idle_timeout: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        tls: ssl.SSLContext,
+        connect_timeout: float,
+        idle_timeout: float,
+        address_of: AddressOf | None = None,
+    ) -> None:
         super().__init__(idle_timeout)
         self.origin = Origin.of(url)
         self.closing = False
         self._tls = tls if self.origin.tls else None
+        self._address_of = address_of
         self._connect_timeout = connect_timeout
         self._loop = asyncio.get_running_loop()
         self._connections: set[UpstreamConnection] = set()
@@ -196,9 +207,10 @@ class Upstream(ConnectionOwner):
         origin = self.origin
         try:
             async with asyncio.timeout(self._connect_timeout):
+                host = origin.host if self._address_of is None else await self._address_of(origin.host)
                 _, connection = await self._loop.create_connection(
                     lambda: UpstreamConnection(self),  # type: ignore[type-var]  # it has what asyncio asks of protocols
-                    origin.host,
+                    host,
                     origin.port,
                     ssl=self._tls,
                     server_hostname=origin.host if self._tls else None,
@@ -214,8 +226,11 @@ class Upstream(ConnectionOwner):
 class Upstreams:
     """The connections to all workers. `close` ends them."""
 
-    def __init__(self, tls: ssl.SSLContext, connect_timeout: float, idle_timeout: float) -> None:
+    def __init__(
+        self, tls: ssl.SSLContext, connect_timeout: float, idle_timeout: float, address_of: AddressOf | None = None
+    ) -> None:
         self._tls = tls
+        self._address_of = address_of
         self._connect_timeout = connect_timeout
         self._idle_timeout = idle_timeout
         self._upstreams: dict[str, Upstream] = {}
@@ -225,7 +240,7 @@ class Upstreams:
         """Those to the worker with this URL."""
         upstream = self._upstreams.get(url)
         if upstream is None:
-            upstream = Upstream(url, self._tls, self._connect_timeout, self._idle_timeout)
+            upstream = Upstream(url, self._tls, self._connect_timeout, self._idle_timeout, self._address_of)
             self._upstreams[url] = upstream
         return upstream
 

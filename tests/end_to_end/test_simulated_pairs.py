@@ -6,15 +6,19 @@ import asyncio
 import ctypes
 import logging
 import random
+import signal
 import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from itertools import count
 from typing import Any
 
+import aiohttp
 import pytest
 from router_under_test import RouterUnderTest, router, until
 from simulated_pairs import FAST, MODEL, STYLES, Pairs, routed, simulated_pairs
 
+from kvrouter.processes import KvrouterProcess
 from worker.simulated import SimulatedWorkerSettings, running
 from worker.simulated.cache import CachedSequence
 from worker.simulated.disaggregation import nixl
@@ -142,6 +146,62 @@ async def test_a_batch_of_prompts(pairs: Pairs, front: RouterUnderTest, plain: s
     assert reply.status == 200, reply.body
     assert [choice["text"] for choice in reply.json()["choices"]] == [choice["text"] for choice in alone["choices"]]
     await pairs.until_nothing_is_left()
+
+
+@pytest.mark.parametrize("field", ["n", "best_of"])
+async def test_several_answers_to_a_prompt_keep_no_blocks(vllm: Pairs, field: str) -> None:
+    """What a prefill keeps for one answer, nobody would fetch for the others."""
+    async with routed(vllm) as front:
+        reply = await front.call("/v1/completions", {"model": MODEL, "prompt": fresh(50), "max_tokens": 4, field: 2})
+        assert reply.status == 200, reply.body
+        assert "x-kvrouter-prefill-worker" not in reply.headers or field == "best_of"
+        await vllm.until_nothing_is_left(seconds=5)
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 3)])
+async def test_workers_of_unequal_ranks(prefill_ranks: int, decode_ranks: int, plain: str) -> None:
+    """Each of the two requests names a rank of its own worker."""
+    ranks = {"prefill": {"dp_size": prefill_ranks}, "decode": {"dp_size": decode_ranks}}
+    async with simulated_pairs("nixl", **ranks) as made, routed(made) as front:
+        used = set()
+        for _ in range(6):
+            body = {"model": MODEL, "prompt": fresh(40), "max_tokens": 4}
+            _, alone = await made.ask(plain, **body)
+            reply = await front.call("/v1/completions", body, headers={"x-data-parallel-rank": "7"})
+            assert reply.status == 200, reply.body
+            assert reply.json()["choices"][0]["text"] == alone["choices"][0]["text"]
+            assert reply.headers["x-kvrouter-prefill-worker"] == made.prefills[0]
+            used.add(reply.headers.get("x-kvrouter-dp-rank"))
+        assert len(used) == decode_ranks  # None, where there is one
+        held = [
+            (worker["worker"], rank["blocks"]["gpu"]) for worker in await front.workers() for rank in worker["ranks"]
+        ]
+        assert all(blocks > 0 for _, blocks in held), held
+
+
+async def test_a_prefill_worker_answers_alone_where_no_decode_worker_is_left(plain: str) -> None:
+    async with AsyncExitStack() as stack:
+        settings = SimulatedWorkerSettings(**FAST, disaggregation="nixl", role="prefill")
+        prefill = await stack.enter_async_context(running(settings))
+        options = ["simulate", "--disaggregation=nixl", "--role=decode", "--step-ms=2"]
+        process = stack.enter_context(KvrouterProcess(options))
+        decode = await asyncio.to_thread(process.wait_until_listening)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)))
+        made = Pairs("nixl", [prefill], [decode], session)
+        front = await stack.enter_async_context(routed(made))
+        endless = {"model": MODEL, "prompt": fresh(40), "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+        async with front.request("/v1/completions", endless) as stream:
+            assert stream.headers["x-kvrouter-prefill-worker"] == prefill
+            await stream.content.readline()
+            process.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(process.wait, 10)
+        for _ in range(3):
+            body = {"model": MODEL, "prompt": fresh(40), "max_tokens": 4}
+            _, alone = await made.ask(plain, **body)
+            reply = await front.call("/v1/completions", body)
+            assert (reply.status, reply.worker) == (200, prefill)
+            assert reply.json()["choices"][0]["text"] == alone["choices"][0]["text"]
+        await front.until_released()
 
 
 async def test_a_client_that_leaves_before_the_answer_holds_nothing(pairs: Pairs) -> None:

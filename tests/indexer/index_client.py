@@ -13,7 +13,7 @@ import msgspec
 import uvicorn
 from engine_publisher import eventually
 
-from indexer import Indexer, MatchQuery
+from indexer import Indexer, MatchQuery, Registration
 from indexer.app import indexer_app
 from indexer.errors import RequestError
 
@@ -52,10 +52,15 @@ async def read_match(body: bytes) -> MatchQuery:
         raise RequestError(str(error)) from error
 
 
+async def admit(registration: Registration) -> Registration:
+    """Any stream may be registered."""
+    return registration
+
+
 @contextmanager
 def served(indexer: Indexer) -> Iterator[Client]:
     """Serve an indexer, which is started and stopped with it."""
-    app = indexer_app(indexer, read_match)
+    app = indexer_app(indexer, read_match, admit)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvevents import EventSource, Tier, rank_endpoint, tier_of
-from kvevents.endpoints import connectable, publisher_binds
-from kvevents.sources import sglang_sources, vllm_sources
+from kvevents.endpoints import connectable, parse_endpoint, publisher_binds
+from kvevents.reported import ReportedFields
+from kvevents.sources import ReportedStreams, sglang_sources, vllm_sources
 
 
 @pytest.mark.parametrize(
@@ -71,20 +76,30 @@ def test_a_subscriber_connects_to_the_workers_host(endpoint: str, host: str, fou
     assert connectable(endpoint, host) == found
 
 
+def vllm(body: Any, host: str = "w") -> tuple[ReportedStreams, list[str]]:
+    """What is read of vLLM's answer, and what is not."""
+    fields = ReportedFields()
+    return vllm_sources(msgspec.json.encode(body), host, fields, most_ranks=8), fields.refused
+
+
+def sglang(body: Any, host: str = "w") -> tuple[ReportedStreams, list[str]]:
+    """What is read of SGLang's answer, and what is not."""
+    fields = ReportedFields()
+    return sglang_sources(msgspec.json.encode(body), host, fields, most_ranks=8), fields.refused
+
+
 def test_vllms_answer_names_every_ranks_stream() -> None:
     body = {
         "1": {"endpoint": "tcp://*:5558", "replay_endpoint": "tcp://*:6558", "topic": "kv", "buffer_steps": 10_000},
         "0": {"endpoint": "tcp://*:5557", "replay_endpoint": None},
     }
-    assert vllm_sources(body, "w") == [
-        EventSource(0, "tcp://w:5557"),
-        EventSource(1, "tcp://w:5558", "tcp://w:6558", "kv"),
-    ]
+    sources = [EventSource(0, "tcp://w:5557"), EventSource(1, "tcp://w:5558", "tcp://w:6558", "kv")]
+    assert vllm(body) == (ReportedStreams(sources, [0, 1]), [])
 
 
 def test_vllm_without_events_has_no_streams() -> None:
-    assert vllm_sources({}, "w") == []
-    assert vllm_sources({"0": {"endpoint": "tcp://*:5557", "publisher": "null"}}, "w") == []
+    assert vllm({}) == (ReportedStreams(), [])
+    assert vllm({"0": {"endpoint": "tcp://*:5557", "publisher": "null"}}) == (ReportedStreams(), [])
 
 
 def test_sglangs_answer_names_rank_0_and_how_many_there_are() -> None:
@@ -99,29 +114,97 @@ def test_sglangs_answer_names_rank_0_and_how_many_there_are() -> None:
             "topic": "kv",
         },
     }
-    assert sglang_sources(body, "w") == (
-        [
-            EventSource(0, "tcp://w:5557", "tcp://w:6557", "kv"),
-            EventSource(1, "tcp://w:5558", "tcp://w:6558", "kv"),
-        ],
-        64,
-    )
+    sources = [
+        EventSource(0, "tcp://w:5557", "tcp://w:6557", "kv"),
+        EventSource(1, "tcp://w:5558", "tcp://w:6558", "kv"),
+    ]
+    assert sglang(body) == (ReportedStreams(sources, [0, 1], 64), [])
 
 
 @pytest.mark.parametrize("events", [None, {"publisher": "null", "endpoint": "tcp://*:5557"}, {"endpoint": None}])
 def test_sglang_without_events_still_tells_its_page_size(events: dict[str, str | None] | None) -> None:
-    assert sglang_sources({"page_size": 16, "kv_events": events}, "w") == ([], 16)
+    assert sglang({"page_size": 16, "kv_events": events}) == (ReportedStreams(block_size=16), [])
 
 
 def test_sglangs_page_size_stands_in_for_the_block_size() -> None:
-    assert sglang_sources({"page_size": 16, "kv_events": {"endpoint": "tcp://*:5557"}}, "w")[1] == 16
+    assert sglang({"page_size": 16, "kv_events": {"endpoint": "tcp://*:5557"}})[0].block_size == 16
 
 
-def test_another_answer_is_refused_with_the_path_to_what_is_wrong() -> None:
-    with pytest.raises(msgspec.ValidationError, match="endpoint"):
-        vllm_sources({"0": {"topic": ""}}, "w")
-    with pytest.raises(msgspec.ValidationError, match="dp_size"):
-        sglang_sources({"kv_events": {"endpoint": "tcp://*:5557", "dp_size": "many"}}, "w")
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"endpoint": 5}, "endpoint"),
+        ({"endpoint": None}, "endpoint"),
+        ({"endpoint": "tcp://w:0;other:5557"}, "no host"),
+        ({"endpoint": "tcp://*:0"}, "port 0"),
+        ({"endpoint": "tcp://w:5557", "replay_endpoint": "tcp://*"}, "port"),
+        ({"endpoint": "tcp://w:5557", "topic": ["kv"]}, "topic"),
+        ({"endpoint": "tcp://w:5557", "topic": "k" * 257}, "topic"),
+        ("tcp://w:5557", "kv_event_sources[0]"),
+    ],
+)
+def test_a_stream_that_makes_no_sense_is_left_out_and_the_others_are_not(wrong: Any, named: str) -> None:
+    streams, refused = vllm({"0": wrong, "1": {"endpoint": "tcp://w:5558"}})
+    assert streams.sources == [EventSource(1, "tcp://w:5558")]
+    assert len(refused) == 1
+    assert named in refused[0]
+
+
+@pytest.mark.parametrize("dp_size", [0, -1, 9, 10**12, 10**400, "many", [2], 1.5])
+def test_a_number_of_ranks_that_makes_no_sense_is_refused_by_name(dp_size: Any) -> None:
+    streams, (refused,) = sglang({"page_size": 16, "kv_events": {"endpoint": "tcp://*:5557", "dp_size": dp_size}})
+    assert streams == ReportedStreams(block_size=16)
+    assert refused.startswith("kv_events.dp_size: ")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://a:0;b:5557",
+        "tcp://lo;127.0.0.1:5557",
+        "tcp://127.1:5557",
+        "tcp://2130706433:5557",
+        "tcp://0x7f000001:5557",
+        "tcp://127.0.0.1:05557",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:5557 ",
+        "tcp://[::1%lo]:5557",
+        "tcp://a@b:5557",
+        "tcp://a/b:5557",
+        "TCP://a:5557",
+        "pgm://a:5557",
+        "ipc://",
+        "ipc:///tmp/a\n",
+    ],
+)
+def test_what_has_two_meanings_is_no_endpoint(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="endpoint"):
+        parse_endpoint(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "canonical"),
+    [
+        ("tcp://Worker-1.Example:5557", "tcp://worker-1.example:5557"),
+        ("tcp://[0:0::1]:5557", "tcp://[::1]:5557"),
+        ("tcp://[::ffff:10.0.0.1]:5557", "tcp://10.0.0.1:5557"),
+        ("tcp://svc.cluster.local.:5557", "tcp://svc.cluster.local.:5557"),
+        ("ipc:///run/kv", "ipc:///run/kv"),
+    ],
+)
+def test_an_endpoint_has_one_form(endpoint: str, canonical: str) -> None:
+    assert str(parse_endpoint(endpoint)) == canonical
+    assert str(parse_endpoint(canonical)) == canonical
+
+
+@given(st.text(st.sampled_from("tcp:/0123456789.;@[]%*ax-_ \\"), max_size=40).map(lambda text: f"tcp://{text}:5557"))
+def test_what_is_read_is_what_zeromq_connects_to(endpoint: str) -> None:
+    try:
+        read = parse_endpoint(endpoint)
+    except ValueError:
+        return
+    assert str(parse_endpoint(str(read))) == str(read)
+    assert not set(read.address) & set(";@/%\\ ")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from router.disaggregation.adapters import (
     AnsweredError,
     Mooncake,
     Nixl,
+    PreparedRequest,
     Sglang,
     Sidecar,
     TensorRtLlm,
@@ -191,3 +192,32 @@ def test_the_sidecar_is_told_in_a_header() -> None:
 def test_what_is_no_object_is_the_clients_fault(kind: type[Adapter], body: bytes) -> None:
     with pytest.raises(RequestError, match="JSON"):
         made(kind, body).prefill()
+
+
+@pytest.mark.parametrize("kind", [Nixl, Mooncake, TensorRtLlm])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": ["x", "y"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt": "x", "n": 2},
+        {"prompt": "x", "n": "2"},
+        {"prompt": "x", "best_of": 3},
+        {"prompt": ["x"], "n": 2},
+        {"prompt": "x", "use_beam_search": True},
+        {"prompt": None, "prompt_embeds": ["AAAA", "BBBB"]},
+    ],
+)
+def test_what_wants_several_answers_is_decoded_alone(kind: type[Adapter], asked: dict[str, Any]) -> None:
+    body = json.dumps({"model": "m"} | asked).encode()
+    adapter = kind.of(TEXT, body, P, D)
+    assert not adapter.prefills
+    assert adapter.concurrent
+    assert adapter.question is None
+    assert adapter.decode(b"") == PreparedRequest(body)
+
+
+@pytest.mark.parametrize("kind", [Nixl, Mooncake, TensorRtLlm, Sglang, Sidecar])
+@pytest.mark.parametrize("asked", [{"prompt": "x"}, {"prompt": ["x"]}, {"prompt": [1, 2], "n": 1, "best_of": None}])
+def test_what_wants_one_answer_is_for_two_workers(kind: type[Adapter], asked: dict[str, Any]) -> None:
+    assert type(kind.of(TEXT, json.dumps(asked).encode(), P, D)) is kind

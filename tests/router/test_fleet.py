@@ -250,4 +250,6 @@ async def test_a_stream_that_cannot_be_followed_leaves_the_worker_in_use(server:
     server.sources = {"0": {"endpoint": "nowhere"}}
     async with watching(server) as watched:
         assert watched.worker.up
-        assert watched.indexer.registered() == []
+        assert [known.source for known in watched.indexer.registered()] == [None]
+        assert watched.worker.description is not None
+        assert "nowhere" in watched.worker.description.refused[0]

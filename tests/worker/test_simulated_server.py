@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 import zmq
@@ -23,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode_batch
 from kvevents.frames import parse_live, parse_replay, replay_request
+from kvevents.reported import ReportedFields
 from kvevents.sources import vllm_sources
 from worker import PublisherConfig
 from worker.simulated import SimulatedWorkerSettings, running
@@ -346,7 +348,9 @@ class Streams:
 
     def __init__(self, server: Server) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.sources = vllm_sources(server.call("/kv_event_sources")[1], "127.0.0.1")
+        fields = ReportedFields()
+        body = msgspec.json.encode(server.call("/kv_event_sources")[1])
+        self.sources = vllm_sources(body, "127.0.0.1", fields, most_ranks=64).sources
         self.live = [self.open(zmq.SUB, source.endpoint) for source in self.sources]
         self.batches: list[dict[int, EventBatch]] = [{} for _ in self.sources]
 

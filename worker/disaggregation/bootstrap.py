@@ -8,18 +8,21 @@
     GET    /ranks    every rank at once: what our decode ranks ask
     GET    /health   how many ranks are registered
 
-With a token every request but /health needs `Authorization: Bearer <token>`.
+With a token every request but /health needs `Authorization: Bearer <token>`. Without one, ranks register from this
+machine alone: whoever registers a rank is sent other people's prompts as KV.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hmac
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 import msgspec
@@ -33,6 +36,7 @@ from worker.disaggregation.registry import RankRegistry, Registration, RegistryE
 
 DEFAULT_PORT = 8998
 MAX_BODY = 64 << 10
+BODY_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 10.0
 
 _FIRST_QUERY = ("engine_rank", "target_dp_group")
@@ -52,7 +56,7 @@ def bootstrap_app(token: str = "", clock: Callable[[], float] = time.monotonic) 
 
     @app.put("/route")
     async def register(request: Request) -> str:
-        _authenticate(request, token)
+        _authenticate(request, token, changes=True)
         registry.register(read_registration(await _body(request)), clock())
         return "OK"
 
@@ -73,7 +77,7 @@ def bootstrap_app(token: str = "", clock: Callable[[], float] = time.monotonic) 
 
     @app.delete("/route")
     async def deregister(request: Request) -> str:
-        _authenticate(request, token)
+        _authenticate(request, token, changes=True)
         rank = Rank(*_numbers(request, _PLACE_QUERY))
         registry.deregister(rank, request.query_params.get("instance", ""), clock())
         return "OK"
@@ -91,18 +95,34 @@ def bootstrap_app(token: str = "", clock: Callable[[], float] = time.monotonic) 
     return app
 
 
-def _authenticate(request: Request, token: str) -> None:
+def _authenticate(request: Request, token: str, changes: bool = False) -> None:
+    if not token and changes and not _is_local(request):
+        reason = "off this machine ranks register with a token: start the service with KVROUTER_BOOTSTRAP_TOKEN set"
+        raise RegistryError(401, reason, "authorization")
     given = request.headers.get("authorization", "")
     if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
         raise RegistryError(401, "wrong or missing token: send `Authorization: Bearer <token>`", "authorization")
 
 
+def _is_local(request: Request) -> bool:
+    """Whether who asks is on the loopback interface."""
+    try:
+        address = ip_address(request.client.host if request.client else "")
+    except ValueError:
+        return False
+    return ((isinstance(address, IPv6Address) and address.ipv4_mapped) or address).is_loopback
+
+
 async def _body(request: Request) -> bytes:
     data = b""
-    async for part in request.stream():
-        data += part
-        if len(data) > MAX_BODY:
-            raise RegistryError(413, f"the body is over {MAX_BODY} bytes: a registration is smaller")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                data += part
+                if len(data) > MAX_BODY:
+                    raise RegistryError(413, f"the body is over {MAX_BODY} bytes: a registration is smaller")
+    except TimeoutError:
+        raise RegistryError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
     return data
 
 

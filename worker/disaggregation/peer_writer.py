@@ -10,12 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from worker.disaggregation.layout import Layout
-from worker.disaggregation.transfer import GrantKey, RefusedError, Session, TransferEngine, TransferError, Writes
+from worker.disaggregation.transfer import (
+    IDLE_SECONDS,
+    GrantKey,
+    RefusedError,
+    Session,
+    TransferEngine,
+    TransferError,
+    Writes,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 16384
 CONNECT_TIMEOUT_S = 5.0
+REUSE_SECONDS = IDLE_SECONDS / 2  # the peer ends a session that is idle for longer than that
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class PeerWriter:
         self._engine = engine
         self._address = address
         self._session: Session | None = None
+        self._used_at = 0.0
         self._tasks: deque[WriteTask] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -99,6 +109,9 @@ class PeerWriter:
         return ""
 
     def _connected(self, deadline: float) -> Session:
+        if time.monotonic() - self._used_at > REUSE_SECONDS:
+            self._drop_session()
+        self._used_at = time.monotonic()
         if self._session is None:
             session = self._engine.connect(self._address, min(deadline, time.monotonic() + CONNECT_TIMEOUT_S))
             with self._changed:

@@ -20,6 +20,7 @@ from kvrouter.processes import KvrouterProcess, ProcessError
 from kvrouter.tools.demo.disaggregated_play import Request, play
 from kvrouter.tools.demo.run import MODEL, TURNS, DemoError
 from kvrouter.tools.demo.workload import make_conversations
+from router.fleet.redirects import refuse_redirects
 
 AT_ONCE = 8
 _STYLES = {"sglang": "SGLang", "nixl": "vLLM NIXL"}
@@ -106,7 +107,7 @@ def _play_style(style: str, conversations: int, console: Console) -> _Played:
 async def _counters(urls: Sequence[str]) -> dict[str, float]:
     """The metrics of some workers, added up."""
     totals: dict[str, float] = {}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
+    async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=aiohttp.ClientTimeout(10)) as session:
         for url in urls:
             async with session.get(f"{url}/metrics") as response:
                 text = await response.text()

@@ -17,6 +17,7 @@ from kvrouter.processes import KvrouterProcess, ProcessError
 from kvrouter.tools.demo.play import play
 from kvrouter.tools.demo.report import Summary, comparison, summarise
 from kvrouter.tools.demo.workload import Conversation, make_conversations
+from router.fleet.redirects import refuse_redirects
 
 MODEL = "simulated"
 TURNS = 3
@@ -68,7 +69,10 @@ async def _measure(
     name: str, router: str, workers: Sequence[str], workload: Sequence[Conversation], progress: Progress
 ) -> Summary:
     """Play the workload on empty caches."""
-    async with aiohttp.ClientSession() as session, session.post(f"{router}/reset_prefix_cache") as response:
+    async with (
+        aiohttp.ClientSession(middlewares=(refuse_redirects,)) as session,
+        session.post(f"{router}/reset_prefix_cache") as response,
+    ):
         response.raise_for_status()
     task = progress.add_task(name, total=sum(len(conversation.questions) for conversation in workload))
     started = time.monotonic()

@@ -12,6 +12,7 @@ from rich.markup import escape
 from kvevents.curve import load_key_pair
 from kvrouter.tools.doctor.examination import Examination
 from router.embedded_index import running_indexer
+from router.fleet.redirects import refuse_redirects
 from router.settings import Settings
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
@@ -51,7 +52,7 @@ async def examine(settings: Settings, api_key: str | None, patience: float) -> l
     tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
     at_once = asyncio.Semaphore(_AT_ONCE)
     with running_indexer(alone) as indexer:
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout, headers=headers) as session:
             source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
             examinations = [
                 Examination(worker, session, indexer, tokenizers, source, keys, patience) for worker in settings.workers

@@ -20,6 +20,7 @@ from kvrouter.tools.replay.recorded import Recording, load_recording
 from kvrouter.tools.replay.registration import registered
 from kvrouter.tools.replay.report import endpoints_table, mismatch_lines, score_table
 from kvrouter.tools.replay.truth import UnusableRequestsError, base_model, load_requests, requests_beside
+from router.fleet.redirects import refuse_redirects
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +118,6 @@ def _model_beside(path: Path, recording: Recording) -> str:
 
 def _session(indexer: IndexerAddress) -> aiohttp.ClientSession:
     headers = {"Authorization": f"Bearer {indexer.token}"} if indexer.token else None
-    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+    return aiohttp.ClientSession(
+        middlewares=(refuse_redirects,), headers=headers, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
+    )

@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from router.fleet.redirects import refuse_redirects
+
 SILENCE = 10.0  # seconds without an update, which otherwise comes every second
 _MAX_LINE = 64 * 2**20  # the first update has all ranks
 
@@ -46,7 +48,7 @@ async def follow(url: str, token: str) -> AsyncIterator[Fleet]:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, read_bufsize=_MAX_LINE) as session,
+            aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout, read_bufsize=_MAX_LINE) as session,
             session.get(f"{url.rstrip('/')}/live", headers=headers) as response,
         ):
             if response.status in (401, 403):

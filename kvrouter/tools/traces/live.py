@@ -18,6 +18,7 @@ from kvrouter.tools.simulation.measures import percentile
 from kvrouter.tools.simulation.trace import Trace, TraceLine
 from kvrouter.tools.traces.prompts import Prompts
 from kvrouter.tools.traces.results import Answer, Run
+from router.fleet.redirects import refuse_redirects
 
 AT_ONCE = 2048  # requests; more wait here, and the report says so
 ANSWER_SECONDS = 600.0
@@ -48,6 +49,7 @@ async def replay_live(trace: Trace, target: LiveTarget, on_answer: Callable[[], 
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=10)
     async with aiohttp.ClientSession(
+        middlewares=(refuse_redirects,),
         headers=headers,
         timeout=timeout,
         connector=aiohttp.TCPConnector(limit=AT_ONCE),

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TraceHead, TraceLine
+from router.fleet.redirects import refuse_redirects
 
 SILENCE = 15.0  # seconds after which the router is taken to be gone; it says something every second
 LAST_SECONDS = 0.3  # of reading, after the end was asked for
@@ -123,7 +124,7 @@ async def _lines(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, read_bufsize=_MAX_LINE) as session,
+            aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout, read_bufsize=_MAX_LINE) as session,
             session.get(
                 f"{url.rstrip('/')}/requests", params={"block_tokens": block_tokens}, headers=headers
             ) as response,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 STOP_SECONDS = 20.0
+_BOUND = Path(__file__).with_name("bound_to_parent.py")
 
 
 def wait_for(find: Callable[[], T | None], seconds: float, what: str) -> T:
@@ -27,7 +29,7 @@ def wait_for(find: Callable[[], T | None], seconds: float, what: str) -> T:
 
 
 class ServerProcess:
-    """A command that runs until it is stopped, in a process group of its own."""
+    """A command that runs until it is stopped or this process ends, in a process group of its own."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
@@ -43,8 +45,8 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+                [sys.executable, str(_BOUND), *command],
+                stdin=subprocess.PIPE,  # which ends with this process
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **(environment or {})},
@@ -77,6 +79,8 @@ class ServerProcess:
         self._signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
             self._process = None
 
     def log_end(self) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from worker.disaggregation import Rank, Topology
 from worker.disaggregation.addresses import join_host_port, split_host_port, tcp_endpoint
-from worker.disaggregation.bootstrap import KVBootstrapServer
+from worker.disaggregation.bootstrap import KVBootstrapServer, bootstrap_app
 from worker.disaggregation.bootstrap_client import BootstrapClient, BootstrapError, Registrar
 from worker.disaggregation.registry import Registration, RegistryError, read_registration
 
@@ -181,6 +181,35 @@ def test_a_token_guards_everything_but_health() -> None:
     client.register(registration(), time.monotonic() + 5, NEVER)
     assert client.ranks(time.monotonic() + 5, NEVER).topology == Topology()
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("client", "status"),
+    [("10.0.0.9", 401), ("fd00::9", 401), ("::ffff:10.0.0.9", 401), ("127.0.0.1", 200), ("::1", 200)],
+)
+@pytest.mark.anyio
+async def test_without_a_token_ranks_register_from_this_machine_alone(client: str, status: int) -> None:
+    app = bootstrap_app()
+
+    async def asked(method: str, query: str = "", body: bytes = b"") -> tuple[int, bytes]:
+        """What is answered to a request that comes from that address."""
+        answered: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Any) -> None:
+            answered.append(message)
+
+        scope = {"type": "http", "method": method, "path": "/route", "query_string": query.encode(), "headers": []}
+        await app(scope | {"client": (client, 1)}, receive, send)
+        return answered[0]["status"], answered[1]["body"]
+
+    registered, answer = await asked("PUT", body=json.dumps(engine_rank(0)).encode())
+    assert registered == status
+    assert status == 200 or b"KVROUTER_BOOTSTRAP_TOKEN" in answer
+    assert (await asked("DELETE", "dp_rank=0&cp_rank=0&tp_rank=0&pp_rank=0"))[0] == status
+    assert (await asked("GET", SIZES.partition("?")[2]))[0] in (200, 503)
 
 
 def test_a_rank_expires_after_two_missed_heartbeats_and_leaves_when_it_ends(server: KVBootstrapServer) -> None:

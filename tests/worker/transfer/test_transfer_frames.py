@@ -25,8 +25,12 @@ from worker.disaggregation.transfer import (
     Region,
     TransferEngine,
     Writes,
+    listener,
     open_engine,
+    tcp,
+    writing,
 )
+from worker.disaggregation.transfer import channel as channels
 from worker.disaggregation.transfer.channel import MOST_BODY, Channel, Kind
 from worker.disaggregation.transfer.handshake import expect, greet
 from worker.disaggregation.transfer.writing import MOST_BYTES, encode_runs
@@ -253,3 +257,43 @@ def test_a_revocation_between_two_frames_of_a_write(parties: tuple[Party, Party]
         session.write(GrantKey(99, 1), Writes(starts, to, np.full(len(starts), SIZE, np.uint64)), time.monotonic() + 5)
     session.write(KEY, Writes(_u8(big.ctypes.data), _u8(receiver.pointer), _u8(1)), time.monotonic() + 5)
     sender.engine.close()
+
+
+def test_idle_sessions_of_strangers_do_not_stop_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there may be, without a secret: a proper sender is served, and one that has written is kept."""
+    monkeypatch.setattr(listener, "MOST_SESSIONS", 32)
+    receiver, sender = Party(secret=None), Party(secret=None)
+    strangers: list[Channel] = []
+    try:
+        receiver.grant(KEY)
+        with closing(sender.engine.connect(receiver.engine.address(), time.monotonic() + 5)) as kept:
+            writes = Writes(_u8(sender.pointer), _u8(receiver.pointer), _u8(64))
+            kept.write(KEY, writes, time.monotonic() + 5)
+            for _ in range(100):
+                channel = Channel(_dial(receiver))
+                strangers.append(channel)
+                greet(channel, "tcp", None, time.monotonic() + 5)
+            kept.write(KEY, writes, time.monotonic() + 5)
+        sender.send(receiver, KEY)
+    finally:
+        for channel in strangers:
+            channel.close()
+        sender.engine.close()
+        receiver.engine.close()
+
+
+def test_a_session_that_writes_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "FIRST_WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(channels, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(tcp, "SILENCE_SECONDS", 0.2)
+    receiver = Party()
+    try:
+        receiver.grant(KEY)
+        nothing, half, refused = _session(receiver), _session(receiver), _session(receiver)
+        half.send(Kind.WRITE, encode_runs(KEY, _u8(receiver.pointer), _u8(4096)))
+        refused.send(Kind.WRITE, encode_runs(GrantKey(9, 9), _u8(receiver.pointer), _u8(4096)))
+        for channel in (nothing, half, refused):
+            assert _is_cut(channel.socket)
+            channel.close()
+    finally:
+        receiver.engine.close()

@@ -35,9 +35,11 @@ from worker.disaggregation.transfer.runs import (
     page_ranges,
     page_writes,
 )
+from worker.disaggregation.transfer.writing import IDLE_SECONDS
 
 __all__ = [
     "ENGINES",
+    "IDLE_SECONDS",
     "DeadlineError",
     "GrantKey",
     "PageRuns",

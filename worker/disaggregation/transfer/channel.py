@@ -29,6 +29,7 @@ _SIGNATURE = 16
 _IOV_MAX = 1024
 _READ = 1 << 20  # bytes one system call may read, about: buffers that it does not reach are wasted work
 _WORTH = 1 << 19  # bytes whose reading is worth to wake up for
+SILENCE_SECONDS = 60.0  # of a peer from which a frame's payload, or the reading of an answer, is due
 _LONGEST = 3600.0  # seconds one system call may wait
 _TIMEVAL = struct.Struct("@ll")
 
@@ -63,6 +64,8 @@ class Channel:
         self._wanted = 1
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
+        self.landed = False  # something that the peer wrote was granted to it
+        self.idle_since = time.monotonic()  # when the last frame of the peer was answered
 
     def sign(self, send_key: bytes, receive_key: bytes) -> None:
         """From here on frames carry signatures."""
@@ -123,15 +126,21 @@ class Channel:
             pass
 
     def discard(self, count: int) -> None:
-        """Read and forget bytes. Raises PeerLostError."""
+        """Read and forget bytes. Raises PeerLostError, DeadlineError when the peer falls silent."""
         scratch = memoryview(bytearray(min(count, 1 << 18)))
         while count:
             buffers = Buffers([scratch[: min(count, len(scratch))]])
             before = buffers.left
             self.read_now(buffers)
             if buffers.left == before:
-                self.wait_readable()
+                self.wait_readable(time.monotonic() + SILENCE_SECONDS)
             count -= before - buffers.left
+
+    def answer(self, kind: Kind, body: bytes = b"") -> None:
+        """Answer a write of the peer; what it wrote landed, if it was not refused. Raises as `send` does."""
+        self.landed = self.landed or kind is not Kind.REFUSED
+        self.idle_since = time.monotonic()
+        self.send(kind, body, self.idle_since + SILENCE_SECONDS)
 
     def cut(self) -> None:
         """End the connection for whoever uses it."""

@@ -28,6 +28,7 @@ class Listener:
         self._engine, self._secret, self._serve = engine, secret, serve
         self._lock = threading.Lock()
         self._sessions: dict[threading.Thread, Channel] = {}
+        self._ending: set[threading.Thread] = set()  # cut, to make room
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=f"transfer-{engine}-accept", daemon=True)
         self._thread.start()
@@ -38,13 +39,13 @@ class Listener:
             if self._closing.is_set():
                 return
             self._closing.set()
-            sessions = dict(self._sessions)
+            sessions, ending = dict(self._sessions), list(self._ending)
         with suppress(OSError):  # unusable already: accept fails either way
             self.socket.shutdown(socket.SHUT_RDWR)
         for channel in sessions.values():
             channel.cut()
         self._thread.join()
-        for thread in sessions:
+        for thread in (*sessions, *ending):
             thread.join()
         self.socket.close()
 
@@ -68,13 +69,25 @@ class Listener:
         name = f"transfer-{self._engine}-session"
         thread = threading.Thread(target=self._run, args=(channel,), name=name, daemon=True)
         with self._lock:
-            admitted = len(self._sessions) < MOST_SESSIONS and not self._closing.is_set()
-            if admitted:
+            closing = self._closing.is_set()
+            if not closing:
+                self._make_room()
                 thread.start()  # it forgets itself, under this lock
                 self._sessions[thread] = channel
-        if not admitted:
-            _logger.warning("a transfer session was turned away: there are %d", MOST_SESSIONS)
+        if closing:
             channel.close()
+
+    def _make_room(self) -> None:
+        """End a session where there are as many as there may be: the one that is idle longest, of those that have
+        written nothing if there are such. The lock is held."""
+        if len(self._sessions) < MOST_SESSIONS:
+            return
+        least = min(
+            self._sessions, key=lambda thread: (self._sessions[thread].landed, self._sessions[thread].idle_since)
+        )
+        _logger.warning("a transfer session gives way to a new one: there are %d", MOST_SESSIONS)
+        self._sessions.pop(least).cut()
+        self._ending.add(least)
 
     def _run(self, channel: Channel) -> None:
         try:
@@ -88,4 +101,5 @@ class Listener:
         finally:
             with self._lock:
                 self._sessions.pop(threading.current_thread(), None)
+                self._ending.discard(threading.current_thread())
             channel.close()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 
 from worker.disaggregation.transfer.channel import Channel, Kind
@@ -33,7 +34,7 @@ from worker.disaggregation.transfer.engine import (
 from worker.disaggregation.transfer.handshake import expect
 from worker.disaggregation.transfer.memory import Memory
 from worker.disaggregation.transfer.runs import Ranges, Writes, split_writes
-from worker.disaggregation.transfer.writing import MOST_BYTES, decode_runs, encode_runs
+from worker.disaggregation.transfer.writing import MOST_BYTES, decode_runs, encode_runs, next_write
 
 _MOST_RUNS = 1024  # of one request: Mooncake fails, and for a while its peer too, when given 4096
 
@@ -89,16 +90,18 @@ class OneSidedEndpoint(Endpoint):
     def _serve(self, channel: Channel) -> None:
         channel.send(Kind.MEMORY, self._library.describe())
         while True:
-            key, (destinations, lengths) = decode_runs(expect(channel, Kind.BEGIN), 2)
+            key, (destinations, lengths) = decode_runs(next_write(channel, Kind.BEGIN), 2)
             try:
                 grant = self.grants.find(key, destinations, lengths)
                 grant.enter()
             except RefusedError as error:
-                channel.send(Kind.REFUSED, str(error).encode())
+                channel.answer(Kind.REFUSED, str(error).encode())
                 continue
-            channel.send(Kind.GRANTED)
+            channel.answer(Kind.GRANTED)
+            channel.idle_since = inf  # it must not give way now: what was granted would never be known to have landed
             expect(channel, Kind.DONE)  # if it never comes the grant is never left
             grant.leave()
+            channel.idle_since = time.monotonic()
 
 
 class _OneSidedWriter:

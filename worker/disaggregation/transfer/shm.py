@@ -28,7 +28,7 @@ from worker.disaggregation.transfer.grants import Grant
 from worker.disaggregation.transfer.handshake import expect
 from worker.disaggregation.transfer.memory import Bytes, Memory
 from worker.disaggregation.transfer.runs import Writes, split_writes
-from worker.disaggregation.transfer.writing import FrameWriter, decode_runs, encode_runs
+from worker.disaggregation.transfer.writing import FrameWriter, decode_runs, encode_runs, next_write
 
 _MOST_SHARED = 1 << 14  # arrays of a sender
 _STEP_RUNS, _STEP_BYTES = 1024, 1 << 22  # copied between two looks at the grant
@@ -111,15 +111,15 @@ class ShmEngine(Endpoint):
             raise
         channel.send(Kind.MEMORY)
         while True:
-            key, columns = decode_runs(expect(channel, Kind.WRITE), 3)
+            key, columns = decode_runs(next_write(channel, Kind.WRITE), 3)
             writes = Writes(*columns)
             try:
                 grant = self.grants.find(key, writes.destinations, writes.lengths)
                 self._copy(grant, peer, writes)
             except RefusedError as error:
-                channel.send(Kind.REFUSED, str(error).encode())
+                channel.answer(Kind.REFUSED, str(error).encode())
             else:
-                channel.send(Kind.LANDED)
+                channel.answer(Kind.LANDED)
 
     def _copy(self, grant: Grant, peer: Memory, writes: Writes) -> None:
         for step in split_writes(writes, _STEP_RUNS, _STEP_BYTES):

@@ -7,12 +7,13 @@ grant is quiescent at once, whatever the sender does.
 
 from __future__ import annotations
 
-from worker.disaggregation.transfer.channel import Buffers, Channel, Kind
+import time
+
+from worker.disaggregation.transfer.channel import SILENCE_SECONDS, Buffers, Channel, Kind
 from worker.disaggregation.transfer.endpoint import Endpoint, listen
 from worker.disaggregation.transfer.engine import GrantKey, RefusedError
-from worker.disaggregation.transfer.handshake import expect
 from worker.disaggregation.transfer.runs import Writes
-from worker.disaggregation.transfer.writing import FrameWriter, decode_runs, encode_runs
+from worker.disaggregation.transfer.writing import FrameWriter, decode_runs, encode_runs, next_write
 
 
 class TcpEngine(Endpoint):
@@ -33,18 +34,18 @@ class TcpEngine(Endpoint):
 
     def _serve(self, channel: Channel) -> None:
         while True:
-            key, (destinations, lengths) = decode_runs(expect(channel, Kind.WRITE), 2)
+            key, (destinations, lengths) = decode_runs(next_write(channel, Kind.WRITE), 2)
             left = int(lengths.sum())
             try:
                 grant = self.grants.find(key, destinations, lengths)
                 buffers = Buffers(self.memory.views(destinations, lengths))
                 while left:
-                    channel.wait_readable(most=left)
+                    channel.wait_readable(time.monotonic() + SILENCE_SECONDS, left)
                     with grant:
                         channel.read_now(buffers)
                     left = buffers.left
             except RefusedError as error:
                 channel.discard(left)
-                channel.send(Kind.REFUSED, str(error).encode())
+                channel.answer(Kind.REFUSED, str(error).encode())
             else:
-                channel.send(Kind.LANDED)
+                channel.answer(Kind.LANDED)

@@ -17,6 +17,10 @@ from worker.disaggregation.transfer.handshake import expect
 from worker.disaggregation.transfer.memory import Memory
 from worker.disaggregation.transfer.runs import Addresses, Ranges, Writes, split_writes
 
+FIRST_WRITE_SECONDS = 30.0
+"""How long a session may wait that has written nothing it was granted: senders connect when they have something."""
+IDLE_SECONDS = 600.0
+"""How long one may wait that has. Senders take a new one before."""
 MOST_RUNS = 8192
 """Runs in a frame."""
 MOST_BYTES = 1 << 25
@@ -62,6 +66,15 @@ class FrameWriter:
         except RefusedError as error:
             return error
         return None
+
+
+def next_write(channel: Channel, kind: Kind) -> bytes:
+    """The body of the peer's next frame, which a session need not wait for without end.
+
+    Raises PeerLostError, DeadlineError, RefusedError.
+    """
+    patience = IDLE_SECONDS if channel.landed else FIRST_WRITE_SECONDS
+    return expect(channel, kind, channel.idle_since + patience)
 
 
 def encode_runs(key: GrantKey, *columns: Addresses) -> bytes:

@@ -25,7 +25,7 @@ from worker.disaggregation import KVReceiver
 from worker.disaggregation.addresses import join_host_port
 from worker.disaggregation.rooms import MAX_ROOM
 from worker.simulated.cache import CachedSequence
-from worker.simulated.disaggregation.part import Job, Running
+from worker.simulated.disaggregation.part import Job, Part, Running
 from worker.simulated.disaggregation.rank import TransferRank, until
 from worker.simulated.disaggregation.receiving import Arrival, ArrivalError
 from worker.simulated.disaggregation.sending import Sending
@@ -100,9 +100,8 @@ class NixlPrefill:
         params = body.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             raise _wrong_role("do_remote_prefill", "decode")
-        # An answer has room for one: more than that the decode worker computes itself.
-        wanted = bool(params.get("do_remote_decode")) and prompts == 1 and body.n == 1
-        return [_Prefill(self)] if wanted else [None] * prompts
+        # As vLLM does: the blocks of all are kept, and the answer tells of the first's alone.
+        return [_Prefill(self) if params.get("do_remote_decode") else None for _ in range(prompts)]
 
     def start(self, rank: int, job: Job) -> Running:
         """Compute a prompt whose blocks are leased."""
@@ -173,22 +172,21 @@ class NixlDecode:
     def __init__(self, ranks: Sequence[TransferRank]) -> None:
         self._ranks = ranks
 
-    def parts(self, body: GenerationRequest, prompts: int) -> Sequence[_Decode | None]:
+    def parts(self, body: GenerationRequest, prompts: int) -> Sequence[Part | None]:
         """See Role."""
         params = body.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             raise _wrong_role("do_remote_decode", "prefill")
         if not params.get("do_remote_prefill"):
             return [None] * prompts
-        if prompts * body.n > 1:
-            message = "kv_transfer_params: it tells of one prompt, so n must be 1 and there must be one prompt."
-            raise ApiError(HTTPStatus.BAD_REQUEST, message, "kv_transfer_params")
         try:
-            return [_Decode(self._ranks, RemotePrefill.model_validate(params))]
+            source = RemotePrefill.model_validate(params)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(["kv_transfer_params", *map(str, first["loc"])])
-            raise ApiError(HTTPStatus.BAD_REQUEST, f"{name}: {first['msg']}", name) from error
+            wrong = error.errors()[0]
+            name = ".".join(["kv_transfer_params", *map(str, wrong["loc"])])
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"{name}: {wrong['msg']}", name) from error
+        first = _Decode(self._ranks, source)
+        return [first, *[_FromFirst(self._ranks, first) for _ in range(prompts - 1)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,19 +200,37 @@ class _Prefill:
         return self.role.start(rank, job)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Decode:
-    """See Part."""
+    """See Part. `job`: the first one, whose prompt's KV is brought in; further answers to it are computed here."""
 
     ranks: Sequence[TransferRank]
     source: RemotePrefill
     rank: int | None = None
+    job: Job | None = None
 
     def start(self, rank: int, job: Job) -> Running:
         on = self.ranks[rank]
+        if self.job is not None:
+            return on.engine.submit(job.prompt, job.answer, job.deliver, job.adapter, job.cache_salt)
+        self.job = job
         on.engine.check_room()
         sequence = CachedSequence(list(job.prompt), job.adapter, job.cache_salt)
         return Arrival(on, sequence, job.answer, job.deliver, partial(_pull, on, self.source))
+
+
+@dataclass(frozen=True, slots=True)
+class _FromFirst:
+    """See Part. vLLM takes `kv_transfer_params` to be about each prompt of a list: all are answered from one's KV."""
+
+    ranks: Sequence[TransferRank]
+    first: _Decode
+    rank: int | None = None
+
+    def start(self, rank: int, job: Job) -> Running:
+        taken = self.first.job
+        assert taken is not None
+        return self.ranks[rank].engine.submit(taken.prompt, taken.answer, job.deliver, job.adapter, job.cache_salt)
 
 
 class _Prefilling:
@@ -261,7 +277,7 @@ async def _pull(rank: TransferRank, source: RemotePrefill) -> KVReceiver:
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PULL_TIMEOUT_S)) as session,
-            session.post(url, json=asked.model_dump()) as response,
+            session.post(url, json=asked.model_dump(), allow_redirects=False) as response,
         ):
             told = await response.read()
             if response.status != HTTPStatus.OK:

@@ -1,0 +1,39 @@
+"""Run a command that ends with whoever started this, however that ends: it holds the other end of our standard input.
+
+Ours is a process group of its own. Asked to end, the group has a while to do so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+GRACE_SECONDS = 10.0
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # it is for the command; an ignored one would be so there too
+    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+
+    def end_with_parent() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(0, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    while True:
+        try:
+            sys.exit(process.wait(1.0))
+        except subprocess.TimeoutExpired:
+            continue
+
+
+if __name__ == "__main__":
+    main()
