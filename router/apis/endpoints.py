@@ -49,6 +49,8 @@ PROMPTED: dict[str, Decode] = {
     "/generate": decode_generate,
     "/inference/v1/generate": decode_generate,
 }
+# Those of chats, which become another text before they are tokens.
+_CHATS = frozenset((CHAT, RESPONSES, _ANTHROPIC))
 # Those of JSON bodies that have no prefix worth going to.
 BY_LOAD = (
     "/v1/embeddings",
@@ -86,16 +88,15 @@ class Call:
 def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = None) -> RoutedRequest:
     """What routing needs of a call. Raises RequestError (400) naming the field at fault.
 
-    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the bodies of
-    chats from before, of which one may begin as this one does.
+    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the requests from
+    before, of which one may be the same.
     """
-    if with_prompt and seen is not None and call.method == "POST":
-        if call.path == CHAT:
-            return decode_chat(call.body, call.naming, seen)
-        if call.path == _ANTHROPIC:
-            return decode_messages(call.body, call.naming, seen)
-        if call.path == RESPONSES:
-            return decode_responses(call.body, call.naming, seen)
+    if with_prompt and seen is not None and call.path in _CHATS and call.method == "POST" and not call.naming:
+        request = seen.get(call.path, call.body)
+        if request is None:
+            request = PROMPTED[call.path](call.body, ())
+            seen.put(call.path, call.body, request)
+        return request
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return decode(call.body, call.naming)
     session = session_of(call.naming, SessionFields())

@@ -40,46 +40,13 @@ class TokenPrompts:
     param: str = "prompt"
 
 
-class Rendering:
-    """How a conversation was rendered: `by` a chat template, with `variables`, the request's fields but the messages.
-
-    `prepared`: the messages as the template takes them. `ends`: where in the text each message's part ends, after the
-    end of what comes before the first.
-    """
-
-    def __init__(self, by: Any, variables: bytes, prepared: list[dict[str, Any]], text: str, ends: list[int]) -> None:
-        self.by = by
-        self.variables = variables
-        self.prepared = prepared
-        self.text = text
-        self.ends = ends
-
-
-class Conversation:
-    """What is known of a chat's messages, of which the first `shared` were seen before, in an earlier chat.
-
-    `has_media`: whether one of them is or has an image or the like. `earlier`: how that earlier chat was rendered;
-    `rendering`: how this one was, once it is, for those that go on from it. `tokenized`: by which tokenizer,
-    and what it became, for the same chat once more.
-    """
-
-    def __init__(
-        self, has_media: bool, shared: int = 0, earlier: Rendering | None = None, rendering: Rendering | None = None
-    ) -> None:
-        self.has_media = has_media
-        self.shared = shared
-        self.earlier = earlier
-        self.rendering = rendering
-        self.tokenized: tuple[Any, Any] | None = None
-
-
 @dataclass(slots=True, init=False)
 class ChatPrompt:
     """A conversation and all that changes how the chat template renders it. The messages are kept whole.
 
     `merges_system`: where the template takes a system message only as the first, the others become part of it.
-    `thinking_off`: the client wants no thinking, which templates are told in two ways. `conversation`: what is known
-    of the messages, if anything is; it changes nothing but how long things take.
+    `thinking_off`: the client wants no thinking, which templates are told in two ways. `tokenized`: by which tokenizer,
+    and what it became, for the same request once more.
     """
 
     messages: list[dict[str, Any]]
@@ -94,7 +61,7 @@ class ChatPrompt:
     truncation: Truncation | None
     merges_system: bool
     thinking_off: bool
-    conversation: Conversation | None = field(compare=False, repr=False)
+    tokenized: tuple[Any, Any] | None = field(init=False, compare=False, repr=False)
 
     def __init__(
         self,
@@ -110,7 +77,6 @@ class ChatPrompt:
         truncation: Truncation | None = None,
         merges_system: bool = False,
         thinking_off: bool = False,
-        conversation: Conversation | None = None,
     ) -> None:
         self.messages = messages
         self.tools = tools
@@ -124,7 +90,7 @@ class ChatPrompt:
         self.truncation = truncation
         self.merges_system = merges_system
         self.thinking_off = thinking_off
-        self.conversation = conversation
+        self.tokenized = None
 
 
 Prompt: TypeAlias = TextPrompts | TokenPrompts | ChatPrompt
