@@ -75,6 +75,7 @@ async def running_router(
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
+        stack.push_async_callback(source.close)
         fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide)
         if worker_processes:
             await worker_processes.catch_up(fleet)
@@ -96,6 +97,7 @@ async def running_router(
         history = RoutingHistory()
         audit = HitAudit(indexer, history, settings.audit)
         registry.register(AuditCollector(audit))
+        source.audits = audit.audits
         router = Router(
             fleet,
             indexer,
@@ -121,7 +123,7 @@ async def running_router(
         sharing.on_heard.append(admission.wake)
         AdmissionMetrics(admission, registry)
         requests = RequestMetrics(registry)
-        fleet.on_removed += [router.removed, requests.forget]
+        fleet.on_removed += [router.removed, requests.forget, source.removed]
         if settings.kubernetes.used:
             cluster = ClusterAccess.in_cluster(settings.kubernetes.namespace)
             following = follow_kubernetes(settings.kubernetes, cluster, session, fleet)
@@ -160,6 +162,7 @@ async def running_router(
             session,
             settings,
             readiness,
+            source,
         )
         app.include_router(live_routes(snapshot, passing, settings.server.token, worker_processes))
         app.router.routes.append(Route("/{path:path}", Proxy(proxy_context), methods=_METHODS))  # all else
@@ -210,6 +213,7 @@ def _app(
     session: aiohttp.ClientSession,
     settings: Settings,
     readiness: Readiness,
+    source: TokenizerSource,
 ) -> FastAPI:
     token = settings.server.token
     app = FastAPI(title="kvrouter")
@@ -249,14 +253,14 @@ def _app(
                     rank["elsewhere"] = {"requests": far.requests, "pending": far.pending, "context": far.context}
         known = {entry["worker"] for entry in report}
         silent = [{"worker": w.url, "ranks": []} | worker_status(w) for w in fleet.workers if w.url not in known]
-        return {"workers": report + silent}
+        return {"workers": report + silent, "tokenizers": source.report()}
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether the router runs, how many of its workers answer, and what is wrong."""
         up = sum(worker.up for worker in fleet.workers)
         status = "ok" if up else "no worker answers"
-        found = findings(fleet, indexer, audit) + sharing.findings()
+        found = findings(fleet, indexer, audit) + source.findings() + sharing.findings()
         return {
             "status": status,
             "workers": len(fleet.workers),

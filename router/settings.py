@@ -367,6 +367,8 @@ class TokenizerSettings(_Section):
     threads: PositiveInt = 2
     timeout: PositiveFloat = 5.0
     cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
+    hub_timeout: Annotated[float, Field(ge=0)] = 10.0
+    check_interval: PositiveFloat = 60.0
 
 
 class Settings(BaseSettings):

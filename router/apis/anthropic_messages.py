@@ -55,7 +55,6 @@ def decode_messages(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(fields.max_tokens, int, None),
         session=session_of(headers, fields),
-        converted=True,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from indexer.hashing import TOKEN_BYTES, PackedPrompt
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
@@ -12,6 +14,12 @@ class Truncation:
 
     tokens: int
     side: Literal["left", "right"] = "left"
+
+    def of(self, prompt: PackedPrompt) -> PackedPrompt:
+        """What is left of a prompt."""
+        if self.side == "right":
+            return PackedPrompt(prompt.tokens[: self.tokens * TOKEN_BYTES])
+        return PackedPrompt(prompt.tokens[max(0, len(prompt) - self.tokens) * TOKEN_BYTES :])
 
 
 @dataclass(slots=True, init=False)
@@ -45,8 +53,8 @@ class ChatPrompt:
     """A conversation and all that changes how the chat template renders it. The messages are kept whole.
 
     `merges_system`: where the template takes a system message only as the first, the others become part of it.
-    `thinking_off`: the client wants no thinking, which templates are told in two ways. `tokenized`: by which tokenizer,
-    and what it became, for the same request once more.
+    `thinking_off`: the client wants no thinking, which templates are told in two ways. `call`: the path and the body
+    that it came from, for an engine to read. `tokenized`: by what, and what it became, for the same request once more.
     """
 
     messages: list[dict[str, Any]]
@@ -61,6 +69,7 @@ class ChatPrompt:
     truncation: Truncation | None
     merges_system: bool
     thinking_off: bool
+    call: tuple[str, bytes] | None = field(init=False, compare=False, repr=False)
     tokenized: tuple[Any, Any] | None = field(init=False, compare=False, repr=False)
 
     def __init__(
@@ -90,6 +99,7 @@ class ChatPrompt:
         self.truncation = truncation
         self.merges_system = merges_system
         self.thinking_off = thinking_off
+        self.call = None
         self.tokenized = None
 
 
@@ -102,8 +112,7 @@ class RoutedRequest:
 
     `max_tokens` bounds each of the `n` answers to a prompt; None is no bound. `session` is what the requests of one
     conversation or user have in common. `previous_response` is the response this one goes on from, which only the
-    worker that made it knows. `converted`: the prompt is what the worker is expected to make of another API's request,
-    so that a template's refusal is the worker's to tell.
+    worker that made it knows.
     """
 
     model: str | None
@@ -115,7 +124,6 @@ class RoutedRequest:
     priority: int
     session: str | None
     previous_response: str | None
-    converted: bool
 
     def __init__(
         self,
@@ -128,7 +136,6 @@ class RoutedRequest:
         priority: int = 0,
         session: str | None = None,
         previous_response: str | None = None,
-        converted: bool = False,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -139,7 +146,6 @@ class RoutedRequest:
         self.priority = priority
         self.session = session
         self.previous_response = previous_response
-        self.converted = converted
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
         previous_response=optional_string(fields.previous_response_id, "previous_response_id"),
-        converted=True,
     )
 
 

@@ -136,7 +136,7 @@ class Router:
         try:
             tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)
         except (TokenizerUnavailableError, RequestError) as error:
-            return self._routed_by_load(request, body_bytes, error)
+            return _routed_by_load(request, body_bytes, error)
         return None if tokenized is None else tokenized_prompt(request, tokenized)
 
     async def read_aside(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
@@ -147,7 +147,7 @@ class Router:
         try:
             tokenized = await self._tokenizers.tokenize_aside(model, request.prompt)
         except (TokenizerUnavailableError, RequestError) as error:
-            return self._routed_by_load(request, body_bytes, error)
+            return _routed_by_load(request, body_bytes, error)
         return tokenized_prompt(request, tokenized)
 
     def _asked(self, request: RoutedRequest) -> tuple[RoutedRequest, str | None]:
@@ -160,15 +160,6 @@ class Router:
         if model is None:
             raise self._unknown_model(request.model)
         return request, model
-
-    def _routed_by_load(
-        self, request: RoutedRequest, body_bytes: int, error: TokenizerUnavailableError | RequestError
-    ) -> RoutedPrompt:
-        """A prompt that could not be tokenized. Raises the error when it is the client's to know."""
-        if isinstance(error, RequestError) and not request.converted:
-            raise error
-        log.debug("routed by load alone", model=request.model, reason=str(error))
-        return unread_prompt(request, body_bytes)
 
     def choose(
         self,
@@ -623,6 +614,12 @@ class Router:
             param="model",
             code="model_not_found",
         )
+
+
+def _routed_by_load(request: RoutedRequest, body_bytes: int, error: Exception) -> RoutedPrompt:
+    """A prompt that could not be tokenized. Whether it is none is for the worker to say."""
+    log.debug("routed by load alone", model=request.model, reason=str(error))
+    return unread_prompt(request, body_bytes)
 
 
 _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}

@@ -88,7 +88,7 @@ class ChatTemplate:
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """What transformers' `apply_chat_template` makes of prepared messages."""
         _check_arguments(messages, variables)
-        messages = [_without_nulls(message) for message in messages]
+        messages = [_as_templates_see(message) for message in messages]
         continues = variables["continue_final_message"]
         said = _mark_end(messages, self._source) if continues else ""
         given = {
@@ -169,10 +169,15 @@ def _check_arguments(messages: list[dict[str, Any]], variables: dict[str, Any]) 
         raise ValueError("Each document must be an object with title and text.")
 
 
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    if len(message) > 2 and None in message.values():
-        return {name: value for name, value in message.items() if value is not None}
-    return message
+def _as_templates_see(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what is null, and with its reasoning by the name that gpt-oss's templates read, too."""
+    if len(message) == 2:  # nearly all
+        return message
+    if "reasoning" in message:
+        message = {"thinking": message["reasoning"], **message}
+    return (
+        {name: value for name, value in message.items() if value is not None} if None in message.values() else message
+    )
 
 
 def _mark_end(messages: list[dict[str, Any]], source: str) -> str:

@@ -12,8 +12,7 @@ import structlog
 from jinja2 import TemplateSyntaxError
 
 from indexer.hashing import PackedPrompt
-from router.apis.media import has_media
-from router.apis.requests import ChatPrompt
+from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.chat_template import ChatTemplate
 from router.tokens.model_files import ModelFiles
@@ -28,13 +27,29 @@ _FASTER = 8
 
 
 class ChatEncoder(Protocol):
-    """What a model family has in the place of a chat template."""
+    """What a model family has in the place of a chat template. `truncates`: whether `truncate_prompt_tokens` counts."""
+
+    truncates: bool
 
     def encode(self, chat: ChatPrompt) -> bytes | str:
         """A conversation's packed token ids, or its text.
 
         Raises RequestError (400) for what no engine takes, TokenizerUnavailableError for what only an engine knows.
         """
+
+
+class Encoder(Protocol):
+    """What texts are tokenized with: `TextEncoder`, or what a model family has in its place."""
+
+    vocab_size: int
+
+    @property
+    def fast(self) -> bool: ...
+
+    @property
+    def cached_bytes(self) -> int: ...
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]: ...
 
 
 class LocalTokenizer:
@@ -44,13 +59,19 @@ class LocalTokenizer:
     """
 
     def __init__(
-        self, files: ModelFiles, cache_bytes: int = CACHE_BYTES, chat_encoder: ChatEncoder | None = None, way: str = ""
+        self,
+        files: ModelFiles,
+        cache_bytes: int = CACHE_BYTES,
+        chat_encoder: ChatEncoder | None = None,
+        text_encoder: Encoder | None = None,
+        way: str = "",
     ) -> None:
-        """`cache_bytes` bounds what is kept of the texts seen before; `chat_encoder` stands in for the chat template.
+        """`cache_bytes` bounds what is kept of the texts seen before. `chat_encoder` stands in for the chat template,
+        `text_encoder` for tokenizer.json.
 
         Raises TokenizerUnavailableError.
         """
-        self._encoder = TextEncoder(files.tokenizer, cache_bytes // 2)
+        self._encoder: Encoder = text_encoder or TextEncoder(files.tokenizer, cache_bytes // 2)
         self._prompts = PromptCache(cache_bytes - cache_bytes // 2)
         self._chat_encoder = chat_encoder
         self._template = _template(files, tools=False)
@@ -70,40 +91,46 @@ class LocalTokenizer:
         return self._encoder.fast
 
     @property
-    def renders(self) -> bool:
-        """Whether there is a chat template, or what stands in for it."""
-        return self._template is not None or self._chat_encoder is not None
+    def has_chat_encoder(self) -> bool:
+        """Whether chats are encoded by what their model family has in the place of a chat template."""
+        return self._chat_encoder is not None
 
     @property
     def cached_bytes(self) -> int:
         """What the texts seen before take."""
         return self._encoder.cached_bytes + self._prompts.bytes
 
-    def encode_chat(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> tuple[PackedPrompt, PackedPrompt]:
-        """The token ids of a conversation up to its first media item, and those of all of it, with other texts in the
-        place of media; the same prompt twice where it has none.
+    def tokenize(self, prompt: ChatPrompt | TextPrompts, *, at_most: int = sys.maxsize) -> list[PackedPrompt]:
+        """The token ids of each prompt. Raises as `render` and `encode` do."""
+        if isinstance(prompt, ChatPrompt):
+            return [self.encode_chat(prompt, at_most=at_most)]
+        prompts = self.encode(prompt.texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
+        return [prompt.truncation.of(each) for each in prompts] if prompt.truncation else prompts
 
-        Raises as `render` and `encode` do.
-        """
-        add = chat.add_special_tokens
-        if self._chat_encoder is not None:
-            rendered = self._encoded_by_family(self._chat_encoder, chat)
-            if isinstance(rendered, PackedPrompt):
-                return rendered, rendered
-        elif has_media(chat.messages):
-            before, whole = self.encode(self._around_media(chat), add_special_tokens=add, at_most=at_most)
-            return before, whole
+    def encode_chat(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> PackedPrompt:
+        """The token ids of a conversation without media. Raises as `render` and `encode` do."""
+        truncation = chat.truncation
+        if self._chat_encoder is None:
+            rendered: str | bytes = self.render(chat)
         else:
-            rendered = self.render(chat)
-        (prompt,) = self.encode([rendered], add_special_tokens=add, at_most=at_most)
-        return prompt, prompt
+            _check_own_template(chat)
+            rendered = self._chat_encoder.encode(chat)
+            truncation = chat.truncation if self._chat_encoder.truncates else None
+        if isinstance(rendered, str):
+            (prompt,) = self.encode([rendered], add_special_tokens=chat.add_special_tokens, at_most=at_most)
+        else:
+            prompt = self._prompts.of_tokens(rendered)
+        return truncation.of(prompt) if truncation else prompt
 
-    def _encoded_by_family(self, encoder: ChatEncoder, chat: ChatPrompt) -> PackedPrompt | str:
-        _check_own_template(chat)
-        if has_media(chat.messages):
+    def encode_around_media(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> tuple[PackedPrompt, PackedPrompt]:
+        """The token ids of a conversation up to its first media item, and those of all of it, with other texts in the
+        place of media. Raises as `render` and `encode` do.
+        """
+        if self._chat_encoder is not None:
             raise TokenizerUnavailableError("this model's media are not told apart here")
-        encoded = encoder.encode(chat)
-        return encoded if isinstance(encoded, str) else PackedPrompt(encoded)
+        add = chat.add_special_tokens
+        before, whole = self.encode(self._around_media(chat), add_special_tokens=add, at_most=at_most)
+        return before, whole
 
     def _around_media(self, chat: ChatPrompt) -> list[str]:
         """A chat's text up to its first media item, and all of it with other texts in the place of those."""

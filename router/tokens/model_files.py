@@ -36,16 +36,16 @@ class ModelFiles:
         if not path.exists():
             raise TokenizerUnavailableError(f"no tokenizer can be loaded from {str(folder)!r}: no tokenizer.json there")
         try:
-            tokenizer = path.read_text(encoding="utf-8")
-            config = read_json(folder / "tokenizer_config.json")
-            return cls(
-                tokenizer,
-                _templates(folder, config),
-                _special_tokens(config, read_json(folder / "special_tokens_map.json")),
-                *model_config(folder),
-            )
+            return cls.beside(path.read_text(encoding="utf-8"), folder)
         except (OSError, ValueError) as error:
             raise TokenizerUnavailableError(f"no tokenizer can be loaded from {str(folder)!r}: {error}") from error
+
+    @classmethod
+    def beside(cls, tokenizer: str, folder: Path) -> ModelFiles:
+        """The files in a folder beside the tokenizer. Raises OSError and ValueError."""
+        config = read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+        return cls(tokenizer, _templates(folder, config), special, *model_config(folder))
 
     def template_for(self, tools: bool) -> str | None:
         """The chat template for conversations with or without tools; None where the model has none."""

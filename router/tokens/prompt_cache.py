@@ -65,7 +65,7 @@ class PromptCache:
             known = self._by_place.get((place, text[place - _CHARACTERS : place]))
             if known is None or known in tried:
                 continue
-            common = _common(text, known.text)
+            common = _common(text, known.text, place)
             if common >= place:
                 with self._lock:
                     if id(known) in self._known:
@@ -82,10 +82,18 @@ class PromptCache:
         if known is None:
             prompt = PackedPrompt(tokens)
         else:
-            prompt = known.prompt.extended(tokens, _common(tokens, known.prompt.tokens) // TOKEN_BYTES)
+            before = known.prompt.tokens
+            share = max(begun.common - _FIRST_PLACES[0], 0) / len(known.text)  # its tokens are much the same share
+            common = _common(tokens, before, int(share * len(before)))
+            prompt = known.prompt.extended(tokens, common // TOKEN_BYTES)
         if len(text) >= _FIRST_PLACES[0]:
             self._put(KnownPrompt(text, prompt), begun)
         return prompt
+
+    def of_tokens(self, tokens: bytes) -> PackedPrompt:
+        """The prompt of token ids that no text was kept of."""
+        text = tokens.decode("latin-1")
+        return self.prompt(text, tokens, self.find(text))
 
     def _put(self, new: KnownPrompt, begun: Begun) -> None:
         if new.size > self._limit:
@@ -113,14 +121,19 @@ class PromptCache:
         return len(self._known)
 
 
+def common_tokens(one: PackedPrompt, other: PackedPrompt) -> int:
+    """How many tokens two prompts begin with alike; the other one likely with most of its own."""
+    return _common(one.tokens, other.tokens, len(other.tokens) * 7 // 8) // TOKEN_BYTES
+
+
 def _places(length: int) -> list[int]:
     return [*_FIRST_PLACES[: bisect_right(_FIRST_PLACES, length)], *range(_STEP, length + 1, _STEP)]
 
 
-def _common(one: AnyStr, other: AnyStr) -> int:
-    """How much two texts begin alike. Compared by the C library, and nothing twice but where they differ."""
+def _common(one: AnyStr, other: AnyStr, likely: int) -> int:
+    """How much two texts begin alike: `likely` so much at least. Compared by the C library, and little of it twice."""
     low, high = 0, min(len(one), len(other))
-    middle = high  # one often goes on from all of the other
+    middle = min(likely, high)
     while low < high:
         if one.startswith(other[low:middle], low):
             low = middle
