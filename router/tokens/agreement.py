@@ -88,6 +88,10 @@ class Trial:
         """Ask the engine. Raises TokenizerUnavailableError when it does not answer at all."""
         for probe in probes:
             await self._ask(probe.shape, probe.prompt())
+            if probe.shape in self._expected and self._expected[probe.shape] is None and probe.unused_tools:
+                # An engine that is not told how to read calls takes tools only when none may be used.
+                del self._expected[probe.shape]
+                await self._ask(probe.shape, probe.unused_tools.prompt())
 
     async def _ask(self, shape: Shape, prompt: ChatPrompt | TextPrompts) -> None:
         ways = {

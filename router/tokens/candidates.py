@@ -33,7 +33,7 @@ def candidates(folder: Path) -> list[Load]:
         return LocalTokenizer(files, cache_bytes, encoder, encoder.texts, "mistral-common")
 
     def harmony(cache_bytes: int) -> LocalTokenizer:
-        return LocalTokenizer(ModelFiles.read(folder), cache_bytes, Harmony(), way="openai-harmony")
+        return LocalTokenizer(ModelFiles.read(folder), cache_bytes, Harmony(), way="harmony")
 
     def deepseek_v32(cache_bytes: int) -> LocalTokenizer:
         return LocalTokenizer(ModelFiles.read(folder), cache_bytes, DeepSeekV32(), way="deepseek_v32")

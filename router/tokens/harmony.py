@@ -1,7 +1,7 @@
-"""gpt-oss: engines render its chats by the library openai-harmony, whatever template lies in the model's folder.
+"""gpt-oss: engines render its chats by the library harmony, whatever template lies in the model's folder.
 
-The library loads its vocabulary over the network when it is first used, or from the folder that the environment's
-TIKTOKEN_ENCODINGS_BASE names.
+Two packages bring the library: oss-harmony, which newer vLLM uses and which has its vocabulary in it, and the older
+openai-harmony, which loads that over the network, or from the folder that TIKTOKEN_ENCODINGS_BASE names.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ class Harmony:
             )
         except Exception as error:  # of its own kinds
             raise TokenizerUnavailableError(
-                f"openai-harmony cannot load its vocabulary ({error}): let it reach the network once, or name the "
-                "folder of o200k_base.tiktoken in TIKTOKEN_ENCODINGS_BASE"
+                f"harmony cannot load its vocabulary ({error}): install oss-harmony, which has it, or name the folder "
+                "of o200k_base.tiktoken in TIKTOKEN_ENCODINGS_BASE"
             ) from error
+        names = ("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>")
+        self._marks = [self._encoding.encode(name, allowed_special="all")[0] for name in names]
         efforts = openai_harmony.ReasoningEffort
         self._efforts: dict[str, Any] = {"low": efforts.LOW, "medium": efforts.MEDIUM, "high": efforts.HIGH}
 
@@ -71,7 +73,29 @@ class Harmony:
             library.Role.ASSISTANT,
             config=library.RenderConversationConfig(auto_drop_analysis=False),
         )
-        return pack_tokens(tokens)
+        return pack_tokens(self._with_older_headers(tokens))
+
+    def _with_older_headers(self, tokens: list[int]) -> list[int]:
+        """With calls of functions as the model was trained with, and vLLM shows them: the recipient first."""
+        start, message, channel, constrain = self._marks
+        made: list[int] = []
+        place = 0
+        while place < len(tokens):
+            end = tokens.index(message, place) if tokens[place] == start and message in tokens[place:] else 0
+            header = tokens[place + 1 : end] if end else []
+            if channel in header and constrain in header[header.index(channel) :]:
+                author = self._encoding.decode(header[: header.index(channel)])
+                said = self._encoding.decode(header[header.index(channel) + 1 : header.index(constrain)])
+                kind = self._encoding.decode(header[header.index(constrain) + 1 :])
+                name, _, recipient = said.strip().partition(" to=")
+                if author == "assistant" and name and recipient and kind:
+                    made += [start, *self._encoding.encode(f"assistant to={recipient}"), channel]
+                    made += [*self._encoding.encode(f"{name} {kind}"), message]
+                    place = end + 1
+                    continue
+            made.append(tokens[place])
+            place += 1
+        return made
 
     def _system(self, effort: str | None) -> Any:
         content = self._library.SystemContent.new()

@@ -6,7 +6,7 @@ probe is a short request that shows one of them, as few others as can be, and no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -112,6 +112,11 @@ class Probe:
         prompt = read_call(call).prompt
         assert isinstance(prompt, (ChatPrompt, TextPrompts))
         return prompt
+
+    @property
+    def unused_tools(self) -> Probe | None:
+        """The same request with tools that are shown, but not to be called; None for one without."""
+        return replace(self, body=self.body | {"tool_choice": "none"}) if "tools" in self.body else None
 
 
 _USER = {"role": "user", "content": "Which worker holds the prefix of this prompt?"}
