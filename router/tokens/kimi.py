@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from indexer.errors import RequestError
 from indexer.hashing import pack_tokens
 from router.errors import TokenizerUnavailableError
 from router.tokens.model_files import read_json
@@ -62,8 +61,5 @@ class KimiTexts:
         self.vocab_size = first + _SPECIAL_TOKENS
 
     def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:  # noqa: ARG002 (has none)
-        """The packed token ids of each text. Raises RequestError (400) for half of a surrogate pair."""
-        try:
-            return [pack_tokens(self._encoding.encode(text, allowed_special="all")) for text in texts]
-        except UnicodeEncodeError as error:
-            raise RequestError("The prompt has half of a surrogate pair in it. Send valid Unicode.") from error
+        """The packed token ids of each text."""
+        return [pack_tokens(self._encoding.encode(text, allowed_special="all")) for text in texts]

@@ -205,7 +205,7 @@ def test_systems_are_not_merged_without_a_developer(tokenizer: PreTrainedTokeniz
     assert seen(tokenizer, USER, system) == [USER, system]
 
 
-def test_tools_have_vllms_keys_in_vllms_order(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tools_have_vllms_keys_in_vllms_order() -> None:
     tools: list[dict[str, Any]] = [
         WEATHER | {"extra": 1},
         {"function": {"strict": False, "name": "f", "extra": 1}},
@@ -264,7 +264,7 @@ def test_the_variables_of_a_request(tokenizer: PreTrainedTokenizerFast, chat: Ch
     assert json.loads(ChatTemplate(source, tokenizer.special_tokens_map).render(chat)) == expected
 
 
-def test_the_last_message_can_be_left_open(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_last_message_can_be_left_open() -> None:
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}")
     messages = [USER, {"role": "assistant", "content": "well,"}]
     chat = ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
@@ -334,7 +334,9 @@ def test_whatever_a_client_sends_is_rendered_or_refused(
     source: str,
 ) -> None:
     with contextlib.suppress(RequestError):
-        ChatTemplate(source, tokenizer.special_tokens_map).render(ChatPrompt(messages, tools=tools, chat_template_kwargs=variables))
+        ChatTemplate(source, tokenizer.special_tokens_map).render(
+            ChatPrompt(messages, tools=tools, chat_template_kwargs=variables)
+        )
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

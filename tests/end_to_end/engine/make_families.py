@@ -2,9 +2,9 @@
 
     python make_families.py DIR
 
-Runs in the engine's own environment. The shapes are those of the families' real files: the kind of tokenizer, its class,
-its special tokens, what the template does with roles, tools and thoughts. Mistral's tekken.json is a real one, which the
-package mistral-common ships; all other vocabularies are trained on the standard library's sources.
+Runs in the engine's own environment. The shapes are those of the families' real files: the kind of tokenizer, its
+class, its special tokens, what the template does with roles, tools and thoughts. Mistral's tekken.json is a real one,
+which the package mistral-common ships; all other vocabularies are trained on the standard library's sources.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ LLAMA3 = """\
 {%- else %}{% set system = '' %}{% endif %}
 {{- '<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\n' }}
 {{- 'Today Date: ' + (date_string if date_string is defined else '26 Jul 2024') + '\\n\\n' + system }}
-{%- if tools %}{{ '\\nFunctions:' }}{% for tool in tools %}{{ '\\n' }}{{ tool | tojson(indent=4) }}{% endfor %}{% endif %}
+{%- if tools %}{{ '\\nFunctions:' }}
+{%- for tool in tools %}{{ '\\n' }}{{ tool | tojson(indent=4) }}{% endfor %}{% endif %}
 {{- '<|eot_id|>' }}
 {%- for message in messages %}
 {%- if message.role in ('tool', 'ipython') %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
@@ -178,9 +179,7 @@ def _metaspace(special: tuple[str, ...]) -> Tokenizer:
     backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(special),
         special_tokens=["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],

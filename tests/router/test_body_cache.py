@@ -1,0 +1,66 @@
+"""The same body once more is not read again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from indexer.errors import RequestError
+from router.apis.body_cache import BodyCache
+from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES, Call, read_call
+
+USER = {"role": "user", "content": "What holds the cache?"}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": [USER]},
+    ANTHROPIC: {"model": "m", "messages": [USER], "max_tokens": 1},
+    RESPONSES: {"model": "m", "input": [USER]},
+}
+
+
+def call(path: str, naming: list[tuple[bytes, bytes]] | None = None, **fields: Any) -> Call:
+    return Call("POST", path, naming or [], json.dumps(BODIES[path] | fields).encode(), naming or [])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_same_body_is_read_once(path: str) -> None:
+    seen = BodyCache()
+    first = read_call(call(path), seen=seen)
+    assert read_call(call(path), seen=seen) is first
+    assert read_call(call(path, user="u"), seen=seen) is not first
+    assert first == read_call(call(path))
+
+
+def test_the_same_body_elsewhere_is_another_request() -> None:
+    seen, body = BodyCache(), json.dumps(BODIES[ANTHROPIC]).encode()
+    first = read_call(Call("POST", CHAT, [], body), seen=seen)
+    other = read_call(Call("POST", ANTHROPIC, [], body), seen=seen)
+    assert other is not first
+    assert other == read_call(Call("POST", ANTHROPIC, [], body))
+
+
+def test_a_session_in_the_headers_counts_each_time() -> None:
+    seen = BodyCache()
+    for session in ("a", "b"):
+        request = read_call(call(CHAT, [(b"x-session-id", session.encode())]), seen=seen)
+        assert request.session == session
+    assert read_call(call(CHAT), seen=seen).session is None
+
+
+def test_what_is_refused_is_refused_again() -> None:
+    seen = BodyCache()
+    for _ in range(2):
+        with pytest.raises(RequestError, match="messages is missing"):
+            read_call(call(CHAT, messages=None), seen=seen)
+
+
+@pytest.mark.parametrize("limit", [0, 50_000])
+def test_what_is_kept_is_bounded(limit: int) -> None:
+    seen = BodyCache(limit)
+    for number in range(100):
+        read_call(call(CHAT, user=f"{number}"), seen=seen)
+        assert seen.size <= limit
+    kept = [seen.get(CHAT, call(CHAT, user=f"{number}").body) is not None for number in range(100)]
+    assert kept[0] is False
+    assert kept[-1] is (limit > 0)
