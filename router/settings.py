@@ -149,7 +149,7 @@ class WorkerSettings(_Section):
 
 
 class ModelSettings(_Section):
-    """What the router cannot ask a worker about a model. `tokenizer` is a folder or the name of a cached model."""
+    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub."""
 
     tokenizer: str | None = None
 

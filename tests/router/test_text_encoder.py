@@ -18,7 +18,10 @@ from router.tokens import text_encoder
 from router.tokens.text_encoder import TextEncoder
 
 SPECIAL = ("<s>", "<|end|>")
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
