@@ -70,6 +70,7 @@ class Services:
     indexer: Indexer
     session: aiohttp.ClientSession
     tokenizers: Tokenizers
+    tokenizer_source: TokenizerSource
     fleet: Fleet
     networks: AllowedNetworks
     registered_streams: RegisteredStreams
@@ -108,6 +109,7 @@ async def running_services(
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
+        stack.push_async_callback(source.close)
         fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide, networks)
         if worker_processes:
             await worker_processes.catch_up(fleet)
@@ -121,6 +123,7 @@ async def running_services(
         stack.push_async_callback(sharing.stop)
         history = RoutingHistory()
         audit = HitAudit(indexer, history, settings.audit)
+        source.audits = audit.audits
         policy = policy_named(settings.policy, Random())
         router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing)
         admission = _admission(settings, router, policy, fleet, load, sharing)
@@ -134,7 +137,7 @@ async def running_services(
             AuditCollector(audit),
         ):
             registry.register(collector)
-        fleet.on_removed += [router.removed, metrics.forget]
+        fleet.on_removed += [router.removed, metrics.forget, source.removed]
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)
         stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])
@@ -149,6 +152,7 @@ async def running_services(
             indexer,
             session,
             tokenizers,
+            source,
             fleet,
             networks,
             registered_streams,

@@ -169,7 +169,7 @@ class WorkerSettings(_Section):
 
 
 class ModelSettings(_Section):
-    """What the router cannot ask a worker about a model. `tokenizer` is a folder or the name of a cached model."""
+    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub."""
 
     tokenizer: str | None = None
 
@@ -393,6 +393,8 @@ class TokenizerSettings(_Section):
     threads: PositiveInt = 2
     timeout: PositiveFloat = 5.0
     cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
+    hub_timeout: Annotated[float, Field(ge=0)] = 10.0
+    check_interval: PositiveFloat = 60.0
 
 
 class Settings(BaseSettings):

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from tokenizers import Tokenizer
 
 from benchmarks.tokenize.conversations import bodies
 from indexer.hashing import PackedPrompt
-from router.apis.body_cache import BodyCache
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt
 from router.holdings.speculation import prompt_hashes
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.model_files import ModelFiles
 
 # Prompts are measured at the first turn that has so many tokens.
 SIZES = (1_000, 3_000, 10_000, 20_000, 30_000)
@@ -54,44 +56,44 @@ class Comparison:
     tokens: int = 0
 
 
-def compare(loaded: Any, conversations: int) -> Comparison:
-    """Measure conversations with a tokenizer of transformers.
+def compare(files: ModelFiles, conversations: int) -> Comparison:
+    """Measure conversations with a model's tokenizer.
 
     Every turn's token ids are held against those of the tokenizer used on the whole text.
 
     Raises UnequalError.
     """
-    found = Comparison()
+    found, reference = Comparison(), Tokenizer.from_str(files.tokenizer)
     for seed in range(conversations):
-        known, anew, seen = LocalTokenizer(loaded), LocalTokenizer(loaded, cache_bytes=0), BodyCache()
+        known, anew = LocalTokenizer(files), LocalTokenizer(files, cache_bytes=0)
         before, sizes = 0, list(SIZES)
         for body in bodies(seed, _CHARACTERS):
-            expected = _whole(known, known.render(_prompt(body)))
+            expected = _whole(reference, known.render(_prompt(body)))
             timed = sizes and len(expected) >= sizes[0]
             costs = found.costs.setdefault(sizes.pop(0), Costs()) if timed else Costs()
             # In turns, so that neither always finds the machine as the other left it.
             for side in (0, 1) if seed % 2 else (1, 0):
                 if side and timed:
-                    _time_anew(costs, known, anew, body)
+                    _time_anew(costs, reference, anew, body)
                 elif not side:
-                    _check(_time_known(costs, known, seen, body), expected)
+                    _check(_time_known(costs, known, body), expected)
             found.prompts += 1
             found.tokens += len(expected)
             costs.tokens.append(len(expected))
             costs.new_tokens.append(len(expected) - before)
             before = len(expected)
             if not sizes:
-                _check(_time_known(found.again, known, seen, body), expected)
+                _check(_time_known(found.again, known, body), expected)
                 found.again.tokens.append(len(expected))
                 found.again.new_tokens.append(0)
                 break
     return found
 
 
-def _time_known(costs: Costs, tokenizer: LocalTokenizer, seen: BodyCache, body: bytes) -> PackedPrompt:
+def _time_known(costs: Costs, tokenizer: LocalTokenizer, body: bytes) -> PackedPrompt:
     """The steps of a request, with what earlier turns left."""
     begun = time.process_time()
-    prompt = _timed(costs, "decode", lambda: _prompt(body, seen))
+    prompt = _timed(costs, "decode", lambda: _prompt(body))
     text = _timed(costs, "render", lambda: tokenizer.render(prompt))
     token_ids = _timed(costs, "tokenize", lambda: tokenizer.encode([text], add_special_tokens=False)[0])
     _timed(costs, "hash", lambda: _hash(token_ids))
@@ -99,20 +101,20 @@ def _time_known(costs: Costs, tokenizer: LocalTokenizer, seen: BodyCache, body: 
     return token_ids
 
 
-def _time_anew(costs: Costs, known: LocalTokenizer, anew: LocalTokenizer, body: bytes) -> None:
+def _time_anew(costs: Costs, reference: Tokenizer, anew: LocalTokenizer, body: bytes) -> None:
     """The same steps with nothing kept: by the model's own tokenizer, and as the router does a new conversation."""
-    _timed(costs, "whole", lambda: _hash(_whole(known, known.render(_prompt(body)))))
+    _timed(costs, "whole", lambda: _hash(_whole(reference, anew.render(_prompt(body)))))
     _timed(costs, "new", lambda: _hash(anew.encode([anew.render(_prompt(body))], add_special_tokens=False)[0]))
 
 
-def _prompt(body: bytes, seen: BodyCache | None = None) -> ChatPrompt:
-    prompt = decode_chat(body, (), seen).prompt
+def _prompt(body: bytes) -> ChatPrompt:
+    prompt = decode_chat(body).prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
 
 
-def _whole(tokenizer: LocalTokenizer, text: str) -> PackedPrompt:
-    (encoding,) = tokenizer.backend.encode_batch_fast([text], add_special_tokens=False)
+def _whole(tokenizer: Tokenizer, text: str) -> PackedPrompt:
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return PackedPrompt.of(encoding.ids)
 
 

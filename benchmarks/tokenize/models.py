@@ -6,11 +6,10 @@ import sysconfig
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from router.tokens.model_files import ModelFiles
 from worker.simulated.model.train import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 BUNDLED = Path("worker/simulated/model")
@@ -24,12 +23,12 @@ _WORDS = (
 )
 
 
-def bundled() -> Any:
+def bundled() -> ModelFiles:
     """The simulated worker's."""
-    return AutoTokenizer.from_pretrained(BUNDLED, local_files_only=True)
+    return ModelFiles.read(BUNDLED)
 
 
-def large() -> Any:
+def large() -> ModelFiles:
     """A byte-level BPE of 32,768 tokens, trained on the source of Python's standard library."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -47,8 +46,7 @@ def large() -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sources(), trainer)
-    wrap: Any = PreTrainedTokenizerFast
-    return wrap(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
+    return ModelFiles(tokenizer.to_str(), {"default": CHAT_TEMPLATE}, {"eos_token": "<|im_end|>"})
 
 
 def _sources() -> Iterator[str]:

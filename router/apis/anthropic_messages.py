@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 
 from indexer.errors import RequestError
-from router.apis.body_cache import BodyCache, ReadBody, again, conversation_of, read_among
 from router.apis.body_fields import MessagesFields
-from router.apis.fields import kind_of, lenient, model_name, optional_string
+from router.apis.fields import kind_of, lenient, model_name, optional_string, read_body
 from router.apis.message_normalization import BILLING_HEADER
-from router.apis.requests import ChatPrompt, Conversation, RoutedRequest
+from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.sessions import session_of
 from router.http.headers import HeaderItems
 
@@ -31,31 +30,16 @@ _ERROR_TYPES = {
 }
 
 
-def decode_messages(body: bytes, headers: HeaderItems = (), seen: BodyCache | None = None) -> RoutedRequest:
-    """What routing needs of the body. Raises RequestError (400) naming the field at fault.
-
-    `seen`: the bodies from before, of which one may begin as this one does.
-    """
-    found, earlier = read_among(seen, body, MessagesFields, _check)
-    if found.request is not None:
-        return again(found.request, session_of(headers, found.fields))
-    chat, shared = _chat_after(found, earlier)
-    found.conversation = conversation_of(chat, shared, earlier)
-    found.request = _request(found.fields, headers, chat, found.conversation)
-    return found.request
-
-
-def _check(fields: MessagesFields, known: int = 0) -> None:
-    """Refuse what cannot be routed. The first `known` messages are known to be right."""
-    model_name(fields.model)
-    _check_messages(fields.messages, known)
-
-
-def _request(
-    fields: MessagesFields, headers: HeaderItems, chat: list[Message], conversation: Conversation
-) -> RoutedRequest:
+def decode_messages(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
+    """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
+    fields = read_body(body, MessagesFields)
+    model = model_name(fields.model)
+    _check_messages(fields.messages)
     thinking = fields.thinking.get("type") if isinstance(fields.thinking, dict) else None
     effort = fields.output_config.get("effort") if isinstance(fields.output_config, dict) else None
+    chat = _system(fields.system)
+    for message in fields.messages:
+        chat += _converted(message)
     prompt = ChatPrompt(
         messages=chat,
         tools=_tools(fields.tools, fields.messages),
@@ -63,16 +47,14 @@ def _request(
         chat_template_kwargs=fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else None,
         merges_system=True,
         thinking_off=thinking == "disabled",
-        conversation=conversation,
     )
     return RoutedRequest(
-        model=fields.model,
+        model=model,
         prompt=prompt if chat else None,
         stream=lenient(fields.stream, bool, False),
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(fields.max_tokens, int, None),
         session=session_of(headers, fields),
-        converted=True,
     )
 
 
@@ -82,10 +64,10 @@ def anthropic_error_body(error: RequestError) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
-def _check_messages(messages: Any, known: int) -> None:
+def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages is {kind_of(messages)}. Send a list of messages.", param="messages")
-    for index, message in enumerate(messages[known:], known):
+    for index, message in enumerate(messages):
         place = f"messages[{index}]"
         if not isinstance(message, dict):
             raise RequestError(f"{place} is {kind_of(message)}. Send an object.", param=place)
@@ -127,24 +109,6 @@ def _text(block: Any) -> str | None:
         case {"type": "text", "text": str(text)}:
             return text
     return None
-
-
-def _chat_after(found: ReadBody, earlier: ReadBody | None) -> tuple[list[Message], int]:
-    """The chat of a body, and how many of its first messages were made of an earlier one already."""
-    chat, shared, skipped = _system(found.fields.system), 0, 0
-    made = [len(chat)]
-    if earlier is not None and earlier.made and earlier.request is not None:
-        known = earlier.request.prompt
-        if isinstance(known, ChatPrompt) and known.messages[: earlier.made[0]] == chat:
-            skipped = found.shared
-            made = earlier.made[: skipped + 1]
-            shared = made[-1]
-            chat = known.messages[:shared]
-    for message in found.fields.messages[skipped:]:
-        chat += _converted(message)
-        made.append(len(chat))
-    found.made = made
-    return chat, shared
 
 
 def _converted(message: dict[str, Any]) -> list[Message]:

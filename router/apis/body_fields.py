@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 import msgspec
@@ -94,25 +93,3 @@ class NamedFields(SessionFields):
     model: Any = None
     stream: Any = None
     priority: Any = None
-
-
-# A key that no client can know, for messages that are put in the place of others (router/apis/body_cache.py).
-OWN_KEY = secrets.token_hex()
-
-
-class RawMessages(msgspec.Struct):
-    """The bytes of the messages, of all together."""
-
-    messages: msgspec.Raw
-
-
-class RawInput(msgspec.Struct, rename={"messages": "input"}):
-    """The same of `/v1/responses`."""
-
-    messages: msgspec.Raw
-
-
-class RawRest(msgspec.Struct, rename={"messages": OWN_KEY}):
-    """And of each of them, under our own key."""
-
-    messages: list[msgspec.Raw]

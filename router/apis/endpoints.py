@@ -17,7 +17,7 @@ from router.apis.fields import lenient, optional_string, read_body
 from router.apis.generate import decode_generate
 from router.apis.multipart import form_field
 from router.apis.openai_requests import decode_chat, decode_completion
-from router.apis.requests import RoutedRequest
+from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.responses import decode_responses
 from router.apis.sessions import only_naming, session_of
 from router.http.headers import HeaderItems
@@ -25,8 +25,9 @@ from router.http.headers import HeaderItems
 Decode = Callable[[bytes, HeaderItems], RoutedRequest]
 
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
-_ANTHROPIC = "/v1/messages"
+ANTHROPIC = "/v1/messages"
 
 
 def decode_named(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
@@ -43,12 +44,14 @@ def decode_named(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
 # The endpoints whose prompt decides.
 PROMPTED: dict[str, Decode] = {
     CHAT: decode_chat,
-    "/v1/completions": decode_completion,
+    COMPLETIONS: decode_completion,
     RESPONSES: decode_responses,
-    _ANTHROPIC: decode_messages,
+    ANTHROPIC: decode_messages,
     "/generate": decode_generate,
     "/inference/v1/generate": decode_generate,
 }
+# Those of chats, which become another text before they are tokens.
+_CHATS = frozenset((CHAT, RESPONSES, ANTHROPIC))
 # Those of JSON bodies that have no prefix worth going to.
 BY_LOAD = (
     "/v1/embeddings",
@@ -65,7 +68,7 @@ BY_LOAD = (
     "/v1/audio/speech",
 )
 _DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_named)
-_NAMES = _DECODERS | dict.fromkeys((CHAT, "/v1/completions", _ANTHROPIC), decode_named)
+_NAMES = _DECODERS | dict.fromkeys((CHAT, COMPLETIONS, ANTHROPIC), decode_named)
 
 
 class Call:
@@ -86,18 +89,17 @@ class Call:
 def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = None) -> RoutedRequest:
     """What routing needs of a call. Raises RequestError (400) naming the field at fault.
 
-    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the bodies of
-    chats from before, of which one may begin as this one does.
+    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the requests from
+    before, of which one may be the same.
     """
-    if with_prompt and seen is not None and call.method == "POST":
-        if call.path == CHAT:
-            return decode_chat(call.body, call.naming, seen)
-        if call.path == _ANTHROPIC:
-            return decode_messages(call.body, call.naming, seen)
-        if call.path == RESPONSES:
-            return decode_responses(call.body, call.naming, seen)
+    if with_prompt and seen is not None and call.path in _CHATS and call.method == "POST" and not call.naming:
+        request = seen.get(call.path, call.body)
+        if request is None:
+            request = _decoded(call, PROMPTED[call.path])
+            seen.put(call.path, call.body, request)
+        return request
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
-        return decode(call.body, call.naming)
+        return _decoded(call, decode)
     session = session_of(call.naming, SessionFields())
     content_type = next((value for name, value in call.headers if name == b"content-type"), b"").decode("latin-1")
     if content_type.startswith("multipart/form-data"):
@@ -111,6 +113,13 @@ def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = Non
     )
 
 
+def _decoded(call: Call, decode: Decode) -> RoutedRequest:
+    request = decode(call.body, call.naming)
+    if isinstance(request.prompt, ChatPrompt):
+        request.prompt.call = (call.path, call.body)
+    return request
+
+
 def call_error_body(path: str, error: RequestError) -> bytes:
     """An error as the clients of this path expect it."""
     return anthropic_error_body(error) if _is_anthropic(path) else error_body(error)
@@ -122,7 +131,7 @@ def error_event(path: str, error: RequestError) -> bytes:
 
 
 def _is_anthropic(path: str) -> bool:
-    return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
+    return path == ANTHROPIC or path.startswith(ANTHROPIC + "/")
 
 
 def _named_response(path: str) -> str | None:

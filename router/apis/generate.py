@@ -52,7 +52,6 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         n=lenient(sampling.get("n", fields.n), int, 1),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
-        converted=True,
     )
 
 

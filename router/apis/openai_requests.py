@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from indexer.errors import RequestError
-from router.apis.body_cache import BodyCache, again, conversation_of, read_among
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
 from router.apis.requests import (
     ChatPrompt,
-    Conversation,
     MatchRequest,
     Prompt,
     RoutedRequest,
@@ -23,17 +21,12 @@ from router.http.headers import HeaderItems
 COMPLETION_MAX_TOKENS = 16
 
 
-def decode_chat(body: bytes, headers: HeaderItems = (), seen: BodyCache | None = None) -> RoutedRequest:
-    """What routing needs of a chat. Raises RequestError (400) naming the field at fault.
-
-    `seen`: the chats from before, of which one may begin as this one does.
-    """
-    found, earlier = read_among(seen, body, GenerationFields, _check_chat)
-    if found.request is not None:
-        return again(found.request, session_of(headers, found.fields))
-    found.conversation = conversation_of(found.fields.messages, found.shared, earlier)
-    found.request = _chat_request(found.fields, headers, found.conversation)
-    return found.request
+def decode_chat(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
+    """What routing needs of a chat. Raises RequestError (400) naming the field at fault."""
+    fields = read_body(body, GenerationFields)
+    _check_chat(fields)
+    max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
+    return _request(fields, headers, fields.model, _chat_prompt(fields), max_tokens)
 
 
 def decode_completion(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
@@ -72,11 +65,6 @@ def decode_match(body: bytes) -> MatchRequest:
     )
 
 
-def _chat_request(fields: GenerationFields, headers: HeaderItems, conversation: Conversation) -> RoutedRequest:
-    max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
-    return _request(fields, headers, fields.model, _chat_prompt(fields, conversation), max_tokens)
-
-
 def _request(
     fields: GenerationFields, headers: HeaderItems, model: str, prompt: Prompt, max_tokens: int | None
 ) -> RoutedRequest:
@@ -92,7 +80,7 @@ def _request(
     )
 
 
-def _chat_prompt(fields: PromptFields, conversation: Conversation | None = None) -> ChatPrompt:
+def _chat_prompt(fields: PromptFields) -> ChatPrompt:
     return ChatPrompt(
         messages=fields.messages,
         tools=fields.tools if isinstance(fields.tools, list) else None,
@@ -104,12 +92,11 @@ def _chat_prompt(fields: PromptFields, conversation: Conversation | None = None)
         continue_final_message=lenient(fields.continue_final_message, bool, False),
         add_special_tokens=lenient(fields.add_special_tokens, bool, False),
         truncation=_truncation(fields),
-        conversation=conversation,
     )
 
 
-def _check_chat(fields: PromptFields, known: int = 0) -> None:
-    """Refuse what cannot be routed. The first `known` messages are known to be right."""
+def _check_chat(fields: PromptFields) -> None:
+    """Refuse what cannot be routed."""
     model_name(fields.model)
     messages = fields.messages
     if not isinstance(messages, list) or not messages:
@@ -117,7 +104,7 @@ def _check_chat(fields: PromptFields, known: int = 0) -> None:
             f'messages is {kind_of(messages)}. Send a list of messages: [{{"role": "user", "content": "…"}}].',
             param="messages",
         )
-    for index, message in enumerate(messages[known:], known):
+    for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise RequestError(
                 f'messages[{index}] is {kind_of(message)}. Send an object: {{"role": "user", "content": "…"}}.',

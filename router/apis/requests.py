@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from indexer.hashing import TOKEN_BYTES, PackedPrompt
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
@@ -12,6 +14,12 @@ class Truncation:
 
     tokens: int
     side: Literal["left", "right"] = "left"
+
+    def of(self, prompt: PackedPrompt) -> PackedPrompt:
+        """What is left of a prompt."""
+        if self.side == "right":
+            return PackedPrompt(prompt.tokens[: self.tokens * TOKEN_BYTES])
+        return PackedPrompt(prompt.tokens[max(0, len(prompt) - self.tokens) * TOKEN_BYTES :])
 
 
 @dataclass(slots=True, init=False)
@@ -40,46 +48,13 @@ class TokenPrompts:
     param: str = "prompt"
 
 
-class Rendering:
-    """How a conversation was rendered: `by` a chat template, with `variables`, the request's fields but the messages.
-
-    `prepared`: the messages as the template takes them. `ends`: where in the text each message's part ends, after the
-    end of what comes before the first.
-    """
-
-    def __init__(self, by: Any, variables: bytes, prepared: list[dict[str, Any]], text: str, ends: list[int]) -> None:
-        self.by = by
-        self.variables = variables
-        self.prepared = prepared
-        self.text = text
-        self.ends = ends
-
-
-class Conversation:
-    """What is known of a chat's messages, of which the first `shared` were seen before, in an earlier chat.
-
-    `has_media`: whether one of them is or has an image or the like. `earlier`: how that earlier chat was rendered;
-    `rendering`: how this one was, once it is, for those that go on from it. `tokenized`: by which tokenizer,
-    and what it became, for the same chat once more.
-    """
-
-    def __init__(
-        self, has_media: bool, shared: int = 0, earlier: Rendering | None = None, rendering: Rendering | None = None
-    ) -> None:
-        self.has_media = has_media
-        self.shared = shared
-        self.earlier = earlier
-        self.rendering = rendering
-        self.tokenized: tuple[Any, Any] | None = None
-
-
 @dataclass(slots=True, init=False)
 class ChatPrompt:
     """A conversation and all that changes how the chat template renders it. The messages are kept whole.
 
     `merges_system`: where the template takes a system message only as the first, the others become part of it.
-    `thinking_off`: the client wants no thinking, which templates are told in two ways. `conversation`: what is known
-    of the messages, if anything is; it changes nothing but how long things take.
+    `thinking_off`: the client wants no thinking, which templates are told in two ways. `call`: the path and the body
+    that it came from, for an engine to read. `tokenized`: by what, and what it became, for the same request once more.
     """
 
     messages: list[dict[str, Any]]
@@ -94,7 +69,8 @@ class ChatPrompt:
     truncation: Truncation | None
     merges_system: bool
     thinking_off: bool
-    conversation: Conversation | None = field(compare=False, repr=False)
+    call: tuple[str, bytes] | None = field(init=False, compare=False, repr=False)
+    tokenized: tuple[Any, Any] | None = field(init=False, compare=False, repr=False)
 
     def __init__(
         self,
@@ -110,7 +86,6 @@ class ChatPrompt:
         truncation: Truncation | None = None,
         merges_system: bool = False,
         thinking_off: bool = False,
-        conversation: Conversation | None = None,
     ) -> None:
         self.messages = messages
         self.tools = tools
@@ -124,7 +99,8 @@ class ChatPrompt:
         self.truncation = truncation
         self.merges_system = merges_system
         self.thinking_off = thinking_off
-        self.conversation = conversation
+        self.call = None
+        self.tokenized = None
 
 
 Prompt: TypeAlias = TextPrompts | TokenPrompts | ChatPrompt
@@ -136,8 +112,7 @@ class RoutedRequest:
 
     `max_tokens` bounds each of the `n` answers to a prompt; None is no bound. `session` is what the requests of one
     conversation or user have in common. `previous_response` is the response this one goes on from, which only the
-    worker that made it knows. `converted`: the prompt is what the worker is expected to make of another API's request,
-    so that a template's refusal is the worker's to tell.
+    worker that made it knows.
     """
 
     model: str | None
@@ -149,7 +124,6 @@ class RoutedRequest:
     priority: int
     session: str | None
     previous_response: str | None
-    converted: bool
 
     def __init__(
         self,
@@ -162,7 +136,6 @@ class RoutedRequest:
         priority: int = 0,
         session: str | None = None,
         previous_response: str | None = None,
-        converted: bool = False,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -173,7 +146,6 @@ class RoutedRequest:
         self.priority = priority
         self.session = session
         self.previous_response = previous_response
-        self.converted = converted
 
 
 @dataclass(frozen=True, slots=True)

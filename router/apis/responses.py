@@ -9,9 +9,8 @@ import json
 from typing import Any
 
 from indexer.errors import RequestError
-from router.apis.body_cache import BodyCache, ReadBody, again, conversation_of, read_among
 from router.apis.body_fields import ResponsesFields
-from router.apis.fields import kind_of, lenient, optional_string
+from router.apis.fields import kind_of, lenient, optional_string, read_body
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.sessions import session_of
 from router.http.headers import HeaderItems
@@ -23,37 +22,29 @@ class _UnconvertibleError(Exception):
     """An item that vLLM refuses, or another engine alone understands."""
 
 
-def decode_responses(body: bytes, headers: HeaderItems = (), seen: BodyCache | None = None) -> RoutedRequest:
-    """What routing needs of the body. Raises RequestError (400) naming the field at fault.
-
-    `seen`: the bodies from before, of which one may begin as this one does.
-    """
-    found, earlier = read_among(seen, body, ResponsesFields, _check)
-    if found.request is not None:
-        return again(found.request, session_of(headers, found.fields))
-    fields: ResponsesFields = found.fields
-    found.request = RoutedRequest(
+def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
+    """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
+    fields = read_body(body, ResponsesFields)
+    _check(fields.messages)
+    return RoutedRequest(
         model=optional_string(fields.model, "model"),
-        prompt=_prompt(found, earlier),
+        prompt=_prompt(fields),
         stream=lenient(fields.stream, bool, False),
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(fields.max_output_tokens, int, None),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
         previous_response=optional_string(fields.previous_response_id, "previous_response_id"),
-        converted=True,
     )
-    return found.request
 
 
-def _check(fields: ResponsesFields, known: int = 0) -> None:
-    """Refuse what cannot be routed. The first `known` items are known to be right."""
-    found = fields.messages
+def _check(found: Any) -> None:
+    """Refuse an input that cannot be routed."""
     if not isinstance(found, (str, list)):
         raise RequestError(f"input is {kind_of(found)}. Send a string or a list of items.", param="input")
     if isinstance(found, str):
         return
-    for index, item in enumerate(found[known:], known):
+    for index, item in enumerate(found):
         if not isinstance(item, dict):
             raise RequestError(
                 f'input[{index}] is {kind_of(item)}. Send an object: {{"role": "user", "content": "…"}}.',
@@ -61,17 +52,14 @@ def _check(fields: ResponsesFields, known: int = 0) -> None:
             )
 
 
-def _prompt(found: ReadBody, earlier: ReadBody | None) -> ChatPrompt | None:
+def _prompt(fields: ResponsesFields) -> ChatPrompt | None:
     """The conversation; None for one that cannot be converted."""
-    fields: ResponsesFields = found.fields
     try:
-        messages, shared = _chat_after(found, earlier)
+        messages = _chat(fields)
     except _UnconvertibleError:
-        found.made = []
         return None
     if not messages:
         return None
-    found.conversation = conversation_of(messages, shared, earlier)
     effort = fields.reasoning.get("effort") if isinstance(fields.reasoning, dict) else None
     continues = _continues(fields.messages)
     return ChatPrompt(
@@ -82,37 +70,19 @@ def _prompt(found: ReadBody, earlier: ReadBody | None) -> ChatPrompt | None:
         add_generation_prompt=not continues,
         continue_final_message=continues,
         add_special_tokens=True,  # unlike in a chat
-        conversation=found.conversation,
     )
 
 
-def _chat_after(found: ReadBody, earlier: ReadBody | None) -> tuple[list[Message], int]:
-    """The chat of a body, and how many of its first messages were made of an earlier one already.
-
-    Raises _UnconvertibleError.
-    """
-    fields: ResponsesFields = found.fields
+def _chat(fields: ResponsesFields) -> list[Message]:
+    """The messages of a body. Raises _UnconvertibleError."""
     chat: list[Message] = []
     if isinstance(fields.instructions, str) and fields.instructions:
         chat.append({"role": "system", "content": fields.instructions})
     if isinstance(fields.messages, str):
-        return [*chat, {"role": "user", "content": fields.messages}], 0
-    made, shared, skipped = [len(chat)], 0, 0
-    if earlier is not None and earlier.made and earlier.request is not None:
-        known = earlier.request.prompt
-        if isinstance(known, ChatPrompt) and known.messages[: earlier.made[0]] == chat:
-            skipped = found.shared
-            # What an assistant said last may get more to it from the items that follow.
-            while skipped and known.messages[earlier.made[skipped] - 1]["role"] == "assistant":
-                skipped -= 1
-            made = earlier.made[: skipped + 1]
-            shared = made[-1]
-            chat = known.messages[:shared]
-    for item in fields.messages[skipped:]:
+        return [*chat, {"role": "user", "content": fields.messages}]
+    for item in fields.messages:
         _add(chat, item)
-        made.append(len(chat))
-    found.made = made
-    return chat, shared
+    return chat
 
 
 def _continues(given: str | list[dict[str, Any]]) -> bool:

@@ -21,7 +21,8 @@ def status_routes(services: Services) -> APIRouter:
     async def health() -> dict[str, Any]:
         """Whether the router runs, how many of its workers answer, and what is wrong."""
         up = sum(worker.up for worker in fleet.workers)
-        found = findings(fleet, services.indexer, services.audit) + services.sharing.findings()
+        found = findings(fleet, services.indexer, services.audit)
+        found += services.tokenizer_source.findings() + services.sharing.findings()
         return {
             "status": "ok" if up else "no worker answers",
             "workers": len(fleet.workers),

@@ -41,7 +41,7 @@ def worker_routes(services: Services) -> APIRouter:
     @routes.get("/workers")
     async def workers() -> dict[str, Any]:
         """Every worker: whether it is used, its load, its streams and what it holds."""
-        return {"workers": _report(services)}
+        return {"workers": _report(services), "tokenizers": services.tokenizer_source.report()}
 
     return routes
 

@@ -50,7 +50,7 @@ class PromptReader:
     def read_now(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt | None:
         """Tokenize a request's prompts at once; None when that takes longer than the event loop may be held up.
 
-        Then `read_aside` does it. Raises RequestError for a model that no worker serves and for an invalid prompt.
+        Then `read_aside` does it. Raises RequestError for a model that no worker serves.
         """
         request, model = self._with_model(request)
         if not self.needs_prompts or model is None or request.prompt is None:
@@ -90,11 +90,7 @@ class PromptReader:
         return models.pop() if len(models) == 1 else None
 
 
-def _routed_by_load(
-    request: RoutedRequest, body_bytes: int, error: TokenizerUnavailableError | RequestError
-) -> RoutedPrompt:
-    """A prompt that could not be tokenized. Raises the error when the client has to know."""
-    if isinstance(error, RequestError) and not request.converted:
-        raise error
+def _routed_by_load(request: RoutedRequest, body_bytes: int, error: Exception) -> RoutedPrompt:
+    """A prompt that could not be tokenized. Whether it is invalid is for the worker to say."""
     log.debug("routed by load alone", model=request.model, reason=str(error))
     return unread_prompt(request, body_bytes)

@@ -3,67 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import jinja2
-import msgspec
 from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from indexer.errors import RequestError
 from router.apis.message_normalization import prepare_messages, prepare_tools
-from router.apis.requests import ChatPrompt, Conversation, Rendering
-from router.tokens.content_format import loops_over_parts, parsed
-from router.tokens.incremental_render import MessageLoop, pieces_of
-from router.tokens.opaque_texts import OpaqueRendering
-from router.tokens.skeletons import Skeletons
+from router.apis.requests import ChatPrompt
+from router.tokens.content_format import Generation, loops_over_parts, parsed
 
 # What the renderer itself fills in.
 _NOT_THE_CLIENTS = frozenset({"messages", "conversation", "chat_template", "tokenize"})
-# What transformers takes as arguments.
+# What is given to every template.
 _ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
-
-_encode = msgspec.json.Encoder().encode
+# Marks where the last message ends, when that is to be continued.
+_END_MARK = "KVROUTER_FINAL_MESSAGE_ENDS "
 
 
 class ChatTemplate:
-    """One chat template of a tokenizer (of transformers): read once, rendered for every request.
+    """One chat template: read once, rendered for every request.
 
     `takes_system_first`: whether a system message must be the first one. `effort_without_thinking`: the effort by which
     it is told not to think, "none", or "low" where it does not know that.
     """
 
-    def __init__(self, source: str, tokenizer: Any) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens`: by the names that the template knows them by. Raises TemplateSyntaxError."""
         self._source = source
-        self._tokenizer = tokenizer
         root = parsed(source)
         self._wraps_parts = loops_over_parts(root)
         self._knows_developer = '"developer"' in source or "'developer'" in source
         self._variables = meta.find_undeclared_variables(root) - _NOT_THE_CLIENTS
-        self._compiled: jinja2.Template | None = None
+        self._error: jinja2.TemplateError | None = None
         self._fixed: dict[str, Any] = {}
-        self._message_loop: MessageLoop | None = None
-        self._skeletons: Skeletons | None = None
-        with contextlib.suppress(jinja2.TemplateError):  # which every rendering tells
-            self._compile()
+        try:
+            self._compiled = _environment().from_string(source)
+            # What is the same for every request: the environment's globals, and the special tokens.
+            self._fixed = {**self._compiled.globals, **(special_tokens or {})}
+        except jinja2.TemplateError as error:  # every rendering tells
+            self._error = error
         self.takes_system_first = _takes_system_first(source)
         self.effort_without_thinking = self._effort_without_thinking()
-
-    def _compile(self) -> None:
-        """Read the template as transformers does."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        compiled: jinja2.Template = _compile_jinja_template(self._source)
-        # What is the same for every request: the environment's globals, and the special tokens by their names.
-        self._fixed = {**compiled.globals, **self._tokenizer.special_tokens_map}
-        self._compiled = compiled
-        self._message_loop = MessageLoop.of(self._source, compiled.environment)
-        opaque = OpaqueRendering.of(self._source, compiled.environment)
-        if opaque is not None:
-            self._skeletons = Skeletons(opaque, compiled, self._of_plain_chats, self._prepared)
 
     def _effort_without_thinking(self) -> str:
         hello = ChatPrompt([{"role": "user", "content": "Hi"}])
@@ -72,11 +60,9 @@ class ChatTemplate:
         except RequestError:
             return "low"
         for effort in _EFFORTS:
-            try:
+            with contextlib.suppress(RequestError):
                 if self.render(replace(hello, reasoning_effort=effort)) == none:
                     return "low"
-            except RequestError:
-                continue
         return "none"
 
     def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
@@ -85,94 +71,40 @@ class ChatTemplate:
         `media_as_text`: with a text of their own in the place of images and the like.
         """
         try:
-            if not media_as_text and self._skeletons is not None and _sets_nothing(chat):
-                text = self._skeletons.text(chat.messages, chat.add_generation_prompt)
-                if text is not None:
-                    return text
-            variables = {"tools": prepare_tools(chat.tools)} | template_variables(chat)
-            if not media_as_text and chat.conversation is not None:
-                text = self._by_message(chat, chat.conversation, variables)
-                if text is not None:
-                    return text
-            return self._whole(self._prepared(chat.messages, media_as_text), variables)
+            if self._error is not None:
+                raise self._error
+            variables = {"tools": prepare_tools(chat.tools), "documents": None} | template_variables(chat)
+            messages = prepare_messages(
+                chat.messages,
+                wraps_parts=self._wraps_parts,
+                knows_developer=self._knows_developer,
+                media_as_text=media_as_text,
+            )
+            return self._rendered(messages, variables)
         except Exception as error:
             # A template may fail in any way on messages it was not written for; vLLM answers 400 to all of them.
             raise RequestError(f"The chat template refuses this: {_reason(error)}", param="messages") from error
 
-    def _prepared(self, messages: list[dict[str, Any]], media_as_text: bool = False) -> list[dict[str, Any]]:
-        return prepare_messages(
-            messages,
-            wraps_parts=self._wraps_parts,
-            knows_developer=self._knows_developer,
-            media_as_text=media_as_text,
-        )
-
-    def _by_message(self, chat: ChatPrompt, conversation: Conversation, variables: dict[str, Any]) -> str | None:
-        """The text of a conversation that goes on from an earlier one: what is new of it is rendered.
-
-        None where that is not sure to be the same.
-        """
-        loop = self._message_loop
-        if loop is None or not _bare(variables):
-            return None
-        try:
-            key = _encode(variables)
-        except (ValueError, OverflowError, RecursionError):  # as of half of a surrogate pair
-            return None
-        known = conversation.rendering
-        if known is not None and known.by is self and known.variables == key:
-            return known.text
-        known, count = conversation.earlier, conversation.shared - loop.looks_ahead
-        if known is None or count < 1 or known.by is not self or known.variables != key:
-            known, count = None, 0
-        new = chat.messages[count:]
-        if not self._knows_developer and any(message["role"] == "developer" for message in new):
-            return None
-        prepared = self._prepared(new)
-        if not _plain(prepared):
-            return None
-        if known is not None:
-            prepared = known.prepared[:count] + prepared
-        try:
-            text, ends = loop.render(prepared, self._all_variables(variables), known, count)
-        except Exception:
-            return None  # a rendering of the whole says why, in the template's words
-        if ends is not None:
-            conversation.rendering, conversation.earlier = Rendering(self, key, prepared, text, ends), None
-        return text
-
-    def _whole(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        if self._compiled is not None and messages and _bare(variables) and _plain(messages):
-            return "".join(pieces_of(self._compiled, {**self._all_variables(variables), "messages": messages}))
-        text: str = self._tokenizer.apply_chat_template(
-            messages,
-            tools=variables["tools"],
-            documents=variables.get("documents"),
-            chat_template=self._source,
-            add_generation_prompt=variables["add_generation_prompt"],
-            continue_final_message=variables["continue_final_message"],
-            tokenize=False,
-            **self._others(variables),
-        )
-        return text
-
-    def _all_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """What the template may read, but for the messages."""
-        return {
+    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """What transformers' `apply_chat_template` makes of prepared messages."""
+        _check_arguments(messages, variables)
+        messages = [_as_templates_see(message) for message in messages]
+        continues = variables["continue_final_message"]
+        said = _mark_end(messages, self._source) if continues else ""
+        given = {
             **self._fixed,
-            **self._others(variables),
+            **{name: value for name, value in variables.items() if name in self._variables and name not in _ARGUMENTS},
+            "messages": messages,
             "tools": variables["tools"],
-            "documents": None,
+            "documents": variables["documents"],
             "add_generation_prompt": variables["add_generation_prompt"],
         }
-
-    def _others(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in variables.items() if name in self._variables and name not in _ARGUMENTS}
-
-    def _of_plain_chats(self, begins_answer: bool) -> dict[str, Any]:
-        """What the template may read but the messages, for chats that set nothing else."""
-        variables = {"add_generation_prompt": begins_answer, "continue_final_message": False}
-        return self._all_variables({"tools": None} | variables)
+        compiled = self._compiled
+        # The template's own `new_context` puts its globals together again each time, which takes longer than a short
+        # chat.
+        context = compiled.environment.context_class(compiled.environment, given, compiled.name, compiled.blocks)
+        text = "".join(compiled.root_render_func(context))
+        return _until_mark(text, said) if continues else text
 
 
 def template_variables(chat: ChatPrompt) -> dict[str, Any]:
@@ -180,41 +112,98 @@ def template_variables(chat: ChatPrompt) -> dict[str, Any]:
 
     As in vLLM, null and "auto" stand for a variable that is not set.
     """
-    if chat.chat_template_kwargs is None and chat.documents is None and chat.reasoning_effort is None:  # as of most
-        return {
-            "add_generation_prompt": chat.add_generation_prompt,
-            "continue_final_message": chat.continue_final_message,
-        }
-    variables = dict(chat.chat_template_kwargs or {})
-    fields = {
+    fields: dict[str, Any] = {
         "add_generation_prompt": chat.add_generation_prompt,
         "continue_final_message": chat.continue_final_message,
-        "documents": chat.documents,
-        "reasoning_effort": chat.reasoning_effort,
     }
+    if chat.chat_template_kwargs is None and chat.documents is None and chat.reasoning_effort is None:
+        return fields  # nearly all
+    variables = dict(chat.chat_template_kwargs or {})
+    fields |= {"documents": chat.documents, "reasoning_effort": chat.reasoning_effort}
     if chat.reasoning_effort is not None and "enable_thinking" not in variables:
         fields["enable_thinking"] = chat.reasoning_effort != "none"
     variables |= {name: value for name, value in fields.items() if value is not None}
     return {name: value for name, value in variables.items() if value is not None and value != "auto"}
 
 
-# What transformers does beside rendering, such as copying all of it, makes no difference to JSON's types. The rest it
-# does is left to it.
+def _environment() -> jinja2.Environment:
+    """Jinja as transformers sets it up for chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
 
 
-def _bare(variables: dict[str, Any]) -> bool:
-    """Whether transformers does nothing with the variables but hand them to the template."""
-    tools = variables["tools"]
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _check_arguments(messages: list[dict[str, Any]], variables: dict[str, Any]) -> None:
+    if not messages:
+        raise ValueError("There are no messages.")
+    if variables["continue_final_message"] and variables["add_generation_prompt"]:
+        raise ValueError("continue_final_message and add_generation_prompt exclude each other.")
+    tools, documents = variables["tools"], variables["documents"]
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError("Each tool must be a JSON schema.")
+    if documents is not None and not (
+        isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
+    ):
+        raise ValueError("Each document must be an object with title and text.")
+
+
+def _as_templates_see(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what is null, and with its reasoning by the name that gpt-oss's templates read, too."""
+    if len(message) == 2:  # nearly all
+        return message
+    if "reasoning" in message:
+        message = {"thinking": message["reasoning"], **message}
     return (
-        not variables["continue_final_message"]
-        and "documents" not in variables
-        and (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)))
+        {name: value for name, value in message.items() if value is not None} if None in message.values() else message
     )
 
 
-def _plain(messages: list[dict[str, Any]]) -> bool:
-    """Likewise of messages. It leaves out what is null, and says a message's reasoning by other names, too."""
-    return not any(len(message) > 2 and ("reasoning" in message or None in message.values()) for message in messages)
+def _mark_end(messages: list[dict[str, Any]], source: str) -> str:
+    """Mark where the content of the last message ends; what it says. Raises ValueError when it says nothing."""
+    last = messages[-1] = dict(messages[-1])
+    content = last.get("content")
+    if content is None or "content" not in source:
+        raise ValueError("continue_final_message is set, but the final message has no content to continue.")
+    if isinstance(content, str):
+        last["content"] = content + _END_MARK
+        return content
+    parts = last["content"] = [dict(part) for part in content]
+    for part in reversed(parts):
+        if "text" in part:
+            said: str = part["text"]
+            part["text"] = said + _END_MARK
+            return said
+    raise ValueError("continue_final_message is set, but the final message has no text to continue.")
+
+
+def _until_mark(text: str, said: str) -> str:
+    """The text up to the mark. Where the template strips contents, what it said is stripped as well."""
+    if said.strip() not in text or _END_MARK.strip() not in text:
+        raise ValueError("continue_final_message is set, but the template does not show the final message as it is.")
+    place = text.rindex(_END_MARK.strip())
+    return text[:place] if text.startswith(_END_MARK, place) else text[:place].rstrip()
 
 
 def _reason(error: BaseException) -> str:
@@ -225,17 +214,6 @@ def _reason(error: BaseException) -> str:
             return str(cause)
         cause = cause.__cause__ or cause.__context__
     return str(error)
-
-
-def _sets_nothing(chat: ChatPrompt) -> bool:
-    """Whether a chat leaves all of the template's variables as they are, but for whether an answer is begun."""
-    return (
-        chat.tools is None
-        and chat.documents is None
-        and chat.reasoning_effort is None
-        and chat.chat_template_kwargs is None
-        and not chat.continue_final_message
-    )
 
 
 def _takes_system_first(source: str) -> bool:

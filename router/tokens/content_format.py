@@ -17,12 +17,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 def parsed(source: str) -> nodes.Template:
     """A chat template's syntax. Raises TemplateSyntaxError."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     return environment.parse(source)
 
 
-class _Generation(Extension):
+class Generation(Extension):
     """The `{% generation %}` block of transformers, which marks an answer and renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)

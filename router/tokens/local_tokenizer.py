@@ -2,102 +2,143 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterable
+from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from jinja2 import TemplateSyntaxError
 
-from indexer.errors import RequestError
-from indexer.hashing import PackedPrompt, pack_tokens
-from router.apis.requests import ChatPrompt
+from indexer.hashing import PackedPrompt
+from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.chat_template import ChatTemplate
-from router.tokens.fast_bpe import ASCII_SPEED, FastPieces, UnfitError, trial_characters
-from router.tokens.segments import Cutter, Encode, SegmentedEncoder, ends_of
-from router.tokens.tokenizer_check import difference, trial_texts
+from router.tokens.model_files import ModelFiles
+from router.tokens.prompt_cache import PromptCache
+from router.tokens.text_encoder import TextEncoder
 
 log = structlog.get_logger()
 
 CACHE_BYTES = 64 * 2**20
+# About how many times faster than `tokenizers` fastokens is with texts it never saw, at least.
+_FASTER = 8
+
+
+class ChatEncoder(Protocol):
+    """What a model family has in the place of a chat template. `truncates`: whether `truncate_prompt_tokens` counts."""
+
+    truncates: bool
+
+    def encode(self, chat: ChatPrompt) -> bytes | str:
+        """A conversation's packed token ids, or its text.
+
+        Raises RequestError (400) for what no engine takes, TokenizerUnavailableError for what only an engine knows.
+        """
+
+
+class Encoder(Protocol):
+    """What texts are tokenized with: `TextEncoder`, or what a model family has in its place."""
+
+    vocab_size: int
+
+    @property
+    def fast(self) -> bool: ...
+
+    @property
+    def cached_bytes(self) -> int: ...
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]: ...
 
 
 class LocalTokenizer:
     """Makes the same token ids as vLLM does of the same request. Any number of threads may use one.
 
-    `vocab_size` is one more than the largest token id the model takes.
+    `vocab_size` is one more than the largest token id the model takes. `way` names how chats become tokens.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int = 0, cache_bytes: int = CACHE_BYTES) -> None:
-        """`tokenizer` is one of transformers, of the fast kind; `vocab_size` what the model's configuration says.
+    def __init__(
+        self,
+        files: ModelFiles,
+        cache_bytes: int = CACHE_BYTES,
+        chat_encoder: ChatEncoder | None = None,
+        text_encoder: Encoder | None = None,
+        way: str = "",
+    ) -> None:
+        """`cache_bytes` bounds what is kept of the texts seen before. `chat_encoder` stands in for the chat template,
+        `text_encoder` for tokenizer.json.
 
-        `cache_bytes` bounds what is kept of the texts seen before.
+        Raises TokenizerUnavailableError.
         """
-        self.backend = tokenizer.backend_tokenizer
-        self.backend.no_padding()
-        self.backend.no_truncation()
-        self._pieces: FastPieces | None = None
-        self._segmented = self._piece_by_piece(cache_bytes)
-        self._template = _template(tokenizer, None)
-        self._tools_template = _template(tokenizer, [])
+        self._encoder: Encoder = text_encoder or TextEncoder(files.tokenizer, cache_bytes // 2)
+        self._prompts = PromptCache(cache_bytes - cache_bytes // 2)
+        self._chat_encoder = chat_encoder
+        self._template = _template(files, tools=False)
+        self._tools_template = _template(files, tools=True)
         # Models pad their vocabulary, and tokenizers have tokens of their own: the larger one counts, as in vLLM.
-        self.vocab_size = max(vocab_size, max(tokenizer.get_vocab().values()) + 1)
+        self.vocab_size = max(files.vocab_size, self._encoder.vocab_size)
+        self.way = way or ("fastokens" if self._encoder.fast else "tokenizers")
 
     @classmethod
-    def load(cls, path_or_name: str, cache_bytes: int = CACHE_BYTES) -> LocalTokenizer:
-        """The tokenizer of a model's directory or, over the network, of a name on the Hugging Face Hub.
-
-        Slow: call it in a thread. Raises TokenizerUnavailableError, saying why.
-        """
-        # It takes seconds, which who has no local tokenizer need not wait; and it advises to install PyTorch.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        from transformers import AutoTokenizer, PretrainedConfig
-
-        options = {"local_files_only": Path(path_or_name).is_dir()}
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path_or_name, **options)
-        except Exception as error:
-            # Whatever it meets in a stranger's files it raises in its own way.
-            raise TokenizerUnavailableError(f"no tokenizer can be loaded from {path_or_name!r}: {error}") from error
-        if not tokenizer.is_fast:
-            raise TokenizerUnavailableError(
-                f"the tokenizer of {path_or_name!r} is {type(tokenizer).__name__}, which has no tokenizer.json; "
-                "let a worker tokenize for this model"
-            )
-        try:
-            config, _ = PretrainedConfig.get_config_dict(path_or_name, **options)
-        except OSError:
-            config = {}
-        return cls(tokenizer, (config.get("text_config") or config).get("vocab_size") or 0, cache_bytes)
+    def load(cls, folder: str, cache_bytes: int = CACHE_BYTES) -> LocalTokenizer:
+        """The tokenizer of a model's folder. Slow: call it in a thread. Raises TokenizerUnavailableError."""
+        return cls(ModelFiles.read(Path(folder)), cache_bytes)
 
     @property
     def fast(self) -> bool:
-        """Whether tiktoken does the most of it."""
-        return self._pieces is not None
+        """Whether texts are tokenized by fastokens."""
+        return self._encoder.fast
 
     @property
-    def by_pieces(self) -> bool:
-        """Whether texts are tokenized piece by piece, because that is exact for this tokenizer."""
-        return self._segmented is not None
-
-    @property
-    def way(self) -> str:
-        """`pieces` or `whole`: how texts are tokenized."""
-        return "pieces" if self.by_pieces else "whole"
+    def has_chat_encoder(self) -> bool:
+        """Whether chats are encoded by what their model family has in the place of a chat template."""
+        return self._chat_encoder is not None
 
     @property
     def cached_bytes(self) -> int:
         """What the texts seen before take."""
-        return self._segmented.cached_bytes if self._segmented else 0
+        return self._encoder.cached_bytes + self._prompts.bytes
 
-    def claim(self) -> None:
-        """Be the fastest in this thread. For the first use after the tokenizer was loaded."""
-        if self._pieces is not None:
-            self._pieces.claim()
+    def tokenize(self, prompt: ChatPrompt | TextPrompts, *, at_most: int = sys.maxsize) -> list[PackedPrompt]:
+        """The token ids of each prompt. Raises as `render` and `encode` do."""
+        if isinstance(prompt, ChatPrompt):
+            return [self.encode_chat(prompt, at_most=at_most)]
+        prompts = self.encode(prompt.texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
+        return [prompt.truncation.of(each) for each in prompts] if prompt.truncation else prompts
+
+    def encode_chat(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> PackedPrompt:
+        """The token ids of a conversation without media. Raises as `render` and `encode` do."""
+        truncation = chat.truncation
+        if self._chat_encoder is None:
+            rendered: str | bytes = self.render(chat)
+        else:
+            _check_own_template(chat)
+            rendered = self._chat_encoder.encode(chat)
+            truncation = chat.truncation if self._chat_encoder.truncates else None
+        if isinstance(rendered, str):
+            (prompt,) = self.encode([rendered], add_special_tokens=chat.add_special_tokens, at_most=at_most)
+        else:
+            prompt = self._prompts.of_tokens(rendered)
+        return truncation.of(prompt) if truncation else prompt
+
+    def encode_around_media(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> tuple[PackedPrompt, PackedPrompt]:
+        """The token ids of a conversation up to its first media item, and those of all of it, with other texts in the
+        place of media. Raises as `render` and `encode` do.
+        """
+        if self._chat_encoder is not None:
+            raise TokenizerUnavailableError("this model's media are not told apart here")
+        add = chat.add_special_tokens
+        before, whole = self.encode(self._around_media(chat), add_special_tokens=add, at_most=at_most)
+        return before, whole
+
+    def _around_media(self, chat: ChatPrompt) -> list[str]:
+        """A chat's text up to its first media item, and all of it with other texts in the place of those."""
+        if chat.truncation:
+            raise TokenizerUnavailableError("only an engine can tell how much of media a truncation leaves")
+        told_apart = self.render(chat, media_as_text=True)
+        # Whatever the template does differently for media, up to here it renders the same.
+        return [_common_start(told_apart, self.render(chat)), told_apart]
 
     def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
         """The text that the model's chat template makes of a conversation.
@@ -107,9 +148,7 @@ class LocalTokenizer:
         Raises RequestError (400) when the template refuses it, TokenizerUnavailableError when the request brings its
         own template (a program, which only a worker told to trust it runs) or the model has none.
         """
-        variables = chat.chat_template_kwargs
-        if chat.chat_template is not None or (variables and variables.get("chat_template") is not None):
-            raise TokenizerUnavailableError("the request brings its own chat template")
+        _check_own_template(chat)
         template = self._template if chat.tools is None else self._tools_template
         if template is None:
             raise TokenizerUnavailableError("the model has no chat template that can be read")
@@ -127,53 +166,33 @@ class LocalTokenizer:
             and any(message["role"] == "system" for message in chat.messages[1:])
             and any(template and template.takes_system_first for template in templates)
         ):
-            chat = replace(chat, messages=_with_one_system(chat.messages), conversation=None)
+            chat = replace(chat, messages=_with_one_system(chat.messages))
         return chat
 
     def encode(self, texts: list[str], *, add_special_tokens: bool, at_most: int = sys.maxsize) -> list[PackedPrompt]:
         """The token ids of each text. Special tokens that stand in a text are read as such.
 
-        Raises TooLongForNowError when it takes more work than the model's own tokenizer has with `at_most` characters,
-        and RequestError (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
+        Raises TooLongForNowError when it takes more work than `tokenizers` has with `at_most` characters, and
+        RequestError (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
         """
-        if self._segmented is not None:
-            return self._segmented.encode(texts, add_special_tokens=add_special_tokens, at_most=at_most)
-        if sum(map(len, texts)) > at_most:
+        begun = [self._prompts.find(text) for text in texts]
+        new = sum(len(text) - known.common for text, known in zip(texts, begun, strict=True))
+        # What is known is only looked up.
+        work = new // _FASTER + sum(map(len, texts)) // (_FASTER * _FASTER) if self.fast else sum(map(len, texts))
+        if work > at_most:
             raise TooLongForNowError
-        return self._whole(texts, add_special_tokens=add_special_tokens)
+        prompts: list[PackedPrompt] = []
+        for text, tokens, known in zip(
+            texts, self._encoder.encode(texts, add_special_tokens=add_special_tokens), begun, strict=True
+        ):
+            prompts.append(self._prompts.prompt(text, tokens, known))
+        return prompts
 
-    def _whole(self, texts: list[str], *, add_special_tokens: bool) -> list[PackedPrompt]:
-        return [PackedPrompt(ids) for ids in self._ids(texts, add_special_tokens)]
 
-    def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[bytes]:
-        try:
-            # Unlike `encode`, this lets other threads run; and it skips the offsets, a third of the work.
-            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except TypeError as error:
-            raise RequestError("The prompt has half of a surrogate pair in it. Send valid Unicode.") from error
-        return [pack_tokens(encoding.ids) for encoding in encodings]
-
-    def _piece_by_piece(self, cache_bytes: int) -> SegmentedEncoder | None:
-        """The tokenizer used piece by piece; None when that is not the same as using it on whole texts."""
-        cutter, ends = Cutter(self.backend), ends_of(self.backend)
-
-        def differs(encode: Encode, texts: Iterable[str] = ()) -> str | None:
-            trial = SegmentedEncoder(encode, cutter, ends, cache_bytes=0)
-            return difference(self._whole, trial.encode, [*trial_texts(cutter.boundaries), *texts])
-
-        if (text := differs(self._ids)) is not None:
-            log.warning("prompts are tokenized whole: special tokens do not separate texts here", text=text)
-            return None
-        try:
-            fast = FastPieces(self.backend, cutter, self._ids)
-            if (text := differs(fast, trial_characters())) is not None:
-                raise UnfitError(f"it reads {text!r} in another way")
-            fast.renew()
-            self._pieces = fast
-            return SegmentedEncoder(fast, cutter, ends, cache_bytes, ASCII_SPEED)
-        except UnfitError as error:
-            log.info("tiktoken does not stand in for this tokenizer", reason=str(error))
-        return SegmentedEncoder(self._ids, cutter, ends, cache_bytes)
+def _check_own_template(chat: ChatPrompt) -> None:
+    variables = chat.chat_template_kwargs
+    if chat.chat_template is not None or (variables and variables.get("chat_template") is not None):
+        raise TokenizerUnavailableError("the request brings its own chat template")
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,9 +201,14 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}, *others] if system else others
 
 
-def _template(tokenizer: Any, tools: list[Any] | None) -> ChatTemplate | None:
-    """The template for conversations with these tools (some models have one of its own for them), if it can be read."""
+def _common_start(text: str, other: str) -> str:
+    return text[: bisect_left(range(len(text)), True, key=lambda place: not other.startswith(text[: place + 1]))]
+
+
+def _template(files: ModelFiles, *, tools: bool) -> ChatTemplate | None:
+    """The template for conversations with or without tools (some models have one of its own), if it can be read."""
+    source = files.template_for(tools)
     try:
-        return ChatTemplate(tokenizer.get_chat_template(tools=tools), tokenizer)
-    except (ValueError, TemplateSyntaxError):
+        return None if source is None else ChatTemplate(source, files.special_tokens)
+    except TemplateSyntaxError:
         return None

@@ -1,13 +1,10 @@
-"""Trying out whether a tokenizer may be used piece by piece: it must give the same ids as for the whole text."""
+"""Texts to try out whether one tokenizer does the same as another: those that are treated specially somewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
 from random import Random
-from typing import Protocol
-
-from indexer.hashing import PackedPrompt
 
 # Texts that are treated specially somewhere: at their start, at their end, or by normalization.
 AWKWARD = (
@@ -58,25 +55,16 @@ AWKWARD = (
 # Some models have hundreds of special tokens, reserved ones the most of them: these are tried.
 _BOUNDARIES = 12
 _RANDOM_TEXTS = 200
-
-
-class Encode(Protocol):
-    """Token ids of texts, with or without those that begin and end every text."""
-
-    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> list[PackedPrompt]: ...
-
-
-def difference(whole: Encode, by_pieces: Encode, texts: list[str]) -> str | None:
-    """A text of which the pieces give other token ids than the whole; None when there is none among these."""
-    for add in (False, True):
-        expected, found = whole(texts, add_special_tokens=add), by_pieces(texts, add_special_tokens=add)
-        if expected != found:
-            return next(text for place, text in enumerate(texts) if expected[place] != found[place])
-    return None
+# Characters whose kind (letter, number, mark, …) libraries may know by other versions of Unicode's tables: all scripts
+# that are written today, symbols and emoji.
+_CHARACTERS = [*range(0x20, 0xD800), *range(0xF900, 0xFFFE), *range(0x1F000, 0x1FB00), *range(0x20000, 0x20100)]
+_CHARACTERS_A_TEXT = 64
 
 
 def trial_texts(special: list[str]) -> Iterator[str]:
-    """Awkward texts around special tokens: each alone, each between any two tokens, and many at random."""
+    """Awkward texts around special tokens: each alone, each between any two tokens, and many at random; and every
+    character beside a letter, a digit and a space.
+    """
     yield from AWKWARD
     boundaries = [*special[: _BOUNDARIES // 2], *special[_BOUNDARIES // 2 :][-_BOUNDARIES // 2 :]]
     for number, token in enumerate(boundaries):
@@ -85,6 +73,8 @@ def trial_texts(special: list[str]) -> Iterator[str]:
             before = AWKWARD[(place * 7 + number) % len(AWKWARD)]
             yield f"{before}{token}{text}{after}{AWKWARD[place - number - 1]}"
     yield from islice(_random_texts(boundaries), _RANDOM_TEXTS)
+    for start in range(0, len(_CHARACTERS), _CHARACTERS_A_TEXT):
+        yield "".join(f"{chr(code)}a{chr(code)}1 " for code in _CHARACTERS[start : start + _CHARACTERS_A_TEXT])
 
 
 def _random_texts(boundaries: list[str]) -> Iterator[str]:

@@ -1,36 +1,33 @@
-"""The token ids of a request's prompts: exactly those the engine will compute, by the model's tokenizer.
+"""The token ids of a request's prompts: exactly those the engine will compute.
 
-A model's tokenizer is local where there is one, else a worker's. What takes long is done in threads, so that the event
-loop never waits for it; the rest takes less time than the way to a thread and back: short prompts, and long ones of
-which nearly all was seen before.
+Each model has its way (router/tokens/model_tokenizer.py). What takes long is done in threads, so that the event loop
+never waits for it; the rest takes less time than the way to a thread and back: short prompts, and long ones of which
+nearly all was seen before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from bisect import bisect_left
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from indexer.errors import RequestError
-from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from indexer.hashing import PackedPrompt
 from router.apis.media import has_media
-from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
+from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts
 from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
-from router.tokens.remote_tokenizer import RemoteTokenizer
-from router.tokens.skeletons import MAX_MESSAGES
+from router.tokens.model_tokenizer import ModelTokenizer, Path
 
 __all__ = ["TokenizerUnavailableError", "Tokenizers"]
 
-# What is tokenized at once, in characters not seen before (four times as many where tiktoken does it): a third of a
+# What is tokenized at once, in characters not seen before (eight times as many where fastokens does it): a third of a
 # millisecond's work.
 INLINE_CHARACTERS = 2048
 # What is rendered and looked up at once, in bytes of the body: two milliseconds' work at most.
 INLINE_BYTES = 2**18
-# So many times as much of a chat that goes on from one which was rendered: most of it is only compared and copied.
-KNOWN_TIMES = 4
 # Requests whose texts wait for a thread or are in one.
 MAX_WAITING = 256
 
@@ -39,7 +36,8 @@ class Tokenized(NamedTuple):
     """Prompts as tokens.
 
     `token_ids` are those the engine computes: all of a prompt, or what comes before its first media item. `identities`
-    are the same for prompts without media; of others, tokens in which a text stands for each item.
+    are the same list for prompts that are exact; of others, tokens in which a text stands for each media item, or what
+    is likely.
     """
 
     token_ids: list[PackedPrompt]
@@ -50,24 +48,24 @@ class Tokenizers:
     """The tokenizers by model, and the threads they work in."""
 
     def __init__(self, threads: int = 2, timeout_seconds: float = 5.0) -> None:
-        self._tokenizers: dict[str, LocalTokenizer | RemoteTokenizer] = {}
+        self._models: dict[str, ModelTokenizer] = {}
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._timeout_seconds = timeout_seconds
         self._waiting = 0
 
-    def add(self, model: str, tokenizer: LocalTokenizer | RemoteTokenizer) -> None:
-        """Use this tokenizer for the model from now on, in place of any other. For the thread of the event loop."""
+    def add(self, model: str, tokenizer: ModelTokenizer | LocalTokenizer) -> None:
+        """Use this for the model from now on, in place of any other. For the thread of the event loop."""
         if isinstance(tokenizer, LocalTokenizer):
-            tokenizer.claim()
-        self._tokenizers[model] = tokenizer
+            tokenizer = ModelTokenizer(tokenizer)
+        self._models[model] = tokenizer
 
     def remove(self, model: str) -> None:
         """Forget the model's tokenizer, if it has one."""
-        self._tokenizers.pop(model, None)
+        self._models.pop(model, None)
 
-    def by_model(self) -> dict[str, LocalTokenizer | RemoteTokenizer]:
+    def by_model(self) -> dict[str, ModelTokenizer]:
         """The tokenizers that there are."""
-        return dict(self._tokenizers)
+        return dict(self._models)
 
     async def token_ids(self, model: str, prompt: Prompt, body_bytes: int = 0) -> list[PackedPrompt]:
         """The token ids of each prompt: one of them for a chat; none for prompts that are embeddings.
@@ -75,7 +73,7 @@ class Tokenizers:
         A chat with media has those before the first of them. `body_bytes` is the size of what the prompt was read from.
 
         Raises RequestError (400) for a prompt that no worker would take, and TokenizerUnavailableError when the ids
-        cannot be known (no tokenizer, its worker does not answer, too much to do already).
+        cannot be known (no tokenizer, no engine answers, too much to do already).
         """
         return (await self.tokenize(model, prompt, body_bytes)).token_ids
 
@@ -85,39 +83,84 @@ class Tokenizers:
 
     def tokenize_now(self, model: str, prompt: Prompt, body_bytes: int = 0) -> Tokenized | None:
         """The same at once; None when it takes longer than the event loop may be held up. Raises the same errors."""
-        tokenizer = self._tokenizers.get(model)
+        tokenizer = self._models.get(model)
         if isinstance(prompt, TokenPrompts):
-            if isinstance(tokenizer, LocalTokenizer):
-                _check_vocabulary(prompt, tokenizer.vocab_size)
-            return _same([PackedPrompt.of(ids) for ids in prompt.token_ids], prompt)
+            if tokenizer is not None and tokenizer.local is not None:
+                _check_vocabulary(prompt, tokenizer.local.vocab_size)
+            return _of_tokens(prompt)
         if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
-        if isinstance(prompt, ChatPrompt) and (conversation := prompt.conversation) is not None:
-            known = conversation.tokenized
-            if known is not None and known[0] is tokenizer:
-                tokenized: Tokenized = known[1]
-                return tokenized
-        if isinstance(tokenizer, RemoteTokenizer) or body_bytes > INLINE_BYTES * (KNOWN_TIMES if _known(prompt) else 1):
+        if isinstance(prompt, ChatPrompt) and prompt.tokenized is not None and prompt.tokenized[0] is tokenizer:
+            tokenized: Tokenized = prompt.tokenized[1]
+            return tokenized
+        if tokenizer.asks(prompt):
+            known = tokenizer.engine.known(prompt) if tokenizer.engine is not None else None
+            return None if known is None else Tokenized(known, known)
+        if body_bytes > INLINE_BYTES or tokenizer.local is None:
             return None
+        begun = time.perf_counter()
         try:
-            return _tokenized(tokenizer, prompt, INLINE_CHARACTERS)
+            tokenized = _tokenized(tokenizer.local, prompt, INLINE_CHARACTERS)
         except TooLongForNowError:
             return None
+        tokenizer.usage.add(Path.LOCAL, begun)
+        if isinstance(prompt, ChatPrompt):
+            prompt.tokenized = (tokenizer, tokenized)
+        return tokenized
 
     async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
-        """The same for what `tokenize_now` leaves: by a worker, or in a thread. Raises the same errors."""
-        tokenizer = self._tokenizers.get(model)
+        """The same for what `tokenize_now` leaves: by an engine, or in a thread. Raises the same errors."""
+        tokenizer = self._models.get(model)
         if tokenizer is None or isinstance(prompt, TokenPrompts):
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r} any more")
-        if isinstance(tokenizer, LocalTokenizer):
-            return await self._in_thread(tokenizer, prompt)
-        if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
-            raise TokenizerUnavailableError("only a local tokenizer can tell what comes before the first media item")
-        return _same(await tokenizer.token_ids(prompt), prompt)
+        begun = time.perf_counter()
+        if tokenizer.asks(prompt):
+            return await self._asked(tokenizer, prompt, begun)
+        if tokenizer.local is None:
+            raise TokenizerUnavailableError(f"neither a tokenizer nor an engine to ask for model {model!r}")
+        tokenized = await self._in_thread(tokenizer.local, prompt)
+        tokenizer.usage.add(Path.LOCAL, begun)
+        if isinstance(prompt, ChatPrompt):
+            prompt.tokenized = (tokenizer, tokenized)
+        return tokenized
 
     async def close(self) -> None:
         """Stop the threads; what they have begun is finished first."""
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+
+    async def _asked(self, tokenizer: ModelTokenizer, prompt: TextPrompts | ChatPrompt, begun: float) -> Tokenized:
+        """A prompt as an engine reads it; as we do, or as far as we know, where none answers."""
+        local, engine = tokenizer.local, tokenizer.engine
+        assert engine is not None
+        if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+            if local is None:
+                raise TokenizerUnavailableError(
+                    "only a local tokenizer can tell what comes before the first media item"
+                )
+            return await self._in_thread(local, prompt)
+        try:
+            answer = await engine.tokenize(prompt)
+        except TokenizerUnavailableError:
+            if local is None:
+                tokenizer.usage.add(Path.TEXT, begun)
+                raise
+            guessed = await self._in_thread(local, prompt)
+            tokenizer.usage.add(Path.LOCAL, begun)
+            return Tokenized(guessed.token_ids, list(guessed.identities))
+        tokenizer.usage.add(Path.ENGINE, begun)
+        if not answer.exact:
+            return Tokenized(answer.prompts, list(answer.prompts))
+        if tokenizer.suspected and local is not None:
+            tokenizer.compare(await self._equal(local, prompt, answer.prompts))
+        return Tokenized(answer.prompts, answer.prompts)
+
+    async def _equal(
+        self, local: LocalTokenizer, prompt: TextPrompts | ChatPrompt, prompts: list[PackedPrompt]
+    ) -> bool:
+        try:
+            return (await self._in_thread(local, prompt)).identities == prompts
+        except (TokenizerUnavailableError, RequestError):
+            return False
 
     async def _in_thread(self, tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt) -> Tokenized:
         if self._waiting >= MAX_WAITING:
@@ -134,47 +177,18 @@ class Tokenizers:
 
 def _tokenized(tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt, at_most: int = sys.maxsize) -> Tokenized:
     """A prompt as tokens. Raises TooLongForNowError when more than `at_most` characters of it are new."""
-    if isinstance(prompt, TextPrompts):
-        add = prompt.add_special_tokens
-        return _same(tokenizer.encode(prompt.texts, add_special_tokens=add, at_most=at_most), prompt)
-    media = _has_media(prompt)
-    texts = _around_media(tokenizer, prompt) if media else [tokenizer.render(prompt)]
-    token_ids = tokenizer.encode(texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
-    tokenized = Tokenized(token_ids[:1], token_ids[1:]) if media else _same(token_ids, prompt)
-    conversation = prompt.conversation
-    if conversation is not None:
-        conversation.tokenized = (tokenizer, tokenized)
-    return tokenized
+    if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+        before, whole = tokenizer.encode_around_media(prompt, at_most=at_most)
+        return Tokenized([before], [whole])
+    prompts = tokenizer.tokenize(prompt, at_most=at_most)
+    return Tokenized(prompts, prompts)
 
 
-def _known(prompt: Prompt) -> bool:
-    """Whether a prompt is a chat that begins as one which was seen, and takes no time to render."""
-    if not isinstance(prompt, ChatPrompt) or prompt.conversation is None:
-        return False
-    conversation = prompt.conversation
-    if conversation.earlier or conversation.rendering:
-        return True
-    return conversation.shared > 0 and len(prompt.messages) <= MAX_MESSAGES
-
-
-def _has_media(chat: ChatPrompt) -> bool:
-    return has_media(chat.messages) if chat.conversation is None else chat.conversation.has_media
-
-
-def _around_media(tokenizer: LocalTokenizer, chat: ChatPrompt) -> list[str]:
-    """A chat's text up to its first media item, and all of it with other texts in the place of those."""
-    if chat.truncation:
-        raise TokenizerUnavailableError("nobody can tell how much of media a truncation leaves")
-    told_apart = tokenizer.render(chat, media_as_text=True)
-    # Whatever the template does differently for media, up to here it renders the same.
-    return [_common_start(told_apart, tokenizer.render(chat)), told_apart]
-
-
-def _same(token_ids: list[PackedPrompt], prompt: Prompt) -> Tokenized:
-    """Prompts without media, truncated if they want that."""
+def _of_tokens(prompt: TokenPrompts) -> Tokenized:
+    prompts = [PackedPrompt.of(ids) for ids in prompt.token_ids]
     if prompt.truncation:
-        token_ids = [_truncated(ids, prompt.truncation) for ids in token_ids]
-    return Tokenized(token_ids, token_ids)
+        prompts = [prompt.truncation.of(each) for each in prompts]
+    return Tokenized(prompts, prompts)
 
 
 def _check_vocabulary(prompt: TokenPrompts, vocab_size: int) -> None:
@@ -187,13 +201,3 @@ def _check_vocabulary(prompt: TokenPrompts, vocab_size: int) -> None:
                 f"Send token ids from 0 to {vocab_size - 1}.",
                 param=prompt.param,
             )
-
-
-def _common_start(text: str, other: str) -> str:
-    return text[: bisect_left(range(len(text)), True, key=lambda place: not other.startswith(text[: place + 1]))]
-
-
-def _truncated(prompt: PackedPrompt, truncation: Truncation) -> PackedPrompt:
-    if truncation.side == "right":
-        return PackedPrompt(prompt.tokens[: truncation.tokens * TOKEN_BYTES])
-    return PackedPrompt(prompt.tokens[max(0, len(prompt) - truncation.tokens) * TOKEN_BYTES :])

@@ -31,9 +31,7 @@ def said(*given: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_message() -> None:
     request = messages(stream=True, cache_salt="s", metadata={"user_id": "u"})
-    assert request == RoutedRequest(
-        "m", ChatPrompt([USER], merges_system=True), True, "s", max_tokens=9, session="u", converted=True
-    )
+    assert request == RoutedRequest("m", ChatPrompt([USER], merges_system=True), True, "s", max_tokens=9, session="u")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def seen(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any], source: str = SHOW) -> Any:
     """The messages as the template sees them."""
-    return json.loads(ChatTemplate(source, tokenizer).render(ChatPrompt(list(messages))))
+    return json.loads(ChatTemplate(source, tokenizer.special_tokens_map).render(ChatPrompt(list(messages))))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_message_has_vllms_keys_in_vllms_order(tokenizer: PreTrainedTokenizerF
         {"content": "12°", "name": "weather", "tool_call_id": "call_1", "role": "tool", "extra": 1},
         {"task": "t", "content": "u", "role": "user", "tool_call_id": "call_1", "name": 5},
     ]
-    assert ChatTemplate(SHOW, tokenizer).render(ChatPrompt(messages)) == json.dumps(
+    assert ChatTemplate(SHOW, tokenizer.special_tokens_map).render(ChatPrompt(messages)) == json.dumps(
         [
             {
                 "role": "assistant",
@@ -205,13 +205,13 @@ def test_systems_are_not_merged_without_a_developer(tokenizer: PreTrainedTokeniz
     assert seen(tokenizer, USER, system) == [USER, system]
 
 
-def test_tools_have_vllms_keys_in_vllms_order(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tools_have_vllms_keys_in_vllms_order() -> None:
     tools: list[dict[str, Any]] = [
         WEATHER | {"extra": 1},
         {"function": {"strict": False, "name": "f", "extra": 1}},
         {"type": "function", "function": {"name": "g"}, "defer_loading": True},
     ]
-    rendered = ChatTemplate("{{ tools | tojson }}", tokenizer).render(ChatPrompt([USER], tools=tools))
+    rendered = ChatTemplate("{{ tools | tojson }}").render(ChatPrompt([USER], tools=tools))
     nothing = {"description": None, "parameters": None}
     assert rendered == json.dumps(
         [
@@ -261,11 +261,11 @@ def test_the_variables_of_a_request(tokenizer: PreTrainedTokenizerFast, chat: Ch
     source = "{%- macro say(x) -%}{{ 'null' if x is undefined else x | tojson }}{%- endmacro -%}["
     names = ["bos_token", "add_generation_prompt", "enable_thinking", "reasoning_effort", "documents", "tools", "color"]
     source += ",".join(f"{{{{ say({name}) }}}}" for name in names) + "]"
-    assert json.loads(ChatTemplate(source, tokenizer).render(chat)) == expected
+    assert json.loads(ChatTemplate(source, tokenizer.special_tokens_map).render(chat)) == expected
 
 
-def test_the_last_message_can_be_left_open(tokenizer: PreTrainedTokenizerFast) -> None:
-    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}", tokenizer)
+def test_the_last_message_can_be_left_open() -> None:
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}")
     messages = [USER, {"role": "assistant", "content": "well,"}]
     chat = ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
     assert template.render(chat) == "<user>hi</><assistant>well,"
@@ -274,7 +274,7 @@ def test_the_last_message_can_be_left_open(tokenizer: PreTrainedTokenizerFast) -
 def test_generation_blocks_and_loop_controls_are_read(tokenizer: PreTrainedTokenizerFast) -> None:
     body = "{% if loop.index > 1 %}{% break %}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}"
     source = "{% for m in messages %}" + body + "{% endfor %}"
-    assert ChatTemplate(source, tokenizer).render(ChatPrompt([USER, USER])) == "hi"
+    assert ChatTemplate(source, tokenizer.special_tokens_map).render(ChatPrompt([USER, USER])) == "hi"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_refusal_says_what_the_template_says(
     tokenizer: PreTrainedTokenizerFast, source: str, chat: ChatPrompt, phrase: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        ChatTemplate(source, tokenizer).render(chat)
+        ChatTemplate(source, tokenizer.special_tokens_map).render(chat)
     assert (caught.value.status, caught.value.param) == (400, "messages")
     assert phrase in caught.value.message
 
@@ -334,7 +334,9 @@ def test_whatever_a_client_sends_is_rendered_or_refused(
     source: str,
 ) -> None:
     with contextlib.suppress(RequestError):
-        ChatTemplate(source, tokenizer).render(ChatPrompt(messages, tools=tools, chat_template_kwargs=variables))
+        ChatTemplate(source, tokenizer.special_tokens_map).render(
+            ChatPrompt(messages, tools=tools, chat_template_kwargs=variables)
+        )
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -380,4 +382,4 @@ def test_the_text_is_that_of_transformers(
         except Exception:  # whatever the template makes of what it was not written for
             return None
 
-    assert outcome(lambda: ChatTemplate(source, tokenizer).render(chat)) == outcome(expected)
+    assert outcome(lambda: ChatTemplate(source, tokenizer.special_tokens_map).render(chat)) == outcome(expected)

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 import worker.simulated
 from router.apis.requests import ChatPrompt
+from router.tokens.by_transformers import files_of
 from router.tokens.local_tokenizer import LocalTokenizer
 
 MODEL = str(Path(worker.simulated.__file__).parent / "model")
@@ -32,7 +33,7 @@ CHAT = [
 def rendered(template: str, chat: ChatPrompt) -> str:
     loaded: Any = AutoTokenizer.from_pretrained(MODEL)
     loaded.chat_template = template
-    return LocalTokenizer(loaded).render(chat)
+    return LocalTokenizer(files_of(loaded)).render(chat)
 
 
 @pytest.mark.parametrize(

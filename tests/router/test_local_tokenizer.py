@@ -20,6 +20,7 @@ from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt
 from router.errors import TokenizerUnavailableError
+from router.tokens.by_transformers import files_of
 from router.tokens.local_tokenizer import LocalTokenizer
 
 BUNDLED = Path(worker.simulated.__file__).parent / "model"
@@ -114,7 +115,7 @@ def test_a_chat_is_rendered_by_the_models_template(bundled: LocalTokenizer) -> N
 def test_some_models_have_a_template_for_tools() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
     tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
-    local = LocalTokenizer(tokenizer)
+    local = LocalTokenizer(files_of(tokenizer))
     assert local.render(ChatPrompt([USER])) == "plain"
     assert local.render(ChatPrompt([USER], tools=[])) == "tools"
 
@@ -124,7 +125,7 @@ def test_a_model_without_a_readable_template_renders_no_chat(template: str | Non
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
     tokenizer.chat_template = template
     with pytest.raises(TokenizerUnavailableError, match="no chat template that can be read"):
-        LocalTokenizer(tokenizer).render(ChatPrompt([USER]))
+        LocalTokenizer(files_of(tokenizer)).render(ChatPrompt([USER]))
 
 
 def test_half_of_a_surrogate_pair_is_refused(bundled: LocalTokenizer) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 import worker.simulated
 from router.apis.requests import ChatPrompt, Truncation
 from router.errors import TokenizerUnavailableError
+from router.tokens.by_transformers import files_of
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.tokenizers import Tokenized, Tokenizers
 
@@ -30,7 +31,7 @@ SYSTEM = {"role": "system", "content": "You look at pictures."}
 def tokenizer(template: str) -> LocalTokenizer:
     loaded: Any = AutoTokenizer.from_pretrained(MODEL)
     loaded.chat_template = template
-    return LocalTokenizer(loaded)
+    return LocalTokenizer(files_of(loaded))
 
 
 @pytest.fixture(scope="module", params=[PARTS, TEXTS], ids=["parts", "texts"])

@@ -1,118 +1,311 @@
-"""Where the tokenizer of a model comes from."""
+"""Where the tokenizer of a model comes from, and how it is tried on the engines that serve it."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from played_engine import PlayedEngine
 
 import worker.simulated
-from router.apis.requests import TextPrompts
-from router.fleet.discovery import ServedModel
-from router.fleet.fleet import Worker
-from router.settings import ModelSettings, TokenizerSettings, WorkerSettings
+from indexer import Target
+from router.apis.requests import ChatPrompt, TextPrompts
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.holdings.audit import Errors, TargetAudit
+from router.settings import ModelSettings, TokenizerSettings
+from router.tokens import hub, tokenizer_source
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.tokenizer_source import TokenizerSource, configured_tokenizers
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
 pytestmark = pytest.mark.anyio
 
-MODEL_FOLDER = str(Path(worker.simulated.__file__).parent / "model")
+MODEL_FOLDER = Path(worker.simulated.__file__).parent / "model"
 TEXT = TextPrompts(["What holds the cache?"])
+CHAT = ChatPrompt([{"role": "user", "content": "What holds the cache?"}])
+SYSTEM = ChatPrompt([{"role": "system", "content": "Be brief."}, *CHAT.messages])
 
 
 @pytest.fixture(scope="module")
-def local_ids() -> list[list[int]]:
-    return [list(ids) for ids in LocalTokenizer.load(MODEL_FOLDER).encode(TEXT.texts, add_special_tokens=True)]
+def local() -> LocalTokenizer:
+    return LocalTokenizer.load(str(MODEL_FOLDER))
 
 
-class Source:
-    """A source, the tokenizers it fills, and two workers whose `/tokenize` answer with their number alone."""
+class Played:
+    """A source, the tokenizers it fills, and two engines that read prompts as the model's files say."""
 
-    def __init__(self, source: TokenizerSource, tokenizers: Tokenizers, workers: list[Worker]) -> None:
-        self.workers = workers
-        self._source = source
-        self._tokenizers = tokenizers
+    def __init__(self, source: TokenizerSource, tokenizers: Tokenizers, engines: list[PlayedEngine]) -> None:
+        self.source = source
+        self.tokenizers = tokenizers
+        self.engines = engines
+        self.workers = [engine.worker for engine in engines]
 
-    async def told(self, number: int, root: str | None = None) -> list[list[int]]:
-        """The token ids of a text once a worker answered that it serves the model."""
-        await self._source.provide(self.workers[number], ServedModel("m", "m", None, root))
-        return [list(ids) for ids in await self._tokenizers.token_ids("m", TEXT)]
+    async def answers(self, number: int = 0, root: str | None = None) -> None:
+        """A worker answers that it serves the model, and is tried if that is due."""
+        await self.source.provide(self.workers[number], ServedModel("m", "m", None, root))
+        await self.source.settled()
+
+    def restart(self, number: int = 0) -> None:
+        """A worker was away, and describes itself again."""
+        self.workers[number].describe(WorkerDescription(Engine.VLLM, {"m": ServedModel("m", "m")}))
+
+    @property
+    def way(self) -> str:
+        return str(self.source.report()["m"]["way"])
+
+    @property
+    def findings(self) -> list[str]:
+        return [found["finding"] for found in self.source.findings()]
 
 
 @asynccontextmanager
-async def source(**models: ModelSettings) -> AsyncIterator[Source]:
+async def playing(local: LocalTokenizer, check_interval: float = 60, **models: ModelSettings) -> AsyncIterator[Played]:
     async with AsyncExitStack() as stack:
         tokenizers = Tokenizers()
         stack.push_async_callback(tokenizers.close)
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        workers = [await stack.enter_async_context(answering(number)) for number in range(2)]
-        yield Source(TokenizerSource(tokenizers, models, session, TokenizerSettings()), tokenizers, workers)
+        engines = [await stack.enter_async_context(PlayedEngine(local).serving()) for _ in range(2)]
+        settings = TokenizerSettings(check_interval=check_interval, hub_timeout=0)
+        source = TokenizerSource(tokenizers, models, session, settings)
+        stack.push_async_callback(source.close)
+        yield Played(source, tokenizers, engines)
 
 
-@asynccontextmanager
-async def answering(number: int) -> AsyncIterator[Worker]:
-    async def tokenize(_: web.Request) -> web.Response:
-        return web.json_response({"tokens": [number]})
-
-    app = web.Application()
-    app.router.add_post("/tokenize", tokenize)
-    async with TestServer(app) as server:
-        answers = Worker(WorkerSettings(url=str(server.make_url(""))))
-        answers.problem = None
-        yield answers
+def replaced(folder: Path, source: Path, template: str, **config: Any) -> str:
+    """A copy of a model with another chat template."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template} | config))
+    return str(folder)
 
 
-async def test_the_folder_that_a_worker_names_is_used_if_it_is_here(local_ids: list[list[int]]) -> None:
-    async with source() as found:
-        assert await found.told(0, MODEL_FOLDER) == local_ids
+def template() -> str:
+    found = json.loads((MODEL_FOLDER / "tokenizer_config.json").read_text())["chat_template"]
+    assert isinstance(found, str)
+    return found
+
+
+async def test_the_folder_that_a_worker_names_is_used_if_it_is_here(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        await played.answers(root=str(MODEL_FOLDER))
+        assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+        report = played.source.report()["m"]
+        assert (report["way"], report["reading"], report["compared_with"]) == ("local", "fastokens", "render")
+        assert set(report["shapes"].values()) <= {"local", "refused"}
+        assert played.findings == []
 
 
 @pytest.mark.parametrize("root", [None, "/nowhere/m", "organisation/model"])
-async def test_otherwise_the_worker_is_asked(root: str | None) -> None:
-    async with source() as found:
-        assert await found.told(0, root) == [[0]]
+async def test_otherwise_engines_are_asked_and_the_setting_is_named(local: LocalTokenizer, root: str | None) -> None:
+    async with playing(local) as played:
+        await played.answers(root=root)
+        assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+        assert played.way == "engine"
+        (found,) = played.source.findings()
+        assert found["finding"] == "tokenizer_missing"
+        assert "set models.m.tokenizer" in found["detail"]
 
 
-async def test_a_folder_without_a_tokenizer_is_no_help(tmp_path: Path) -> None:
-    async with source() as found:
-        assert await found.told(0, str(tmp_path)) == [[0]]
+async def test_what_the_settings_name_wins(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local, m=ModelSettings(tokenizer=str(MODEL_FOLDER))) as played:
+        await played.answers(root=str(tmp_path))
+        assert played.way == "local"
 
 
-async def test_what_the_settings_name_wins(local_ids: list[list[int]], tmp_path: Path) -> None:
-    async with source(m=ModelSettings(tokenizer=MODEL_FOLDER)) as found:
-        assert await found.told(0, str(tmp_path)) == local_ids
+async def test_a_folder_without_a_tokenizer_is_no_help(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local) as played:
+        await played.answers(root=str(tmp_path))
+        assert played.way == "engine"
+        assert "no tokenizer.json there" in played.source.findings()[0]["detail"]
 
 
-async def test_one_worker_is_asked_while_it_is_up() -> None:
-    async with source() as found:
-        assert await found.told(0) == [[0]]
-        assert await found.told(1) == [[0]]
-        found.workers[0].problem = "gone"
-        assert await found.told(1) == [[1]]
-        found.workers[0].problem = None
-        assert await found.told(0) == [[1]]
+async def test_what_engines_read_otherwise_is_asked_of_them_alone(local: LocalTokenizer, tmp_path: Path) -> None:
+    # The engine was started with another template than the one in its folder.
+    shouting = template().replace(
+        "{{ '<|im_start|>' + (",
+        "{%- if message['role'] == 'system' -%}{{ 'IMPORTANT ' }}{%- endif -%}{{ '<|im_start|>' + (",
+    )
+    async with playing(local) as played:
+        for engine in played.engines:
+            engine.tokenizer = LocalTokenizer.load(replaced(tmp_path / "n", MODEL_FOLDER, shouting))
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "mixed"
+        report = played.source.report()["m"]
+        assert report["shapes"]["system"] == "engine"
+        assert report["shapes"]["plain"] == "local"
+        assert "here" in report["differences"]["system"]
+        assert played.findings == ["prompts_asked"]
+        asked = played.engines[0].asked.total()
+        assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+        assert played.engines[0].asked.total() == asked
+        found = await played.tokenizers.tokenize("m", SYSTEM)
+        assert found.token_ids == played.engines[0].tokenizer.tokenize(SYSTEM) != local.tokenize(SYSTEM)
 
 
-async def test_a_local_tokenizer_needs_no_worker(local_ids: list[list[int]]) -> None:
-    async with source() as found:
-        await found.told(0, MODEL_FOLDER)
-        found.workers[0].problem = "gone"
-        assert await found.told(1) == local_ids
+async def test_what_differs_and_cannot_be_asked_is_guessed_and_told(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local) as played:
+        shouting = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+        for engine in played.engines:
+            engine.renders = False
+            engine.tokenizer = LocalTokenizer.load(replaced(tmp_path / "n", MODEL_FOLDER, shouting))
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.findings == ["prompts_asked"]  # of /tokenize
+
+
+async def test_a_worker_that_started_again_is_tried_again(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local) as played:
+        await played.answers(root=str(MODEL_FOLDER))
+        tried = played.engines[0].asked.total()
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.engines[0].asked.total() == tried  # not before that is due
+        changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+        played.engines[0].tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
+        played.restart()
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "engine"
+        found = await played.tokenizers.tokenize("m", CHAT)
+        assert found.token_ids == played.engines[0].tokenizer.tokenize(CHAT)
+
+
+async def test_a_template_changed_behind_its_back_is_noticed_and_mended(local: LocalTokenizer, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    async with playing(local, check_interval=1e-6) as played:
+        await played.answers(root=replaced(folder, MODEL_FOLDER, template()))
+        assert played.way == "local"
+        changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+        new = replaced(tmp_path / "n", MODEL_FOLDER, changed)
+        played.engines[0].tokenizer = LocalTokenizer.load(new)
+        await played.answers(root=str(folder))
+        assert played.way == "engine"
+        # And once the folder has it, too, nobody needs to be asked.
+        replaced(folder, MODEL_FOLDER, changed)
+        await played.answers(root=str(folder))
+        assert played.way == "local"
+        asked = played.engines[0].asked.total()
+        found = await played.tokenizers.tokenize("m", CHAT)
+        assert found.token_ids == played.engines[0].tokenizer.tokenize(CHAT)
+        assert played.engines[0].asked.total() == asked
+
+
+async def test_workers_that_differ_are_all_asked_right(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local) as played:
+        changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+        played.engines[1].tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
+        await played.answers(0, root=str(MODEL_FOLDER))
+        assert played.way == "local"
+        await played.answers(1, root=str(MODEL_FOLDER))
+        assert played.way == "engine"
+        played.source.removed(played.workers[1])
+        assert played.way == "local"
+
+
+async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(local: LocalTokenizer) -> None:
+    audit = TargetAudit(Errors(1), Errors(1), Errors(1))
+    async with playing(local, check_interval=1e-6) as played:
+        played.source.audits = lambda: [(Target(played.workers[0].url, 0, "m"), audit)]
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "local"
+        audit.lengths_differ = True
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "engine"
+        assert played.findings == ["tokenizer_suspected"]
+        for number in range(40):
+            await played.tokenizers.tokenize("m", ChatPrompt([{"role": "user", "content": f"prompt {number}"}]))
+        assert played.way == "local"
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "local"  # the same suspicion was looked into
+
+
+async def test_an_engine_that_renders_nothing_computes_the_probes_when_it_is_suspected(local: LocalTokenizer) -> None:
+    audit = TargetAudit(Errors(1), Errors(1), Errors(1))
+    async with playing(local, check_interval=1e-6) as played:
+        played.source.audits = lambda: [(Target(played.workers[0].url, 0, "m"), audit)]
+        engine = played.engines[0]
+        engine.renders = False
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.source.report()["m"]["compared_with"] == "tokenize"
+        assert engine.asked["/v1/chat/completions"] == 0  # nothing is computed without need
+        audit.lengths_differ = True
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.source.report()["m"]["compared_with"] == "computed"
+        assert engine.asked["/v1/chat/completions"] > 10
+
+
+async def test_engines_that_tell_nothing_are_believed_to_agree(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        for engine in played.engines:
+            engine.renders = engine.tokenizes = False
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "local"
+        report = played.source.report()["m"]
+        assert (report["compared_with"], set(report["shapes"].values())) == ("nothing", {"untried"})
+
+
+async def test_an_engine_that_is_gone_is_tried_when_it_is_back(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        played.engines[0].refusals = {"/v1/chat/completions/render": 500}
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "local"
+        assert played.source.report()["m"]["shapes"] == {}
+        played.engines[0].refusals = {}
+        played.restart()
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.source.report()["m"]["shapes"]["plain"] == "local"
+
+
+async def test_files_come_from_the_hub_by_the_name_that_a_worker_tells(
+    local: LocalTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def fetched(name: str, seconds: float) -> Path:
+        asked.append(name)
+        if name != "organisation/model":
+            raise TokenizerUnavailableError(f"not {seconds}")
+        return MODEL_FOLDER
+
+    monkeypatch.setattr(tokenizer_source, "fetched", fetched)
+    async with playing(local) as played:
+        played.source._settings = TokenizerSettings(hub_timeout=5)
+        await played.answers(root="organisation/model")
+        assert played.way == "local"
+        assert asked == ["organisation/model"]
+
+
+async def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    import huggingface_hub
+
+    release = threading.Event()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: release.wait(30))
+    try:
+        with pytest.raises(TokenizerUnavailableError, match=r"within 0\.05 s"):
+            await hub.fetched("organisation/model", 0.05)
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("a/b", True), ("Qwen/Qwen3-0.6B", True), ("a", False), ("/a/b", False), ("../b", False)]
+)
+def test_names_on_the_hub(name: str, expected: bool) -> None:
+    assert hub.is_hub_name(name) is expected
 
 
 async def test_without_workers_the_settings_must_name_tokenizers_that_are_there(
-    local_ids: list[list[int]], tmp_path: Path
+    local: LocalTokenizer, tmp_path: Path
 ) -> None:
-    named = {"m": ModelSettings(tokenizer=MODEL_FOLDER), "n": ModelSettings()}
+    named = {"m": ModelSettings(tokenizer=str(MODEL_FOLDER)), "n": ModelSettings()}
     tokenizers = await configured_tokenizers(named, TokenizerSettings())
     try:
-        assert [list(ids) for ids in await tokenizers.token_ids("m", TEXT)] == local_ids
+        assert await tokenizers.token_ids("m", TEXT) == local.tokenize(TEXT)
         with pytest.raises(TokenizerUnavailableError, match="no tokenizer for model 'n'"):
             await tokenizers.token_ids("n", TEXT)
     finally:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import TypeVar
 
 import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from played_engine import PlayedEngine
 from prometheus_client import CollectorRegistry
 
 import worker.simulated
 from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.body_cache import BodyCache
-from router.apis.openai_requests import decode_chat
+from router.apis.endpoints import Call, read_call
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
+from router.tokens.engine_client import EngineClient
+from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
-from router.tokens.remote_tokenizer import RemoteTokenizer
+from router.tokens.model_tokenizer import ModelTokenizer, Path
+from router.tokens.shapes import Shape
 from router.tokens.tokenizer_metrics import TokenizerCollector
 from router.tokens.tokenizers import (
     INLINE_BYTES,
     INLINE_CHARACTERS,
-    KNOWN_TIMES,
     MAX_WAITING,
     Tokenizers,
     TokenizerUnavailableError,
@@ -34,10 +35,10 @@ from router.tokens.tokenizers import (
 
 T = TypeVar("T")
 
-MODEL = Path(worker.simulated.__file__).parent / "model"
+MODEL = FilePath(worker.simulated.__file__).parent / "model"
 
 USER = {"role": "user", "content": "What holds the cache?"}
-LONG = "the worker holds the prefix\n" * (INLINE_CHARACTERS // 5)
+LONG = "the worker holds the prefix\n" * INLINE_CHARACTERS
 
 
 @pytest.fixture(scope="module")
@@ -145,19 +146,66 @@ def test_without_a_tokenizer_the_ids_are_unknown(local: LocalTokenizer) -> None:
     using(act)
 
 
-def test_a_worker_may_tokenize() -> None:
-    async def tokenize(_: web.Request) -> web.Response:
-        return web.json_response({"tokens": [4, 5, 6]})
-
+def test_an_engine_may_tokenize(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
-        app = web.Application()
-        app.router.add_post("/tokenize", tokenize)
-        async with TestServer(app) as server, aiohttp.ClientSession() as session:
-            tokenizers.add("m", RemoteTokenizer(session, str(server.make_url("")), "m"))
-            assert lists(await tokenizers.token_ids("m", ChatPrompt([USER]))) == [[4, 5, 6]]
-            assert lists(await tokenizers.token_ids("m", ChatPrompt([USER], truncation=Truncation(1)))) == [[6]]
-            # Nobody here knows its vocabulary.
+        async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
+            asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
+            tokenizers.add("m", ModelTokenizer(engine=asked))
+            chat = ChatPrompt([USER])
+            assert tokenizers.tokenize_now("m", chat) is None
+            found = await tokenizers.tokenize("m", chat)
+            assert found.token_ids is found.identities
+            assert found.token_ids == local.tokenize(chat)
+            assert tokenizers.tokenize_now("m", ChatPrompt([USER])) == found  # known by now
+            # Its vocabulary is not known here.
             assert lists(await tokenizers.token_ids("m", TokenPrompts([[10**9]]))) == [[10**9]]
+
+    using(act)
+
+
+def test_an_engine_is_asked_for_its_shapes_alone(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
+            asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
+            tokenizer = ModelTokenizer(local, asked, asked={Shape.SYSTEM})
+            tokenizers.add("m", tokenizer)
+            system = ChatPrompt([{"role": "system", "content": "Be brief."}, USER])
+            assert tokenizers.tokenize_now("m", ChatPrompt([USER])) is not None
+            assert engine.asked.total() == 0
+            assert tokenizers.tokenize_now("m", system) is None
+            assert (await tokenizers.tokenize("m", system)).token_ids == local.tokenize(system)
+            assert engine.asked.total() == 1
+            assert (tokenizer.usage.prompts[Path.LOCAL], tokenizer.usage.prompts[Path.ENGINE]) == (1, 1)
+
+    using(act)
+
+
+def test_where_no_engine_answers_the_likely_tokens_count(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        async with aiohttp.ClientSession() as session:
+            asked = EngineTokenizer(EngineClient(session, "m"), lambda: ["http://127.0.0.1:9"], 2**20)
+            tokenizers.add("m", ModelTokenizer(local, asked, asked={Shape.PLAIN}))
+            found = await tokenizers.tokenize("m", ChatPrompt([USER]))
+            assert found.identities == local.tokenize(ChatPrompt([USER]))
+            assert found.token_ids is not found.identities  # so it counts as a guess
+            tokenizers.add("m", ModelTokenizer(engine=asked))
+            with pytest.raises(TokenizerUnavailableError):
+                await tokenizers.tokenize("m", ChatPrompt([USER]))
+
+    using(act)
+
+
+def test_what_was_suspected_is_used_again_once_it_is_seen_to_agree(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
+            asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
+            tokenizer = ModelTokenizer(local, asked, suspected=True)
+            tokenizers.add("m", tokenizer)
+            for number in range(100):
+                assert tokenizer.way == ("engine" if tokenizer.suspected else "local")
+                await tokenizers.tokenize("m", ChatPrompt([USER | {"content": f"prompt {number}"}]))
+            assert not tokenizer.suspected
+            assert 20 < engine.asked.total() < 50
 
     using(act)
 
@@ -211,8 +259,9 @@ def test_what_is_short_or_known_is_tokenized_at_once(local: LocalTokenizer) -> N
         assert at_once is not None
         assert at_once.token_ids == local.encode([local.render(longer)], add_special_tokens=False)
         # Looking up takes time, too.
-        assert tokenizers.tokenize_now("m", longer, INLINE_BYTES + 1) is None
-        assert await tokenizers.tokenize("m", longer, INLINE_BYTES + 1) == at_once
+        again = ChatPrompt([*opening, USER])
+        assert tokenizers.tokenize_now("m", again, INLINE_BYTES + 1) is None
+        assert await tokenizers.tokenize("m", again, INLINE_BYTES + 1) == at_once
 
     using(act)
 
@@ -222,7 +271,7 @@ def test_the_same_chat_is_tokenized_once(local: LocalTokenizer) -> None:
     seen = BodyCache()
 
     def chat() -> ChatPrompt:
-        found = decode_chat(body, (), seen).prompt
+        found = read_call(Call("POST", "/v1/chat/completions", [], body), seen=seen).prompt
         assert isinstance(found, ChatPrompt)
         return found
 
@@ -231,7 +280,7 @@ def test_the_same_chat_is_tokenized_once(local: LocalTokenizer) -> None:
         tokenizers.add("other", LocalTokenizer.load(str(MODEL)))
         first = tokenizers.tokenize_now("m", chat())
         assert first is not None
-        assert tokenizers.tokenize_now("m", chat(), KNOWN_TIMES * INLINE_BYTES + 1) is first
+        assert tokenizers.tokenize_now("m", chat(), INLINE_BYTES + 1) is first
         assert await tokenizers.tokenize("m", chat()) is first
         # By another tokenizer it may become something else.
         other = tokenizers.tokenize_now("other", chat())
@@ -240,29 +289,6 @@ def test_the_same_chat_is_tokenized_once(local: LocalTokenizer) -> None:
         tokenizers.remove("m")
         with pytest.raises(TokenizerUnavailableError):
             tokenizers.tokenize_now("m", chat())
-
-    using(act)
-
-
-def test_a_long_conversation_that_is_known_is_tokenized_at_once(local: LocalTokenizer) -> None:
-    seen, messages = BodyCache(), [USER | {"content": f"{number} {LONG}"} for number in range(INLINE_BYTES // 5000)]
-
-    def chat() -> ChatPrompt:
-        found = decode_chat(json.dumps({"model": "m", "messages": messages}).encode(), (), seen).prompt
-        assert isinstance(found, ChatPrompt)
-        return found
-
-    async def act(tokenizers: Tokenizers) -> None:
-        tokenizers.add("m", local)
-        first = chat()
-        assert tokenizers.tokenize_now("m", first, INLINE_BYTES + 1) is None
-        await tokenizers.tokenize_aside("m", first)
-        messages.append(USER)
-        next_turn = chat()
-        assert tokenizers.tokenize_now("m", next_turn, INLINE_BYTES * KNOWN_TIMES + 1) is None
-        at_once = tokenizers.tokenize_now("m", next_turn, INLINE_BYTES * KNOWN_TIMES)
-        assert at_once is not None
-        assert at_once.token_ids == local.encode([local.render(ChatPrompt(messages))], add_special_tokens=False)
 
     using(act)
 
@@ -283,13 +309,18 @@ def test_metrics_tell_how_prompts_become_tokens(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         registry = CollectorRegistry()
         registry.register(TokenizerCollector(tokenizers))
-        tokenizers.add("m", local)
         async with aiohttp.ClientSession() as session:
-            tokenizers.add("n", RemoteTokenizer(session, "http://127.0.0.1:9", "n"))
-            local.encode(["cached"], add_special_tokens=False)
-            assert registry.get_sample_value("kvrouter_tokenizer", {"model": "m", "way": "pieces"}) == 1
-            assert registry.get_sample_value("kvrouter_tokenizer", {"model": "n", "way": "worker"}) == 1
-            assert (registry.get_sample_value("kvrouter_tokenizer_cache_bytes", {"model": "m"}) or 0) > 200
+            asked = EngineTokenizer(EngineClient(session, "m"), list, 2**20)
+            tokenizers.add("m", local)
+            tokenizers.add("n", ModelTokenizer(engine=asked))
+            tokenizers.add("o", ModelTokenizer(local, asked, asked={Shape.TOOLS}))
+            tokenizers.tokenize_now("m", ChatPrompt([USER]))
+            for model, way in {"m": "local", "n": "engine", "o": "mixed"}.items():
+                assert registry.get_sample_value("kvrouter_tokenizer", {"model": model, "way": way}) == 1
+            assert registry.get_sample_value("kvrouter_tokenizer_asked_shapes", {"model": "o"}) == 1
+            labels = {"model": "m", "way": "local"}
+            assert registry.get_sample_value("kvrouter_tokenizer_prompts_total", labels) == 1
+            assert (registry.get_sample_value("kvrouter_tokenizer_seconds_total", labels) or 0) > 0
             assert registry.get_sample_value("kvrouter_tokenizer_cache_bytes", {"model": "n"}) == 0
 
     using(act)

@@ -29,7 +29,7 @@ class SimulatedWorkerSettings:
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port
     model: str = "simulated"
-    tokenizer: str = str(BUNDLED_MODEL)  # a path or a name that transformers can load
+    tokenizer: str = str(BUNDLED_MODEL)  # a model's folder
     adapters: tuple[str, ...] = ()
 
     block_size: int = 16  # tokens

@@ -34,6 +34,15 @@ _STREAMS = 3
 _INSTRUCTION = {"role": "system", "content": "Be brief."}
 
 
+_CAUSES = {
+    "tokenizer_missing": Cause.TOKENIZER_MISSING,
+    "tokenizer_incomplete": Cause.TOKENIZER_MISSING,
+    "prompts_asked": Cause.PROMPTS_DIFFER,
+    "prompts_differ": Cause.PROMPTS_DIFFER,
+    "tokenizer_suspected": Cause.PROMPTS_DIFFER,
+}
+
+
 class Examination:
     """Examines one worker. `findings` grows; `passed` names what was seen to be right."""
 
@@ -72,6 +81,8 @@ class Examination:
         model = models[0].model
         self.passed.append(f"answers, and serves {model} ({described.engine})")
         await self._source.provide(fleet.Worker(self._settings, problem=None), models[0])
+        await self._source.settled()
+        self._examine_tokenizer(model)
         worker = Worker(self._session, self.url, model)
         try:
             if await self._caches(worker, described):
@@ -81,6 +92,20 @@ class Examination:
             self._found(Cause.REQUESTS_REFUSED, str(error))
         except (aiohttp.ClientError, TimeoutError) as error:
             self._found(Cause.REQUESTS_REFUSED, f"a request failed: {str(error) or type(error).__name__}")
+
+    def _examine_tokenizer(self, model: str) -> None:
+        """How the model's prompts become tokens, as the probes showed."""
+        report = self._source.report().get(model)
+        if report is None:
+            return
+        for found in self._source.findings():
+            if found["model"] == model:
+                self._found(_CAUSES[found["finding"]], found["detail"])
+        shapes = report["shapes"]
+        exact = sum(way == "local" for way in shapes.values())
+        reading = f", by {report['reading']}" if report["reading"] else ""
+        compared = f"; {exact} of {len(shapes)} probes as the engine reads them" if exact else ""
+        self.passed.append(f"prompts become tokens: {report['way']}{reading}{compared}")
 
     async def _caches(self, worker: Worker, described: WorkerDescription) -> bool:
         """Whether a prompt that is sent twice is cached the second time, as far as the worker tells."""

@@ -20,6 +20,8 @@ class Cause(StrEnum):
     EVENTS_WITHOUT_TOKENS = "events_without_tokens"
     BLOCK_SIZE = "block_size"
     TOKENIZER = "tokenizer"
+    TOKENIZER_MISSING = "tokenizer_missing"
+    PROMPTS_DIFFER = "prompts_differ"
     CHAT_TEMPLATE = "chat_template"
     SALT = "salt"
     ADAPTER = "adapter"
@@ -49,6 +51,10 @@ FIXES = {
     "matched by its tokens.",
     Cause.BLOCK_SIZE: "Remove block_size from the worker's settings, or set it to what the engine uses.",
     Cause.TOKENIZER: "Set models: NAME: tokenizer: to the folder of the very model that the worker serves.",
+    Cause.TOKENIZER_MISSING: "Set models: NAME: tokenizer: to the folder of the model or its name on the Hub, or "
+    "install the extra that the evidence names; until then the engine is asked, or prompts are routed by load.",
+    Cause.PROMPTS_DIFFER: "Nothing must be done where the engine can be asked, which takes some milliseconds a prompt. "
+    "To save those, give the router the files and the chat template that the engine was started with.",
     Cause.CHAT_TEMPLATE: "Give the router's tokenizer folder the chat template that the worker is started with.",
     Cause.SALT: "Something between router and engine adds a cache salt to requests: remove it, or let clients send it "
     "in the body (cache_salt) through the router.",

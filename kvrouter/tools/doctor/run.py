@@ -65,5 +65,6 @@ async def examine(settings: Settings, api_key: str | None, patience: float) -> l
             try:
                 await asyncio.gather(*map(run, examinations))
             finally:
+                await source.close()
                 await tokenizers.close()
     return examinations

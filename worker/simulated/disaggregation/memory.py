@@ -102,7 +102,10 @@ class KvMemory:
         """Where in the buffers the tokens from `start` to `end` are."""
         positions = np.arange(start, end)
         blocks = np.array(sequence.blocks, dtype=np.int64)
-        return blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+        slots: NDArray[np.int64] = (
+            blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+        )
+        return slots
 
 
 def _kv_of(tokens: Sequence[int], before: bytes) -> NDArray[np.uint8]:

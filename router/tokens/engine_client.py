@@ -1,0 +1,155 @@
+"""What engines say of prompts: `/v1/…/render`, `/tokenize`, and the token ids that come with an answer.
+
+vLLM renders requests without computing them where it is started with `--enable-scale-out`; `/tokenize` does the same
+for chats and texts alone. Older versions and SGLang have only `/tokenize`, SGLang's for texts.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Annotated, Any
+
+import aiohttp
+import msgspec
+
+from indexer.hashing import PackedPrompt
+from router.apis.fields import MAX_TOKEN_ID
+from router.apis.requests import ChatPrompt, TextPrompts
+from router.errors import TokenizerUnavailableError
+from router.tokens.chat_template import template_variables
+
+_CHAT = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
+# What only an answer needs. Some of these exclude each other, or wait for another request.
+_NOT_RENDERED = ("stream", "stream_options", "kv_transfer_params", "cache_salt", "request_id", "priority")
+
+
+class PromptRefusedError(TokenizerUnavailableError):
+    """An engine does not take this prompt as it was asked about; says the engine's words."""
+
+
+class NotOfferedError(TokenizerUnavailableError):
+    """An engine does not answer such questions at all."""
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: _TokenIds
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: _TokenIds
+
+
+class _Choice(msgspec.Struct):
+    prompt_token_ids: _TokenIds | None = None
+
+
+class _Answer(msgspec.Struct):
+    prompt_token_ids: _TokenIds | None = None
+    choices: list[_Choice] = []
+
+
+_decode_rendered = msgspec.json.Decoder(_Rendered | list[_Rendered]).decode
+_decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+class EngineClient:
+    """Asks workers about one model's prompts. `timeout_seconds` is for one question.
+
+    All methods raise TokenizerUnavailableError when a worker does not answer in time, or not with token ids;
+    PromptRefusedError (one of those) when it does not take the prompt, NotOfferedError when it has no such endpoint.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, model: str, timeout_seconds: float = 5.0) -> None:
+        self.model = model
+        self._session = session
+        self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+
+    async def rendered(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
+        """The token ids of each prompt by the engine's own rendering of the request."""
+        path, body = self._request(prompt)
+        found = _decoded(url, _decode_rendered, await self._post(f"{url}{path}/render", body))
+        return [PackedPrompt.of(each.token_ids) for each in (found if isinstance(found, list) else [found])]
+
+    async def tokenized(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
+        """The same by `/tokenize`, which knows chats and texts."""
+        if isinstance(prompt, ChatPrompt):
+            bodies = [_chat_fields(prompt)]
+        else:
+            bodies = [{"prompt": text, "add_special_tokens": prompt.add_special_tokens} for text in prompt.texts]
+        answers = [await self._post(f"{url}/tokenize", {"model": self.model} | body) for body in bodies]
+        prompts = [PackedPrompt.of(_decoded(url, _decode_tokenized, answer).tokens) for answer in answers]
+        return [prompt.truncation.of(each) for each in prompts] if prompt.truncation else prompts
+
+    async def computed(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
+        """The token ids that the engine computes of one prompt, by computing it: with an answer of one token."""
+        path, body = self._request(prompt)
+        if path not in (_CHAT, _COMPLETIONS):
+            raise NotOfferedError(f"{url}: only chats and completions come with their token ids")
+        body |= {"max_tokens": 1, "max_completion_tokens": 1, "return_token_ids": True}
+        if path == _COMPLETIONS:
+            del body["max_completion_tokens"]
+        answer = _decoded(url, _decode_answer, await self._post(f"{url}{path}", body))
+        ids = answer.prompt_token_ids or (answer.choices[0].prompt_token_ids if answer.choices else None)
+        if ids is None:
+            raise NotOfferedError(f"{url}: it does not tell the token ids of a prompt")
+        return [PackedPrompt.of(ids)]
+
+    def _request(self, prompt: ChatPrompt | TextPrompts) -> tuple[str, dict[str, Any]]:
+        """The path and body of a request for this prompt: the client's own, where it came from one."""
+        call = prompt.call if isinstance(prompt, ChatPrompt) else None
+        if call is not None:
+            path = call[0]
+            try:
+                body = msgspec.json.decode(call[1], type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                raise TokenizerUnavailableError(f"the request is not JSON as engines are asked: {error}") from error
+            for name in _NOT_RENDERED:
+                body.pop(name, None)
+        elif isinstance(prompt, ChatPrompt):
+            path, body = _CHAT, _chat_fields(prompt)
+        else:
+            texts: list[str] | str = prompt.texts if len(prompt.texts) > 1 else prompt.texts[0]
+            path, body = _COMPLETIONS, {"prompt": texts, "add_special_tokens": prompt.add_special_tokens}
+        return path, body | {"model": self.model}
+
+    async def _post(self, url: str, body: dict[str, Any]) -> bytes:
+        data = BytesIO(msgspec.json.encode(body))  # aiohttp writes it in pieces
+        headers = {"Content-Type": "application/json"}
+        try:
+            # A redirect would lead out of the allowed networks.
+            async with self._session.post(
+                url, data=data, headers=headers, timeout=self._timeout, allow_redirects=False
+            ) as response:
+                status, answer = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise TokenizerUnavailableError(f"{url}: {str(error) or type(error).__name__}") from error
+        if status == 200:
+            return answer
+        if status in (400, 413, 422):
+            raise PromptRefusedError(f"{url}: status {status}: {answer[:500].decode(errors='replace')}")
+        if status in (403, 404, 405, 501) or 300 <= status < 400:
+            raise NotOfferedError(f"{url}: status {status}")
+        raise TokenizerUnavailableError(f"{url}: status {status}")
+
+
+def _decoded(url: str, decode: Any, answer: bytes) -> Any:
+    try:
+        return decode(answer)
+    except msgspec.DecodeError as error:
+        raise TokenizerUnavailableError(f"{url}: an answer that makes no sense: {error}") from error
+
+
+def _chat_fields(chat: ChatPrompt) -> dict[str, Any]:
+    """The fields of a chat, as `/tokenize` takes them: the other variables of a template are like any."""
+    variables = template_variables(chat)
+    fields = {
+        "messages": chat.messages,
+        "add_generation_prompt": variables.pop("add_generation_prompt"),
+        "continue_final_message": variables.pop("continue_final_message"),
+        "add_special_tokens": chat.add_special_tokens,
+    }
+    optional = {"tools": chat.tools, "chat_template": chat.chat_template, "chat_template_kwargs": variables or None}
+    return fields | {name: value for name, value in optional.items() if value is not None}

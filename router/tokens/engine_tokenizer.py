@@ -1,0 +1,152 @@
+"""Prompts whose tokens only the engine knows: asked of the workers of a model, each time and at once by one of them.
+
+Answers are kept by the messages they are of. While no worker answers, a conversation's next turn has at least the
+tokens of the turn before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+from xxhash import xxh3_128_digest
+
+from indexer.hashing import PackedPrompt
+from router.apis.requests import ChatPrompt, TextPrompts
+from router.errors import TokenizerUnavailableError
+from router.tokens.chat_template import template_variables
+from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError
+from router.tokens.prompt_cache import common_tokens
+
+# Questions that wait for answers.
+MAX_ASKED = 256
+_ATTEMPTS = 2
+_ENTRY_BYTES = 300
+_HASHED_TIMES = 2
+
+_encode = msgspec.json.Encoder(order="sorted").encode
+_Ask = Callable[[str, ChatPrompt | TextPrompts], Awaitable[list[PackedPrompt]]]
+
+
+class EngineAnswer(NamedTuple):
+    """The tokens of prompts; `exact` unless they are those of an earlier turn, because no engine answered."""
+
+    prompts: list[PackedPrompt]
+    exact: bool
+
+
+class EngineTokenizer:
+    """Asks the workers at `urls()` about one model's prompts. `limit_bytes` bounds the answers that are kept."""
+
+    def __init__(self, client: EngineClient, urls: Callable[[], Sequence[str]], limit_bytes: int) -> None:
+        self._client = client
+        self._urls = urls
+        self._limit = limit_bytes
+        self._known: OrderedDict[bytes, list[PackedPrompt]] = OrderedDict()
+        self._asked: Counter[str] = Counter()
+        self._not_offered: dict[str, set[_Ask]] = {}
+        self._turn = 0
+        self.cached_bytes = 0
+
+    def forget(self) -> None:
+        """Other answers may be given from now on: an engine started again, or renders otherwise."""
+        self._known.clear()
+        self._not_offered.clear()
+        self.cached_bytes = 0
+
+    def known(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt] | None:
+        """What was answered about the same prompt; None for one that nobody asked about."""
+        return self._known.get(_keys(prompt)[-1])
+
+    async def tokenize(self, prompt: ChatPrompt | TextPrompts) -> EngineAnswer:
+        """The tokens of a prompt. Raises TokenizerUnavailableError when nothing of it is known."""
+        keys = _keys(prompt)
+        found = self._known.get(keys[-1])
+        if found is not None:
+            self._known.move_to_end(keys[-1])
+            return EngineAnswer(found, exact=True)
+        earlier = next((known for key in reversed(keys[:-1]) if (known := self._known.get(key))), None)
+        try:
+            prompts = await self._answer(prompt)
+        except TokenizerUnavailableError:
+            if earlier is None:
+                raise
+            return EngineAnswer(earlier, exact=False)
+        if earlier is not None:
+            prompts = [earlier[0].extended(each.tokens, common_tokens(each, earlier[0])) for each in prompts]
+        self._remember(keys[-1], prompts)
+        return EngineAnswer(prompts, exact=True)
+
+    async def _answer(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
+        """Ask the worker that has the fewest questions; another one when that is no help."""
+        if self._asked.total() >= MAX_ASKED:
+            raise TokenizerUnavailableError(f"{MAX_ASKED} questions wait for answers of engines already")
+        urls = self._in_turn()
+        if not urls:
+            raise TokenizerUnavailableError("no worker can be asked")
+        last: TokenizerUnavailableError | None = None
+        for url in urls[:_ATTEMPTS]:
+            self._asked[url] += 1
+            try:
+                return await self._ask(url, prompt)
+            except PromptRefusedError:
+                raise  # others would say the same
+            except TokenizerUnavailableError as error:
+                last = error
+            finally:
+                self._asked[url] -= 1
+        assert last is not None
+        raise last
+
+    async def _ask(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
+        ways: tuple[_Ask, ...] = (self._client.rendered, self._client.tokenized)
+        missing = self._not_offered.setdefault(url, set())
+        for ask in ways:
+            if ask not in missing:
+                try:
+                    return await ask(url, prompt)
+                except NotOfferedError:
+                    missing.add(ask)
+        raise NotOfferedError(f"{url}: it has neither render nor /tokenize")
+
+    def _in_turn(self) -> list[str]:
+        urls = list(self._urls())
+        self._turn += 1
+        start = self._turn % len(urls) if urls else 0
+        return sorted(urls[start:] + urls[:start], key=lambda url: self._asked[url])
+
+    def _remember(self, key: bytes, prompts: list[PackedPrompt]) -> None:
+        size = _size(prompts)
+        if size > self._limit or key in self._known:
+            return
+        self._known[key] = prompts
+        self.cached_bytes += size
+        while self.cached_bytes > self._limit:
+            self.cached_bytes -= _size(self._known.popitem(last=False)[1])
+
+
+def _size(prompts: list[PackedPrompt]) -> int:
+    return _ENTRY_BYTES + sum(_HASHED_TIMES * len(prompt.tokens) for prompt in prompts)
+
+
+def _keys(prompt: ChatPrompt | TextPrompts) -> list[bytes]:
+    """A key for each beginning of a conversation, the whole of it last; one for texts."""
+    if isinstance(prompt, TextPrompts):
+        return [_digest(b"", [prompt.texts, prompt.add_special_tokens, str(prompt.truncation)])]
+    settings = (prompt.chat_template, prompt.merges_system, prompt.thinking_off, prompt.add_special_tokens)
+    path, truncation = prompt.call[0] if prompt.call else "", str(prompt.truncation)
+    key = _digest(b"", [path, prompt.tools, template_variables(prompt), settings, truncation])
+    keys: list[bytes] = []
+    for message in prompt.messages:
+        key = _digest(key, message)
+        keys.append(key)
+    return keys
+
+
+def _digest(before: bytes, value: object) -> bytes:
+    try:
+        return xxh3_128_digest(before + _encode(value))
+    except (ValueError, OverflowError, RecursionError) as error:  # half of a surrogate pair, for one
+        raise TokenizerUnavailableError(f"no engine can be asked about this: {error}") from error

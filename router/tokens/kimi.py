@@ -1,0 +1,65 @@
+"""Kimi's models: tiktoken.model, which the model's own Python code reads. Here tiktoken reads it, without that code.
+
+How words are split is what `tokenization_kimi.py` in the models' repositories says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from indexer.hashing import pack_tokens
+from router.errors import TokenizerUnavailableError
+from router.tokens.model_files import read_json
+
+FILE = "tiktoken.model"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_WORDS = "|".join(
+    (
+        r"[\p{Han}]+",
+        f"{_LETTERS}*{_SMALL}+{_ENDINGS}",
+        f"{_LETTERS}+{_SMALL}*{_ENDINGS}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+_SPECIAL_TOKENS = 256
+
+
+class KimiTexts:
+    """Encodes texts. Special tokens that stand in one are read as such; none is put before or after."""
+
+    fast = False
+    cached_bytes = 0
+
+    def __init__(self, folder: Path) -> None:
+        """Slow: call it in a thread. Raises TokenizerUnavailableError."""
+        try:
+            import tiktoken
+            from tiktoken.load import load_tiktoken_bpe
+        except ImportError as error:
+            raise TokenizerUnavailableError(f"{FILE} wants another package: pip install 'kvrouter[kimi]'") from error
+        try:
+            ranks = load_tiktoken_bpe(str(folder / FILE))
+            named = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+            names = {int(number): token["content"] for number, token in named.items()}
+            first = len(ranks)
+            special = {
+                names.get(number, f"<|reserved_token_{number}|>"): number
+                for number in range(first, first + _SPECIAL_TOKENS)
+            }
+            self._encoding: Any = tiktoken.Encoding(
+                "kimi", pat_str=_WORDS, mergeable_ranks=ranks, special_tokens=special
+            )
+        except Exception as error:  # whatever it meets in a stranger's file it raises in its own way
+            raise TokenizerUnavailableError(f"tiktoken cannot read {FILE}: {error}") from error
+        self.vocab_size = first + _SPECIAL_TOKENS
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:  # noqa: ARG002 (has none)
+        """The packed token ids of each text."""
+        return [pack_tokens(self._encoding.encode(text, allowed_special="all")) for text in texts]

@@ -1,0 +1,89 @@
+"""Mistral's models: tekken.json and the library mistral-common, as vLLM's `--tokenizer-mode mistral` uses them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from indexer.errors import RequestError
+from indexer.hashing import pack_tokens
+from router.apis.requests import ChatPrompt
+from router.errors import TokenizerUnavailableError
+
+# Longer ids of tool calls are cut to their last characters.
+_CALL_ID = 9
+# The first version that knows how much to think.
+_KNOWS_EFFORT = 15
+
+
+class Mistral:
+    """Encodes chats and texts. Any number of threads may use one."""
+
+    truncates = True
+
+    def __init__(self, folder: Path) -> None:
+        """Slow: call it in a thread. Raises TokenizerUnavailableError."""
+        try:
+            from mistral_common.protocol.instruct.request import ChatCompletionRequest
+            from mistral_common.protocol.instruct.validator import ValidationMode
+            from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+        except ImportError as error:
+            raise TokenizerUnavailableError(
+                "tekken.json wants another package: pip install 'kvrouter[mistral]'"
+            ) from error
+        self._request: Any = ChatCompletionRequest
+        try:
+            self._tokenizer: Any = MistralTokenizer.from_file(str(folder / "tekken.json"), mode=ValidationMode.test)
+        except Exception as error:  # of its own kinds
+            raise TokenizerUnavailableError(f"mistral-common cannot read tekken.json: {error}") from error
+        self.texts = TekkenTexts(self._tokenizer.instruct_tokenizer.tokenizer)
+        version = int(str(self._tokenizer.instruct_tokenizer.tokenizer.version.value).split("v")[-1])
+        self._knows_effort = version >= _KNOWS_EFFORT
+
+    def encode(self, chat: ChatPrompt) -> bytes:
+        """The packed token ids of a conversation. Raises RequestError (400) for what Mistral's models do not take."""
+        if chat.chat_template_kwargs:
+            raise RequestError("Mistral's tokenizers take no chat_template_kwargs.", param="chat_template_kwargs")
+        last = chat.messages[-1].get("role")
+        if chat.add_generation_prompt and last == "assistant":
+            raise RequestError("Mistral's models answer no answer. Send continue_final_message.", param="messages")
+        if chat.continue_final_message and last != "assistant":
+            raise RequestError("Only an answer can be continued.", param="continue_final_message")
+        others = {"reasoning_effort": chat.reasoning_effort} if self._knows_effort else {}
+        try:
+            request = self._request.from_openai(
+                messages=[_message(message) for message in chat.messages],
+                tools=chat.tools,
+                continue_final_message=chat.continue_final_message,
+                **others,
+            )
+            return pack_tokens(self._tokenizer.encode_chat_completion(request).tokens)
+        except Exception as error:  # of the library's kinds, and assertions
+            raise RequestError(f"Mistral's models do not take this: {error}", param="messages") from error
+
+
+class TekkenTexts:
+    """Encodes texts. What looks like a special token in one is plain text here."""
+
+    fast = False
+    cached_bytes = 0
+
+    def __init__(self, tekkenizer: Any) -> None:
+        self._tekkenizer = tekkenizer
+        self.vocab_size = int(tekkenizer.n_words)
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:
+        """The packed token ids of each text."""
+        return [pack_tokens(self._tekkenizer.encode(text, bos=add_special_tokens, eos=False)) for text in texts]
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as vLLM hands it to the library."""
+    message = copy.copy(message)
+    if message.get("role") == "assistant":
+        calls = message.get("tool_calls") or []
+        message["tool_calls"] = [call | {"id": str(call.get("id", ""))[-_CALL_ID:]} for call in calls]
+    elif message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str):
+        message["tool_call_id"] = message["tool_call_id"][-_CALL_ID:]
+    return message

@@ -1,0 +1,97 @@
+"""A server that reads prompts as vLLM does, by a tokenizer of ours; and as other engines do, by what a test changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from indexer.errors import RequestError
+from router.apis.endpoints import CHAT, Call, read_call
+from router.apis.requests import ChatPrompt, TextPrompts
+from router.fleet.worker import Worker
+from router.settings import WorkerSettings
+from router.tokens.local_tokenizer import LocalTokenizer
+
+
+class PlayedEngine:
+    """Renders, tokenizes and answers by `tokenizer`, which a test may replace.
+
+    `renders`, `tokenizes`, `tells_ids`: what it offers. `refusals`: paths that answer with these statuses instead.
+    `asked` counts what came, `bodies` keeps it.
+    """
+
+    def __init__(self, tokenizer: LocalTokenizer, model: str = "m") -> None:
+        self.tokenizer = tokenizer
+        self.model = model
+        self.renders = self.tokenizes = self.tells_ids = True
+        self.refusals: dict[str, int] = {}
+        self.hangs = False
+        self.asked: Counter[str] = Counter()
+        self.bodies: list[dict[str, Any]] = []
+        self.url = ""
+
+    @property
+    def worker(self) -> Worker:
+        """What the fleet knows of it."""
+        found = Worker(WorkerSettings(url=self.url))
+        found.problem = None
+        return found
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[PlayedEngine]:
+        """Answer requests meanwhile, on a port of its own."""
+        app = web.Application()
+        app.router.add_post("/{path:.*}", self._answer)
+        async with TestServer(app) as server:
+            self.url = str(server.make_url("")).rstrip("/")
+            yield self
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.asked[request.path] += 1
+        body = await request.read()
+        self.bodies.append(await request.json())
+        if self.hangs:
+            await asyncio.sleep(60)
+        if request.path in self.refusals:
+            headers = {"Location": "/elsewhere"} if self.refusals[request.path] // 100 == 3 else None
+            return web.Response(status=self.refusals[request.path], text="refused", headers=headers)
+        try:
+            if request.path.endswith("/render"):
+                return self._rendered(request.path.removesuffix("/render"), body)
+            if request.path == "/tokenize":
+                return self._tokenized(body)
+            return self._computed(request.path, body)
+        except RequestError as error:
+            return web.json_response({"error": {"message": error.message}}, status=400)
+
+    def _rendered(self, path: str, body: bytes) -> web.Response:
+        if not self.renders:
+            return web.Response(status=403, text="start with --enable-scale-out")
+        prompts = [list(ids) for ids in self._ids(path, body)]
+        if path == "/v1/completions":
+            return web.json_response([{"token_ids": ids} for ids in prompts])
+        return web.json_response({"token_ids": prompts[0]})
+
+    def _tokenized(self, body: bytes) -> web.Response:
+        if not self.tokenizes:
+            return web.Response(status=404)
+        path = "/v1/completions" if b'"prompt":' in body else CHAT
+        (ids,) = self._ids(path, body)
+        return web.json_response({"tokens": list(ids), "count": len(ids)})
+
+    def _computed(self, path: str, body: bytes) -> web.Response:
+        (ids,) = self._ids(path, body)
+        told = {"prompt_token_ids": list(ids)} if self.tells_ids else {}
+        return web.json_response({"choices": [{"text": "a"}]} | told)
+
+    def _ids(self, path: str, body: bytes) -> list[Any]:
+        request = read_call(Call("POST", path, [], body))
+        assert request.model == self.model
+        assert isinstance(request.prompt, (ChatPrompt, TextPrompts))
+        return self.tokenizer.tokenize(request.prompt)

@@ -1,0 +1,91 @@
+"""Hashes taken over from prompts that begin alike: the same as those made from the start."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.hashing import PackedPrompt
+from router.tokens.prompt_cache import PromptCache, common_tokens
+
+BLOCK = 4
+
+
+def tokens_of(text: str) -> bytes:
+    """A token for each two characters."""
+    return array("I", [ord(a) * 128 + ord(b) for a, b in zip(text[::2], text[1::2], strict=False)]).tobytes()
+
+
+def seen(cache: PromptCache, text: str) -> PackedPrompt:
+    prompt = cache.prompt(text, tokens_of(text), cache.find(text))
+    prompt.hashes(1, BLOCK, len(prompt) // BLOCK)
+    return prompt
+
+
+def text_of(seed: int, length: int) -> str:
+    return "".join(Random(seed).choices("abcdefgh \n", k=length))
+
+
+@given(
+    parts=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 12_000), st.integers(0, 2), st.integers(0, 3_000)), max_size=8
+    ),
+    limit=st.sampled_from([0, 30_000, 200_000, 10**7]),
+)
+def test_hashes_are_those_made_from_the_start(parts: list[tuple[int, int, int, int]], limit: int) -> None:
+    cache = PromptCache(limit)
+    for seed, length, end, more in parts:
+        text = text_of(seed, 12_000)[:length] + text_of(10 + end, more)
+        prompt = seen(cache, text)
+        alone = PackedPrompt(tokens_of(text))
+        assert prompt == alone
+        end_ = len(alone) // BLOCK
+        assert prompt.hashes(1, BLOCK, end_)[:end_] == alone.hashes(1, BLOCK, end_)[:end_]
+        assert cache.bytes <= limit
+
+
+def test_a_next_turn_takes_the_hashes_over() -> None:
+    cache, opening = PromptCache(10**6), text_of(0, 20_000)
+    earlier = seen(cache, opening)
+    text = opening + text_of(1, 3000)
+    later = cache.prompt(text, tokens_of(text), cache.find(text))
+    assert later.hash_bytes == earlier.hash_bytes
+    assert len(cache) == 1  # what goes on from all of it stands in its place
+
+
+def test_what_differs_early_takes_over_what_is_alike() -> None:
+    cache, opening = PromptCache(10**6), text_of(0, 20_000)
+    seen(cache, opening)
+    text = opening[:9000] + text_of(1, 9000)
+    later = cache.prompt(text, tokens_of(text), cache.find(text))
+    assert 4500 // BLOCK - 2 <= later.hash_bytes // 8 <= 4500 // BLOCK
+    assert len(cache) == 2
+
+
+def test_the_least_recently_used_is_forgotten_first() -> None:
+    texts = [text_of(seed, 5000) for seed in range(4)]
+    probe = PromptCache(10**6)
+    seen(probe, texts[0])
+    cache = PromptCache(7 * probe.bytes // 2)
+    for text in (texts[0], texts[1], texts[2], texts[0] + "x", texts[3]):
+        seen(cache, text)
+    assert [cache.find(text).known is not None for text in texts] == [True, False, True, True]
+
+
+def test_token_ids_without_a_text_are_known_as_well() -> None:
+    cache, tokens = PromptCache(10**6), tokens_of(text_of(0, 20_000))
+    earlier = cache.of_tokens(tokens)
+    earlier.hashes(1, BLOCK, 1000)
+    later = cache.of_tokens(tokens + tokens_of(text_of(1, 100)))
+    assert later.hash_bytes == earlier.hash_bytes > 0
+
+
+@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
+def test_how_many_tokens_begin_alike(one: list[int], other: list[int]) -> None:
+    alike = 0
+    while alike < min(len(one), len(other)) and one[alike] == other[alike]:
+        alike += 1
+    assert common_tokens(PackedPrompt.of(one), PackedPrompt.of(other)) == alike
