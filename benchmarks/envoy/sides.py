@@ -40,8 +40,8 @@ class Side:
     """`envoy`: the file that configures it; None: `kvrouter serve` alone.
 
     `picks`: it asks a picker; without, it spreads requests by itself. `by_load`: the policy looks at no prompt, and the
-    picker is sent no body. `read_usage`: the share of streams that it is shown to their end. `streams_bodies`: requests go
-    to it in parts and back.
+    picker is sent no body. `read_usage`: the share of streams that it is shown to their end. `streams_bodies`: those of
+    requests go to it in parts and back.
     """
 
     name: str
