@@ -35,6 +35,7 @@ SIDES = (
     SERVE,
     ALONE,
     Side("Envoy + `kvrouter picker`, cheapest.yaml", "cheapest.yaml"),
+    Side("the same with bodies streamed", "cheapest.yaml", streams_bodies=True),
     Side("the same by load alone, without bodies", "cheapest.yaml", by_load=True),
     Side("Envoy + `kvrouter picker`, envoy.yaml, which knows most", "envoy.yaml"),
     Side("the same, every stream read (`picker.read_usage: 1`)", "envoy.yaml", read_usage=1.0),
@@ -59,6 +60,7 @@ def main(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="Seconds of each load.")] = None,
     streams: Annotated[int, typer.Option(min=2, help="Streams at once.")] = 100,
+    size: Annotated[int, typer.Option(min=200, help="Bytes of a request.")] = SIZE,
     markdown: Annotated[Path | None, typer.Option(help="File whose section Envoy to write.")] = None,
 ) -> None:
     """Compare Envoy and the picker with the router as a proxy."""
@@ -73,7 +75,7 @@ def main(
             for events in (SHORT, LONG):
                 with workers(events, folder) as urls:
                     if events == SHORT:
-                        direct.append(alone(urls[0], seconds, folder))
+                        direct.append(alone(urls[0], size, seconds, folder))
                     for place in range(len(SIDES)):
                         side = SIDES[(place + number) % len(SIDES)]
                         print(
@@ -82,14 +84,14 @@ def main(
                         with side.running(urls, folder) as running:
                             time.sleep(1.0)  # what starting left to do
                             if events == SHORT:
-                                measure_whole(running, measures[side], seconds, folder)
+                                measure_whole(running, measures[side], size, seconds, folder)
                             measure_streams(running, measures[side], streams, events)
     how = _HOW.format(
         version=version(),
         workers=WORKERS,
         tool=tool(),
         rounds=f"{rounds} rounds",
-        size=SIZE,
+        size=size,
         connections=CONNECTIONS,
         short=SHORT,
         bytes=len(EVENT),

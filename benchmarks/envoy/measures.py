@@ -11,7 +11,7 @@ from benchmarks.envoy.worker import LONG, SHORT
 from benchmarks.proxy.load import loaded
 from benchmarks.proxy.streams import streamed
 
-SIZE = 4096  # bytes of a request
+SIZE = 4096  # bytes of a request, unless another is asked for
 CONNECTIONS = 32
 
 
@@ -40,12 +40,12 @@ class Measures:
         return self.per_stream + events * self.per_event
 
 
-def measure_whole(side: Running, measures: Measures, seconds: float, folder: Path) -> None:
+def measure_whole(side: Running, measures: Measures, size: int, seconds: float, folder: Path) -> None:
     """Whole answers."""
-    loaded(side.url, SIZE, 4, 1.0, folder)  # warm
-    measures.alone.append(loaded(side.url, SIZE, 1, seconds, folder).p50)
+    loaded(side.url, size, 4, 1.0, folder)  # warm
+    measures.alone.append(loaded(side.url, size, 1, seconds, folder).p50)
     before = side.cpu()
-    load = loaded(side.url, SIZE, CONNECTIONS, seconds, folder)
+    load = loaded(side.url, size, CONNECTIONS, seconds, folder)
     measures.whole_cpu.append((side.cpu() - before) / load.requests)
     measures.rate.append(load.rate)
 
@@ -60,9 +60,9 @@ def measure_streams(side: Running, measures: Measures, streams: int, events: int
         measures.first_event.append(first)
 
 
-def alone(url: str, seconds: float, folder: Path) -> float:
+def alone(url: str, size: int, seconds: float, folder: Path) -> float:
     """What a worker's answer takes without anything between."""
-    return loaded(url, SIZE, 1, seconds, folder).p50
+    return loaded(url, size, 1, seconds, folder).p50
 
 
 def crossover(envoy: Measures, serve: Measures) -> float | None:

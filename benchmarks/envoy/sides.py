@@ -40,7 +40,8 @@ class Side:
     """`envoy`: the file that configures it; None: `kvrouter serve` alone.
 
     `picks`: it asks a picker; without, it spreads requests by itself. `by_load`: the policy looks at no prompt, and the
-    picker is sent no body. `read_usage`: the share of streams that it is shown to their end.
+    picker is sent no body. `read_usage`: the share of streams that it is shown to their end. `streams_bodies`: those of
+    requests go to it in parts and back.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Side:
     picks: bool = True
     by_load: bool = False
     read_usage: float = 0.1
+    streams_bodies: bool = False
 
     @contextmanager
     def running(self, workers: Sequence[str], folder: Path) -> Iterator[Running]:
@@ -68,6 +70,9 @@ class Side:
                     _spread(found, workers)
                 elif self.by_load:
                     _filters(found)[0]["typed_config"]["processing_mode"]["request_body_mode"] = "NONE"
+                elif self.streams_bodies:
+                    mode = {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
+                    _filters(found)[0]["typed_config"]["processing_mode"] |= mode
                 url, envoy = stack.enter_context(_envoy(found, grpc_port, folder))
                 pids.append(envoy)
             yield Running(url, pids)

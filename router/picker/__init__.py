@@ -18,6 +18,7 @@ gateway_headers     what gateways ask for in headers
 objectives          priorities by name
 own_answers         what no single worker could answer
 addresses           workers as ip:port
+deadlines           one timer for many
 state               what requests share
 
 ext_proc.proto      the messages of the protocol, as far as they are used

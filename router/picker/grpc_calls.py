@@ -16,8 +16,8 @@ INTERNAL: Final = 13
 class Call(Protocol):
     """The peer's end of a call."""
 
-    def send(self, message: bytes) -> None:
-        """Send a message."""
+    def send(self, *messages: bytes) -> None:
+        """Send messages."""
 
     def end(self, status: int = OK, reason: str = "") -> None:
         """End the call, once all messages are sent. Then nothing is received any more, and it is closed."""

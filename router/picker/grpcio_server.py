@@ -101,9 +101,9 @@ class _Call:
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
-    def send(self, message: bytes) -> None:
-        """Send a message, with what else is sent soon."""
-        self._messages.append(message)
+    def send(self, *messages: bytes) -> None:
+        """Send messages, with what else is sent soon."""
+        self._messages += messages
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self.flush())
 

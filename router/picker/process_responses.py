@@ -39,6 +39,9 @@ _CLEAR_ROUTE_CACHE: Final = number_field(5, 1)
 _STREAMED: Final = 3
 _OVERWRITE: Final = number_field(3, 2)
 
+# The lengths of such a header, and of what it is in, take a byte each.
+_SHORT: Final = 124
+
 # Answers that change nothing.
 KEEP_REQUEST_HEADERS: Final = field(_REQUEST_HEADERS, b"")
 KEEP_REQUEST_TRAILERS: Final = field(_REQUEST_TRAILERS, b"")
@@ -128,6 +131,9 @@ def _new(before: Headers, after: Headers) -> Iterable[bytes]:
 
 def _set(name: bytes, value: bytes) -> bytes:
     """A header in a HeaderMutation, in place of any of that name."""
+    size = len(name) + len(value) + 4
+    if size < _SHORT:  # the same in one go
+        return b"\n%c\n%c\n%c%b\x1a%c%b%b" % (size + 4, size, len(name), name, len(value), value, _OVERWRITE)
     return field(1, field(1, field(1, name) + field(3, value)) + _OVERWRITE)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from enum import IntEnum
+from functools import lru_cache
 from typing import Final
 
 import structlog
@@ -68,7 +69,7 @@ class PickedRequest(ResponseWriter):
         self._send = call.send
         self._number = str(next(state.numbers))
         self._phase = Phase.HEADERS
-        self._timer: asyncio.TimerHandle | None = None  # of the body, or of what is observed in the end
+        self._lingering: asyncio.TimerHandle | None = None  # for what is observed in the end
         self._resolving: asyncio.Task[None] | None = None
         self._context: RequestContext
         self._proxied: ProxiedRequest | None = None
@@ -107,7 +108,7 @@ class PickedRequest(ResponseWriter):
         """The call is over: so is the request, however it went."""
         begun = self._phase is not Phase.HEADERS
         self._phase = Phase.OVER
-        self._cancel_timer()
+        self._state.body_deadlines.drop(self._number)
         if self._resolving is not None:
             self._resolving.cancel()
         if self._proxied is None:
@@ -120,22 +121,18 @@ class PickedRequest(ResponseWriter):
             self._state.observed and response.observation is Observation.NOTHING
         )
         if response.ends_unseen and expected:  # what is shown beside may come a bit later
-            self._timer = asyncio.get_running_loop().call_later(_OBSERVED_SECONDS, self._end, self._proxied)
+            self._lingering = asyncio.get_running_loop().call_later(_OBSERVED_SECONDS, self._end, self._proxied)
         else:
             self._end(self._proxied)
 
     def _end(self, proxied: ProxiedRequest) -> None:
-        self._cancel_timer()
+        if self._lingering is not None:
+            self._lingering.cancel()
         if self._response.ends_unseen and self._response.observation is not Observation.SOME:
             self._response.more(b"", True)
         proxied.client_left()  # if there is anything left of it
         self._state.requests.pop(self._number, None)
         self._context.end()
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     # The request
 
@@ -175,9 +172,7 @@ class PickedRequest(ResponseWriter):
             self._start(self._proxied, b"" if head.end_of_stream else _UNSEEN_BODY)
             return
         self._body = RequestBody()
-        self._timer = asyncio.get_running_loop().call_later(
-            state.proxy_context.settings.body_timeout, self._body_late, self._proxied
-        )
+        state.body_deadlines.set(self._number, self._body_late)
         if self._mode == _Mode.BUFFERED:
             self._send(process_responses.KEEP_REQUEST_HEADERS)
 
@@ -198,14 +193,14 @@ class PickedRequest(ResponseWriter):
         else:
             self._send(process_responses.KEEP_REQUEST_TRAILERS)
 
-    def _body_late(self, proxied: ProxiedRequest) -> None:
-        self._timer = None
-        proxied.refuse(too_slow(self._state.proxy_context.settings))
+    def _body_late(self) -> None:
+        if self._proxied is not None:
+            self._proxied.refuse(too_slow(self._state.proxy_context.settings))
 
     def _start(self, proxied: ProxiedRequest, body: bytes) -> None:
         """All of the request is here that comes."""
         self._phase = Phase.ROUTING
-        self._cancel_timer()
+        self._state.body_deadlines.drop(self._number)
         if self._rewrite is not None and body:
             try:
                 body = gateway_headers.with_model(body, self._rewrite)
@@ -244,7 +239,7 @@ class PickedRequest(ResponseWriter):
         self._address, self._response.handler = address, answer
         self._state.requests[self._number] = self
         named = ",".join([address, *endpoints.fallbacks(self._state, proxied.assignment, worker, self._subset)])
-        prefix = Origin.of(worker.url).path.decode("latin-1")
+        prefix = _path_of(worker.url)
         if body is not None:
             headers = [header for header in headers if header[0] != b"content-length"]
             headers.append((b"content-length", b"%d" % len(data)))
@@ -256,9 +251,7 @@ class PickedRequest(ResponseWriter):
         if self._mode == _Mode.BUFFERED:
             self._send(routed.to_body(None if data is body.whole() else data))
         else:
-            self._send(routed.to_headers())
-            for chunk in process_responses.request_chunks(data, ends=not body.trailers):
-                self._send(chunk)
+            self._send(routed.to_headers(), *process_responses.request_chunks(data, ends=not body.trailers))
         body.drop()
         if body.trailers:
             self._send(process_responses.KEEP_REQUEST_TRAILERS)
@@ -307,8 +300,7 @@ class PickedRequest(ResponseWriter):
         if response.mode == _Mode.NONE:  # an Envoy that did not say; the Inference Extension wants this one
             response.mode = _DUPLEX
         if response.mode == _DUPLEX:
-            for chunk in process_responses.response_chunks(part.body, part.end_of_stream):
-                self._send(chunk)
+            self._send(*process_responses.response_chunks(part.body, part.end_of_stream))
         else:
             self._send(process_responses.KEEP_RESPONSE_BODY)
 
@@ -362,6 +354,12 @@ class PickedRequest(ResponseWriter):
             self._phase = Phase.OVER
             self._send(process_responses.immediate(status, headers, body, "kvrouter"))
             asyncio.get_running_loop().call_soon(self._call.end)
+
+
+@lru_cache(maxsize=4096)
+def _path_of(url: str) -> str:
+    """What comes before the path of every request to a worker."""
+    return Origin.of(url).path.decode("latin-1")
 
 
 def _of_the_picker(path: str) -> RequestError:

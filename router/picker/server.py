@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from router.fleet.kubernetes import ClusterAccess, ResourceWatch
 from router.picker import objectives
+from router.picker.deadlines import Deadlines
 from router.picker.external_processor import SERVICE, ExternalProcessor
 from router.picker.grpc_calls import Methods
 from router.picker.grpc_server import GrpcServer
@@ -34,7 +35,9 @@ async def running_picker(app: FastAPI, settings: Settings) -> AsyncIterator[int]
     router, picker = app.state, settings.picker
     async with AsyncExitStack() as stack:
         named = await stack.enter_async_context(_followed_objectives(settings))
-        state = PickerState(router.proxy_context, router.fleet, picker, OwnAnswers(router.fleet), named)
+        deadlines = Deadlines(settings.server.body_timeout)
+        stack.callback(deadlines.close)
+        state = PickerState(router.proxy_context, router.fleet, picker, OwnAnswers(router.fleet), named, deadlines)
         stack.push_async_callback(state.addresses.close)
         state.fleet.on_removed.append(lambda worker: state.addresses.forget(worker.url))
         methods = {**ExternalProcessor(state).methods, **Health(router.readiness, SERVICE).methods}

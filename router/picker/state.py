@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from router.fleet.fleet import Fleet, Worker
 from router.forwarding.proxy import ProxyContext
 from router.picker.addresses import Addresses
+from router.picker.deadlines import Deadlines
 from router.picker.objectives import Objectives
 from router.picker.own_answers import OwnAnswers
 from router.settings import PickerSettings
@@ -27,6 +28,7 @@ class PickerState:
     settings: PickerSettings
     own_answers: OwnAnswers
     objectives: Objectives
+    body_deadlines: Deadlines
     addresses: Addresses = field(default_factory=Addresses)
     requests: dict[str, PickedRequest] = field(default_factory=dict)
     observed: bool = False  # there is a filter that shows answers

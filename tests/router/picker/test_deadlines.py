@@ -1,0 +1,33 @@
+"""Many deadlines by one timer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from router.picker.deadlines import Deadlines
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_who_is_late_is_called_in_turn_and_who_is_dropped_is_not() -> None:
+    called: list[str] = []
+    done = asyncio.Event()
+    deadlines = Deadlines(0.02)
+    for name in ("a", "dropped", "b"):
+        deadlines.set(name, lambda name=name: called.append(name))  # type: ignore[misc]
+    deadlines.drop("dropped")
+    deadlines.drop("unknown")
+    deadlines.set("later", done.set)
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert called == ["a", "b"]
+    deadlines.set("never", lambda: called.append("never"))
+    deadlines.close()
+    done.clear()
+    others = Deadlines(0.03)
+    others.set("after", done.set)
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert called == ["a", "b"]
