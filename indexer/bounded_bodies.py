@@ -77,8 +77,10 @@ class _Body:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
-            late = f"The body did not come within {self._limits.seconds:g} s. Send it at once."
-            self.refusal = RequestError(late, status=408)
+            late = f"The body did not come within {self._limits.seconds:g} s."
+            self.refusal = RequestError(
+                f"{late} Send it faster, or raise server.body_timeout.", status=408, type="timeout_error"
+            )
             raise self.refusal from error
         self._size += len(message.get("body", b""))
         if self._size > self._limits.bytes:
@@ -87,6 +89,6 @@ class _Body:
         return message
 
     def _too_large(self) -> RequestError:
-        large = f"The body is larger than {self._limits.bytes} bytes. Send a smaller one."
+        large = f"The body is larger than {self._limits.bytes} bytes. Send less, or raise server.max_body_bytes."
         self.refusal = RequestError(large, status=413)
         return self.refusal
