@@ -8,7 +8,7 @@ ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-index bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
+.PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -61,6 +61,10 @@ bench-processes: .venv/installed
 
 bench-index: .venv/installed .bench/dynamo/installed
 	$(BIN)/python -m benchmarks.index $(ARGS)
+
+bench-placement: .venv/installed
+	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"
+	$(BIN)/python -m benchmarks.placement
 
 bench-policy: .venv/installed
 	$(BIN)/python -m benchmarks.policy $(ARGS)

@@ -4,6 +4,5 @@
 workloads    traces made up: conversations and agents
 grid         the cells: workloads, fleets, caches, loads; every policy in each
 decisions    what a decision itself costs
-placing      what a whole placement costs
 report       tables in Markdown, and a plot
 """

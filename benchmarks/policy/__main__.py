@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,6 @@ import typer
 
 from benchmarks.policy.decisions import TARGETS, decision_seconds
 from benchmarks.policy.grid import full_grid, play, quick_grid, trace_grid
-from benchmarks.policy.placing import placing_seconds
 from benchmarks.policy.report import CellResult, markdown, verdict
 from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL, Measures
 from kvrouter.tools.simulation.sides import OURS, SIDES
@@ -62,8 +60,6 @@ def _decisions() -> str:
     costs = [decision_seconds(count) for count in TARGETS]
     rows = [["a decision, µs", *(f"{count} targets" for count in TARGETS)]]
     rows += [[side, *(f"{1e6 * cost[side]:.1f}" for cost in costs)] for side in costs[0]]
-    placing = asyncio.run(placing_seconds())
-    rows.append(["a whole placement, kv_aware", *(f"{1e6 * placing[count]:.1f}" for count in TARGETS)])
     return markdown(rows)
 
 

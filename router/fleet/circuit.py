@@ -37,10 +37,17 @@ class CircuitLimits:
 class Circuit:
     """The breaker of one worker. `begin` numbers the requests; each ends with its number."""
 
-    def __init__(self, limits: CircuitLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: CircuitLimits,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_change` is called when the circuit opens or closes."""
         self.closed = True  # all requests are let through
         self.reason: str | None = None
         self._limits = limits
+        self._on_change = on_change
         self._clock = clock
         self._begun = 0
         self._first_since_opening = 0
@@ -70,9 +77,12 @@ class Circuit:
     def succeeded(self, number: int) -> None:
         """A request was answered well."""
         if self.closed or number >= self._first_since_opening:
+            closes = not self.closed
             self.closed = True
             self._failures = self._openings = 0
             self._half_open_request = self.reason = None
+            if closes and self._on_change is not None:
+                self._on_change()
 
     def failed(self, number: int, reason: str) -> None:
         """A request failed through the worker's fault."""
@@ -97,3 +107,5 @@ class Circuit:
         self._half_open_request = None
         self._first_since_opening = self._begun + 1
         self.reason = reason
+        if self._on_change is not None:
+            self._on_change()

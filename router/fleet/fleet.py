@@ -53,6 +53,7 @@ class Fleet:
     ) -> None:
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
         self.version = 0  # grows whenever other workers may get requests, or for other names
+        self.health_version = 0  # grows whenever a circuit opens or closes, and when a worker begins or ends to warm up
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
@@ -88,6 +89,7 @@ class Fleet:
         await asyncio.gather(*map(self._probe, self.workers))
         for worker in self.workers:
             worker.warming_since = None  # all are new: none has to be spared
+            self._health_changed()
             self._watch_from_now(worker)
         self._detecting = asyncio.create_task(self._stall_detector.run(lambda: self.workers), name="detect stalls")
 
@@ -190,7 +192,9 @@ class Fleet:
     def _new_worker(self, given: WorkerSettings, source: str) -> Worker:
         stale = _STALE_SCRAPES * self._settings.metrics_interval
         slow_start = self._settings.slow_start
-        return Worker(given, source, Health(self._limits), EngineMetrics(stale), slow_start)
+        return Worker(
+            given, source, Health(self._limits, on_change=self._health_changed), EngineMetrics(stale), slow_start
+        )
 
     def _watch_from_now(self, worker: Worker) -> None:
         self._tasks[worker] = [
@@ -255,8 +259,10 @@ class Fleet:
         if not worker.up and (worker.failed_probes or worker.description is None):
             worker.warming_since = worker.health.clock()
             worker.health.forget()
-        elif worker.share >= 1:
+            self._health_changed()
+        elif worker.warming_since is not None and worker.share >= 1:
             worker.warming_since = None
+            self._health_changed()
         worker.failed_probes = 0
         if not worker.up or description != worker.description:
             worker.describe(description)
@@ -281,6 +287,9 @@ class Fleet:
         self._lookup_version = self.version
         self._able.clear()
         self._models.clear()
+
+    def _health_changed(self) -> None:
+        self.health_version += 1
 
     def _changed(self) -> None:
         """Other workers may get requests."""

@@ -65,12 +65,15 @@ class Health:
         limits: CircuitLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         worker: Health | None = None,
+        on_change: Callable[[], None] | None = None,
     ) -> None:
-        """`worker`: the health of all of it, where this is that of a rank."""
+        """`worker`: the health of all of it, where this is that of a rank. `on_change` is called when its circuit, or
+        that of a rank, opens or closes."""
         self.worker = worker
         self.ranks: dict[int, Health] = {}
         self._limits = limits or CircuitLimits()
-        self.circuit = Circuit(self._limits, clock)
+        self._on_change = on_change
+        self.circuit = Circuit(self._limits, clock, on_change)
         self.clock = clock
         self._last_byte = clock()
         self._heard = False  # since the last byte was asked for
@@ -95,7 +98,7 @@ class Health:
         if one_of_many:
             rank = self.ranks.get(dp_rank)
             if rank is None:
-                rank = self.ranks[dp_rank] = Health(self._limits, self.clock, self)
+                rank = self.ranks[dp_rank] = Health(self._limits, self.clock, self, self._on_change)
             health, number = rank, rank.circuit.begin()
         attempt = Attempt(health, number, of_worker, work if work > 1 else 1, dp_rank, streamed, now)
         self._begun(attempt, now)
@@ -155,6 +158,8 @@ class Health:
         self.last_results.clear()
         self.last_first_bytes.clear()
         self.ranks.clear()
+        if self._on_change is not None:
+            self._on_change()
 
     def give_up_waiting(self) -> int:
         """Have the requests sent elsewhere that may be; how many there are."""

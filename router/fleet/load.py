@@ -6,6 +6,39 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+# Changes that are remembered. A reader that is further behind reads all loads again.
+_JOURNAL_LENGTH = 8192
+
+
+class LoadJournal:
+    """Which loads of a table changed, by their slots, so that readers of thousands catch up with those alone."""
+
+    def __init__(self) -> None:
+        self._slots: list[int] = []
+        self._forgotten = 0
+
+    @property
+    def end(self) -> int:
+        """How many changes there were."""
+        return self._forgotten + len(self._slots)
+
+    def __len__(self) -> int:
+        """How many of them are remembered."""
+        return len(self._slots)
+
+    def add(self, slot: int) -> None:
+        """A load changed."""
+        if len(self._slots) >= _JOURNAL_LENGTH:
+            self._forgotten += len(self._slots)
+            self._slots.clear()
+        self._slots.append(slot)
+
+    def since(self, end: int) -> list[int] | None:
+        """The slots of the changes after the first `end`; None where these are forgotten."""
+        if end < self._forgotten:
+            return None
+        return self._slots[end - self._forgotten :] if end - self._forgotten < len(self._slots) else []
+
 
 @dataclass(slots=True)
 class TargetLoad:
@@ -13,15 +46,17 @@ class TargetLoad:
 
     `prefills` are the requests without a first byte, the oldest first, with the seconds each is expected to take.
     `streamed`: how much of `pending` is that of streamed answers. Only their first byte comes when their prefill ends.
-    `version` grows with every change, and when others change something there. `on_first_byte` and `on_ended` are called
-    when a prefill or a request ended and something got less, `on_change` with the worker and rank after every change.
+    `journal` is told of every change, and of those that others make, with `slot`, the load's number in its table.
+    `on_first_byte` and `on_ended` are called when a prefill or a request ended and something got less, `on_change` with
+    the worker and rank after every change.
     """
 
     requests: int = 0
     pending: int = 0
     context: int = 0
     streamed: int = 0
-    version: int = field(default=0, compare=False)
+    slot: int = field(default=0, compare=False)
+    journal: LoadJournal | None = field(default=None, compare=False, repr=False)
     worker: str = field(default="", compare=False)
     dp_rank: int = field(default=0, compare=False)
     on_first_byte: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
@@ -42,6 +77,13 @@ class TargetLoad:
         if not self.prefills:
             return 0.0
         return max(sum(self.prefills.values()) - (self.clock() - self.head_since), 0.0)
+
+    def changed(self) -> None:
+        """Something of it changed."""
+        if self.journal is not None:
+            self.journal.add(self.slot)
+        for on_change in self.on_change:
+            on_change(self.worker, self.dp_rank)
 
 
 class Reservation:
@@ -75,9 +117,7 @@ class Reservation:
         if not load.prefills:
             load.head_since = load.clock() if now is None else now
         load.prefills[self] = prefill_seconds
-        load.version += 1
-        for on_change in load.on_change:
-            on_change(load.worker, load.dp_rank)
+        load.changed()
 
     @property
     def backlog(self) -> float:
@@ -89,9 +129,7 @@ class Reservation:
         load = self._load
         if self in load.prefills:
             self._end_prefill(load, now)
-            load.version += 1
-            for on_change in load.on_change:
-                on_change(load.worker, load.dp_rank)
+            load.changed()
             for on_first_byte in load.on_first_byte:
                 on_first_byte()
 
@@ -105,9 +143,7 @@ class Reservation:
             self._end_prefill(load, now)
         load.requests -= 1
         load.context -= self._context
-        load.version += 1
-        for on_change in load.on_change:
-            on_change(load.worker, load.dp_rank)
+        load.changed()
         for on_ended in load.on_ended:
             on_ended()
 
@@ -132,13 +168,18 @@ class LoadTable:
         self.on_first_byte: list[Callable[[], None]] = []
         self.on_ended: list[Callable[[], None]] = []
         self.on_change: list[Callable[[str, int], None]] = []
+        self.journal = LoadJournal()
+        self._slots = 0
         self._loads: dict[tuple[str, int], TargetLoad] = {}
 
     def of(self, worker: str, dp_rank: int) -> TargetLoad:
         """A rank's load now."""
         load = self._loads.get((worker, dp_rank))
         if load is None:
+            self._slots += 1
             load = self._loads[worker, dp_rank] = TargetLoad(
+                slot=self._slots,
+                journal=self.journal,
                 worker=worker,
                 dp_rank=dp_rank,
                 on_first_byte=self.on_first_byte,
@@ -151,7 +192,7 @@ class LoadTable:
         """Something else than requests of ours changed what a rank has to do."""
         load = self._loads.get((worker, dp_rank))
         if load is not None:
-            load.version += 1
+            self.journal.add(load.slot)
 
     def in_flight(self) -> list[tuple[str, int]]:
         """The ranks that have any load."""

@@ -166,6 +166,14 @@ class Worker:
         return self.description.ranks if self.description else (0,)
 
 
+def takes_its_turn(worker: Worker, random: Random) -> bool:
+    """Whether one request may go to a worker while there are others: it is trusted, and has warmed up or its turn has
+    come."""
+    if not (worker.health.circuit.closed or worker.trusted):
+        return False
+    return worker.warming_since is None or worker.share >= 1 or random.random() < worker.share
+
+
 def choosable(
     workers: Collection[Worker], random: Random, any_has_capacity: Callable[[Worker], bool] | None = None
 ) -> Collection[Worker]:

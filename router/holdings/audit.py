@@ -178,6 +178,11 @@ class HitAudit:
         self._audits.pop(target, None)
         self._distrusted.discard(target)
 
+    @property
+    def distrusts_any(self) -> bool:
+        """Whether the events of any target are known to mislead."""
+        return bool(self._distrusted)
+
     def distrusts(self, target: Target) -> bool:
         """Whether a target's events are known to mislead."""
         return target in self._distrusted

@@ -75,7 +75,7 @@ class FleetSnapshot:
             assignment.when_released(seen.ended)
             hashes = assignment.prediction.hashes if assignment.prediction else []
             if hashes and hashes[0]:
-                self._prefixes.seen(hashes[0], list(assignment.decision.candidates))
+                self._prefixes.seen(hashes[0], [each for each in assignment.decision.candidates if each.overlap])
         return seen
 
     async def run(self) -> None:

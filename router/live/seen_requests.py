@@ -100,6 +100,6 @@ def _costs_of(decision: Decision) -> dict[str, Any]:
         "dp_rank": chosen.target.dp_rank,
         "overlap": chosen.overlap,
         "best_overlap": max(candidate.overlap for candidate in decision.candidates),
-        "candidates": len(decision.candidates),
+        "candidates": decision.count,
         "terms": {name: float(f"{amount:.4g}") for name, amount in decision.terms(chosen).items()},
     }

@@ -2,6 +2,8 @@
 
 records      what a policy is given and what it answers
 registry     the policies by name, what each needs and where it comes from
+linear       policies whose cost is a straight line of the uncached tokens: most are
+cost_columns the lines of all targets as columns, for decisions that cost no pass over the fleet
 kv_aware     the default: prefill tokens, load and evictions in one cost
 in_seconds   the same in seconds, for unlike workers whose rates are known
 peers        what other routers do
@@ -10,7 +12,9 @@ rates        how fast workers are, learned from their answers
 
 from __future__ import annotations
 
-from router.policies.kv_aware import KvWeights, kv_aware, kv_cost
+from router.policies.cost_columns import CostColumns
+from router.policies.kv_aware import KvAware, KvWeights, kv_aware, kv_cost
+from router.policies.linear import LinearPolicy
 from router.policies.records import ByTurn, Candidate, Cost, Decision, Policy, Request
 from router.policies.registry import POLICIES, NamedPolicy, PolicySpec, policy_named
 
@@ -19,8 +23,11 @@ __all__ = [
     "ByTurn",
     "Candidate",
     "Cost",
+    "CostColumns",
     "Decision",
+    "KvAware",
     "KvWeights",
+    "LinearPolicy",
     "NamedPolicy",
     "Policy",
     "PolicySpec",

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from random import Random
 
 from router.policies.in_seconds import SecondsWeights, seconds_cost
-from router.policies.records import Candidate, Decision, Policy, Request, cheapest, one_of_lowest
+from router.policies.linear import LinearPolicy
+from router.policies.records import Candidate, Decision, Request, cheapest
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +42,37 @@ class KvWeights:
     near: float = 0.0
 
 
-def kv_aware(weights: KvWeights, random: Random) -> Policy:
+class KvAware(LinearPolicy):
     """The cost above; in seconds when the candidates have rates."""
-    in_seconds = SecondsWeights(interference=weights.interference, eviction=weights.eviction)
 
-    def choose(candidates: list[Candidate], request: Request) -> Decision:
+    def __init__(self, weights: KvWeights, random: Random) -> None:
+        super().__init__(random, weights.cpu_token, weights.disk_token, weights.near)
+        self._weights = weights
+        self._in_seconds = SecondsWeights(interference=weights.interference, eviction=weights.eviction)
+        self._context = weights.context
+        self._per_token = 1 + weights.interference
+        self._per_request = weights.interference_per_request
+        self._eviction = weights.eviction
+
+    def line(self, candidate: Candidate) -> tuple[float, float]:
+        return (
+            candidate.pending + self._context * candidate.context,
+            self._per_token + self._per_request * candidate.requests + self._eviction * candidate.eviction,
+        )
+
+    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
+        return kv_cost(candidate, tokens, self._weights)
+
+    def __call__(self, candidates: list[Candidate], request: Request) -> Decision:
         if candidates[0].rates and all(candidate.rates for candidate in candidates):
-            return cheapest(candidates, lambda each: seconds_cost(each, request, in_seconds), random, weights.near)
-        totals = kv_totals(candidates, request.tokens, weights)
-        chosen = one_of_lowest(candidates, totals, random, weights.near)
-        return Decision(chosen, candidates, lambda candidate: kv_cost(candidate, request.tokens, weights))
+            in_seconds = self._in_seconds
+            return cheapest(candidates, lambda each: seconds_cost(each, request, in_seconds), self.random, self.near)
+        return super().__call__(candidates, request)
 
-    return choose
+
+def kv_aware(weights: KvWeights, random: Random) -> KvAware:
+    """The default policy."""
+    return KvAware(weights, random)
 
 
 def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, float]:
@@ -66,18 +86,3 @@ def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, 
         "eviction": uncached * weights.eviction * candidate.eviction,
         "context": weights.context * candidate.context,
     }
-
-
-def kv_totals(candidates: list[Candidate], tokens: int, weights: KvWeights) -> list[float]:
-    """The sums of those terms, in one pass: there may be thousands of candidates."""
-    each = 1 + weights.interference
-    per_request, eviction, context = weights.interference_per_request, weights.eviction, weights.context
-    cpu, disk = weights.cpu_token, weights.disk_token
-    return [
-        c.pending
-        + (cpu * c.cpu + disk * c.disk if c.cpu or c.disk else 0.0)
-        + (uncached if (uncached := tokens - c.overlap) > 1 else 1)
-        * (each + per_request * c.requests + eviction * c.eviction)
-        + context * c.context
-        for c in candidates
-    ]

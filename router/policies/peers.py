@@ -11,7 +11,8 @@ from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-from router.policies.records import ByTurn, Candidate, Decision, Policy, Request, cheapest, known_usage, one_of_lowest
+from router.policies.linear import LinearPolicy
+from router.policies.records import ByTurn, Candidate, Decision, Policy, Request, cheapest, known_usage
 
 # sgl-project/sglang, sgl-model-gateway/bindings/python/src/sglang_router/router_args.py at 6614f98405b9: the defaults
 # of cache_threshold, balance_abs_threshold and balance_rel_threshold.
@@ -64,14 +65,14 @@ class AtRandom(ByTurn):
         return Decision(candidates[turn], candidates, lambda _: {}, free=True)
 
 
-def least_loaded(random: Random) -> Policy:
+class LeastLoaded(LinearPolicy):
     """The fewest requests in flight; what the caches hold plays no part."""
 
-    def choose(candidates: list[Candidate], request: Request) -> Decision:  # noqa: ARG001
-        chosen = one_of_lowest(candidates, [candidate.requests for candidate in candidates], random)
-        return Decision(chosen, candidates, lambda candidate: {"requests": candidate.requests})
+    def line(self, candidate: Candidate) -> tuple[float, float]:
+        return float(candidate.requests), 0.0
 
-    return choose
+    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:  # noqa: ARG002
+        return {"requests": candidate.requests}
 
 
 def session_affinity(random: Random) -> Policy:
@@ -114,21 +115,22 @@ def cache_aware(random: Random) -> Policy:
     return choose
 
 
-def dynamo(random: Random) -> Policy:
+class Dynamo(LinearPolicy):
     """NVIDIA Dynamo's KV router: the prefill it would have to do and the blocks its requests would hold, in tokens.
 
     A cached token in CPU memory or on disk counts as part of one.
     """
 
-    def choose(candidates: list[Candidate], request: Request) -> Decision:
-        def terms(candidate: Candidate) -> dict[str, float]:
-            away = (1 - _DYNAMO_HOST_CREDIT) * candidate.cpu + (1 - _DYNAMO_DISK_CREDIT) * candidate.disk
-            prefill = candidate.pending + request.tokens - candidate.overlap + away
-            return {"prefill": max(prefill, 0.0), "decode": candidate.context + request.tokens}
+    def __init__(self, random: Random) -> None:
+        super().__init__(random, 1 - _DYNAMO_HOST_CREDIT, 1 - _DYNAMO_DISK_CREDIT, least_uncached=0)
 
-        return cheapest(candidates, terms, random)
+    def line(self, candidate: Candidate) -> tuple[float, float]:
+        return float(candidate.pending + candidate.context), 1.0
 
-    return choose
+    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
+        away = self.cpu_token * candidate.cpu + self.disk_token * candidate.disk
+        prefill = candidate.pending + max(tokens - candidate.overlap, 0) + away
+        return {"prefill": prefill, "decode": candidate.context + tokens}
 
 
 def llm_d(random: Random) -> Policy:
@@ -155,14 +157,13 @@ def llm_d(random: Random) -> Policy:
     return choose
 
 
-def lmetric(random: Random) -> Policy:
+class Lmetric(LinearPolicy):
     """LMetric: the tokens to prefill times the requests there, this one included: https://arxiv.org/abs/2603.15202"""
 
-    def choose(candidates: list[Candidate], request: Request) -> Decision:
-        def terms(candidate: Candidate) -> dict[str, float]:
-            prefill = candidate.pending + max(request.tokens - candidate.overlap, 1)
-            return {"prefill times requests": prefill * (candidate.requests + 1)}
+    def line(self, candidate: Candidate) -> tuple[float, float]:
+        requests = candidate.requests + 1
+        return float(candidate.pending * requests), float(requests)
 
-        return cheapest(candidates, terms, random)
-
-    return choose
+    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
+        prefill = candidate.pending + max(tokens - candidate.overlap, 1)
+        return {"prefill times requests": prefill * (candidate.requests + 1)}

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
 from indexer import Target
 from router.policies.rates import Rates
@@ -125,20 +126,31 @@ class Cost:
 class Decision:
     """The chosen candidate. What every candidate would have cost is worked out when it is asked for.
 
-    `free`: what is chosen never costs anything.
+    `candidates`: all of them, or what makes records of them once somebody looks: the chosen one as it was, the others
+    with the load they have then. `count`: how many they are. `free`: what is chosen never costs anything.
     """
 
     def __init__(
         self,
         chosen: Candidate,
-        candidates: list[Candidate],
+        candidates: list[Candidate] | Callable[[], list[Candidate]],
         terms: Callable[[Candidate], dict[str, float]],
         free: bool = False,
+        count: int = 0,
     ) -> None:
         self.chosen = chosen
-        self.candidates = candidates
+        self.count = len(candidates) if isinstance(candidates, list) else count
+        self._candidates = candidates
         self.terms = terms
         self.free = free
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """What was chosen from."""
+        candidates = self._candidates
+        if not isinstance(candidates, list):
+            candidates = self._candidates = candidates()
+        return candidates
 
     @property
     def costs(self) -> list[Cost]:
@@ -148,7 +160,7 @@ class Decision:
     def summary(self) -> str:
         """The chosen one's terms in one line, for a header: `pending=0 prefill=12 total=12 candidates=2`."""
         cost = Cost(self.chosen, self.terms(self.chosen))
-        terms = cost.terms | {"total": cost.total, "candidates": len(self.candidates)}
+        terms = cost.terms | {"total": cost.total, "candidates": self.count}
         return " ".join(f"{name}={value:.6g}" for name, value in terms.items())
 
 
@@ -195,7 +207,14 @@ def one_of_lowest(
     if not near and ties == 1:
         return candidates[first]
     most = lowest * (1 + near)
-    tied = [candidates[place] for place, total in enumerate(totals) if total <= most]
+    return one_of_tied([candidates[place] for place, total in enumerate(totals) if total <= most], random)
+
+
+TiedT = TypeVar("TiedT")
+
+
+def one_of_tied(tied: list[TiedT], random: Random) -> TiedT:
+    """Any of them."""
     return tied[int(random.random() * len(tied))]  # as random.choice does, which takes four times as long
 
 

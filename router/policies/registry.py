@@ -1,6 +1,6 @@
 """The policies that the settings can name: how each is made, what it needs of the router, and where it comes from.
 
-A new policy is a function or class here beside the others, a name in `PolicyName`, and an entry in `POLICIES`.
+A new policy is a function of candidates, or a `LinearPolicy`; a name in `PolicyName`; and an entry in `POLICIES`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from random import Random
 from router.policies.kv_aware import KvWeights, kv_aware
 from router.policies.peers import (
     AtRandom,
+    Dynamo,
+    LeastLoaded,
+    Lmetric,
     RoundRobin,
     cache_aware,
-    dynamo,
-    least_loaded,
     llm_d,
-    lmetric,
     session_affinity,
 )
 from router.policies.records import Policy
@@ -71,14 +71,14 @@ POLICIES: dict[PolicyName, PolicySpec] = {
     ),
     PolicyName.ROUND_ROBIN: PolicySpec(lambda _, __: RoundRobin(), "everywhere", reads_prompts=False),
     PolicyName.RANDOM: PolicySpec(lambda _, random: AtRandom(random), "everywhere", reads_prompts=False),
-    PolicyName.LEAST_LOADED: PolicySpec(lambda _, random: least_loaded(random), "everywhere", reads_prompts=False),
+    PolicyName.LEAST_LOADED: PolicySpec(lambda _, random: LeastLoaded(random), "everywhere", reads_prompts=False),
     PolicyName.SESSION_AFFINITY: PolicySpec(
         lambda _, random: session_affinity(random), "consistent hashing with bounded loads, arXiv 1608.01350"
     ),
     PolicyName.CACHE_AWARE: PolicySpec(lambda _, random: cache_aware(random), "SGLang, sgl-project/sglang"),
-    PolicyName.DYNAMO: PolicySpec(lambda _, random: dynamo(random), "NVIDIA Dynamo, ai-dynamo/dynamo"),
+    PolicyName.DYNAMO: PolicySpec(lambda _, random: Dynamo(random), "NVIDIA Dynamo, ai-dynamo/dynamo"),
     PolicyName.LLM_D: PolicySpec(lambda _, random: llm_d(random), "llm-d, llm-d/llm-d"),
-    PolicyName.LMETRIC: PolicySpec(lambda _, random: lmetric(random), "LMetric, arXiv 2603.15202"),
+    PolicyName.LMETRIC: PolicySpec(lambda _, random: Lmetric(random), "LMetric, arXiv 2603.15202"),
 }
 
 

@@ -6,70 +6,118 @@ from array import array
 from collections.abc import Collection, Sequence
 from random import Random
 
-from indexer import Target
 from router.apis.response_owners import ResponseOwners
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.load import LoadTable
-from router.fleet.worker import choosable
+from router.fleet.worker import choosable, takes_its_turn
 from router.holdings.speculation import chunk_hashes, chunk_root
 from router.learning.learned import Learned
-from router.policies import Candidate, Decision, Request
+from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
 from router.routing.limits import Limits
-from router.routing.overlaps import Overlap, OverlapFinder
+from router.routing.load_view import LoadView
+from router.routing.overlaps import OverlapFinder, Overlaps
+from router.routing.routable_rank import RoutableRank, ServedModel
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import NO_HASHES, Selection
 from router.routing.target_capacity import TargetCapacity
-from router.routing.target_directory import ModelTargets, RoutableRank, ServedModel, TargetDirectory
+from router.routing.target_directory import ModelTargets, TargetDirectory
 from router.sharing import PeerLoad
 
 # Prompts that begin with this many equal chunks count as one session when the client names none.
 _SESSION_CHUNKS = 32
-# How often the load of all targets is read again: what an engine said of its load becomes too old.
-_REFRESH_SECONDS = 0.5
+_NO_ROWS: frozenset[int] = frozenset()
 
 
 class CandidateSet:
-    """What a request has to choose from. `candidates` are all targets that could take it.
+    """What a request has to choose from: the rows of a name's targets that could take it.
 
-    `hashes`: the chunk hashes of its prompts, by what is served under the name it asks for. `overlaps`: of the targets
-    that have any. `best_overlap`: the most tokens that any candidate has.
+    `excluded`: rows that cannot. `hashes`: the chunk hashes of its prompts, by what is served under the name it asks
+    for. `overlaps`: what targets have of them. `rates`: with workers that are unlike, those of the slowest.
     """
 
-    __slots__ = ("_targets", "best_overlap", "candidates", "hashes", "overlaps")
+    __slots__ = ("_candidates", "_finder", "excluded", "hashes", "overlaps", "rates", "targets", "view")
 
-    def __init__(self, targets: ModelTargets) -> None:
-        self._targets = targets
-        self.candidates: list[Candidate] = []
+    def __init__(
+        self, finder: CandidateFinder, targets: ModelTargets, view: LoadView, excluded: Collection[int]
+    ) -> None:
+        self._finder = finder
+        self._candidates: list[Candidate] | None = None
+        self.targets = targets
+        self.view = view
+        self.excluded = excluded
         self.hashes: dict[ServedModel, list[array[int]]] = {}
-        self.overlaps: dict[Target, Overlap] = {}
-        self.best_overlap = 0
+        self.overlaps = Overlaps()
+        self.rates: dict[ServedModel, Rates] = {}
 
-    def with_overlap(self, candidate: Candidate, overlap: Overlap) -> Candidate:
-        """A candidate with what it has of the request's prompts."""
-        self.overlaps[candidate.target] = overlap
-        self.best_overlap = max(self.best_overlap, overlap.tokens)
-        candidate = candidate.copy()
-        candidate.overlap, candidate.cpu, candidate.disk = overlap.tokens, overlap.cpu, overlap.disk
-        return candidate
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.targets.ranks) - len(self.excluded)
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """A record of each: for policies that look at all, and for people."""
+        if self._candidates is None:
+            self._candidates = self.records()
+        return self._candidates
+
+    def records(self, chosen: Candidate | None = None) -> list[Candidate]:
+        """A record of each with its load now, but for the chosen one, which stays as it was."""
+        records = self.view.records.copy()
+        if self.rates:
+            records = [self._finder.with_rates(self, row, record) for row, record in enumerate(records)]
+        for row in self.overlaps.tokens:
+            records[row] = self.with_overlap(row, records[row])
+        if chosen is not None:
+            records[self.targets.of_target[chosen.target].row] = chosen
+        if self.excluded:
+            records = [record for row, record in enumerate(records) if row not in self.excluded]
+        return records
+
+    def with_overlap(self, row: int, record: Candidate) -> Candidate:
+        """A record with what its target has of the request's prompts."""
+        tokens = self.overlaps.tokens.get(row)
+        if tokens is None:
+            return record
+        record = record.copy()
+        record.overlap = tokens
+        record.cpu, record.disk = self.overlaps.transfers.get(row, (0, 0))
+        return record
 
     def rank_of(self, candidate: Candidate) -> RoutableRank:
         """The rank that a candidate is."""
-        return self._targets.of_target[candidate.target]
+        return self.targets.of_target[candidate.target]
 
-    def hashes_for(self, rank: RoutableRank) -> list[array[int]]:
-        """The chunk hashes of the prompts that a rank would get."""
-        return self.hashes.get(rank.served, NO_HASHES)
+    def cheapest(self, policy: LinearPolicy, tokens: int) -> Selection | None:
+        """The selection that a linear policy makes for a prompt of `tokens`; None where there is no candidate."""
+        overlaps = self.overlaps
+        row = policy.cheapest_row(self.view.columns, tokens, overlaps.tokens, overlaps.transfers, self.excluded)
+        if row is None:
+            return None
+        chosen = self.with_overlap(row, self.view.records[row])
+        decision = Decision(
+            chosen, lambda: self.records(chosen), lambda each: policy.terms(each, tokens), count=self.count
+        )
+        return self._selection(decision, self.targets.ranks[row])
 
     def select(self, decision: Decision) -> Selection:
         """The selection that a policy's decision makes."""
-        rank = self.rank_of(decision.chosen)
-        overlap = self.overlaps.get(rank.target)
-        return Selection(decision, rank, self.hashes_for(rank), overlap.by_events if overlap else 0, self.best_overlap)
+        return self._selection(decision, self.rank_of(decision.chosen))
+
+    def _selection(self, decision: Decision, rank: RoutableRank) -> Selection:
+        overlaps, excluded = self.overlaps, self.excluded
+        if excluded:
+            best = max([tokens for row, tokens in overlaps.tokens.items() if row not in excluded], default=0)
+        else:
+            best = max(overlaps.tokens.values(), default=0)
+        hashes = self.hashes.get(rank.served, NO_HASHES)
+        return Selection(decision, rank, hashes, overlaps.events_of(rank.row), best)
 
 
 class CandidateFinder:
-    """Finds the candidates of a request. `needs_rates`: the policy reads how fast workers are."""
+    """Finds the candidates of a request. `policy`: the router's, where it is linear; `needs_rates`: it reads how fast
+    workers are."""
 
     def __init__(
         self,
@@ -79,77 +127,70 @@ class CandidateFinder:
         overlaps: OverlapFinder,
         learned: Learned,
         random: Random,
+        policy: LinearPolicy | None,
         needs_rates: bool,
     ) -> None:
         self.directory = TargetDirectory(fleet, load)
         self.capacity = TargetCapacity(load, peer_load)
         self.responses = ResponseOwners()
+        self._fleet = fleet
         self._load = load
         self._peer_load = peer_load
         self._overlaps = overlaps
         self._learned = learned
         self._random = random
+        self._policy = policy
         self._needs_rates = needs_rates
-        self._refresh_at = 0.0
         fleet.on_scrape.append(self._scraped)
         peer_load.on_change.append(load.changed)
 
     def find(
-        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, now: float, prefill: bool = False
+        self,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker],
+        limits: Limits,
+        now: float,
+        prefill: bool = False,
+        by_load: bool = False,
     ) -> CandidateSet:
         """Every target that could take a prompt now, with what it holds of it and has to do.
 
-        `prefill`: those that only compute it, for others to go on.
+        `prefill`: those that only compute it, for others to go on. `by_load`: nothing of the prompt counts.
         """
         targets = self.directory.of(prompt.name, prefill)
-        found = CandidateSet(targets)
-        eviction = self._learned.pressure.price()
-        for served, ranks in self._usable(targets, prompt, excluded, limits).items():
+        view = targets.view
+        if view is None:
+            view = targets.view = LoadView(
+                targets.ranks, self._load, self._peer_load, self._learned.pressure, self._policy
+            )
+        view.update(now)
+        owner = None if by_load or not prompt.previous_response else self.responses.of(prompt.previous_response)
+        rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
+        found = CandidateSet(self, targets, view, rows)
+        if by_load:
+            return found
+        for served in targets.served:
             salt = prompt.cache_salt
             root = served.root if salt is None else chunk_root(served.model, served.adapter, salt)
             hashes = found.hashes[served] = [chunk_hashes(root, identity) for identity in prompt.identities]
-            candidates = self._loaded(ranks, now)
             if self._needs_rates and (slowest := self._learned.rates.slowest_if_unlike(served.model, now)):
-                candidates = [self._with_rates(rank, candidates[place], slowest) for place, rank in enumerate(ranks)]
-            if eviction:
-                candidates = [self._with_eviction(candidate, eviction) for candidate in candidates]
-            overlaps = self._overlaps.find(served, prompt, hashes, now)
-            places = None if ranks is targets.of_served[served] else {rank: n for n, rank in enumerate(ranks)}
-            for target, overlap in overlaps.items():
-                rank = targets.of_target.get(target)
-                if rank is None or rank.served is not served:
-                    continue
-                place = rank.place if places is None else places.get(rank, -1)
-                if place >= 0:
-                    candidates[place] = found.with_overlap(candidates[place], overlap)
-            found.candidates += candidates
-        return found
-
-    def find_by_load(self, name: str | None, excluded: Collection[Worker], now: float) -> CandidateSet:
-        """The same where nothing of a prompt counts and nothing is limited."""
-        targets = self.directory.of(name)
-        found = CandidateSet(targets)
-        if not excluded and targets.all_usable:
-            found.candidates = self._loaded(targets.ranks, now)
-        else:
-            usable = choosable(without(targets.workers, excluded), self._random)
-            found.candidates = self._loaded(targets.usable(usable), now)
+                found.rates[served] = slowest
+            self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
         return found
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet) -> Request:
         """What a policy knows of a prompt. Without a session, prompts that begin alike count as one."""
-        first = found.rank_of(found.candidates[0])
-        hashes = found.hashes_for(first)
+        served = found.rank_of(found.candidates[0]).served
+        hashes = found.hashes.get(served, NO_HASHES)
         beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
-        expected = self._learned.outputs.expected(first.served.model, prompt.max_tokens)
+        expected = self._learned.outputs.expected(served.model, prompt.max_tokens)
         return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
 
     def any_has_capacity(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, late_binding: bool
     ) -> bool:
         """Whether any target could take a request now: it may be worth choosing again."""
-        of_target = self.directory.of(prompt.name).of_target
-        ranks = [rank for rank in of_target.values() if rank.worker not in excluded]
+        ranks = [rank for rank in self.directory.of(prompt.name).ranks if rank.worker not in excluded]
         late_binding = late_binding and len(ranks) > 1
         return any(
             self.capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
@@ -162,80 +203,104 @@ class CandidateFinder:
         workers = self.directory.of(prompt.name, prefill).workers
         return len(workers) > len(excluded) or any(worker not in excluded for worker in workers)
 
-    def _usable(
-        self, targets: ModelTargets, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits
-    ) -> dict[ServedModel, list[RoutableRank]]:
-        """The ranks that a request may go to now, by what they serve under its name.
+    def with_rates(self, found: CandidateSet, row: int, record: Candidate) -> Candidate:
+        """A record with its target's rates, where workers are unlike."""
+        rank = found.targets.ranks[row]
+        slowest = found.rates.get(rank.served)
+        if slowest is None:
+            return record
+        target, record = rank.target, record.copy()
+        record.rates = self._learned.rates.of(target.worker, target.model, slowest)
+        record.backlog = rank.load.backlog + self._peer_load.backlog(target.worker, target.dp_rank)
+        return record
 
-        What goes on from a response goes to the worker that made it, as long as that one is there.
+    def _excluded_rows(
+        self,
+        targets: ModelTargets,
+        view: LoadView,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker],
+        limits: Limits,
+        owner: str | None,
+    ) -> Collection[int]:
+        """The rows that a request may not go to now: usually none.
+
+        `owner`: the worker that made the response a request goes on from. It goes there, as long as that one is there.
         """
-        if not excluded and limits.unlimited and not prompt.previous_response and targets.all_usable:
-            return targets.of_served
+        unsettled = targets.unsettled(self._fleet.health_version)
+        if not excluded and not unsettled and limits.unlimited and owner is None:
+            return _NO_ROWS
+        if owner is None:
+            rows = self._excluded_one_by_one(targets, view, prompt, excluded, limits, unsettled)
+            if rows is not None:
+                return rows
+        rows = set(range(len(targets.ranks)))
+        rows.difference_update([rank.row for rank in self._usable(targets, prompt, excluded, limits, owner)])
+        return rows
+
+    def _excluded_one_by_one(
+        self,
+        targets: ModelTargets,
+        view: LoadView,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker],
+        limits: Limits,
+        unsettled: list[Worker],
+    ) -> set[int] | None:
+        """The excluded rows, by a look at those workers alone that something speaks against.
+
+        None where no other worker is left: then `_usable` decides which of them is the least evil.
+        """
+        rows: set[int] = set()
+        for worker in excluded:
+            rows.update([rank.row for rank in targets.of_worker.get(worker, [])])
+        if not limits.unlimited:
+            rows.update(
+                [row for row in range(len(view.records)) if not self._has_capacity(targets, view, row, prompt, limits)]
+            )
+        open_rows = 0
+        for worker in unsettled:
+            ranks = [rank for rank in targets.of_worker[worker] if rank.row not in rows]
+            if ranks and takes_its_turn(worker, self._random):
+                usable = worker.health.usable_ranks(worker.ranks())
+                open_rows += len(ranks)
+                closed = [rank.row for rank in ranks if rank.target.dp_rank not in usable]
+                open_rows -= len(closed)
+                rows.update(closed)
+            else:
+                rows.update([rank.row for rank in ranks])
+        return rows if len(rows) + open_rows < len(targets.ranks) else None
+
+    def _has_capacity(
+        self, targets: ModelTargets, view: LoadView, row: int, prompt: RoutedPrompt, limits: Limits
+    ) -> bool:
+        rank, record = targets.ranks[row], view.records[row]
+        if rank.weight == 1:
+            return limits.has_capacity(record.requests, record.context, prompt.tokens)
+        return self.capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
+
+    def _usable(
+        self,
+        targets: ModelTargets,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker],
+        limits: Limits,
+        owner: str | None,
+    ) -> list[RoutableRank]:
+        """The ranks that a request may go to now, by a look at all of them."""
         workers = without(targets.workers, excluded)
-        owner = prompt.previous_response and self.responses.of(prompt.previous_response)
         owners = [each for each in workers if each.url == owner] if owner else []
         has_capacity = self.capacity.has_capacity
 
         def any_rank_has_capacity(worker: Worker) -> bool:
             return any(has_capacity(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
 
-        usable: dict[ServedModel, list[RoutableRank]] = {}
-        for rank in targets.usable(
+        ranks = targets.usable(
             owners or choosable(workers, self._random, None if limits.unlimited else any_rank_has_capacity)
-        ):
-            if limits.unlimited or has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens):
-                usable.setdefault(rank.served, []).append(rank)
-        return usable
-
-    def _loaded(self, ranks: list[RoutableRank], now: float) -> list[Candidate]:
-        """Targets with what they have to do. They are shared with other requests, and not to be changed.
-
-        A candidate is made again only when its load or that of its peers has changed, and all of them now and then.
-        """
-        if now >= self._refresh_at:
-            self._refresh_at = now + _REFRESH_SECONDS
-            self.directory.invalidate()
-        return [
-            rank.candidate if rank.candidate_version == rank.load.version else self._with_load(rank) for rank in ranks
-        ]
-
-    def _with_load(self, rank: RoutableRank) -> Candidate:
-        """A target with its load, in proportion to its worker's weight.
-
-        That is what this router and its peers have in flight there, and requests that none of them sent.
-        """
-        target, load = rank.target, rank.load
-        peers = self._peer_load.of(target.worker, target.dp_rank)
-        engine = rank.worker.metrics.of(target.dp_rank)
-        rank.candidate = candidate = Candidate(
-            target,
-            requests=load.requests + peers.requests + engine.unseen,
-            pending=load.pending + peers.pending,
-            context=load.context + peers.context,
-            waiting=len(load.prefills) + peers.waiting + engine.waiting,
-            kv_usage=engine.kv_usage,
         )
-        if (weight := rank.weight) != 1:
-            candidate.requests = round(candidate.requests / weight)
-            candidate.pending = round(candidate.pending / weight)
-            candidate.context = round(candidate.context / weight)
-        rank.candidate_version = load.version
-        return candidate
-
-    def _with_rates(self, rank: RoutableRank, candidate: Candidate, slowest: Rates) -> Candidate:
-        """A target with its rates."""
-        target, rated = rank.target, candidate.copy()
-        rated.rates = self._learned.rates.of(target.worker, target.model, slowest)
-        rated.backlog = rank.load.backlog + self._peer_load.backlog(target.worker, target.dp_rank)
-        return rated
-
-    def _with_eviction(self, candidate: Candidate, price: float) -> Candidate:
-        """A target with what its evictions cost, if it evicts."""
-        if not self._learned.pressure.evicting(candidate.target):
-            return candidate
-        candidate = candidate.copy()
-        candidate.eviction = price
-        return candidate
+        if limits.unlimited:
+            return ranks
+        return [rank for rank in ranks if has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)]
 
     def _scraped(self, worker: Worker) -> None:
         for dp_rank in worker.ranks():

@@ -15,30 +15,50 @@ from kvevents import Tier
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings
+from router.routing.routable_rank import RoutableRank, ServedModel
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.target_directory import ServedModel
+from router.routing.target_directory import ModelTargets
 from router.sharing import PeerLoad
 
 # Members of an enumeration are looked up in it each time.
+_GPU: Final = Tier.GPU
 _CPU: Final = Tier.CPU
 _DISK: Final = Tier.DISK
 _UNKNOWN: Final = Tier.UNKNOWN
 
 
-class Overlap:
-    """What a target has of a request's prompts, in tokens.
+class Overlaps:
+    """What targets have of a request's prompts, by row of those that have any. Amounts are in tokens.
 
-    `by_events`: by events and prompts in flight, whether or not that is what counts. `cpu`, `disk`: what of `tokens`
-    has to be loaded from there.
+    `tokens`: what counts. `by_events`: by events and prompts in flight, of rows where that is another number.
+    `transfers`: how many of them are in CPU memory and on disk, of rows that have any there.
     """
 
-    __slots__ = ("by_events", "cpu", "disk", "tokens")
+    __slots__ = ("by_events", "tokens", "transfers")
 
-    def __init__(self, tokens: int, by_events: int) -> None:
-        self.tokens = tokens
-        self.by_events = by_events
-        self.cpu = 0
-        self.disk = 0
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+        self.by_events: dict[int, int] = {}
+        self.transfers: dict[int, tuple[int, int]] = {}
+
+    def add(self, row: int, tokens: int, by_events: int) -> None:
+        """Count what a target has of one more prompt."""
+        before = self.tokens.get(row, 0)
+        if tokens != by_events or row in self.by_events:
+            self.by_events[row] = self.by_events.get(row, before) + by_events
+        self.tokens[row] = before + tokens
+
+    def add_transfer(self, row: int, tiers: dict[Tier, int]) -> None:
+        """Count what of it has to be loaded."""
+        cpu, disk = tiers[_CPU], tiers[_DISK] + tiers[_UNKNOWN]
+        if cpu or disk:
+            before = self.transfers.get(row, (0, 0))
+            self.transfers[row] = before[0] + cpu, before[1] + disk
+
+    def events_of(self, row: int) -> int:
+        """What a target has by events and prompts in flight."""
+        known = self.by_events.get(row)
+        return self.tokens.get(row, 0) if known is None else known
 
 
 class OverlapFinder:
@@ -59,39 +79,60 @@ class OverlapFinder:
         self._audit = audit
 
     def find(
-        self, served: ServedModel, prompt: RoutedPrompt, hashes: list[array[int]], now: float
-    ) -> dict[Target, Overlap]:
-        """The overlap of each target that has any. `hashes`: the chunk hashes of each of the prompts."""
-        found: dict[Target, Overlap] = {}
+        self,
+        targets: ModelTargets,
+        served: ServedModel,
+        prompt: RoutedPrompt,
+        hashes: list[array[int]],
+        now: float,
+        overlaps: Overlaps,
+    ) -> None:
+        """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each of the prompts."""
+        of_target = targets.of_target
         for number, chunks in enumerate(hashes):
             matches = self._matches(served, prompt.token_ids[number], prompt.cache_salt)
             own, peers = self._speculation.overlaps(chunks, now), self._peer_load.overlaps(chunks)
             history = self._history.overlaps(chunks)
             tokens = len(prompt.identities[number])
-            for source in matches, peers, history:
-                for target in source:
-                    if target not in own:
-                        own[target] = 0
-            for target, in_flight in own.items():  # there may be thousands here too
-                if peers:
-                    in_flight = max(in_flight, peers.get(target, 0))
-                if in_flight:
-                    in_flight = self._full_blocks(target, in_flight, tokens)
-                sent = self._full_blocks(target, history[target], tokens) if target in history else 0
-                match = matches.get(target)
-                held = match.matched_tokens if match is not None else 0
-                by_events = held if held > in_flight else in_flight
-                overlap = max(sent, in_flight if self._audit.distrusts(target) else by_events)
-                total = found.get(target)
-                if total is None:
-                    total = found[target] = Overlap(overlap, by_events)
-                else:
-                    total.tokens += overlap
-                    total.by_events += by_events
-                if match is not None and overlap == held > in_flight:  # else it is being computed there
-                    total.cpu += match.tiers[_CPU]
-                    total.disk += match.tiers[_DISK] + match.tiers[_UNKNOWN]
-        return found
+            for target, shared in peers.items():
+                own[target] = max(own.get(target, 0), shared)
+            for target in history:
+                if target not in own:
+                    own[target] = 0
+            simple = not number and not self._audit.distrusts_any
+            for target, match in matches.items():  # there may be thousands
+                rank = of_target.get(target)
+                if rank is None or rank.served is not served:
+                    continue
+                in_flight = own.pop(target, -1) if own else -1
+                if in_flight >= 0 or not simple:
+                    self._add(overlaps, rank, match, max(in_flight, 0), history.get(target, 0), tokens)
+                    continue
+                overlaps.tokens[rank.row] = match.matched_tokens
+                if match.tiers[_GPU] != match.matched_tokens:
+                    overlaps.add_transfer(rank.row, match.tiers)
+            for target, in_flight in own.items():
+                rank = of_target.get(target)
+                if rank is not None and rank.served is served:
+                    self._add(overlaps, rank, None, in_flight, history.get(target, 0), tokens)
+
+    def _add(
+        self, overlaps: Overlaps, rank: RoutableRank, match: Match | None, in_flight: int, sent: int, tokens: int
+    ) -> None:
+        """Add what a target has of a prompt of `tokens`: by the index, in flight and by what was `sent` there."""
+        target = rank.target
+        if in_flight:
+            in_flight = self._full_blocks(target, in_flight, tokens)
+        if sent:
+            sent = self._full_blocks(target, sent, tokens)
+        held = match.matched_tokens if match is not None else 0
+        by_events = held if held > in_flight else in_flight
+        overlap = in_flight if self._audit.distrusts(target) else by_events
+        if sent > overlap:
+            overlap = sent
+        overlaps.add(rank.row, overlap, by_events)
+        if match is not None and overlap == held > in_flight:  # else it is being computed there
+            overlaps.add_transfer(rank.row, match.tiers)
 
     def _matches(self, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What targets hold of a prompt, by the index."""

@@ -6,8 +6,9 @@ from random import Random
 
 from router.fleet.fleet import Fleet
 from router.policies import ByTurn, Candidate
+from router.routing.routable_rank import RoutableRank
 from router.routing.selection import Selection
-from router.routing.target_directory import RoutableRank, TargetDirectory
+from router.routing.target_directory import TargetDirectory
 
 
 class _Turns:

@@ -31,7 +31,7 @@ from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
-from router.policies import ByTurn, NamedPolicy
+from router.policies import ByTurn, LinearPolicy, NamedPolicy
 from router.policies.rates import prefill_seconds
 from router.routing.assignment import Assignment, RequestSampler
 from router.routing.candidates import CandidateFinder, without
@@ -74,9 +74,10 @@ class Router:
         self._indexer = indexer
         self._learned = learned
         self._policy = policy.choose
+        self._linear = policy.choose if isinstance(policy.choose, LinearPolicy) else None
         self._reader = PromptReader(fleet, indexer, tokenizers, policy.spec.reads_prompts, cache_bytes)
         self._candidates = CandidateFinder(
-            fleet, load, sharing.peer_load, overlaps, learned, random, policy.spec.uses_rates
+            fleet, load, sharing.peer_load, overlaps, learned, random, self._linear, policy.spec.uses_rates
         )
         self._reservations = Reservations(indexer, load, speculation, learned, history, audit, sharing)
         self._disaggregated = DisaggregatedSelector(self._candidates, policy.choose, disaggregation, random)
@@ -149,12 +150,12 @@ class Router:
                 return selection
         if now is None:
             now = time.monotonic()
-        if by_load:
-            found = self._candidates.find_by_load(prompt.name, excluded, now)
-        else:
+        if not by_load:
             self._learned.look_at_evictions(self._indexer, now)
-            found = self._candidates.find(prompt, excluded, limits, now)
-        if found.candidates:
+        found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
+        if found.count:
+            if self._linear is not None and not found.rates and not self._fleet.disaggregated:
+                return found.cheapest(self._linear, prompt.tokens)
             request = self._candidates.request(prompt, found)
             if self._fleet.disaggregated:
                 return self._disaggregated.select(prompt, excluded, found, request, now)
@@ -184,7 +185,7 @@ class Router:
 
         Where there is no other target there is nothing to wait for.
         """
-        return len(selection.decision.candidates) > 1 and self._candidates.capacity.prefill_busy(selection.rank)
+        return selection.decision.count > 1 and self._candidates.capacity.prefill_busy(selection.rank)
 
     def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
         """Whether a rank may get one more request."""

@@ -7,7 +7,7 @@ from array import array
 from router.disaggregation.decision import Disaggregation
 from router.fleet.worker import Worker
 from router.policies import Decision
-from router.routing.target_directory import RoutableRank
+from router.routing.routable_rank import RoutableRank
 
 NO_HASHES: list[array[int]] = []
 

@@ -6,7 +6,7 @@ from router.fleet.load import LoadTable
 from router.fleet.worker import Worker
 from router.routing.late_binding import should_hold
 from router.routing.limits import Limits
-from router.routing.target_directory import RoutableRank
+from router.routing.routable_rank import RoutableRank
 from router.sharing import PeerLoad
 
 

@@ -7,47 +7,15 @@ from collections.abc import Iterable, Sequence
 from indexer import Target
 from router.fleet.discovery import WorkerDescription
 from router.fleet.fleet import Fleet, Worker
-from router.fleet.load import LoadTable, TargetLoad
-from router.holdings.speculation import chunk_root
-from router.policies import Candidate
+from router.fleet.load import LoadTable
+from router.routing.load_view import LoadView
+from router.routing.routable_rank import RoutableRank, ServedModel
 from router.settings import WorkerSettings
 
 
-class ServedModel:
-    """What workers serve under the name a request uses: one object for all of them. `root`: the hash before the first
-    chunk of its prompts, but for those with a salt."""
-
-    def __init__(self, model: str, adapter: str | None) -> None:
-        self.model = model
-        self.adapter = adapter
-        self.root = chunk_root(model, adapter, None)
-
-
-class RoutableRank:
-    """One of a worker's ranks as the target for what it serves under a name.
-
-    `one_of_many`: its worker has others. `weight`: that of its worker. `candidate`: the rank with nothing of a prompt,
-    made from version `candidate_version` of its load; -1 once that is out of date. `place`: among those that serve the
-    same.
-    """
-
-    def __init__(
-        self, worker: Worker, served: ServedModel, target: Target, load: TargetLoad, one_of_many: bool
-    ) -> None:
-        self.worker = worker
-        self.served = served
-        self.target = target
-        self.load = load
-        self.one_of_many = one_of_many
-        self.weight = worker.settings.weight
-        self.candidate = Candidate(target)
-        self.candidate_version = -1
-        self.place = 0
-
-
 class ModelTargets:
-    """The workers that take requests of a name, as `Fleet.able` has them, and their ranks: by worker, by target, and by
-    what they serve."""
+    """The workers that take requests of a name, as `Fleet.able` has them, and their ranks: in rows, by worker and by
+    target."""
 
     def __init__(
         self, workers: Sequence[Worker], name: str | None, load: LoadTable, before: ModelTargets | None = None
@@ -56,11 +24,12 @@ class ModelTargets:
         self.workers = list(workers)
         self.of_worker: dict[Worker, list[RoutableRank]] = {}
         self.of_target: dict[Target, RoutableRank] = {}
-        self.of_served: dict[ServedModel, list[RoutableRank]] = {}
+        self.ranks: list[RoutableRank] = []
         self._found: dict[Worker, tuple[WorkerDescription | None, WorkerSettings]] = {}
-        served_of = (
-            {(served.model, served.adapter): served for served in before.of_served} if before is not None else {}
-        )
+        self.view: LoadView | None = None  # what policies see of their load
+        self._unsettled: list[Worker] = []
+        self._unsettled_version = -1
+        served_of = {(served.model, served.adapter): served for served in before.served} if before is not None else {}
         for worker in workers:
             ranks = before.ranks_as_found(worker) if before is not None else None
             if ranks is None:
@@ -71,13 +40,11 @@ class ModelTargets:
                 ranks = _ranks(worker, served, load)
             self._found[worker] = (worker.description, worker.settings)
             self.of_worker[worker] = ranks
-            same = self.of_served.setdefault(ranks[0].served, [])
             for rank in ranks:
                 self.of_target[rank.target] = rank
-                rank.candidate_version = -1
-                rank.place = len(same)
-                same.append(rank)
-        self.ranks = list(self.of_target.values())
+                rank.row = len(self.ranks)
+                self.ranks.append(rank)
+        self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
 
     def ranks_as_found(self, worker: Worker) -> list[RoutableRank] | None:
         """The ranks of a worker, if it is as it was when they were found."""
@@ -86,14 +53,15 @@ class ModelTargets:
             return None
         return self.of_worker[worker]
 
-    @property
-    def all_usable(self) -> bool:
-        """Whether a request may go to any of them; False where that takes a closer look."""
-        for worker in self.workers:
-            health = worker.health
-            if not health.circuit.closed or worker.warming_since is not None or health.ranks:
-                return False
-        return True
+    def unsettled(self, health_version: int) -> list[Worker]:
+        """The workers to which not every request may go: they warm up, or a circuit of theirs is not closed.
+
+        `health_version`: the fleet's. Until it grows the same ones are left to look at, and usually there are none.
+        """
+        if self._unsettled_version != health_version:
+            self._unsettled_version = health_version
+            self._unsettled = [worker for worker in self.workers if not _settled(worker)]
+        return self._unsettled
 
     def usable(self, workers: Iterable[Worker]) -> list[RoutableRank]:
         """The ranks of some of the workers that requests may go to now."""
@@ -131,12 +99,12 @@ class TargetDirectory:
                 self._targets[prefill][name] = targets
         return targets
 
-    def invalidate(self) -> None:
-        """Any rank may have changed: let all candidates be made again."""
-        for by_name in self._targets:
-            for targets in by_name.values():
-                for rank in targets.ranks:
-                    rank.candidate_version = -1
+
+def _settled(worker: Worker) -> bool:
+    health = worker.health
+    if worker.warming_since is not None or not health.circuit.closed:
+        return False
+    return all(rank.circuit.closed for rank in health.ranks.values())
 
 
 def _served(worker: Worker, name: str | None) -> tuple[str, str | None]:

@@ -11,12 +11,12 @@ from indexer import Target
 from router.policies import Candidate, Policy, Request, policy_named
 from router.policies.peers import (
     AtRandom,
+    Dynamo,
+    LeastLoaded,
+    Lmetric,
     RoundRobin,
     cache_aware,
-    dynamo,
-    least_loaded,
     llm_d,
-    lmetric,
     session_affinity,
 )
 from router.settings import PolicyName, PolicySettings
@@ -69,7 +69,7 @@ def test_random_asks_for_nothing() -> None:
 
 
 def test_least_loaded_counts_requests_only() -> None:
-    policy = least_loaded(Random(0))
+    policy = LeastLoaded(Random(0))
     assert chosen(policy, [candidate("a", overlap=1000, requests=2), candidate("b", requests=1, pending=9999)]) == "b"
     assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(50)} == {"a", "b"}
 
@@ -120,14 +120,14 @@ def test_cache_aware_balances_what_is_far_apart() -> None:
 
 
 def test_dynamo_adds_prefill_and_what_is_held() -> None:
-    policy = dynamo(Random(0))
+    policy = Dynamo(Random(0))
     assert chosen(policy, [candidate("a", overlap=500, context=600), candidate("b")]) == "b"
     assert chosen(policy, [candidate("a", overlap=500, context=400), candidate("b")]) == "a"
     assert chosen(policy, [candidate("a", overlap=500, pending=400), candidate("b")]) == "a"
 
 
 def test_dynamo_credits_slower_tiers_with_less() -> None:
-    policy = dynamo(Random(0))
+    policy = Dynamo(Random(0))
     on_disk = Candidate(Target("disk", 0, "m"), 800, disk=800)
     in_host = Candidate(Target("host", 0, "m"), 800, cpu=800)
     assert policy([on_disk, in_host], Request(1000)).costs[0].terms["prefill"] == pytest.approx(800)
@@ -153,6 +153,6 @@ def test_memory_that_is_not_known_is_taken_for_the_fullest() -> None:
 
 
 def test_lmetric_multiplies() -> None:
-    policy = lmetric(Random(0))
+    policy = Lmetric(Random(0))
     decision = policy([candidate("a", overlap=400, pending=100, requests=3)], Request(1000))
     assert decision.costs[0].total == 700 * 4

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from indexer import Target
 from router.policies import Candidate, KvWeights, Policy, Request, kv_aware, kv_cost
-from router.policies.kv_aware import kv_totals
 from router.policies.rates import Rates, prefill_seconds
 
 WEIGHTS = KvWeights()
@@ -187,9 +186,11 @@ def test_more_to_do_never_costs_less(
 
 
 @given(candidates_lists, st.integers(1, 100_000), weights)
-def test_the_totals_are_the_sums_of_the_terms(candidates: list[Candidate], tokens: int, weights: KvWeights) -> None:
-    sums = [sum(kv_cost(candidate, tokens, weights).values()) for candidate in candidates]
-    assert kv_totals(candidates, tokens, weights) == pytest.approx(sums)
+def test_the_cost_is_the_sum_of_the_terms(candidates: list[Candidate], tokens: int, weights: KvWeights) -> None:
+    policy = kv_aware(weights, Random(1))
+    for candidate in candidates:
+        cost = policy.cost(*policy.line(candidate), tokens, candidate.overlap, candidate.cpu, candidate.disk)
+        assert cost == pytest.approx(sum(policy.terms(candidate, tokens).values()))
 
 
 @given(candidates_lists, st.integers(1, 100_000), st.integers())

@@ -1,0 +1,38 @@
+"""The command: `python -m benchmarks.placement`. Measures the interpreted router, and the compiled one if there is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.placement.measure import Measured
+from benchmarks.policy.report import markdown
+
+_ROOT = Path(__file__).parents[2]
+_COMPILED = _ROOT / ".compiled"
+
+
+def main() -> None:
+    """Print a table for each build."""
+    builds = {"interpreted": (sys.executable, _ROOT)}
+    if (_COMPILED / "tests").exists():
+        builds["compiled"] = (str(_COMPILED / "bin" / "python"), _COMPILED)
+    for build, (python, folder) in builds.items():
+        command = [python, "-m", "benchmarks.placement.measure"]
+        measured = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True).stdout
+        print(f"\n{_table(build, msgspec.json.decode(measured, type=list[Measured]))}", flush=True)
+
+
+def _table(build: str, fleets: list[Measured]) -> str:
+    rows = [[f"a placement, µs, {build}", "hold its start", "by columns", "by candidates", "the index alone"]]
+    for fleet in fleets:
+        figures = fleet.columns, fleet.candidates, fleet.index_alone
+        rows.append([f"{fleet.targets} targets", str(fleet.holders), *(f"{each:.1f}" for each in figures)])
+    return markdown(rows)
+
+
+if __name__ == "__main__":
+    main()

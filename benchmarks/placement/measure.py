@@ -1,0 +1,107 @@
+"""Medians of processor time for each fleet, as JSON: `python -m benchmarks.placement.measure`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from random import Random
+from statistics import median
+from time import thread_time_ns
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+
+from benchmarks.placement.fleet import MODEL, SHARED_TOKENS, router_over
+from indexer import Indexer, MatchQuery
+from indexer.hashing import PackedPrompt
+from router.policies import NamedPolicy, Policy, policy_named
+from router.routing import router as router_module
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
+from router.settings import PolicySettings
+
+TARGETS = (1, 64, 512, 4096)
+_OWN_TOKENS = 1024
+_FEWEST, _MOST, _SECONDS = 25, 2000, 1.0
+
+
+class Measured(NamedTuple):
+    """One fleet, in microseconds: a placement by columns and by candidates, and what of it is the index's answer."""
+
+    targets: int
+    holders: int
+    columns: float
+    candidates: float
+    index_alone: float
+
+
+async def measure(targets: int, holders: int) -> Measured:
+    """Measure one fleet."""
+    async with aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        try:
+            by_columns = policy_named(PolicySettings(), Random(1))
+            by_candidates = NamedPolicy(by_columns.spec, _called(by_columns.choose))
+            routers = [router_over(targets, holders, each, indexer, session) for each in (by_columns, by_candidates)]
+            columns, candidates = (_median(_placements(router)) for router in routers)
+            return Measured(targets, holders, columns, candidates, _median(_matches(indexer)))
+        finally:
+            indexer.stop()
+
+
+def _called(policy: Policy) -> Policy:
+    """The same policy as one that looks at a record of every candidate."""
+    return lambda candidates, request: policy(candidates, request)
+
+
+def _placements(router: Router) -> Iterator[float]:
+    """Microseconds of placements: choice, reservation and what is recorded of a request in flight."""
+    for prompt in _prompts():
+        begun = thread_time_ns()
+        assignment = router.place(prompt)
+        yield (thread_time_ns() - begun) / 1000
+        assignment.first_byte()
+        assignment.release()
+
+
+def _matches(indexer: Indexer) -> Iterator[float]:
+    """Microseconds of the index's answers to the same prompts."""
+    for prompt in _prompts():
+        begun = thread_time_ns()
+        indexer.held(MatchQuery(MODEL, prompt.token_ids[0], None, None))
+        yield (thread_time_ns() - begun) / 1000
+
+
+def _prompts() -> Iterator[RoutedPrompt]:
+    """Prompts that begin alike, and go on each in its own way."""
+    random = Random(1)
+    while True:
+        packed = PackedPrompt.of([*range(SHARED_TOKENS), *random.choices(range(100_000), k=_OWN_TOKENS)])
+        yield RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True)
+
+
+def _median(microseconds: Iterator[float]) -> float:
+    times: list[float] = []
+    gc.disable()
+    while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < 1e6 * _SECONDS):
+        times.append(next(microseconds))
+    gc.enable()
+    return median(times)
+
+
+def compiled() -> bool:
+    """Whether the router that runs here is compiled."""
+    return not str(router_module.__file__).endswith(".py")
+
+
+def main(write: Callable[[bytes], object]) -> None:
+    """Measure all fleets: none, eight and all targets hold the start of the prompts."""
+    fleets = [(targets, holders) for targets in TARGETS for holders in sorted({0, min(8, targets), targets})]
+    write(msgspec.json.encode([asyncio.run(measure(*fleet)) for fleet in fleets]))
+
+
+if __name__ == "__main__":
+    main(sys.stdout.buffer.write)

@@ -1,0 +1,106 @@
+"""The load of a name's targets as a policy sees it: a record of each, and the lines of a linear policy as columns.
+
+A row is read again when its load has changed, or that of its peers or its engine, so a request costs the rows that
+changed since the last one. What changes with time alone (an engine that is silent, evictions) is found by reading all
+rows now and then, in portions.
+"""
+
+from __future__ import annotations
+
+from router.fleet.load import LoadTable
+from router.learning.eviction_pressure import EvictionPressure
+from router.policies import Candidate, CostColumns, LinearPolicy
+from router.routing.routable_rank import RoutableRank
+from router.sharing import PeerLoad
+
+# How often all rows are read again, and the most that one request reads of them.
+_SWEEP_SECONDS = 0.5
+_SWEEP_ROWS = 512
+# The price of evictions falls with every second: it is taken over when it has moved by more than this share.
+_PRICE_CHANGE = 0.05
+
+
+class LoadView:
+    """One row a target, as in `ModelTargets.ranks`.
+
+    `records`: shared by all requests, and not to be changed; nothing of a prompt is in them. `columns`: of the policy,
+    where that is linear.
+    """
+
+    def __init__(
+        self,
+        ranks: list[RoutableRank],
+        load: LoadTable,
+        peer_load: PeerLoad,
+        pressure: EvictionPressure,
+        policy: LinearPolicy | None,
+    ) -> None:
+        self._ranks = ranks
+        self._journal = load.journal
+        self._peer_load = peer_load
+        self._pressure = pressure
+        self._policy = policy
+        self._row_of_slot = {rank.load.slot: rank.row for rank in ranks}
+        self._read_to = -1
+        self._sweep_at = 0.0
+        self._swept = len(ranks)
+        self._price = 0.0
+        self.records = [Candidate(rank.target) for rank in ranks]
+        self.columns = CostColumns(len(ranks))
+
+    def update(self, now: float) -> None:
+        """Catch up with what has changed. `now`: by `time.monotonic`."""
+        rows = len(self._ranks)
+        changed = self._journal.since(self._read_to) if self._read_to >= 0 else None
+        if changed is None:
+            self._read_all()
+        else:
+            for slot in changed:
+                row = self._row_of_slot.get(slot)
+                if row is not None:
+                    self._read(row)
+        self._read_to = self._journal.end
+        if self._swept >= rows and now >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_SECONDS
+            self._swept = 0
+            price = self._pressure.price()
+            if abs(price - self._price) > _PRICE_CHANGE * self._price:
+                self._price = price
+                self._read_all()
+        if self._swept < rows:
+            end = min(self._swept + _SWEEP_ROWS, rows)
+            for row in range(self._swept, end):
+                self._read(row)
+            self._swept = end
+
+    def _read_all(self) -> None:
+        for row in range(len(self._ranks)):
+            self._read(row)
+        self._swept = len(self._ranks)
+
+    def _read(self, row: int) -> None:
+        """Read a target's load, in proportion to its worker's weight.
+
+        That is what this router and its peers have in flight there, and requests that none of them sent.
+        """
+        rank = self._ranks[row]
+        target, load = rank.target, rank.load
+        peers = self._peer_load.of(target.worker, target.dp_rank)
+        engine = rank.worker.metrics.of(target.dp_rank)
+        record = Candidate(
+            target,
+            requests=load.requests + peers.requests + engine.unseen,
+            pending=load.pending + peers.pending,
+            context=load.context + peers.context,
+            waiting=len(load.prefills) + peers.waiting + engine.waiting,
+            eviction=self._price if self._price and self._pressure.evicting(target) else 0.0,
+            kv_usage=engine.kv_usage,
+        )
+        if (weight := rank.weight) != 1:
+            record.requests = round(record.requests / weight)
+            record.pending = round(record.pending / weight)
+            record.context = round(record.context / weight)
+        self.records[row] = record
+        if self._policy is not None:
+            fixed, per_token = self._policy.line(record)
+            self.columns.set(row, fixed, per_token)

@@ -1,0 +1,98 @@
+"""A choice by columns is the choice that the formula makes candidate by candidate, ties and all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer import Target
+from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
+from router.policies.cost_columns import BLOCK
+from router.policies.peers import Dynamo, LeastLoaded, Lmetric
+
+POLICIES: dict[str, Callable[[Random], LinearPolicy]] = {
+    "kv_aware": lambda random: kv_aware(KvWeights(), random),
+    "kv_aware, near": lambda random: kv_aware(KvWeights(near=0.05), random),
+    "kv_aware, loading dearer than computing": lambda random: kv_aware(KvWeights(disk_token=9.0), random),
+    "dynamo": Dynamo,
+    "lmetric": Lmetric,
+    "least_loaded": LeastLoaded,
+}
+TOKENS = 1000
+
+# Few values, so that costs are often equal.
+loads = st.tuples(
+    st.sampled_from([0, 0, 1, 7]),  # requests
+    st.sampled_from([0, 0, 100, 900]),  # pending
+    st.sampled_from([0, 0, 2000]),  # context
+    st.sampled_from([0.0, 0.0, 0.5]),  # eviction
+)
+held = st.tuples(
+    st.sampled_from([0, 1, 16, 500, 999]),  # overlap
+    st.sampled_from([0, 0, 1]),  # of it in CPU memory
+    st.sampled_from([0, 0, 16]),  # and on disk
+)
+
+
+def candidate(row: int, load: tuple[int, int, int, float]) -> Candidate:
+    requests, pending, context, eviction = load
+    return Candidate(Target(str(row), 0, "m"), requests=requests, pending=pending, context=context, eviction=eviction)
+
+
+def columns_of(policy: LinearPolicy, records: list[Candidate]) -> CostColumns:
+    columns = CostColumns(len(records))
+    for row, record in enumerate(records):
+        columns.set(row, *policy.line(record))
+    return columns
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(data=st.data(), seed=st.integers())
+def test_the_choice_by_columns_is_that_of_the_formula(name: str, data: Any, seed: int) -> None:
+    rows = data.draw(st.sampled_from([1, 2, 5, BLOCK, 2 * BLOCK + 1]))
+    few = data.draw(st.lists(loads, min_size=1, max_size=8))
+    random = Random(seed)
+    policy, formula = POLICIES[name](Random(seed)), POLICIES[name](Random(seed))
+    records = [candidate(row, random.choice(few)) for row in range(rows)]
+    columns = columns_of(policy, records)
+    row_numbers = st.integers(0, rows - 1)
+    for row, load in data.draw(st.lists(st.tuples(row_numbers, loads), max_size=6)):
+        records[row] = candidate(row, load)
+        columns.set(row, *policy.line(records[row]))
+    holders = data.draw(st.dictionaries(row_numbers, held, max_size=8))
+    if data.draw(st.booleans()):  # all of them hold something
+        holders = {row: random.choice([*holders.values(), (16, 0, 0)]) for row in range(rows)}
+    excluded = data.draw(st.sets(row_numbers, max_size=8))
+    for row, (overlap, cpu, disk) in holders.items():
+        records[row] = records[row].copy()
+        records[row].overlap, records[row].cpu, records[row].disk = overlap, min(cpu, overlap), min(disk, overlap)
+    overlaps = {row: records[row].overlap for row in holders}
+    transfers = {row: (records[row].cpu, records[row].disk) for row in holders if records[row].cpu or records[row].disk}
+
+    chosen = policy.cheapest_row(columns, TOKENS, overlaps, transfers, excluded)
+
+    left = [record for row, record in enumerate(records) if row not in excluded]
+    if not left:
+        assert chosen is None
+    else:
+        assert chosen is not None
+        assert records[chosen] is formula(left, Request(TOKENS)).chosen
+        assert policy.random.random() == formula.random.random()  # both have asked as often
+
+
+@given(st.lists(st.tuples(st.integers(0, 2 * BLOCK - 1), st.integers(0, 5), st.integers(0, 5)), max_size=40))
+def test_no_row_is_missed_whatever_changed_before(changes: list[tuple[int, int, int]]) -> None:
+    columns = CostColumns(2 * BLOCK)
+    lines = [(9.0, 9.0)] * (2 * BLOCK)
+    for row in range(2 * BLOCK):
+        columns.set(row, 9.0, 9.0)
+    for row, fixed, per_token in changes:
+        lines[row] = float(fixed), float(per_token)
+        columns.set(row, *lines[row])
+        costs = [a + 3 * b for a, b in lines]
+        assert columns.cheapest(3, {}, ()) == [each for each, cost in enumerate(costs) if cost == min(costs)]
