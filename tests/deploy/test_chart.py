@@ -359,6 +359,24 @@ def test_replicas_share_a_redis() -> None:
     assert not of_kind(release("gateway"), "StatefulSet")
 
 
+def test_a_picker_with_a_certificate_is_asked_over_tls() -> None:
+    files = {"certificate": "/etc/kvrouter/tls/tls.crt", "key": "/etc/kvrouter/tls/tls.key"}
+    for picker, protocol, probe in (({}, "kubernetes.io/h2c", "grpc"), (files, "https", "httpGet")):
+        objects = render({"picker": {"enabled": True}, "secrets": {"tls": "a-secret"}, "config": {"picker": picker}})
+        [service] = [each for each in of_kind(objects, "Service") if each["metadata"]["name"] == "rel-kvrouter-picker"]
+        ports = {port["name"]: port["appProtocol"] for port in service["spec"]["ports"]}
+        assert ports["grpc"] == protocol
+        assert probe in container(objects, "rel-kvrouter-picker")["readinessProbe"]
+
+
+def test_a_picker_that_follows_objectives_may_read_them() -> None:
+    for group in ("inference.networking.x-k8s.io", "llm-d.ai"):
+        objects = render({"picker": {"enabled": True}, "config": {"picker": {"follow_objectives": group}}})
+        [role] = of_kind(objects, "Role")
+        rule = {"apiGroups": [group], "resources": ["inferenceobjectives"], "verbs": ["list", "watch"]}
+        assert rule in role["rules"]
+
+
 def test_with_tls_probes_and_monitors_speak_https() -> None:
     objects = release("secure")
     router = container(objects, "rel-kvrouter-router")
