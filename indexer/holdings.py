@@ -361,7 +361,7 @@ class Holdings:
         while pending:
             orphan = pending.pop()
             try:
-                placed = self._place(orphan.event)
+                placed = self._place(orphan.whole_event())
             except UnusableEventError:
                 self.counters.orphans_dropped += len(orphan.event.block_hashes)
                 continue

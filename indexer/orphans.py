@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -17,20 +16,25 @@ Removal: TypeAlias = tuple[EngineHash, int, str]
 
 # A bound in blocks would not bound their tokens and keys.
 _BYTES_A_BLOCK = 1024
-_encode = msgspec.msgpack.Encoder(enc_hook=list).encode
+_encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(slots=True)
 class Orphan:
     """A stored event whose parent is not known yet, and what was removed of it since, with how often that was told."""
 
-    event: BlockStored
-    removals: dict[Removal, int] = field(default_factory=dict)
-    event_bytes: int = 0
+    __slots__ = ("_tokens", "event", "event_bytes", "removals")
 
-    def __post_init__(self) -> None:
-        self.event.token_ids = array("I", self.event.token_ids)  # type: ignore[assignment]  # a ninth of a list of ints
-        self.event_bytes = len(_encode(self.event))
+    def __init__(self, event: BlockStored) -> None:
+        self.event = event
+        self.removals: dict[Removal, int] = {}
+        self.event_bytes = len(_encode(event))
+        self._tokens = array("I", event.token_ids)  # a ninth of a list of them
+        event.token_ids = []
+
+    def whole_event(self) -> BlockStored:
+        """The event as it came."""
+        self.event.token_ids = self._tokens.tolist()
+        return self.event
 
     @property
     def size(self) -> int:
