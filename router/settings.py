@@ -1,5 +1,7 @@
 """Every setting, with its default. `config.yaml` at the root of the project lists them with a line on why each exists.
 
+One file, because it is one list: a section after the other, as in config.yaml.
+
 Environment variables override the file: `KVROUTER_SERVER__PORT=9000`.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from router.fleet.fleet import Fleet, Worker
 from router.forwarding.proxy import ProxyContext
@@ -15,8 +15,11 @@ from router.picker.objectives import Objectives
 from router.picker.own_answers import OwnAnswers
 from router.settings import PickerSettings
 
-if TYPE_CHECKING:
-    from router.picker.request import PickedRequest
+class ObservedRequest(Protocol):
+    """A request whose answer is shown by a stream of its own."""
+
+    def observed(self, data: bytes, ended: bool) -> bool:
+        """Bytes of the answer came. Whether more of them are wanted."""
 
 
 @dataclass(slots=True)
@@ -30,7 +33,7 @@ class PickerState:
     objectives: Objectives
     body_deadlines: Deadlines
     addresses: Addresses = field(default_factory=Addresses)
-    requests: dict[str, PickedRequest] = field(default_factory=dict)
+    requests: dict[str, ObservedRequest] = field(default_factory=dict)
     observed: bool = False  # there is a filter that shows answers
     numbers: count[int] = field(default_factory=lambda: count(1))
     random: Random = field(default_factory=Random)

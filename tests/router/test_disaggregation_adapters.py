@@ -213,7 +213,7 @@ def test_what_wants_several_answers_is_decoded_alone(kind: type[Adapter], asked:
     adapter = kind.of(TEXT, body, P, D)
     assert not adapter.prefills
     assert adapter.concurrent
-    assert adapter.question is None
+    assert adapter.query_url is None
     assert adapter.decode(b"") == PreparedRequest(body)
 
 

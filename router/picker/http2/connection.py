@@ -7,6 +7,8 @@
 
 What a peer can make this hold or do is bounded, and a peer that asks for more loses its connection: streams, the bytes
 of a header block, frames that get on with nothing, streams that are opened to be reset, answers that are not read.
+
+One file, because every kind of frame is checked against the same state of the connection.
 """
 
 from __future__ import annotations
@@ -193,10 +195,10 @@ class Http2Connection(asyncio.Protocol):
             each.waited += 1
             if each.waited > _FIRST_BYTES:
                 each.reset(frames.CANCEL)
-        for each in list(self._sender.blocked):
-            each.waited += 1
-            if each.waited > _BLOCKED:
-                each.reset(frames.ENHANCE_YOUR_CALM)
+        for blocked in list(self._sender.blocked):
+            blocked.waited += 1
+            if blocked.waited > _BLOCKED:
+                blocked.reset(frames.ENHANCE_YOUR_CALM)
         if self._draining:
             self._drained()
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from router.picker.http2 import frames
 from router.picker.http2.frames import HEAD, Http2Error
 
-if TYPE_CHECKING:
-    from router.picker.http2.stream import Stream
+class SendingStream(Protocol):
+    """A stream as its sender sees it: `window` is what may be sent, `waited` how many seconds something has waited."""
+
+    id: int
+    window: int
+    waited: int
+
+    def go_on(self) -> bool:
+        """Send what waits, as far as may be. Whether nothing waits any more."""
+
+    def reset(self, code: int) -> None:
+        """End the stream at once."""
 
 
 class FrameSender:
@@ -23,7 +33,7 @@ class FrameSender:
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, sent_data: Callable[[], None]
     ) -> None:
         self.unread = False
-        self.blocked: dict[Stream, None] = {}
+        self.blocked: dict[SendingStream, None] = {}
         self.initial_window = frames.DEFAULT_WINDOW  # of a stream
         self.frame_size = frames.DEFAULT_FRAME
         self._transport = transport
@@ -54,7 +64,7 @@ class FrameSender:
         self.blocked.clear()
         self._out.clear()
 
-    def put_data(self, stream: Stream, data: bytes) -> bytes:
+    def put_data(self, stream: SendingStream, data: bytes) -> bytes:
         """Send bytes of a stream as far as its windows go. What is left of them."""
         size = len(data)
         window = min(self._window, stream.window)
@@ -70,7 +80,7 @@ class FrameSender:
         stream.window -= sent
         return data[sent:]
 
-    def wait(self, stream: Stream) -> None:
+    def wait(self, stream: SendingStream) -> None:
         """Something of a stream waits for a window."""
         stream.waited = 0
         self.blocked[stream] = None
@@ -82,7 +92,7 @@ class FrameSender:
                 return
             self.go_on_with(stream)
 
-    def go_on_with(self, stream: Stream) -> None:
+    def go_on_with(self, stream: SendingStream) -> None:
         """The same of one stream."""
         if stream in self.blocked and stream.go_on():
             self.blocked.pop(stream, None)
@@ -94,7 +104,7 @@ class FrameSender:
             raise Http2Error(frames.FLOW_CONTROL_ERROR, "a window above 2^31-1")
         self.go_on()
 
-    def change_windows(self, initial: int, streams: Iterable[Stream]) -> None:
+    def change_windows(self, initial: int, streams: Iterable[SendingStream]) -> None:
         """The peer has another initial window, from which those of open streams are counted too. Raises Http2Error."""
         change, self.initial_window = initial - self.initial_window, initial
         for stream in streams:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from router.picker.http2 import frames
+from router.picker.http2.sender import FrameSender
 
-if TYPE_CHECKING:
-    from router.picker.http2.connection import Http2Connection
-    from router.picker.http2.sender import FrameSender
+
+class StreamOwner(Protocol):
+    """The connection that a stream belongs to."""
+
+    def leave(self, stream: Stream, reset: bool = False) -> None:
+        """The stream is over."""
 
 
 class StreamHandler(Protocol):
@@ -43,7 +47,7 @@ class Stream:
         "window",
     )
 
-    def __init__(self, connection: Http2Connection, sender: FrameSender, number: int) -> None:
+    def __init__(self, connection: StreamOwner, sender: FrameSender, number: int) -> None:
         self.id = number
         self.handler: StreamHandler | None = None
         self.window = sender.initial_window  # bytes that may be sent
