@@ -155,11 +155,15 @@ class _Asked:
             return None
 
     def cards(self, body: bytes) -> list[_Card]:
-        """What it lists. Raises ValueError when that is more than the settings allow."""
+        """What it lists. Raises ValueError when that is more than the settings allow, and when
+        nothing of it can be used."""
         listed = msgspec.json.decode(body, type=_ModelList).data
         if len(listed) > self.limits.max_models:
             raise ValueError(f"/v1/models lists {len(listed)} names; fleet.max_models is {self.limits.max_models}")
-        return [card for raw in listed if (card := self._card(raw)) is not None]
+        cards = [card for raw in listed if (card := self._card(raw)) is not None]
+        if listed and not cards:
+            raise ValueError("; ".join(self.fields.refused) or "/v1/models: no name of a model in it")
+        return cards
 
     def _card(self, raw: msgspec.Raw) -> _Card | None:
         fields = self.fields

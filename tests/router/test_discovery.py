@@ -200,17 +200,28 @@ async def test_streams_may_be_given_for_a_worker_that_cannot_tell_them() -> None
         {"/v1/models": {"data": [{"name": "m"}]}},
         {"/v1/models": {"data": [{"id": 1}]}},
         VLLM | {"/kv_event_sources": "soon"},
-        VLLM | {"/kv_event_sources": {"rank": {"endpoint": "tcp://127.0.0.1:1"}}},
-        VLLM | {"/kv_event_sources": {"0": {"topic": ""}}},
-        VLLM | {"/metrics": "{ no metric\n"},
         SGLANG | {"/server_info": []},
-        SGLANG | {"/server_info": {"kv_events": {"endpoint": "tcp://127.0.0.1:65535", "dp_size": 2}}},
-        SGLANG | {"/server_info": {"kv_events": {"endpoint": "5557"}}},
     ],
 )
 async def test_an_answer_that_makes_no_sense_is_an_error(answers: dict[str, Any]) -> None:
     with pytest.raises(DiscoveryError, match=r"http://127\.0\.0\.1:"):
         await describe(answers)
+
+
+@pytest.mark.parametrize(
+    ("answers", "named"),
+    [
+        (VLLM | {"/kv_event_sources": {"rank": {"endpoint": "tcp://127.0.0.1:1"}}}, "rank"),
+        (VLLM | {"/kv_event_sources": {"0": {"topic": ""}}}, "endpoint"),
+        (SGLANG | {"/server_info": {"kv_events": {"endpoint": "tcp://127.0.0.1:65535", "dp_size": 2}}}, "65536"),
+        (SGLANG | {"/server_info": {"kv_events": {"endpoint": "5557"}}}, "5557"),
+        (VLLM | {"/v1/models": {"data": [*MODELS["data"], {"id": 1}]}}, "id"),
+    ],
+)
+async def test_what_makes_no_sense_is_left_out_and_named(answers: dict[str, Any], named: str) -> None:
+    description = await describe(answers)
+    assert list(description.models) == ["m"]
+    assert named in description.refused[0]
 
 
 @pytest.mark.parametrize(
