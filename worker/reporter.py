@@ -8,7 +8,7 @@
     reporter.shutdown()
 
 Each call is bookkeeping in memory: sockets are a thread's business, and when it cannot keep up, the oldest batches are
-dropped and counted (see worker/publisher.py). A subscriber that missed them, or came late, asks for a snapshot.
+dropped and counted (see worker/zmq_publisher.py). A subscriber that missed them, or came late, asks for a snapshot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import msgspec
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
 from kvevents.dialects import DIALECTS
 from worker.held_blocks import HeldBlocks
-from worker.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, PublisherConfig, Snapshot
+from worker.publisher import EventPublisher, NullEventPublisher, PublisherConfig, Snapshot
+from worker.publisher_factory import EventPublisherFactory
 
 logger = logging.getLogger(__name__)
 

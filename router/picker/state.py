@@ -15,6 +15,7 @@ from router.picker.objectives import Objectives
 from router.picker.own_answers import OwnAnswers
 from router.settings import PickerSettings
 
+
 class ObservedRequest(Protocol):
     """A request whose answer is shown by a stream of its own."""
 

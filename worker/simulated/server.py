@@ -14,7 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from worker.publisher import ZmqEventPublisher
 from worker.simulated import messages_api, sglang_api
 from worker.simulated.generate_api import GenerateRequest
 from worker.simulated.messages_api import CountTokensRequest, MessagesRequest
@@ -30,6 +29,7 @@ from worker.simulated.protocol import (
 )
 from worker.simulated.responses_api import ResponsesRequest
 from worker.simulated.worker import SimulatedWorker
+from worker.zmq_publisher import ZmqEventPublisher
 
 MAX_REPORTED_ERRORS = 10
 

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from worker.publisher import ZmqEventPublisher
 from worker.simulated.worker import SimulatedWorker
+from worker.zmq_publisher import ZmqEventPublisher
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from worker.publisher import EventPublisher, NullEventPublisher, ZmqEventPublisher
+from worker.publisher import EventPublisher, NullEventPublisher
 from worker.reporter import Reporter
 from worker.simulated.completions import Completions
 from worker.simulated.engine import SimulatedEngine
@@ -17,6 +17,7 @@ from worker.simulated.metrics import WorkerMetrics
 from worker.simulated.pooling_api import Pooling
 from worker.simulated.settings import SimulatedWorkerSettings
 from worker.simulated.tokens import ChatTokenizer
+from worker.zmq_publisher import ZmqEventPublisher
 
 if TYPE_CHECKING:
     from worker.simulated.disaggregation.roles import OpenRole  # numpy and a web client, for those who need them

@@ -9,6 +9,7 @@ from typing import Protocol
 from router.picker.http2 import frames
 from router.picker.http2.frames import HEAD, Http2Error
 
+
 class SendingStream(Protocol):
     """A stream as its sender sees it: `window` is what may be sent, `waited` how many seconds something has waited."""
 
