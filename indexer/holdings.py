@@ -1,4 +1,7 @@
-"""What one target (a DP rank of a worker) holds: its blocks' places in the prefix tree, counted by group and medium."""
+"""What one target (a DP rank of a worker) holds: its blocks' places in the prefix tree, counted by group and medium.
+
+One file, because it is the specification that the native core is compared with: what each event does to one target.
+"""
 
 from __future__ import annotations
 

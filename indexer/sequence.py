@@ -8,6 +8,8 @@ so may replayed ones. What comes out here is every batch once, in order, or the 
 
 Where a replay does not bring what is missing, the publisher is asked for a snapshot of all it holds. Few have one; the
 others say at once that they have not.
+
+One file, because it is one state machine: an action for every event in every state.
 """
 
 from __future__ import annotations

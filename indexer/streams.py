@@ -2,6 +2,8 @@
 
 Each stream has a SUB socket for live batches, a DEALER for replays, and a monitor that tells when the publisher was
 reached. Reading never waits for anything: what is missing is asked for and meanwhile the rest goes on.
+
+One file, because the sockets, their turns and their ends belong to that one thread.
 """
 
 from __future__ import annotations

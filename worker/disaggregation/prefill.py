@@ -5,9 +5,8 @@ Everything here runs in the channel's thread, but for `Destination.begin` and `e
 
 from __future__ import annotations
 
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -19,67 +18,11 @@ from worker.disaggregation.local import MAX_ROOMS, LocalRank
 from worker.disaggregation.peer_writer import PeerWriter, WriteTask
 from worker.disaggregation.ranks import page_share
 from worker.disaggregation.recent_rooms import RecentRooms
-from worker.disaggregation.rooms import KVPoll, Room
+from worker.disaggregation.rooms import KVPoll
+from worker.disaggregation.sending_room import Chunk, Destination, SendingRoom
 from worker.disaggregation.transfer import GrantKey, Writes, join_writes
 
 MAX_WAITING_BYTES = 256 << 20  # of page indices
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Source pages for the positions of the prompt's pages that begin at `start`."""
-
-    pages: Pages
-    start: int
-    is_last: bool
-
-
-class Destination:
-    """One decode rank's part of a room."""
-
-    def __init__(self, room: Room, request: RoomRequest, writer: PeerWriter) -> None:
-        self.request = request
-        self.writer = writer
-        self.pages = request.page_array()
-        self.queued = 0
-        self.has_last = False
-        self.done = False
-        self._room = room
-        self._writing = False
-        self._lock = threading.Lock()
-
-    def begin(self) -> bool:
-        """Whether a write may begin: none does once the room failed and `writing` was asked."""
-        with self._lock:
-            self._writing = not self._room.terminal
-            return self._writing
-
-    def end(self) -> None:
-        with self._lock:
-            self._writing = False
-
-    @property
-    def writing(self) -> bool:
-        with self._lock:
-            return self._writing
-
-
-@dataclass
-class SendingRoom:
-    """A room of this rank's sender. `pages` and `aux_index` are known from `KVSender.init` on."""
-
-    room: Room
-    pages: int | None = None
-    aux_index: int | None = None
-    required: int | None = None
-    destinations: dict[str, Destination] = field(default_factory=dict)
-    chunks: list[Chunk] = field(default_factory=list)  # that wait until all destinations are known
-    timer: Timer | None = None
-    settled: bool = False
-
-    @property
-    def complete(self) -> bool:
-        return self.required is not None and len(self.destinations) == self.required
 
 
 @dataclass(frozen=True)

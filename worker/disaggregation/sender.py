@@ -8,9 +8,9 @@ from functools import partial
 from numpy.typing import ArrayLike
 
 from worker.disaggregation.manager import KVManager
-from worker.disaggregation.prefill import Chunk, SendingRoom
 from worker.disaggregation.room_handle import RoomHandle
 from worker.disaggregation.rooms import Room, check_room, check_timeout
+from worker.disaggregation.sending_room import Chunk, SendingRoom
 from worker.disaggregation.transfer.runs import page_array
 
 
