@@ -6,6 +6,9 @@ BIN := .venv/bin
 # Where `make test-engine` installs a real vLLM, and the file it writes its table to (none: only prints it).
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
+# The families of models that it tries (all of them), and the file for their table.
+FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
+FAMILY_TABLE ?=
 
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
@@ -37,7 +40,8 @@ test-sanitize:
 
 test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
-	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
+	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) FAMILIES=$(FAMILIES) FAMILY_TABLE=$(FAMILY_TABLE) \
+		$(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
 
 test-docs: .venv/installed
 	$(BIN)/pytest tests/docs -m "docs or not docs" $(ARGS)

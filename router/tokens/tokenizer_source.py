@@ -176,7 +176,7 @@ class TokenizerSource:
             for way, finding in _FINDINGS.items():
                 shapes = sorted(merged.of_way(way))
                 if shapes and model.local is not None:
-                    detail = "; ".join(f"{shape}: {merged.shapes[shape].difference}" for shape in shapes)
+                    detail = f"{', '.join(shapes)}; {shapes[0]} {merged.shapes[shapes[0]].difference}"
                     found.append(_about(model, finding, detail))
             tokenizer = self._tokenizers.by_model().get(model.name)
             if tokenizer is not None and tokenizer.suspected:

@@ -119,6 +119,8 @@ class ScriptedWorker:
                 await exchange.answer(self.metrics)
             case ("GET", "/kv_event_sources" | "/server_info" | "/metrics") | ("POST", "/tokenize"):
                 await exchange.answer(status="404 Not Found")
+            case "POST", target if target.endswith("/render"):
+                await exchange.answer(status="404 Not Found")
             case _:
                 return False
         return True

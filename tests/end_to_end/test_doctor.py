@@ -142,7 +142,7 @@ async def test_another_tokenizer(sound: Sound, tmp_path: Path) -> None:
 
 async def test_another_chat_template(sound: Sound, tmp_path: Path) -> None:
     models = {"simulated": {"tokenizer": with_chats_beginning("You are new. ", tmp_path)}}
-    assert await found({"url": sound.url}, models=models) == [[Cause.CHAT_TEMPLATE]]
+    assert await found({"url": sound.url}, models=models) == [[Cause.PROMPTS_DIFFER]]
 
 
 async def test_what_all_conversations_begin_with_may_be_cached(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ async def basis(routed: RouterUnderTest) -> str:
 
 
 async def findings(routed: RouterUnderTest) -> list[str]:
-    return [finding["finding"] for finding in (await routed.call("/health")).json()["findings"]]
+    """But for that there is no tokenizer: prompts are token ids here."""
+    found = [finding["finding"] for finding in (await routed.call("/health")).json()["findings"]]
+    return [finding for finding in found if finding != "tokenizer_missing"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

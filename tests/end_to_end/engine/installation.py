@@ -20,6 +20,7 @@ TORCH = "2.13.0"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 # hidden size, layers, attention heads, key-value heads
 MODELS = {"tiny": (128, 2, 4, 2), "small": (768, 12, 12, 4)}
+LAST_FAMILY = "gemma3"  # that is made
 
 
 class InstallationError(Exception):
@@ -45,7 +46,14 @@ class Installation:
 
     def complete(self) -> bool:
         """Whether everything is there, in the right versions."""
-        return self.vllm.exists() and self._versions() == [TORCH, VLLM, VLLM] and all(map(self._made, MODELS))
+        made = (
+            all(map(self._made, MODELS)) and (self.directory / "families" / LAST_FAMILY / "model.safetensors").exists()
+        )
+        return made and self.vllm.exists() and self._versions() == [TORCH, VLLM, VLLM]
+
+    def family(self, name: str) -> Path:
+        """The folder of a model of `make_families.py`."""
+        return self.directory / "families" / name
 
     def install(self) -> None:
         """Make everything that is missing. Raises InstallationError."""
@@ -54,6 +62,7 @@ class Installation:
         for name in MODELS:
             if not self._made(name):
                 _run(self.python, make_model, self.model(name), *MODELS[name])
+        _run(self.python, Path(__file__).with_name("make_families.py"), self.directory / "families")
 
     def _install_vllm(self, python: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -212,7 +212,10 @@ def qwen3(folder: Path) -> None:
 
 def llama3(folder: Path) -> None:
     """A text begins with a token of its own, which the template writes, too."""
-    special = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    special = (
+        *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|python_tag|>",
+    )
     backend = _byte_level(special)
     begin = "<|begin_of_text|>"
     backend.post_processor = processors.TemplateProcessing(

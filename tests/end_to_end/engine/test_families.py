@@ -1,0 +1,159 @@
+"""Every family of tokenizers and chat templates, in every shape of prompt: is the overlap the one the engine reports?
+
+FAMILIES     those to try, by name, with commas; all by default
+FAMILY_TABLE a file to write the table to, as Markdown
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.installation import Installation
+from engine.processes import wait_for
+from engine.servers import MODEL, RouterProcess, VllmWorker
+from engine.web import get_json
+from router.tokens.shapes import PROBES
+
+pytestmark = pytest.mark.engine
+
+_TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser")
+FLAGS: dict[str, tuple[str, ...]] = {
+    "qwen3": (*_TOOLS, "hermes"),
+    "llama3": (*_TOOLS, "llama3_json"),
+    "mistral": ("--tokenizer-mode", "mistral", *_TOOLS, "mistral"),
+    "gpt_oss": (*_TOOLS, "openai"),
+    "deepseek_v31": (),
+    "deepseek_v32": ("--tokenizer-mode", "deepseek_v32"),
+    "gemma3": (),
+}
+_THINK_SECONDS = 0.3  # the last blocks of an answer are told of meanwhile
+_LONG = "The worker that holds the longest prefix of a prompt answers it soonest, unless its queue is long. " * 6
+
+
+@dataclass
+class Result:
+    """What was seen with one family. Requests are (shape, predicted, cached, of so many tokens)."""
+
+    family: str
+    report: dict[str, Any]
+    requests: list[tuple[str, int, int, int]] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+
+    @property
+    def misses(self) -> list[tuple[str, int, int, int]]:
+        return [each for each in self.requests if each[1] != each[2]]
+
+    @property
+    def exact(self) -> float:
+        return 1 - len(self.misses) / max(len(self.requests), 1)
+
+    def row(self) -> list[str]:
+        over = sum(predicted > cached for _, predicted, cached, _ in self.requests)
+        under = sum(predicted < cached for _, predicted, cached, _ in self.requests)
+        way = f"{self.report['way']}, {self.report['reading']}"
+        counts = [str(len(self.requests)), f"{self.exact:.1%}", str(over), str(under)]
+        return [self.family, way, *counts, ", ".join(sorted(self.refused)) or "-"]
+
+
+COLUMNS = ("family", "prompts become tokens", "requests", "exact", "over", "under", "refused by the engine")
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[list[Result]]:
+    """Those of all families, printed at the end."""
+    found: list[Result] = []
+    yield found
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *(result.row() for result in found)]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    print(f"\n{table}")
+    for result in found:
+        for shape, predicted, cached, tokens in result.misses:
+            print(f"{result.family}, {shape}: predicted {predicted}, cached {cached} of {tokens}")
+    if path := os.environ.get("FAMILY_TABLE"):
+        Path(path).write_text(table)
+
+
+@pytest.mark.parametrize("family", os.environ.get("FAMILIES", ",".join(FLAGS)).split(","))
+def test_the_overlap_is_the_one_the_engine_reports(
+    installation: Installation, logs: Path, results: list[Result], family: str
+) -> None:
+    worker = VllmWorker(f"family-{family}", installation, logs, installation.family(family), FLAGS[family])
+    worker.start()
+    try:
+        worker.wait_until_ready()
+        with RouterProcess([worker], logs, patience=30.0) as router:
+            wait_for(lambda: _report(router)["shapes"], 60, "its probes are read")
+            result = Result(family, _report(router))
+            results.append(result)
+            for shape, path, body in _requests():
+                _send(router.url + path, result, shape, body)
+    finally:
+        worker.stop()
+    assert len(result.requests) > 20
+    assert result.exact >= 0.99, result.misses
+
+
+def _requests() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each shape as a prompt of many blocks, once more, and with another turn; and what is no chat."""
+    for probe in PROBES:
+        if probe.shape in ("truncated", "text"):
+            continue
+        body = copy.deepcopy(probe.body)
+        key = "input" if "input" in body else "messages"
+        first = next(message for message in body[key] if message["role"] in ("user", "developer"))
+        opening = f"On {probe.shape}. {_LONG}"
+        if isinstance(first["content"], str):
+            first["content"] = opening + first["content"]
+        else:
+            first["content"][0]["text"] = opening + first["content"][0]["text"]
+        yield probe.shape, probe.path, body
+        yield probe.shape, probe.path, body
+        if probe.shape not in ("continued", "no_generation_prompt"):
+            last = body[key][-1]
+            answer = [] if last["role"] == "assistant" else [{"role": "assistant", "content": "It is the second one."}]
+            more = [*body[key], *answer, {"role": "user", "content": f"Why? {_LONG[:120]}"}]
+            yield probe.shape, probe.path, body | {key: more}
+    for path, name in (("/v1/chat/completions", "salt"), ("/v1/completions", "salted text")):
+        prompt = {"messages": [{"role": "user", "content": _LONG}]} if name == "salt" else {"prompt": _LONG}
+        for salt in ("a", "a", "b"):
+            yield name, path, prompt | {"cache_salt": salt}
+    for prompt in (_LONG, [_LONG], list(range(5, 200)), [list(range(7, 200))]):
+        for _ in range(2):
+            yield "completions", "/v1/completions", {"prompt": prompt}
+
+
+def _report(router: RouterProcess) -> dict[str, Any]:
+    """How the router says that prompts become tokens."""
+    report: dict[str, Any] = get_json(f"{router.url}/workers")["tokenizers"][MODEL]
+    return report
+
+
+def _send(url: str, result: Result, shape: str, body: dict[str, Any]) -> None:
+    limit = "max_output_tokens" if url.endswith("/v1/responses") else "max_tokens"
+    data = json.dumps({"model": MODEL, "temperature": 0} | body | {limit: 16}).encode()
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            answer, headers = json.load(response), response.headers
+    except urllib.error.HTTPError as error:
+        if error.code != 400:
+            raise
+        result.refused.add(shape)
+        return
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+    cached = details.get("cached_tokens", details.get("cache_read_input_tokens")) or 0
+    tokens = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+    result.requests.append((shape, int(headers["x-kvrouter-overlap-tokens"]), cached, tokens))
+    time.sleep(_THINK_SECONDS)
