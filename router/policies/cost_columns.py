@@ -63,14 +63,13 @@ class CostColumns:
                     continue
                 start = block * BLOCK
                 costs = self._costs(start, uncached)
-                if min(costs) > lowest:
-                    continue
-                for row, cost in enumerate(costs, start):
-                    if cost > lowest or row in known or row in excluded:
+                for row in [row for row, cost in enumerate(costs, start) if cost <= lowest]:
+                    if row in known or row in excluded:
                         continue
+                    cost = costs[row - start]
                     if cost < lowest:
                         lowest, rows = cost, [row]
-                    else:
+                    elif cost == lowest:
                         rows.append(row)
         if near and rows:
             return self._up_to(lowest * (1 + near), uncached, known, excluded)

@@ -97,7 +97,22 @@ class Fixture:
             assert candidate.requests == round((load.requests + peers.requests + engine.unseen) / weight)
             assert candidate.pending == round((load.pending + peers.pending) / weight)
             assert candidate.context == round((load.context + peers.context) / weight)
+        self._check_workers({candidate.target for candidate in candidates}, prompt, excluded, limits)
         assert selection.best_overlap == max(candidate.overlap for candidate in candidates)
+
+    def _check_workers(
+        self, targets: set[Target], prompt: RoutedPrompt, excluded: list[Worker], limits: Limits
+    ) -> None:
+        """Who is trusted, has warmed up and has capacity is a candidate; who is not trusted is none beside those."""
+        closed = [each for each in self.fleet.workers if each.health.circuit.closed and each not in excluded]
+        for worker in self.fleet.workers:
+            for rank in worker.ranks():
+                if closed and not worker.trusted:
+                    assert worker.target(rank, MODEL) not in targets
+                hangs = any(not health.circuit.closed for health in worker.health.ranks.values())
+                if worker in closed and worker.warming_since is None and not hangs:
+                    capable = self.router.has_capacity(worker, rank, limits, prompt.tokens)
+                    assert (worker.target(rank, MODEL) in targets) is capable
 
 
 def prompt_of(random: Random) -> RoutedPrompt:
