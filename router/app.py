@@ -54,7 +54,7 @@ def router_app(services: Services) -> FastAPI:
         app.include_router(routes(services))
     app.router.routes.append(Route("/{path:path}", Proxy(services.proxy), methods=_METHODS))
     add_error_handlers(app)
-    app.add_middleware(ContextMiddleware, services.proxy.contexts)
+    app.add_middleware(ContextMiddleware, services.proxy.contexts, services.settings.server)
     if services.worker_processes:
         app.add_middleware(AllProcesses, services.worker_processes, services.fleet)
     return app

@@ -4,8 +4,9 @@
               ▲           │             │                  └──▶ broken off
               └── retried elsewhere ◀───┘
 
-A request goes to another worker when its own cannot be reached, refuses it as overloaded or hangs, as long as nothing
-of an answer has been passed on and the retry budget lasts. At any time its client may leave. Its load is released on
+A request that reached no worker goes to another. One that asks for generation also does when its worker breaks off, which
+it gets to do twice, and, while the retry budget lasts, when its worker refuses it as overloaded or hangs: as long as
+nothing of an answer has been passed on. At any time its client may leave. Its load is released on
 every path. It waits in a task only while its prompt is tokenized or no worker has room for it.
 """
 
@@ -25,7 +26,7 @@ from router.admission.admission import Admission
 from router.admission.ticket import Ticket, deadline_error, read_ticket
 from router.apis.endpoints import RESPONSES, Call, error_event, read_call
 from router.apis.requests import RoutedRequest
-from router.apis.response_owners import SEARCHED_BYTES
+from router.apis.response_owners import SEARCHED_BYTES, asks_to_store
 from router.apis.stream_usage import HiddenUsage, asking_for_usage
 from router.apis.usage import Usage, UsageTail
 from router.disaggregation.adapters import WorkerEndpoint
@@ -48,6 +49,7 @@ from router.telemetry.spans import Span
 from router.upstream import (
     ResponseHandler,
     ResponseHead,
+    UnreachableError,
     UpstreamError,
     UpstreamRequest,
     Upstreams,
@@ -63,6 +65,8 @@ _now: Final = time.monotonic
 _OK: Final = 200
 # A worker that answers so did not take the request: bad gateway, unavailable, gateway timeout.
 _NOT_TAKEN: Final = (502, 503, 504)
+# So many workers break off over one request at most: it may be what kills them.
+_MOST_BROKEN: Final = 2
 
 # Looking one up in its class costs more than all that is done with it.
 _SUCCEEDED: Final = Outcome.SUCCEEDED
@@ -108,6 +112,9 @@ class ProxiedRequest(ResponseHandler):
     _prompt: RoutedPrompt
     _ticket: Ticket
     _hung = False
+    _not_stored = False  # it is a response of which the worker keeps nothing
+    _sends = 0  # workers that may have got it
+    _broken = 0  # those of them that broke off before they answered
     _others = False
     _many_ranks = False
     _assignment: Assignment | None = None
@@ -214,13 +221,14 @@ class ProxiedRequest(ResponseHandler):
 
     def _read(self, body: bytes) -> None:
         context, services = self._context, self._services
-        if context.tenant is not None:
-            body = context.tenant.isolated(context.head.path, body)
+        body = context.checked(body)
         # With a carrier the answer's bytes are not ours to change.
         asks = self._transport is None and (services.ask_usage or services.passing.listening)
         if asks and (asking := asking_for_usage(context.head.path, body)):
             body, self._hidden = asking, HiddenUsage()
         self._body = body
+        if context.head.path == RESPONSES:
+            self._not_stored = not asks_to_store(body)
         span = context.span("tokenize")
         try:
             head = context.head
@@ -281,7 +289,6 @@ class ProxiedRequest(ResponseHandler):
         )
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)
-            self._body = tenant.with_priority(self._body, prompt.priority)
         now = ticket.arrived
         if ticket.deadline is not None:
             left = max(ticket.deadline - now, 0.0)
@@ -291,7 +298,7 @@ class ProxiedRequest(ResponseHandler):
 
     def _try_next(self, now: float | None = None) -> None:
         """Send the request to another worker. Raises RequestError when there is none."""
-        if len(self._tried) >= self._attempts:
+        if self._sends >= self._attempts:
             self._give_in()
         span = self._context.span("decide")
         try:
@@ -304,6 +311,16 @@ class ProxiedRequest(ResponseHandler):
             self._wait_in(self._place_later(span))
         else:
             self._send(assignment, span)
+
+    @property
+    def _repeatable(self) -> bool:
+        """Whether another worker may be sent it although one was."""
+        return self._context.admitted.route.generates or self._not_stored
+
+    @property
+    def _once(self) -> bool:
+        """Whether no worker may get it twice."""
+        return not (self._context.admitted.route.pure or self._not_stored)
 
     @property
     def _attempts(self) -> int:
@@ -332,6 +349,7 @@ class ProxiedRequest(ResponseHandler):
             span.end()
         now = _now()
         tried.append(worker)
+        self._sends += 1
         context = self._context
         self._span = span = context.span("upstream")
         if span is not None:
@@ -344,16 +362,18 @@ class ProxiedRequest(ResponseHandler):
             head, upstream = context.head, services.upstreams.of(worker.url)
             if span is not None or self._many_ranks:
                 lines = forwarded_lines(self._headers_to(assignment))
-                self._sent = upstream.send(self, head.method, head.target, lines, self._body)
+                self._sent = upstream.send(self, head.method, head.target, lines, self._body, once=self._once)
             else:
                 lines = context.lines_for_workers()
-                self._sent = upstream.send(self, head.method, head.target, lines, self._body, context.id, now)
+                self._sent = upstream.send(
+                    self, head.method, head.target, lines, self._body, context.id, now, self._once
+                )
         if assignment is not self._assignment or self._over:
             return  # it went wrong at once
         # The rest must not hold it up.
         services.router.record_in_flight(prompt, assignment, now)
         services.metrics.placed(prompt.name or "", now - self._arrived, assignment.decision, assignment.prediction)
-        self._others = len(tried) < self._attempts and services.router.others(prompt, tried)
+        self._others = self._sends < self._attempts and self._repeatable and services.router.others(prompt, tried)
         if assignment.prefill is None:
             self._may_be_given_up(assignment)
 
@@ -439,7 +459,7 @@ class ProxiedRequest(ResponseHandler):
         try:
             if unreachable is not None:
                 self._services.fleet.report_failure(unreachable, problem)
-            if (unreachable is not None or retried) and not self._services.budget.take():
+            if retried and not self._services.budget.take():
                 self._give_in()
             self._try_next()
         except RequestError as error:
@@ -494,15 +514,30 @@ class ProxiedRequest(ResponseHandler):
                 self.refuse(RequestError(message, status=504, type="timeout_error"))
             else:
                 assignment.attempt.end(_FAILED, str(error))
+                if isinstance(error, UnreachableError):
+                    self._sends -= self._transport is None  # nothing was sent
+                elif self._must_end():
+                    self._services.fleet.report_failure(assignment.worker, str(error))
+                    self.refuse(_broken_off())
+                    return
                 self._peer_load(str(error), unreachable=assignment.worker)
         except Exception:
             self._crash()
+
+    def _must_end(self) -> bool:
+        """A worker had the request, and broke off: whether no other may get it. It may be why."""
+        self._broken += 1
+        return not self._repeatable or self._broken >= _MOST_BROKEN
 
     def _leave_prefill(self, assignment: Assignment, prefill: Worker, error: PrefillFailedError) -> None:
         """A prefill failed before its decode worker did: to another pair."""
         if not (error.answered and error.together and self._leave_pair(assignment)):
             self._tried[-1] = prefill  # the decode worker is not to blame
-        self._peer_load(str(error), unreachable=None if error.answered else prefill, retried=True)
+        if not error.answered and self._must_end():
+            self._services.fleet.report_failure(prefill, str(error))
+            self.refuse(_broken_off())
+            return
+        self._peer_load(str(error), unreachable=None if error.answered else prefill, retried=error.answered)
 
     def _leave_pair(self, assignment: Assignment) -> bool:
         """One worker of a pair failed and perhaps the other is why: leave both, as far as there are others.
@@ -513,9 +548,7 @@ class ProxiedRequest(ResponseHandler):
             return False
         prefill = assignment.prefill.worker
         known = [*self._excluded, prefill]
-        other_prefill = len(self._tried) < self._attempts and self._services.router.others(
-            self._prompt, known, prefill=True
-        )
+        other_prefill = self._sends < self._attempts and self._services.router.others(self._prompt, known, prefill=True)
         if other_prefill:
             self._without = [*self._without, prefill]
             if not self._others:
@@ -600,7 +633,7 @@ class ProxiedRequest(ResponseHandler):
             log.warning("answer broken off", worker=assignment.worker.url, reason=reason)
         self._services.fleet.look_soon(assignment.worker)
         self._finish(reason)
-        self._end_unfinished(RequestError("The worker broke off its answer.", status=502, type="upstream_error"))
+        self._end_unfinished(_broken_off())
 
     def _end_unfinished(self, failure: RequestError) -> None:
         """Tell the client that its answer will not be finished: in the stream, or by closing the connection."""
@@ -669,6 +702,10 @@ class ProxiedRequest(ResponseHandler):
             self._client.break_off()
         else:
             self.refuse(RequestError("The router failed. This is a bug.", status=500, type="internal_error"))
+
+
+def _broken_off() -> RequestError:
+    return RequestError("The worker broke off its answer.", status=502, type="upstream_error")
 
 
 def _end(worker: Worker, dp_rank: int) -> WorkerEndpoint:

@@ -42,16 +42,18 @@ def read_headers(headers: pb.HeaderMap) -> tuple[dict[str, str], Headers]:
     return pseudo, found
 
 
-def read_subset(message: pb.ProcessingRequest, headers: Headers) -> set[str] | None:
-    """The endpoints, as ip:port, that a request may go to; None: any."""
+def read_subset(message: pb.ProcessingRequest) -> set[str] | None:
+    """The endpoints, as ip:port, that a request may go to; None: any.
+
+    Envoy's metadata alone says so: a header of that name is the client's.
+    """
     metadata = message.metadata_context.filter_metadata
     if _SUBSET_NAMESPACE in metadata and _SUBSET in (fields := metadata[_SUBSET_NAMESPACE].fields):
         value = fields[_SUBSET]
         if value.HasField("list_value"):
             return {each.string_value.strip() for each in value.list_value.values} - {""}
         return _listed(value.string_value)
-    given = [value.decode("latin-1") for name, value in headers if name == _SUBSET.encode()]
-    return _listed(",".join(given)) if given else None
+    return None
 
 
 def _listed(text: str) -> set[str]:

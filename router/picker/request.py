@@ -22,10 +22,10 @@ from random import Random
 import structlog
 
 from indexer.errors import RequestError
-from router.access import OPEN
+from router.access import too_large, too_slow
 from router.fleet.fleet import Fleet, Worker
 from router.forwarding.proxied_request import ProxiedRequest
-from router.forwarding.proxy import ProxyContext, too_large, too_slow
+from router.forwarding.proxy import ProxyContext
 from router.forwarding.request_context import RequestContext
 from router.forwarding.request_head import RequestHead
 from router.forwarding.response_writer import ResponseWriter
@@ -167,14 +167,14 @@ class PickedRequest(ResponseWriter):
         self._context = context = state.proxy_context.contexts.begin(request)
         try:
             context.admit()
-            if path in OPEN:
-                raise _of_the_picker(path)
             if (own := state.own_answers.to(context)) is not None:
                 self.begin(ResponseHead(200, [(b"content-type", b"application/json")]), None, own, True)
                 return
+            if context.admitted.route.own:
+                raise _of_the_picker(path)
             if not head.end_of_stream:
                 self._expect_body()
-            self._subset = messages.read_subset(message, headers)
+            self._subset = messages.read_subset(message)
         except RequestError as error:
             refusal, body = context.refusal(error)
             self.begin(ResponseHead(error.status, refusal), None, body, True)

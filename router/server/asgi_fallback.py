@@ -78,6 +78,11 @@ class AsgiFallback(HttpToolsProtocol):
         return self.busy and not self.cycle.more_body
 
     @property
+    def answering(self) -> bool:
+        """Whether its answer has begun."""
+        return self.busy and self.cycle.response_started
+
+    @property
     def keeps_alive(self) -> bool:
         """Whether another request may follow the last one."""
         return not self.busy or self.cycle.keep_alive
@@ -98,6 +103,12 @@ class AsgiFallback(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._connection.left()
         super().handle_websocket_upgrade()
+
+    def shutdown(self) -> None:
+        if self.busy and not self.owes_answer:
+            self.transport.close()  # who knows when the rest comes
+        else:
+            super().shutdown()
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -133,7 +144,12 @@ def uvicorn_fits(protocol: type = HttpToolsProtocol, cycle: type = RequestRespon
         if method is None or list(inspect.signature(method).parameters) != parameters:
             return False
     known, known_of_cycle = _names_in_init(protocol), _names_in_init(cycle)
-    return known >= _ATTRIBUTES and known_of_cycle >= {"response_complete", "keep_alive", "more_body"}
+    return known >= _ATTRIBUTES and known_of_cycle >= {
+        "response_complete",
+        "response_started",
+        "keep_alive",
+        "more_body",
+    }
 
 
 def _names_in_init(kind: type) -> set[str]:

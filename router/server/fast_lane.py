@@ -25,10 +25,11 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from indexer.errors import RequestError
+from router.access import too_large, too_slow
 from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.event_stream import ChunkWriter
 from router.forwarding.proxied_request import ProxiedRequest
-from router.forwarding.proxy import ProxyContext, too_large, too_slow
+from router.forwarding.proxy import ProxyContext
 from router.forwarding.request_context import RequestContext
 from router.forwarding.request_head import RequestHead
 from router.forwarding.response_writer import ResponseWriter
@@ -38,8 +39,10 @@ from router.http.chunks import body_size
 from router.http.deadline import Deadline
 from router.http.headers import Headers, lines_of
 from router.http.response_head import WITHOUT_BODY, ResponseHead
+from router.http.strict_head import head_problem
 from router.server import http_protocol
 from router.server.asgi_fallback import AsgiFallback, ParsedRequest
+from router.server.half_closed import probe
 from router.server.http_protocol import HEAD_BYTES, RefusedRequestError
 
 _PATHS: Final = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
@@ -89,7 +92,7 @@ class _Request:
     def told(self) -> None:
         """The head is complete."""
         path = self.url.partition(b"?")[0]
-        if self.method == b"POST" and path in _PATHS and not self.upgrades and b"#" not in self.url:
+        if self.method == b"POST" and path in _PATHS and not self.upgrades:
             self.head = RequestHead("POST", path.decode(), self.url, self.headers)
 
     def length(self) -> int:
@@ -141,6 +144,9 @@ class FastLaneProtocol(ResponseWriter):
         self._chunks_allowed = False  # it is of HTTP/1.1
         self._keeps_alive = True
         self._chunked = self._until_close = self._lingering = False
+        self._begun = False  # its answer
+        self._half_closed = False  # nothing more comes
+        self._arriving = 0  # bytes of its body, while it is not complete
 
     # The connection
 
@@ -171,8 +177,13 @@ class FastLaneProtocol(ResponseWriter):
         self._deadline.close()
         self._server_state.connections.discard(self)
 
-    def eof_received(self) -> None:
-        """Nothing more comes: asyncio closes the connection."""
+    def eof_received(self) -> bool:
+        """Nothing more comes. A client that half-closed gets what it asked for; else the connection is closed."""
+        if not self._owes_answers:
+            return False
+        ordinary = self._ordinary
+        self._half_closed = True
+        return probe(self._loop, self._transport, self._begun or (ordinary is not None and ordinary.answering))
 
     def pause_writing(self) -> None:
         self._write_paused = True
@@ -190,7 +201,10 @@ class FastLaneProtocol(ResponseWriter):
 
     def shutdown(self) -> None:
         """The server stops: the connection is closed when its request is answered."""
-        if self._context is not None:
+        if self._context is not None and not self._whole:
+            self._refuse(_stopping())  # who knows when the rest comes
+            self._transport.close()
+        elif self._context is not None:
             self._keeps_alive = False
             self._queue = None
         elif self._ordinary is not None:
@@ -277,10 +291,10 @@ class FastLaneProtocol(ResponseWriter):
         assert parser is not None
         self._reading_head = False
         self._deadline.clear()
-        if not request.url.startswith(b"/"):
-            raise RefusedRequestError("the target is no path")
         request.method = parser.get_method()
         request.version = parser.get_http_version()
+        if problem := head_problem(request.url, request.version, request.headers):
+            raise RefusedRequestError(problem)
         request.keeps_alive = parser.should_keep_alive() and request.version == "1.1"
         request.expects = any(name == b"expect" and value.lower() == b"100-continue" for name, value in request.headers)
         if not self._takes_more:
@@ -303,11 +317,29 @@ class FastLaneProtocol(ResponseWriter):
             if self._ordinary is not None:
                 self._ordinary.on_body(body)
         elif request is self._current or (self._queue is not None and request in self._queue):
+            if request is self._current and not self._arrives(len(body)):
+                return
             request.size += len(body)
             if request.size <= self._proxy_context.settings.max_body_bytes:
                 request.body.append(body)
             elif request is self._current:
                 self._refuse(too_large(self._proxy_context.settings))
+
+    def _arrives(self, size: int) -> bool:
+        """Whether there is room for so many more bytes of the body; if not, the request is refused."""
+        try:
+            self._proxy_context.contexts.door.arrivals.add(self._arriving, size)
+        except RequestError as error:
+            self._refuse(error)
+            return False
+        self._arriving += size
+        return True
+
+    def _arrived(self) -> None:
+        """No more of the body is waited for."""
+        if self._arriving:
+            self._proxy_context.contexts.door.arrivals.end(self._arriving)
+            self._arriving = 0
 
     def on_message_complete(self) -> None:
         request = self._read
@@ -393,7 +425,7 @@ class FastLaneProtocol(ResponseWriter):
         """Serve a request that came at once, over a connection that stays: of a head that is known, and any body."""
         self._reading_head = False
         self._keeps_alive = self._chunks_allowed = self._whole = True
-        self._chunked = self._until_close = False
+        self._chunked = self._until_close = self._begun = False
         self._context = context = self._proxy_context.contexts.begin(head)
         try:
             context.admit()
@@ -412,7 +444,7 @@ class FastLaneProtocol(ResponseWriter):
         self._current = request
         self._whole = request.complete
         self._chunks_allowed = request.version == "1.1"
-        self._chunked = self._until_close = False
+        self._chunked = self._until_close = self._begun = False
         self._keeps_alive = request.keeps_alive
         self._context = context = self._proxy_context.contexts.begin(head)
         settings = self._proxy_context.settings
@@ -434,6 +466,7 @@ class FastLaneProtocol(ResponseWriter):
     def _start(self, request: _Request) -> None:
         assert self._context is not None
         self._whole = True
+        self._arrived()
         body = request.body
         self._proxy(self._context, body[0] if len(body) == 1 else b"".join(body))
 
@@ -461,6 +494,8 @@ class FastLaneProtocol(ResponseWriter):
 
     def ordinary_answered(self) -> None:
         """uvicorn's class has answered."""
+        if self._half_closed and not self._queue:
+            self._transport.close()
         if not self._transport.is_closing():
             self._deadline.set(self._keep_alive_seconds)
         self._plan_next()
@@ -495,6 +530,7 @@ class FastLaneProtocol(ResponseWriter):
     def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:
         context, status = self._context, head.status
         assert context is not None
+        self._begun = True
         if not self._whole:
             self._keeps_alive = False
         before = _common.before(self._server_state, status)
@@ -567,7 +603,9 @@ class FastLaneProtocol(ResponseWriter):
 
     def _answered(self) -> None:
         self._done().end()
-        if self._keeps_alive:
+        if self._half_closed and not self._queue:
+            self._transport.close()
+        elif self._keeps_alive:
             self._deadline.set(self._keep_alive_seconds)
             if self._queue is not None or self._unreadable is not None:
                 self._plan_next()
@@ -579,10 +617,17 @@ class FastLaneProtocol(ResponseWriter):
 
     def _done(self) -> RequestContext:
         """Nothing is served any more."""
+        self._arrived()
         context = self._context
         assert context is not None
         self._context = self._current = self._proxied = None
         return context
+
+
+def _stopping() -> RequestError:
+    return RequestError(
+        "The service stops. Send the request again.", status=503, type="service_unavailable", code="stopping"
+    )
 
 
 class _LoggedChunks:

@@ -1,7 +1,7 @@
 """HTTP/1.1 as uvicorn and httptools read it, with bounds: on the size of a request's head, and on how long it takes.
 
 httptools refuses what could be read in two ways: several lengths, a length beside a transfer coding, bare CR or LF.
-Refused here besides: targets that are not a path.
+Refused here besides: what `router.http.strict_head` names.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.http.deadline import Deadline
+from router.http.strict_head import head_problem
+from router.server.half_closed import probe
 
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
@@ -59,7 +61,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._end_head(self.url)
+        self._end_head()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -68,6 +70,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
         else:
             super().send_400_response(msg)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False
+        return probe(self.loop, self.transport, cycle.response_started)
+
+    def shutdown(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
+            self.transport.close()  # who knows when the rest comes
+        else:
+            super().shutdown()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -89,11 +104,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._deadline.set(HEAD_SECONDS)
         self._head_bytes = 0
 
-    def _end_head(self, target: bytes) -> None:
+    def _end_head(self) -> None:
         self._reading_head = False
         self._deadline.clear()
-        if not target.startswith(b"/"):
-            raise RefusedRequestError("the target is no path")
+        if problem := head_problem(self.url, self.parser.get_http_version(), self.headers):
+            raise RefusedRequestError(problem)
 
     def _count(self, size: int) -> None:
         self._head_bytes += size

@@ -48,6 +48,7 @@ class UpstreamRequest:
         "_connecting",
         "_connection",
         "_paused",
+        "_sent_before",
         "_upstream",
         "body",
         "forwarder",
@@ -68,6 +69,7 @@ class UpstreamRequest:
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._paused = False
+        self._sent_before = False  # over a connection that broke
 
     def pause(self) -> None:
         """Read no more of the answer for now."""
@@ -100,6 +102,10 @@ class UpstreamRequest:
         else:
             self.over(connection)
 
+    def go_alone(self) -> None:
+        """Make a connection."""
+        self._connecting = self._upstream.connect(self)
+
     def over(self, connection: UpstreamConnection) -> None:
         """Go over this connection."""
         self._connecting = None
@@ -128,6 +134,7 @@ class UpstreamRequest:
         if self.handler is None:
             return
         if unheard and not self._upstream.closing:
+            self._sent_before = True
             self._connecting = self._upstream.connect(self)
         else:
             self.failed(error)
@@ -135,6 +142,8 @@ class UpstreamRequest:
     def failed(self, error: UpstreamError) -> None:
         handler, self.handler = self.handler, None
         self._connecting = None
+        if self._sent_before and isinstance(error, UnreachableError):
+            error = UpstreamError(f"closed before it answered; then {error}")
         if handler is not None:
             handler.failed(error)
 
@@ -177,11 +186,12 @@ class Upstream:
         body: bytes,
         request_id: bytes = b"",
         now: float | None = None,
+        once: bool = False,
     ) -> UpstreamRequest:
         """Send a request. `target` is a path with its query; `lines` are the headers that are about the message.
 
         `request_id`: what comes beside them, where the same lines come with many requests. `now`: by `time.monotonic`,
-        where it was just read.
+        where it was just read. `once`: over a connection of its own: a kept one may turn out to be closed after it was sent.
         """
         end = end_of_head(method, len(body))
         beside = len(body) > _ONE_BUFFER
@@ -191,7 +201,10 @@ class Upstream:
         else:
             request = b"%b%b%b" % (self.origin.opening(method, target, lines), end, behind)
         sent = UpstreamRequest(self, handler, method, request, body if beside else b"")
-        sent.go(_now() if now is None else now)
+        if once:
+            sent.go_alone()
+        else:
+            sent.go(_now() if now is None else now)
         return sent
 
     def _opening(self, method: str, target: bytes, lines: bytes) -> bytes:
