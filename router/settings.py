@@ -95,7 +95,7 @@ class ServerSettings(_Section):
     fast_lane: bool = True
     token: str = ""
     allowed_hosts: list[str] = []
-    admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     certificate: Path | None = None
     key: Path | None = None
 
@@ -250,8 +250,12 @@ class KubernetesSettings(_Section):
 
 
 class EngineFields(StrEnum):
-    """What becomes of a client's fields and headers that steer an engine."""
+    """What becomes of a client's fields and headers that steer an engine.
 
+    AUTO: those of tenants are refused, those of others stripped.
+    """
+
+    AUTO = "auto"
     REFUSE = "refuse"
     STRIP = "strip"
     PASS = "pass"
@@ -268,7 +272,7 @@ class ProxySettings(_Section):
     retry_minimum: Annotated[int, Field(ge=0)] = 10
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
-    engine_fields: EngineFields = EngineFields.REFUSE
+    engine_fields: EngineFields = EngineFields.AUTO
     more_routes: list[Annotated[str, Field(pattern=r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$")]] = []
 
 

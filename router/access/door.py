@@ -48,7 +48,10 @@ class Door:
         self.arrivals = Arrivals(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
         self._limits = settings.limits
-        self._engine_fields = settings.proxy.engine_fields
+        fields = settings.proxy.engine_fields
+        if fields is EngineFields.AUTO:
+            fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
+        self._engine_fields = fields
         self._loopback = is_loopback(server.host)
         self._hosts = frozenset(server.allowed_hosts)
         self._admin_port = server.admin_port

@@ -75,10 +75,7 @@ def without_steering(headers: Headers) -> Headers:
 
 def steering_fields(fields: dict[str, Any]) -> list[str]:
     """The fields of a JSON object that steer an engine, as paths: `rid`, or `vllm_xargs.kv_transfer_params`."""
-    if not FIELDS.isdisjoint(fields):
-        found = [name for name in fields if name in FIELDS]
-    else:
-        found = []
+    found = [] if FIELDS.isdisjoint(fields) else [name for name in fields if name in FIELDS]
     for name in _CARRIERS:
         if name in fields:
             found += [f"{name}.{inner}" for inner in _inside(fields[name])]

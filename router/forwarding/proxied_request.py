@@ -4,9 +4,9 @@
               ▲           │             │                  └──▶ broken off
               └── retried elsewhere ◀───┘
 
-A request that reached no worker goes to another. One that asks for generation also does when its worker breaks off, which
-it gets to do twice, and, while the retry budget lasts, when its worker refuses it as overloaded or hangs: as long as
-nothing of an answer has been passed on. At any time its client may leave. Its load is released on
+A request that reached no worker goes to another. As long as nothing of an answer has been passed on, one that asks for
+generation also does when its worker breaks off, twice at most, and, while the retry budget lasts, when its worker
+refuses it as overloaded or hangs. At any time its client may leave. Its load is released on
 every path. It waits in a task only while its prompt is tokenized or no worker has room for it.
 """
 
@@ -39,6 +39,7 @@ from router.forwarding.request_context import RequestContext
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.routing_headers import RoutingHeaders
 from router.http.headers import Headers, forwarded_lines
+from router.http.origin import without_credentials
 from router.live.request_stream import PassingRequest, RequestStream
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
@@ -650,7 +651,8 @@ class ProxiedRequest(ResponseHandler):
         if len(self._tried) > 1:
             where.add(b"x-kvrouter-attempts", b"%d" % len(self._tried))
         if assignment.prefill is not None:
-            where.add(b"x-kvrouter-prefill-worker", assignment.prefill.target.worker.encode())
+            prefill = without_credentials(assignment.prefill.target.worker)
+            where.add(b"x-kvrouter-prefill-worker", prefill.encode())
         if self._many_ranks:
             where.add(b"x-kvrouter-dp-rank", b"%d" % assignment.target.dp_rank)
         if self._context.head.wants_explanation:

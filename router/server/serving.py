@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from indexer.app import indexer_app
 from indexer.errors import RequestError
+from router.access import Door, OwnRoutesMiddleware
 from router.app import running_router
 from router.embedded_index import running_indexer
 from router.fleet.config_reload import SettingsFile
@@ -42,7 +43,7 @@ _BACKLOG = 2048
 
 async def serve_router(settings: Settings, file: SettingsFile | None = None) -> None:
     """Run the router until SIGINT or SIGTERM. Raises OSError when its address cannot be bound."""
-    listening = listen(settings.server.host, settings.server.port)
+    listening = listen_at(settings.server)
     async with running_router(settings, file) as app:
         await _run_app(app, listening, settings.server, "kvrouter")
 
@@ -51,7 +52,7 @@ async def serve_picker(settings: Settings, file: SettingsFile | None = None) -> 
     """Run the router with an endpoint picker for Envoy beside it. Raises OSError when an address cannot be bound."""
     from router.picker import running_picker  # an extra
 
-    listening = listen(settings.server.host, settings.server.port)
+    listening = listen_at(settings.server)
     async with running_router(settings, file) as app, running_picker(app, settings) as port:
         print(f"kvrouter picker serves Envoy at {settings.server.host}:{port}", file=sys.stderr, flush=True)
         await _run_app(app, listening, settings.server, "kvrouter picker")
@@ -80,9 +81,9 @@ async def serve_worker_process(
             loop = asyncio.get_running_loop()
             with _stopped_by_signals(server, app, settings.server.drain_seconds) as stop:
                 loop.add_reader(parent, lambda: (loop.remove_reader(parent), stop()))
-                listening = listen(settings.server.host, port, shared=True)
+                listening = listen_at(settings.server, port, shared=True)
                 ready()
-                await server.serve(sockets=[listening])
+                await server.serve(sockets=listening)
                 loop.remove_reader(parent)
             for_siblings.should_exit = True
             await answering
@@ -90,7 +91,7 @@ async def serve_worker_process(
 
 async def serve_indexer(settings: Settings) -> None:
     """Run the index alone. Raises OSError for the address, TokenizerUnavailableError for a configured tokenizer."""
-    listening = listen(settings.server.host, settings.server.port)
+    listening = listen_at(settings.server)
     tokenizers = await configured_tokenizers(settings.models, settings.tokenizer)
     with running_indexer(settings) as indexer:
         indexer.register_saved()
@@ -103,6 +104,7 @@ async def serve_indexer(settings: Settings) -> None:
             return name, None
 
         app = indexer_app(indexer, match_reader(tokenizers, resolve), settings.server.token)
+        app.add_middleware(OwnRoutesMiddleware, Door(settings), settings.server)
         await _run_app(app, listening, settings.server, "kvrouter indexer")
 
 
@@ -110,6 +112,14 @@ def raise_file_limit() -> None:
     """Have as many open files as may be: each event stream takes several, and each connection one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def listen_at(settings: ServerSettings, port: int | None = None, *, shared: bool = False) -> list[socket.socket]:
+    """Sockets that listen at a server's port, or the one found for it, and at the operator's. Raises OSError."""
+    sockets = [listen(settings.host, settings.port if port is None else port, shared=shared)]
+    if settings.admin_port is not None:
+        sockets.append(listen(settings.host, settings.admin_port, shared=shared))
+    return sockets
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -185,16 +195,16 @@ def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol | FastLanePro
     return partial(FastLaneProtocol, proxy_context, RecentHeads())
 
 
-async def _run_app(app: FastAPI, listening: socket.socket, settings: ServerSettings, name: str) -> None:
-    """Serve on a listening socket until SIGINT or SIGTERM."""
+async def _run_app(app: FastAPI, listening: list[socket.socket], settings: ServerSettings, name: str) -> None:
+    """Serve on listening sockets, of which the first is named, until SIGINT or SIGTERM."""
     collect_rarely()
     keep_freed_memory()
     server = HttpServer(app, settings.shutdown_timeout, settings.certificate, settings.key)
     with _stopped_by_signals(server, app, settings.drain_seconds):
-        host, port = listening.getsockname()[:2]
+        host, port = listening[0].getsockname()[:2]
         url = url_of(host, port, settings.certificate is not None)
         print(f"{name} listens on {url}", file=sys.stderr, flush=True)
-        await server.serve(sockets=[listening])
+        await server.serve(sockets=listening)
 
 
 @contextmanager

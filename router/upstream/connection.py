@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Of an answer: of its head, those of 1xx before it, and its trailers.
 MAX_HEAD_BYTES: Final = 64 * 1024
+_HIGHEST_STATUS: Final = 599  # RFC 9110, 15
 _QUICKACK: Final[int] = getattr(socket, "TCP_QUICKACK", -1)  # Linux alone has it
 
 
@@ -406,6 +407,8 @@ class UpstreamConnection:
             self._headers = []
             self._framed = False
             return
+        if status > _HIGHEST_STATUS:
+            raise _RefusedAnswerError(f"a status of {status}")
         if self._early_bytes > MAX_HEAD_BYTES and sum(map(_size, self._headers)) > MAX_HEAD_BYTES:
             raise _RefusedAnswerError("the head is too large")
         self._status = status

@@ -191,7 +191,7 @@ class Upstream:
         """Send a request. `target` is a path with its query; `lines` are the headers that are about the message.
 
         `request_id`: what comes beside them, where the same lines come with many requests. `now`: by `time.monotonic`,
-        where it was just read. `once`: over a connection of its own: a kept one may turn out to be closed after it was sent.
+        where it was just read. `once`: over a connection of its own; a kept one may turn out to be closed too late.
         """
         end = end_of_head(method, len(body))
         beside = len(body) > _ONE_BUFFER
