@@ -422,7 +422,12 @@ class ProxiedRequest(ResponseHandler):
             self.refuse(deadline_error())
 
     def _give_in(self) -> NoReturn:
-        raise RequestError(
+        raise self._out_of_tries()
+
+    def _out_of_tries(self) -> RequestError:
+        if not self._repeatable:
+            return _broken_off()
+        return RequestError(
             f"{len(self._tried)} workers could not be reached. Try again later.",
             status=503,
             type="service_unavailable",
@@ -519,7 +524,7 @@ class ProxiedRequest(ResponseHandler):
                     self._sends -= self._transport is None  # nothing was sent
                 elif self._must_end():
                     self._services.fleet.report_failure(assignment.worker, str(error))
-                    self.refuse(_broken_off())
+                    self.refuse(self._out_of_tries())
                     return
                 self._peer_load(str(error), unreachable=assignment.worker)
         except Exception:
@@ -536,7 +541,7 @@ class ProxiedRequest(ResponseHandler):
             self._tried[-1] = prefill  # the decode worker is not to blame
         if not error.answered and self._must_end():
             self._services.fleet.report_failure(prefill, str(error))
-            self.refuse(_broken_off())
+            self.refuse(self._out_of_tries())
             return
         self._peer_load(str(error), unreachable=None if error.answered else prefill, retried=error.answered)
 

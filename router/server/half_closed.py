@@ -20,13 +20,12 @@ _LOOKS: Final = (0.01, 0.05, 0.2, 1.0, 5.0)
 def probe(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, answering: bool) -> bool:
     """Find out whether a client that sends nothing more is gone: then its connection is aborted.
 
-    `answering`: its answer has begun, and will tell by itself. Whether the connection is to be kept until then.
+    `answering`: its answer has begun; who leaves then is taken to be gone. Whether the connection is to be kept.
     """
     connected = transport.get_extra_info("socket")
-    if _TCP_INFO < 0 or transport.get_extra_info("ssl_object") is not None:
+    if answering or _TCP_INFO < 0 or transport.get_extra_info("ssl_object") is not None:
         return False
-    if not answering:
-        transport.write(_CONTINUE)
+    transport.write(_CONTINUE)
     _look(loop, transport, connected, 0)
     return True
 

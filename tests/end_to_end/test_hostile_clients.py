@@ -176,10 +176,10 @@ async def test_what_only_engines_know_wants_the_token(
                 reply = await routed.call(path, {}, method=method, headers=headers)
                 assert (reply.status, "server.token" in reply.error["message"]) == (401, True)
         assert worker.exchanges == []
-        worker.answers_questions = False
-        for method, path in ENGINE_ROUTES:
+        others = [route for route in ENGINE_ROUTES if route != ("GET", "/server_info")]  # which every worker is asked
+        for method, path in others:
             assert (await routed.call(path, {}, method=method, headers=ADMIN)).status == 200
-    assert set(ENGINE_ROUTES) <= {(each.method, each.target) for each in worker.exchanges}
+    assert set(others) <= {(each.method, each.target) for each in worker.exchanges}
     assert not any(exchange.header("authorization") for exchange in worker.exchanges)
 
 
@@ -485,7 +485,7 @@ async def test_a_request_that_kills_its_worker_takes_no_more_than_two(lane: bool
         urls = [worker.url for worker in workers]
         async with router(*urls, server={"fast_lane": lane}, proxy={"attempts": 5}) as routed:
             reply = await routed.call("/v1/completions", COMPLETION)
-            assert reply.status == 502
+            assert reply.status == 503
             assert sum(len(worker.exchanges) for worker in workers) == 2
     finally:
         for worker in workers:
@@ -590,7 +590,7 @@ async def test_a_client_that_is_gone_is_not_waited_for(worker: ScriptedWorker, l
             await gone.wait()
 
 
-async def test_a_status_that_no_http_has_is_passed_on_or_refused_alike(worker: ScriptedWorker, lane: bool) -> None:
+async def test_a_status_that_http_does_not_have_is_no_answer(worker: ScriptedWorker, lane: bool) -> None:
     worker.script = answers("999 Odd")
     async with router(worker.url, server={"fast_lane": lane}) as routed:
-        assert (await routed.call("/v1/completions", COMPLETION)).status == 502
+        assert (await routed.call("/v1/completions", COMPLETION)).status == 503

@@ -178,7 +178,7 @@ async def test_a_subset_in_a_header_is_the_clients_and_no_subset(asked: Asked) -
     await stream.body(BODY)
     head = await stream.hears()
     mutation = head.request_headers.response.header_mutation
-    assert set_headers(mutation)[DESTINATION] in asked.addresses
+    assert set_headers(mutation)[DESTINATION].split(",")[0] in asked.addresses
     assert SUBSET in mutation.remove_headers
     await stream.hears()
     await stream.ends()
