@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from indexer.errors import RequestError, error_body, error_headers
@@ -42,6 +45,7 @@ class OwnRoutesMiddleware:
             await send({"type": "http.response.body", "body": answer})
             return
         try:
-            await self._app(scope, body, send_and_close)
+            with suppress(ClientDisconnect):
+                await self._app(scope, body, send_and_close)
         finally:
             body.end()

@@ -29,9 +29,8 @@ class Access(Enum):
 class Route:
     """A method and a path. `own`: the router answers it itself. `json`: its body is one JSON object.
 
-    `pure`: it changes nothing that lasts, so that a worker may get it twice. `generates`: and another may be tried while
-    nothing of an answer came.
-    `methods`: what its path takes, where it does not take this one.
+    `pure`: it changes nothing that lasts, so that a worker may get it twice. `generates`: and another may be tried
+    while nothing of an answer came. `methods`: what its path takes, where it does not take this one.
     """
 
     method: str

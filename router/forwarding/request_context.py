@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
@@ -195,7 +196,8 @@ class ContextMiddleware:
             return
         if context.admitted.route.own and scope["method"] == "HEAD":
             scope["method"] = "GET"  # the server leaves out the body
-        await self._app(scope, receive, send)
+        with suppress(ClientDisconnect):
+            await self._app(scope, receive, send)
 
 
 def _lowered(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
