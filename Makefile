@@ -10,6 +10,7 @@ ENGINE_TABLE ?=
 FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
 FAMILY_TABLE ?=
 
+.PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
 
@@ -88,6 +89,16 @@ bench-proxy: .venv/installed .bench/smg/installed .bench/sglang-router/installed
 
 soak: .venv/installed
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# Generated requests and bodies for so long each; a failure names its seed. FUZZ_SEED=7 tries others.
+FUZZ_SECONDS ?= 600
+FUZZ_SEED ?= 1
+fuzz: .venv/installed
+	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/fuzz -q -s -p no:randomly $(ARGS)
+
+# What the image is made of, as CycloneDX, and what is known to be wrong with it, where an advisory database can be asked.
+audit: .venv/installed
+	$(BIN)/python deploy/audit.py $(ARGS)
 
 bench-faults: .venv/installed
 	$(BIN)/pytest tests/indexer/test_faults.py -q -s -p no:randomly $(ARGS)

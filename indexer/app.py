@@ -8,18 +8,15 @@ from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from indexer.api import Admit, ReadMatch, add_error_handlers, index_routes, workers_report
-from indexer.bounded_bodies import BodyLimits, BoundedBodies
+from indexer.api_page import add_api_page
 from indexer.indexer import Indexer
 from indexer.metrics import IndexCollector
 
 
-def indexer_app(
-    indexer: Indexer, read_match: ReadMatch, admit: Admit, limits: BodyLimits | None = None, token: str = ""
-) -> FastAPI:
-    """The application. Whoever calls this starts the indexer and stops it."""
-    app = FastAPI(title="kvrouter indexer")
+def indexer_app(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: str = "") -> FastAPI:
+    """The application. Whoever calls this starts the indexer and stops it, and bounds the bodies that come."""
+    app = FastAPI(title="kvrouter indexer", docs_url=None, redoc_url=None)
     app.include_router(index_routes(indexer, read_match, admit, token))
-    app.add_middleware(BoundedBodies, limits or BodyLimits())
     add_error_handlers(app)
     registry = CollectorRegistry()
     registry.register(IndexCollector(indexer))
@@ -39,4 +36,5 @@ def indexer_app(
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    add_api_page(app)
     return app

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from indexer.api import add_error_handlers, index_routes
-from indexer.bounded_bodies import BodyLimits, BoundedBodies
+from indexer.api_page import add_api_page
 from router.fleet.config_reload import SettingsFile
 from router.forwarding.proxy import Proxy
 from router.forwarding.request_context import ContextMiddleware
@@ -42,7 +42,7 @@ async def running_router(
 
 def router_app(services: Services) -> FastAPI:
     """The application over services that run. What no route of its own takes, the proxy does."""
-    app = FastAPI(title="kvrouter")
+    app = FastAPI(title="kvrouter", docs_url=None, redoc_url=None)
     app.state.on_shutdown = services.end_streams
     app.state.readiness = services.readiness
     app.state.fleet = services.fleet
@@ -58,11 +58,10 @@ def router_app(services: Services) -> FastAPI:
     )
     for routes in (worker_routes, model_routes, explain_routes, status_routes, cache_routes, live_routes):
         app.include_router(routes(services))
+    add_api_page(app)
     app.router.routes.append(Route("/{path:path}", Proxy(services.proxy), methods=_METHODS))
     add_error_handlers(app)
-    app.add_middleware(ContextMiddleware, services.proxy.contexts)
+    app.add_middleware(ContextMiddleware, services.proxy.contexts, services.settings.server)
     if services.worker_processes:
         app.add_middleware(AllProcesses, services.worker_processes, services.fleet)
-    server = services.settings.server
-    app.add_middleware(BoundedBodies, BodyLimits(server.max_body_bytes, server.body_timeout))
     return app

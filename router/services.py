@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from indexer import Indexer
 from indexer.metrics import IndexCollector
-from router.access import AccessControl
+from router.access import Door
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics
 from router.embedded_index import running_indexer
@@ -261,10 +261,9 @@ def _proxy(
     )
     stack.push_async_callback(upstreams.close)
     fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
-    access = AccessControl(settings.tenants, settings.server.token) if settings.tenants.named else None
-    if access:
-        access.share(sharing)
-    contexts = RequestContexts(access, tracing, metrics, settings.logs.access)
+    door = Door(settings)
+    door.access.share(sharing)
+    contexts = RequestContexts(door, tracing, metrics, settings.logs.access)
     services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream)
     return ProxyContext(contexts, services, settings.server)
 

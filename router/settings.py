@@ -102,6 +102,8 @@ class ServerSettings(_Section):
     shutdown_timeout: NonNegative = 30.0
     fast_lane: bool = True
     token: str = ""
+    allowed_hosts: list[str] = []
+    admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     certificate: Path | None = None
     key: Path | None = None
 
@@ -118,6 +120,15 @@ def _endpoint(text: str) -> str:
 HttpUrl = Annotated[AnyHttpUrl, BeforeValidator(_url)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 BlockSize = Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)]
+
+
+class LimitSettings(_Section):
+    """How much one request may ask for, and how much all that arrive may hold."""
+
+    prompts: PositiveInt = 512
+    messages: PositiveInt = 16_384
+    values: PositiveInt = 1_000_000
+    arriving_bytes: PositiveInt = 256 * 2**20
 
 
 class StreamSettings(_Section):
@@ -263,6 +274,18 @@ class KubernetesSettings(_Section):
         return bool(self.service or self.selector)
 
 
+class EngineFields(StrEnum):
+    """What becomes of a client's fields and headers that steer an engine.
+
+    AUTO: those of tenants are refused, those of others stripped.
+    """
+
+    AUTO = "auto"
+    REFUSE = "refuse"
+    STRIP = "strip"
+    PASS = "pass"
+
+
 class ProxySettings(_Section):
     """How requests reach workers. Times in seconds."""
 
@@ -274,6 +297,8 @@ class ProxySettings(_Section):
     retry_minimum: Annotated[int, Field(ge=0)] = 10
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
+    engine_fields: EngineFields = EngineFields.AUTO
+    more_routes: list[Annotated[str, Field(pattern=r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$")]] = []
 
 
 class PickerSettings(_Section):
@@ -405,6 +430,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVROUTER_", env_nested_delimiter="__", extra="forbid", frozen=True)
 
     server: ServerSettings = ServerSettings()
+    limits: LimitSettings = LimitSettings()
     workers: list[WorkerSettings] = []
     models: dict[str, ModelSettings] = {}
     policy: PolicySettings = PolicySettings()

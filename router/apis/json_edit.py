@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -21,6 +21,7 @@ class SpliceError(ValueError):
 
 class _Field(NamedTuple):
     name: str
+    name_start: int
     start: int  # of its value
     end: int
 
@@ -44,18 +45,26 @@ def with_field(body: bytes, name: str, value: bytes) -> bytes:
     return body[:end] + (b"," if fields else b"") + json.dumps(name).encode() + b":" + value + body[end:]
 
 
+def without_fields(body: bytes, names: Collection[str]) -> bytes:
+    """The object without the fields of these names. Raises SpliceError."""
+    text = body.decode("latin-1")
+    kept = [text[each.name_start : each.end] for each in _fields(text) if each.name not in names]
+    return b"{%b}" % ",".join(kept).encode("latin-1")
+
+
 def _fields(text: str) -> Iterator[_Field]:
     """The fields of an object, up to its end and the text's."""
     try:
         at = _expect(text, 0, "{")
         if text[at] != "}":
             while True:
+                name_start = at
                 name, at = _decode(text, at)
                 if not isinstance(name, str):
                     raise ValueError(f"a name expected at {at}")
                 start = _expect(text, at, ":")
                 _, end = _decode(text, start)
-                yield _Field(name, start, end)
+                yield _Field(name, name_start, start, end)
                 at = _skip(text, end)
                 if text[at] != ",":
                     break

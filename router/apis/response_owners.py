@@ -8,12 +8,29 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 MAX_RESPONSES = 65536
 # How much of an answer is searched: the id is among the first fields.
 SEARCHED_BYTES = 4096
 
 _ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
+
+
+class _Stored(msgspec.Struct):
+    store: Any = True
+    background: Any = None
+
+
+def asks_to_store(body: bytes) -> bool:
+    """Whether a worker that makes this response may keep it, and perhaps make it although nobody waits."""
+    try:
+        fields = msgspec.json.decode(body, type=_Stored)
+    except msgspec.DecodeError:
+        return True
+    return fields.store is not False or bool(fields.background)
 
 
 class ResponseOwners:

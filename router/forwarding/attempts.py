@@ -15,6 +15,8 @@ from typing import Final
 
 from indexer.errors import RequestError
 from router.admission.ticket import Ticket
+from router.apis.endpoints import RESPONSES
+from router.apis.response_owners import asks_to_store
 from router.disaggregation.adapters import WorkerEndpoint
 from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
@@ -23,6 +25,7 @@ from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.routing_headers import RoutingHeaders
 from router.http.headers import RANK_HEADER, Headers, forwarded_lines
+from router.http.origin import without_credentials
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
 from router.telemetry.spans import Span
@@ -32,6 +35,8 @@ from router.upstream.transport import SentRequest, Transport
 _now: Final = time.monotonic
 # A worker that answers so did not take the request: bad gateway, unavailable, gateway timeout.
 _NOT_TAKEN: Final = (502, 503, 504)
+# So many workers break off over one request at most: it may be what kills them.
+_MOST_BROKEN: Final = 2
 
 
 class AttemptHandler(ResponseHandler):
@@ -59,6 +64,9 @@ class Attempts:
     _span: Span | None = None  # of what is done now: the choice, or the request to the worker
     _many_ranks = False
     _hung = False  # a worker hung with it
+    _sends = 0  # workers that may have got it
+    _broken = 0  # those of them that broke off before they answered
+    _not_stored = False  # it is a response of which the worker keeps nothing
 
     def __init__(
         self,
@@ -80,6 +88,18 @@ class Attempts:
         self._without = without
         self._most = services.attempts if transport is None else 1
         self.tried: list[Worker] = []
+        if context.head.path == RESPONSES:
+            self._not_stored = not asks_to_store(body)
+
+    @property
+    def _repeatable(self) -> bool:
+        """Whether another worker may be sent it although one was."""
+        return self._context.admitted.route.generates or self._not_stored
+
+    @property
+    def _once(self) -> bool:
+        """Whether no worker may get it twice."""
+        return not (self._context.admitted.route.pure or self._not_stored)
 
     # The next attempt
 
@@ -88,7 +108,7 @@ class Attempts:
 
         `arrived`: when it came; `now`: the time, where it was just read. Raises RequestError when there is no worker.
         """
-        if len(self.tried) >= self._most:
+        if self._sends >= self._most:
             raise self.exhausted()
         self._span = span = self._context.trace and self._context.trace.span("decide")
         excluded = self._excluded() if self._without else self.tried
@@ -118,6 +138,8 @@ class Attempts:
 
     def exhausted(self) -> RequestError:
         """What a client gets when no further attempt is allowed."""
+        if not self._repeatable:
+            return broken_off()
         return RequestError(
             f"{len(self.tried)} workers could not be reached. Try again later.",
             status=503,
@@ -139,6 +161,7 @@ class Attempts:
             span.end()
         now = _now()
         tried.append(worker)
+        self._sends += 1
         self._span = span = context.trace and context.trace.span("upstream")
         if span is not None:
             span.set(worker=worker.url)
@@ -153,13 +176,13 @@ class Attempts:
             else:
                 lines, request_id = context.lines_for_workers(), context.id
             upstream = services.upstreams.of(worker.url)
-            self.sent = upstream.send(handler, head.method, head.target, lines, self._body, request_id, now)
+            self.sent = upstream.send(handler, head.method, head.target, lines, self._body, request_id, now, self._once)
         if assignment is not self.assignment:
             return  # it went wrong at once
         # The rest must not hold it up.
         services.router.record_in_flight(prompt, assignment, now)
         services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.prediction)
-        self.others = len(tried) < self._most and services.router.others(prompt, tried)
+        self.others = self._sends < self._most and self._repeatable and services.router.others(prompt, tried)
         # A request that hung one worker may be why; it does not get to hang them all.
         if self.others and not self._hung and assignment.prefill is None:
             assignment.attempt.give_up = handler.give_up
@@ -178,7 +201,8 @@ class Attempts:
         assert adapter is not None
         endpoints = [WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment)]
         requests = adapter.of(head.path, self._body, *endpoints)
-        if services.router.others(self.prompt, [*self.tried, prefill.worker], prefill=True) and not self._hung:
+        others = self._repeatable and services.router.others(self.prompt, [*self.tried, prefill.worker], prefill=True)
+        if others and not self._hung:
             prefill.attempt.give_up = handler.give_up_prefill
 
         def on_prefilled() -> None:
@@ -219,7 +243,8 @@ class Attempts:
         if len(self.tried) > 1:
             headers.add(b"x-kvrouter-attempts", b"%d" % len(self.tried))
         if assignment.prefill is not None:
-            headers.add(b"x-kvrouter-prefill-worker", assignment.prefill.target.worker.encode())
+            prefill = without_credentials(assignment.prefill.target.worker)
+            headers.add(b"x-kvrouter-prefill-worker", prefill.encode())
         if self._many_ranks:
             headers.add(b"x-kvrouter-dp-rank", b"%d" % assignment.target.dp_rank)
         if self._context.head.wants_explanation:
@@ -236,9 +261,19 @@ class Attempts:
         budget = self._services.budget
         if status in _NOT_TAKEN and self.others and budget.take():
             return Outcome.FAILED
-        if self._exclude_pair() and budget.take():
+        if self._repeatable and self._exclude_pair() and budget.take():
             return Outcome.NEITHER
         return None
+
+    def not_reached(self) -> None:
+        """No connection to the worker could be made: nothing was sent. Another transport tries where it can itself."""
+        if self._transport is None:
+            self._sends -= 1
+
+    def ends_with_break(self) -> bool:
+        """A worker had the request, and broke off: whether no other may get it. It may be why."""
+        self._broken += 1
+        return not self._repeatable or self._broken >= _MOST_BROKEN
 
     def exclude_prefill(self, error: PrefillFailedError) -> None:
         """A prefill failed before its decode worker did: the next attempt is another pair."""
@@ -265,7 +300,7 @@ class Attempts:
             return False
         prefill = assignment.prefill.worker
         known = [*self._excluded(), prefill]
-        other_prefill = len(self.tried) < self._most and self._services.router.others(self.prompt, known, prefill=True)
+        other_prefill = self._sends < self._most and self._services.router.others(self.prompt, known, prefill=True)
         if other_prefill:
             self._without = [*self._without, prefill]
             if not self.others:
@@ -295,3 +330,8 @@ class Attempts:
             assignment.release()
         if self._span is not None:
             self._span.end(problem)
+
+
+def broken_off() -> RequestError:
+    """What a client gets whose worker had the request and did not answer to the end."""
+    return RequestError("The worker broke off its answer.", status=502, type="upstream_error")

@@ -10,9 +10,10 @@
     ANSWERING   `response` passes on what comes, and learns from it
     ENDED       it holds nothing any more
 
-A request goes to another worker when its own cannot be reached, refuses it as overloaded or hangs, as long as nothing
-of an answer has been passed on and the retry budget lasts. At any time its client may leave. Its load is released on
-every path. It waits in a task only while its prompt is tokenized or no worker has capacity for it.
+A request that reached no worker goes to another. As long as nothing of an answer has been passed on, one that asks for
+generation also does when its worker breaks off, twice at most, and, while the retry budget lasts, when its worker
+refuses it as overloaded or hangs. At any time its client may leave. Its load is released on every path. It waits in a
+task only while its prompt is tokenized or no worker has capacity for it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from router.apis.requests import RoutedRequest
 from router.apis.stream_usage import HiddenUsage, asking_for_usage
 from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
-from router.forwarding.attempts import AttemptHandler, Attempts
+from router.forwarding.attempts import AttemptHandler, Attempts, broken_off
 from router.forwarding.disaggregated_request import PrefillFailedError
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.reading import read_prompt, read_prompt_aside
@@ -43,7 +44,7 @@ from router.live.request_stream import PassingRequest
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
 from router.telemetry.spans import Span
-from router.upstream import ResponseHead, UpstreamError, UpstreamTimeoutError
+from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamTimeoutError
 from router.upstream.transport import Transport
 
 log = structlog.get_logger()
@@ -121,6 +122,11 @@ class ProxiedRequest(AttemptHandler):
         return None if self._attempts is None else self._attempts.assignment
 
     @property
+    def answering(self) -> bool:
+        """Whether something of an answer was passed on."""
+        return self._response is not None
+
+    @property
     def over(self) -> bool:
         """Whether it holds nothing any more."""
         return self._phase is _ENDED
@@ -175,8 +181,7 @@ class ProxiedRequest(AttemptHandler):
 
     def _read(self, body: bytes) -> None:
         services, context = self._services, self._context
-        if context.tenant is not None:
-            body = context.tenant.isolated(context.head.path, body)
+        body = context.checked(body)
         # With another transport the answer's bytes are not ours to change.
         asks = self._transport is None and (services.ask_usage or services.passing.listening)
         if asks and (asking := asking_for_usage(context.head.path, body)):
@@ -210,7 +215,6 @@ class ProxiedRequest(AttemptHandler):
         )
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)
-            body = tenant.with_priority(body, prompt.priority)
         if ticket.deadline is not None:
             seconds = max(ticket.deadline - ticket.arrived, 0.0)
             self._deadline = services.loop.call_later(seconds, self._deadline_passed)
@@ -266,14 +270,15 @@ class ProxiedRequest(AttemptHandler):
     ) -> None:
         """The attempt failed before anything was passed on: go elsewhere.
 
-        `unreachable`: the worker that could not be reached. `takes_budget`: that it goes on is still to be allowed.
+        `unreachable`: the worker that could not be reached, or broke off. `takes_budget`: that it goes on is still
+        to be allowed.
         """
         self._phase, self._head = Phase.WAITING, None
         attempts.leave(problem)
         try:
             if unreachable is not None:
                 self._services.fleet.report_failure(unreachable, problem)
-            if (unreachable is not None or takes_budget) and not self._services.budget.take():
+            if takes_budget and not self._services.budget.take():
                 raise attempts.exhausted()
             self._send_next(attempts)
         except RequestError as error:
@@ -322,7 +327,10 @@ class ProxiedRequest(AttemptHandler):
             elif isinstance(error, PrefillFailedError) and assignment.prefill is not None:
                 prefill = assignment.prefill.worker
                 attempts.exclude_prefill(error)
-                self._retry(attempts, str(error), None if error.answered else prefill, takes_budget=True)
+                if error.answered:
+                    self._retry(attempts, str(error), takes_budget=True)
+                else:
+                    self._retry_if_safe(attempts, prefill, error)
             elif isinstance(error, UpstreamTimeoutError):
                 seconds = self._services.settings.idle_timeout
                 assignment.attempt.end(Outcome.FAILED, f"no answer within {seconds} s")
@@ -330,9 +338,19 @@ class ProxiedRequest(AttemptHandler):
                 self.refuse(RequestError(message, status=504, type="timeout_error"))
             else:
                 assignment.attempt.end(Outcome.FAILED, str(error))
-                self._retry(attempts, str(error), assignment.worker)
+                self._retry_if_safe(attempts, assignment.worker, error)
         except Exception:
             self._crash()
+
+    def _retry_if_safe(self, attempts: Attempts, worker: Worker, error: UpstreamError) -> None:
+        """A worker could not be reached, or broke off before it answered: go elsewhere where another may get it."""
+        if isinstance(error, UnreachableError):
+            attempts.not_reached()
+        elif attempts.ends_with_break():
+            self._services.fleet.report_failure(worker, str(error))
+            self.refuse(attempts.exhausted())
+            return
+        self._retry(attempts, str(error), worker)
 
     # ANSWERING
 
@@ -363,7 +381,7 @@ class ProxiedRequest(AttemptHandler):
         """The worker broke off its answer: so the client's ends here."""
         response.failed(reason)
         self._finish(reason)
-        response.break_off(RequestError("The worker broke off its answer.", status=502, type="upstream_error"))
+        response.break_off(broken_off())
 
     # ENDED
 

@@ -36,14 +36,13 @@ class Proxy:
 
     def __init__(self, proxy_context: ProxyContext) -> None:
         self._services = proxy_context.services
-        self._settings = proxy_context.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _Answer()
         proxied = ProxiedRequest(self._services, context_of(scope), answer)
         answer.proxied = proxied
         try:
-            body = await _read_body(receive, self._settings)
+            body = await _read_body(receive)
         except RequestError as error:
             proxied.refuse(error)
         else:
@@ -115,45 +114,17 @@ class _Answer(ResponseWriter):
         return message
 
 
-async def _read_body(receive: Receive, settings: ServerSettings) -> bytes | None:
-    """A request's body; None when the client left before its end.
-
-    Raises RequestError: 413 when it is too large, 408 when it takes too long.
-    """
+async def _read_body(receive: Receive) -> bytes | None:
+    """A request's body; None when the client left before its end. Raises RequestError as `ArrivingBody` does."""
     chunks: list[bytes] = []
-    size, more = 0, True
-    try:
-        async with asyncio.timeout(settings.body_timeout):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                chunk = message.get("body", b"")
-                chunks.append(chunk)
-                size += len(chunk)
-                if size > settings.max_body_bytes:
-                    raise too_large(settings)
-                more = message.get("more_body", False)
-    except TimeoutError as error:
-        raise too_slow(settings) from error
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        more = message.get("more_body", False)
     return b"".join(chunks)
-
-
-def too_large(settings: ServerSettings) -> RequestError:
-    """What a body of too many bytes is refused with."""
-    return RequestError(
-        f"The body is larger than {settings.max_body_bytes} bytes. Send less, or raise server.max_body_bytes.",
-        status=413,
-    )
-
-
-def too_slow(settings: ServerSettings) -> RequestError:
-    """What a body that does not come is refused with."""
-    return RequestError(
-        f"The body did not come within {settings.body_timeout} s. Send it faster, or raise server.body_timeout.",
-        status=408,
-        type="timeout_error",
-    )
 
 
 async def _disconnected(receive: Receive) -> None:

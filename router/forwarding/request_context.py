@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
 from indexer.errors import RequestError, error_headers
-from router.access import AccessControl, Tenant, without_credentials
+from router.access import Admitted, ArrivingBody, Door, Tenant
 from router.apis.endpoints import call_error_body
 from router.forwarding.request_head import RequestHead
 from router.http.headers import Headers
 from router.http.request_id import new_id, with_id
+from router.settings import ServerSettings
 from router.telemetry.access_log import AccessLine
 from router.telemetry.metrics import RequestMetrics
 from router.telemetry.spans import RequestTrace, Tracing
@@ -28,15 +30,16 @@ class RequestContext:
     """One request, from its head to the end of its answer. `logged`: it gets a line in the log. `trace`: None where
     nothing is traced."""
 
-    __slots__ = ("_access", "_line", "_metrics", "head", "id", "logged", "tenant", "trace")
+    __slots__ = ("_door", "_line", "_metrics", "_port", "head", "id", "logged", "tenant", "trace")
 
     def __init__(
         self,
         head: RequestHead,
         trace: RequestTrace | None,
         line: AccessLine | None,
-        access: AccessControl | None,
+        door: Door,
         metrics: RequestMetrics,
+        port: int | None = None,
     ) -> None:
         self.head = head
         self.id = head.id or new_id()
@@ -44,13 +47,28 @@ class RequestContext:
         self.tenant: Tenant | None = None
         self.logged = line is not None
         self._line = line
-        self._access = access
+        self._door = door
+        self._port = port
         self._metrics = metrics
 
     def admit(self) -> None:
-        """Find out the tenant. Raises RequestError (401, 403) when the request is not allowed."""
-        if self._access is not None:
-            self.tenant = self._access.check(self.head.path, self.head.headers)
+        """Raise RequestError (400, 401, 403, …) for a head that is not accepted, and when whoever asks may not."""
+        head = self.head
+        admitted = head.admitted
+        if admitted is None:
+            admitted = head.admitted = self._door.admit(head.method, head.target, head.headers, self._port)
+        self.tenant = admitted.tenant
+
+    @property
+    def admitted(self) -> Admitted:
+        """What is asked for and by whom, once that was checked."""
+        admitted = self.head.admitted
+        assert admitted is not None
+        return admitted
+
+    def checked(self, body: bytes) -> bytes:
+        """The body to read and to send on. Raises RequestError (400, 413)."""
+        return self._door.body(self.admitted, body)
 
     def refusal(self, error: RequestError) -> tuple[Headers, bytes]:
         """The headers and the body of an answer that refuses the request, which is counted."""
@@ -67,12 +85,15 @@ class RequestContext:
         return self.head.with_id(self.id)
 
     def headers_for_workers(self) -> Headers:
-        """The same, without the key when it was meant for us."""
-        return self.headers if self._access is None else without_credentials(self.headers)
+        """The same, without what is for the router alone to read or to say."""
+        return self._door.headers_for_workers(self.admitted, self.headers)
 
     def lines_for_workers(self) -> bytes:
         """Those of them that are about the message, as they are sent, but for the id."""
-        return self.head.lines(self._access is None)
+        lines = self.head.lines
+        if lines is None:
+            lines = self.head.make_lines(self.headers_for_workers())
+        return lines
 
     def answered(self, status: int, headers: Headers) -> None:
         """The head of the answer is sent, with these headers of ours."""
@@ -107,30 +128,29 @@ class RequestContext:
 class RequestContexts:
     """Begins contexts.
 
-    `access`: None where anyone may pass; `tracing`: None where nothing is traced; `log`: whether requests are logged.
+    `door`: what each of them passes; `tracing`: None where nothing is traced; `log`: whether requests are logged.
     """
 
-    def __init__(
-        self, access: AccessControl | None, tracing: Tracing | None, metrics: RequestMetrics, log: bool
-    ) -> None:
-        self._access = access
+    def __init__(self, door: Door, tracing: Tracing | None, metrics: RequestMetrics, log: bool) -> None:
+        self.door = door
         self._tracing = tracing
         self._metrics = metrics
         self._log = log
 
-    def begin(self, head: RequestHead) -> RequestContext:
-        """A request came."""
+    def begin(self, head: RequestHead, port: int | None = None) -> RequestContext:
+        """A request came, to this port where that matters."""
         trace = None if self._tracing is None else self._tracing.request(head.method, head.path, head.headers)
         line = AccessLine(head.method, head.path) if self._log else None
-        return RequestContext(head, trace, line, self._access, self._metrics)
+        return RequestContext(head, trace, line, self.door, self._metrics, port)
 
 
 class ContextMiddleware:
-    """Gives each request to `app` a context."""
+    """Gives each request to `app` a context, and its body bounds."""
 
-    def __init__(self, app: ASGIApp, contexts: RequestContexts) -> None:
+    def __init__(self, app: ASGIApp, contexts: RequestContexts, settings: ServerSettings) -> None:
         self._app = app
         self._contexts = contexts
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -138,21 +158,27 @@ class ContextMiddleware:
             return
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        context = self._contexts.begin(RequestHead(scope["method"], scope["path"], target, scope["headers"]))
+        head = RequestHead(scope["method"], scope["path"], target, scope["headers"])
+        context = self._contexts.begin(head, scope["server"][1] if scope.get("server") else None)
+        body = ArrivingBody(receive, scope["headers"], self._settings, self._contexts.door.arrivals)
 
         async def observed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = _lowered(message.get("headers", ()))
                 context.answered(message["status"], headers)
-                message = {**message, "headers": with_id(headers, context.id)}
+                headers = with_id(headers, context.id)
+                if not body.complete:  # nobody reads the rest
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
             else:
                 context.passed(len(message.get("body", b"")))
             await send(message)
 
         with context.logging():
             try:
-                await self._pass({**scope, "headers": context.headers, _CONTEXT: context}, receive, observed_send)
+                await self._pass({**scope, "headers": context.headers, _CONTEXT: context}, body, observed_send)
             finally:
+                body.end()
                 context.end()
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +190,10 @@ class ContextMiddleware:
             await send({"type": "http.response.start", "status": error.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
             return
-        await self._app(scope, receive, send)
+        if context.admitted.route.own and scope["method"] == "HEAD":
+            scope["method"] = "GET"  # the server leaves out the body
+        with suppress(ClientDisconnect):
+            await self._app(scope, receive, send)
 
 
 def _lowered(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.access import without_credentials
+from router.access import Admitted
 from router.admission.ticket import urgent
 from router.apis.sessions import only_naming
 from router.http.headers import Headers, forwarded_lines
@@ -17,10 +17,22 @@ class RequestHead:
     """What a head says. `path` is without the query, `target` with it; names of headers are in lower case.
 
     `id`: the client's own name for the request, if it has one. `urgency`: the headers that a ticket is made of;
-    `naming`: those that may name a session.
+    `naming`: those that may name a session. `admitted`: what it asks for and who asks, once that was
+    checked. `lines`: the headers that a worker gets but for the id, as they are sent, once they were made.
     """
 
-    __slots__ = ("_lines", "headers", "id", "method", "naming", "path", "target", "urgency", "wants_explanation")
+    __slots__ = (
+        "admitted",
+        "headers",
+        "id",
+        "lines",
+        "method",
+        "naming",
+        "path",
+        "target",
+        "urgency",
+        "wants_explanation",
+    )
 
     def __init__(self, method: str, path: str, target: bytes, headers: Headers) -> None:
         self.method = method
@@ -31,7 +43,8 @@ class RequestHead:
         self.urgency = urgent(headers)
         self.naming = only_naming(headers)
         self.wants_explanation = _EXPLAIN in headers
-        self._lines: bytes | None = None
+        self.admitted: Admitted | None = None
+        self.lines: bytes | None = None
 
     def with_id(self, request_id: bytes) -> Headers:
         """The headers with this id and no other."""
@@ -42,11 +55,7 @@ class RequestHead:
         headers = [header for header in self.headers if header[0] != LENGTH]
         return RequestHead(self.method, self.path, self.target, headers)
 
-    def lines(self, credentials: bool) -> bytes:
-        """The headers that a worker gets but for the id, as they are sent. `credentials`: with the client's key, which
-        is the same for all requests."""
-        lines = self._lines
-        if lines is None:
-            headers = [header for header in self.headers if header[0] != REQUEST_ID]
-            lines = self._lines = forwarded_lines(headers if credentials else without_credentials(headers))
+    def make_lines(self, headers: Headers) -> bytes:
+        """Keep these headers as a worker gets them: they are the same for all requests with this head."""
+        self.lines = lines = forwarded_lines([header for header in headers if header[0] != REQUEST_ID])
         return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from router.http.headers import Headers, lines_of
+from router.http.origin import without_credentials
 
 # The line of each worker: the same ones come again and again. At most `_MOST` are kept.
 _LINES: Final[dict[str, bytes]] = {}
@@ -17,7 +18,7 @@ class RoutingHeaders:
     __slots__ = ("_more", "_overlap", "_worker")
 
     def __init__(self, worker: str, overlap: int) -> None:
-        self._worker = worker
+        self._worker = without_credentials(worker)
         self._overlap = overlap
         self._more: Headers | None = None
 

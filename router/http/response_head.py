@@ -12,6 +12,7 @@ WITHOUT_BODY: Final = (204, 304)
 _EVENT_STREAM = b"text/event-stream"
 # Who answers the client says these itself.
 _OUR_OWN = HOP_BY_HOP | {b"date", b"server", REQUEST_ID}
+_OUR_PREFIX = b"x-kvrouter-"
 
 
 class ResponseHead:
@@ -27,7 +28,7 @@ class ResponseHead:
         self.headers = headers
         self.length = self.first(LENGTH)
         self.is_stream = self.first(b"content-type").startswith(_EVENT_STREAM)
-        self.passed_on = end_to_end(headers, _OUR_OWN)
+        self.passed_on = [header for header in end_to_end(headers, _OUR_OWN) if not header[0].startswith(_OUR_PREFIX)]
         self._lines: bytes | None = None
         self._beginning = self._made_with = b""
 

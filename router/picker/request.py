@@ -20,10 +20,9 @@ from typing import Final
 import structlog
 
 from indexer.errors import RequestError
-from router.access import OPEN
+from router.access import too_large, too_slow
 from router.fleet.fleet import Worker
 from router.forwarding.proxied_request import ProxiedRequest
-from router.forwarding.proxy import too_large, too_slow
 from router.forwarding.request_context import RequestContext
 from router.forwarding.request_head import RequestHead
 from router.forwarding.response_writer import ResponseWriter
@@ -152,11 +151,11 @@ class PickedRequest(ResponseWriter):
         self._context = context = state.proxy_context.contexts.begin(request)
         try:
             context.admit()
-            if path in OPEN:
-                raise _of_the_picker(path)
             if (own := state.own_answers.to(context)) is not None:
                 self.begin(ResponseHead(200, [(b"content-type", b"application/json")]), None, own, True)
                 return
+            if context.admitted.route.own:
+                raise _of_the_picker(path)
             if not head.end_of_stream:
                 check_expected(self._mode, self._came, state.proxy_context, context.tenant is not None)
         except RequestError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from indexer.errors import RequestError
-from router.forwarding.proxy import ProxyContext, too_large
+from router.access import too_large
+from router.forwarding.proxy import ProxyContext
 from router.http.headers import Headers
 from router.picker import ext_proc_pb2 as pb
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, PlainTextResponse
 
+from router.http.origin import without_credentials
 from router.routes.findings import findings
 from router.services import Services
 
@@ -18,18 +19,19 @@ def status_routes(services: Services) -> APIRouter:
     fleet, admission = services.fleet, services.admission
 
     @routes.get("/health")
-    async def health() -> dict[str, Any]:
+    async def health() -> Response:
         """Whether the router runs, how many of its workers answer, and what is wrong."""
         up = sum(worker.up for worker in fleet.workers)
         found = findings(fleet, services.indexer, services.audit)
         found += services.tokenizer_source.findings() + services.sharing.findings()
-        return {
+        report = {
             "status": "ok" if up else "no worker answers",
             "workers": len(fleet.workers),
             "workers_up": up,
             "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
             "findings": found,
         }
+        return Response(without_credentials(json.dumps(report)), media_type="application/json")
 
     @routes.get("/ready")
     async def ready() -> Response:
@@ -40,6 +42,7 @@ def status_routes(services: Services) -> APIRouter:
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(generate_latest(services.registry), media_type=CONTENT_TYPE_LATEST)
+        text = generate_latest(services.registry).decode()
+        return Response(without_credentials(text), media_type=CONTENT_TYPE_LATEST)
 
     return routes

@@ -75,6 +75,11 @@ class AsgiFallback(HttpToolsProtocol):
         return self.busy and not self.cycle.more_body
 
     @property
+    def answering(self) -> bool:
+        """Whether its answer has begun."""
+        return self.busy and self.cycle.response_started
+
+    @property
     def keep_alive(self) -> bool:
         """Whether another request may follow the last one."""
         return not self.busy or self.cycle.keep_alive
@@ -99,6 +104,12 @@ class AsgiFallback(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._connection.let_go()
         super().handle_websocket_upgrade()
+
+    def shutdown(self) -> None:
+        if self.busy and not self.owes_response:
+            self.transport.close()  # who knows when the rest comes
+        else:
+            super().shutdown()
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -125,6 +136,7 @@ _METHODS = {
     "resume_writing": ["self"],
 }
 _ATTRIBUTES = {"parser", "transport", "flow", "cycle", "connections", "server_state"}
+_CYCLE_ATTRIBUTES = {"response_complete", "response_started", "keep_alive", "more_body"}
 
 
 def uvicorn_fits(protocol: type = HttpToolsProtocol, cycle: type = RequestResponseCycle) -> bool:
@@ -134,7 +146,7 @@ def uvicorn_fits(protocol: type = HttpToolsProtocol, cycle: type = RequestRespon
         if method is None or list(inspect.signature(method).parameters) != parameters:
             return False
     known, known_of_cycle = _names_in_init(protocol), _names_in_init(cycle)
-    return known >= _ATTRIBUTES and known_of_cycle >= {"response_complete", "keep_alive", "more_body"}
+    return known >= _ATTRIBUTES and known_of_cycle >= _CYCLE_ATTRIBUTES
 
 
 def _names_in_init(kind: type) -> set[str]:

@@ -22,14 +22,16 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from indexer.errors import RequestError
+from router.access import too_large, too_slow
 from router.forwarding.proxied_request import ProxiedRequest
-from router.forwarding.proxy import ProxyContext, too_large, too_slow
+from router.forwarding.proxy import ProxyContext
 from router.forwarding.request_head import RequestHead
 from router.http.cached_head import RecentHeads
 from router.http.deadline import Deadline
 from router.http.response_head import ResponseHead
 from router.server.asgi_fallback import AsgiFallback
 from router.server.framed_response import FramedResponse, ResponseOwner, bad_request
+from router.server.half_closed import probe
 from router.server.incoming_request import IncomingRequest
 from router.server.request_reader import RequestReader, RequestReceiver
 
@@ -78,11 +80,13 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._reader = RequestReader(self, recent, self._deadline)
         self._intake = _OPEN
         self._problem = ""  # why nothing more can be read
+        self._half_closed = False  # nothing more comes
         self._queue: deque[IncomingRequest] | None = None  # made for the first that has to wait
         self._fallback: AsgiFallback | None = None  # made for the first request that is not for workers
         # The request that is served here. One whose head was known came whole, and is no `IncomingRequest`.
         self._response: FramedResponse | None = None
         self._request: IncomingRequest | None = None
+        self._arriving = 0  # bytes of its body, while it is not complete
         self._proxied: ProxiedRequest | None = None  # once all of it came
 
     # The connection
@@ -113,8 +117,14 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._reader.close()
         self._server_state.connections.discard(self)
 
-    def eof_received(self) -> None:
-        """Nothing more comes: asyncio closes the connection."""
+    def eof_received(self) -> bool:
+        """Nothing more comes. A client that half-closed gets what it asked for; else the connection is closed."""
+        if not self._owes_response or not self._came_whole:
+            return False
+        self._half_closed = True
+        proxied, fallback = self._proxied, self._fallback
+        answering = (proxied is not None and proxied.answering) or (fallback is not None and fallback.answering)
+        return probe(self._loop, self._transport, answering)
 
     def pause_writing(self) -> None:
         self._write_paused = True
@@ -132,7 +142,10 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def shutdown(self) -> None:
         """The server stops: the connection is closed when its request is answered."""
-        if self._response is not None:
+        if self._response is not None and not self._came_whole:
+            self._refuse(self._response, _stopping())  # who knows when the rest comes
+            self._transport.close()
+        elif self._response is not None:
             self._response.keep_alive = False
             self._queue = None
         elif self._fallback is not None:
@@ -175,11 +188,30 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             if self._fallback is not None:
                 self._fallback.on_body(data)
         elif request is self._request or (self._queue is not None and request in self._queue):
+            if request is self._request and not self._has_room(len(data)):
+                return
             request.size += len(data)
             if request.size <= self._proxy_context.settings.max_body_bytes:
                 request.body.append(data)
             elif request is self._request and self._response is not None:
                 self._refuse(self._response, too_large(self._proxy_context.settings))
+
+    def _has_room(self, size: int) -> bool:
+        """Whether more bytes of the body may be held; if not, the request is refused."""
+        try:
+            self._proxy_context.contexts.door.arrivals.add(self._arriving, size)
+        except RequestError as error:
+            if self._response is not None:
+                self._refuse(self._response, error)
+            return False
+        self._arriving += size
+        return True
+
+    def _end_arrival(self) -> None:
+        """No more of the body is waited for."""
+        if self._arriving:
+            self._proxy_context.contexts.door.arrivals.end(self._arriving)
+            self._arriving = 0
 
     def request_read(self, request: IncomingRequest) -> None:
         if request.asgi:
@@ -307,6 +339,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def _proxy(self, response: FramedResponse, body: bytes) -> None:
         """Send a request on, all of which came."""
+        self._end_arrival()
         self._deadline.clear()
         self._proxied = proxied = ProxiedRequest(self._proxy_context.services, response.context, response)
         proxied.start(body)
@@ -322,7 +355,9 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         response, came_whole = self._response, self._came_whole
         assert response is not None
         self._end_request()
-        if response.keep_alive:
+        if self._half_closed and not self._queue:
+            self._transport.close()
+        elif response.keep_alive:
             self._deadline.set(self._keep_alive_seconds)
             if self._queue is not None or self._intake is _UNREADABLE:
                 self._plan_next()
@@ -343,6 +378,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def _end_request(self) -> None:
         """Nothing is served here any more."""
+        self._end_arrival()
         response = self._response
         assert response is not None
         self._response = self._request = self._proxied = None
@@ -364,6 +400,14 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def asgi_response_ended(self) -> None:
         """The application has answered."""
+        if self._half_closed and not self._queue:
+            self._transport.close()
         if not self._transport.is_closing():
             self._deadline.set(self._keep_alive_seconds)
         self._plan_next()
+
+
+def _stopping() -> RequestError:
+    return RequestError(
+        "The service stops. Send the request again.", status=503, type="service_unavailable", code="stopping"
+    )

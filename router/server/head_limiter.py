@@ -1,7 +1,7 @@
 """Bounds on the heads of a connection's requests: on their size, on how long they take, and on what they ask for.
 
 httptools refuses what could be read in two ways: several lengths, a length beside a transfer coding, bare CR or LF.
-Refused here besides: targets that are not a path.
+Refused here besides: what `router.http.strict_head` names.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from router.http.deadline import Deadline
+from router.http.headers import Headers
+from router.http.strict_head import head_problem
 
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
@@ -66,7 +68,7 @@ class HeadLimiter:
         return self._size <= HEAD_BYTES
 
 
-def check_target(target: bytes) -> None:
-    """Refuse what is no path: another host's address, or `*`. Raises RefusedRequestError."""
-    if not target.startswith(b"/"):
-        raise RefusedRequestError("the target is no path")
+def check_head(target: bytes, version: str, headers: Headers) -> None:
+    """Refuse what another parser might read in another way. Raises RefusedRequestError."""
+    if problem := head_problem(target, version, headers):
+        raise RefusedRequestError(problem)

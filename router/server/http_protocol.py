@@ -7,7 +7,8 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.http.deadline import Deadline
-from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_target
+from router.server.half_closed import probe
+from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_head
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -46,7 +47,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._limiter.end()
-        check_target(self.url)
+        check_head(self.url, self.parser.get_http_version(), self.headers)
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -56,6 +57,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
         else:
             super().send_400_response(msg)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        if not self._owes_answer:
+            return False
+        self.cycle.keep_alive = False
+        return probe(self.loop, self.transport, self.cycle.response_started)
+
+    def shutdown(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
+            self.transport.close()  # who knows when the rest comes
+        else:
+            super().shutdown()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

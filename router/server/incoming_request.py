@@ -51,7 +51,7 @@ class IncomingRequest:
     def find_endpoint(self) -> RequestHead | None:
         """Its head, when it is for an endpoint of the workers; None when it is the application's."""
         path = self.target.partition(b"?")[0]
-        if self.method == b"POST" and path in _WORKERS_PATHS and not self.upgrades and b"#" not in self.target:
+        if self.method == b"POST" and path in _WORKERS_PATHS and not self.upgrades:
             self.worker_head = RequestHead("POST", path.decode(), self.target, self.headers)
         return self.worker_head
 

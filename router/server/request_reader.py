@@ -12,7 +12,7 @@ import httptools
 from router.forwarding.request_head import RequestHead
 from router.http.cached_head import CachedHead, RecentHeads
 from router.http.deadline import Deadline
-from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_target
+from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_head
 from router.server.incoming_request import IncomingRequest
 
 _INVALID = "Invalid HTTP request received."
@@ -130,9 +130,9 @@ class RequestReader:
         request, parser = self._current, self._parser
         assert parser is not None
         self._limiter.end()
-        check_target(request.target)
         request.method = parser.get_method()
         request.version = parser.get_http_version()
+        check_head(request.target, request.version, request.headers)
         request.keep_alive = parser.should_keep_alive() and request.version == "1.1"
         request.upgrades = parser.should_upgrade()
         request.expects_continue = any(

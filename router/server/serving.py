@@ -11,8 +11,8 @@ from contextlib import closing
 from fastapi import FastAPI
 
 from indexer.app import indexer_app
-from indexer.bounded_bodies import BodyLimits
 from indexer.errors import RequestError
+from router.access import Door, OwnRoutesMiddleware
 from router.app import running_router
 from router.embedded_index import running_indexer
 from router.fleet.allowed_networks import AllowedNetworks
@@ -23,7 +23,7 @@ from router.routes.match_requests import match_reader
 from router.server.http_server import HttpServer
 from router.server.memory import collect_rarely, keep_freed_memory
 from router.server.signals import stopped_by_signals
-from router.server.sockets import listen, listen_at_path, url_of
+from router.server.sockets import listen_at, listen_at_path, url_of
 from router.settings import ServerSettings, Settings
 from router.sharing.worker_processes import WorkerProcesses
 from router.tokens.tokenizer_source import configured_tokenizers
@@ -31,7 +31,7 @@ from router.tokens.tokenizer_source import configured_tokenizers
 
 async def serve_router(settings: Settings, file: SettingsFile | None = None) -> None:
     """Run the router until SIGINT or SIGTERM. Raises OSError when its address cannot be bound."""
-    listening = listen(settings.server.host, settings.server.port)
+    listening = listen_at(settings.server)
     async with running_router(settings, file) as app:
         await _run_app(app, listening, settings.server, "kvrouter")
 
@@ -40,7 +40,7 @@ async def serve_picker(settings: Settings, file: SettingsFile | None = None) -> 
     """Run the router with an endpoint picker for Envoy beside it. Raises OSError when an address cannot be bound."""
     from router.picker import running_picker  # an extra
 
-    listening = listen(settings.server.host, settings.server.port)
+    listening = listen_at(settings.server)
     async with running_router(settings, file) as app, running_picker(app, settings) as port:
         print(f"kvrouter picker serves Envoy at {settings.server.host}:{port}", file=sys.stderr, flush=True)
         await _run_app(app, listening, settings.server, "kvrouter picker")
@@ -67,9 +67,9 @@ async def serve_worker_process(
             loop = asyncio.get_running_loop()
             with stopped_by_signals(server, app, settings.server.drain_seconds) as stop:
                 loop.add_reader(parent, lambda: (loop.remove_reader(parent), stop()))
-                listening = listen(settings.server.host, port, shared=True)
+                listening = listen_at(settings.server, port, shared=True)
                 ready()
-                await server.serve(sockets=[listening])
+                await server.serve(sockets=listening)
                 loop.remove_reader(parent)
             process_server.should_exit = True
             await answering
@@ -77,7 +77,7 @@ async def serve_worker_process(
 
 async def serve_indexer(settings: Settings) -> None:
     """Run the index alone. Raises OSError for the address, TokenizerUnavailableError for a configured tokenizer."""
-    listening = listen(settings.server.host, settings.server.port)
+    listening = listen_at(settings.server)
     tokenizers = await configured_tokenizers(settings.models, settings.tokenizer)
     with running_indexer(settings) as indexer:
         indexer.register_saved()
@@ -91,8 +91,8 @@ async def serve_indexer(settings: Settings) -> None:
 
         server = settings.server
         streams = RegisteredStreams(indexer, AllowedNetworks(settings.fleet.allowed_networks))
-        limits = BodyLimits(server.max_body_bytes, server.body_timeout)
-        app = indexer_app(indexer, match_reader(tokenizers, resolve), streams.admit, limits, server.token)
+        app = indexer_app(indexer, match_reader(tokenizers, resolve), streams.admit, server.token)
+        app.add_middleware(OwnRoutesMiddleware, Door(settings), server)
         following_names = asyncio.create_task(streams.run())
         try:
             await _run_app(app, listening, server, "kvrouter indexer")
@@ -100,13 +100,13 @@ async def serve_indexer(settings: Settings) -> None:
             await end_tasks([following_names])
 
 
-async def _run_app(app: FastAPI, listening: socket.socket, settings: ServerSettings, name: str) -> None:
-    """Serve on a listening socket until SIGINT or SIGTERM."""
+async def _run_app(app: FastAPI, listening: list[socket.socket], settings: ServerSettings, name: str) -> None:
+    """Serve on listening sockets, of which the first is named, until SIGINT or SIGTERM."""
     collect_rarely()
     keep_freed_memory()
     server = HttpServer(app, settings.shutdown_timeout, settings.certificate, settings.key)
     with stopped_by_signals(server, app, settings.drain_seconds):
-        host, port = listening.getsockname()[:2]
+        host, port = listening[0].getsockname()[:2]
         url = url_of(host, port, settings.certificate is not None)
         print(f"{name} listens on {url}", file=sys.stderr, flush=True)
-        await server.serve(sockets=[listening])
+        await server.serve(sockets=listening)

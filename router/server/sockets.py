@@ -6,6 +6,8 @@ import resource
 import socket
 from pathlib import Path
 
+from router.settings import ServerSettings
+
 _BACKLOG = 2048
 
 
@@ -14,6 +16,14 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     listening = bind(host, port, shared=shared)
     listening.listen(_BACKLOG)
     return listening
+
+
+def listen_at(settings: ServerSettings, port: int | None = None, *, shared: bool = False) -> list[socket.socket]:
+    """Sockets that listen at a server's port, or at `port`, and at the operator's. Raises OSError."""
+    sockets = [listen(settings.host, settings.port if port is None else port, shared=shared)]
+    if settings.admin_port is not None:
+        sockets.append(listen(settings.host, settings.admin_port, shared=shared))
+    return sockets
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:

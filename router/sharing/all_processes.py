@@ -7,6 +7,7 @@ POST /workers, …       done here and then by all others
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -221,15 +222,19 @@ async def _captured(app: ASGIApp, scope: Scope, receive: Receive) -> _Captured:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """A request's body; None when it is too large."""
+    """A request's body; None when it is too large, or takes too long."""
     body: bytes = b""
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if len(body) > _MAX_BODY_BYTES:
-            return None
-        if message["type"] == "http.disconnect" or not message.get("more_body"):
-            return body
+    try:
+        async with asyncio.timeout(_RELAY_SECONDS):
+            while True:
+                message = await receive()
+                body += message.get("body", b"")
+                if len(body) > _MAX_BODY_BYTES:
+                    return None
+                if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    return body
+    except TimeoutError:
+        return None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

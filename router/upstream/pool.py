@@ -79,11 +79,12 @@ class Upstream(ConnectionOwner):
         body: bytes,
         request_id: bytes = b"",
         now: float | None = None,
+        once: bool = False,
     ) -> UpstreamRequest:
         """Send a request. `target` is a path with its query; `lines` are the headers that are about the message.
 
         `request_id`: what comes beside them, where the same lines come with many requests. `now`: by `time.monotonic`,
-        where it was just read.
+        where it was just read. `once`: over a connection of its own; a kept one may turn out to be closed too late.
         """
         end = end_of_head(method, len(body))
         beside = len(body) > _ONE_BUFFER
@@ -92,7 +93,7 @@ class Upstream(ConnectionOwner):
             request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines), request_id, end, behind)
         else:
             request = b"%b%b%b" % (self.origin.opening(method, target, lines), end, behind)
-        connection = self._take_idle(_now() if now is None else now)
+        connection = None if once else self._take_idle(_now() if now is None else now)
         sent = UpstreamRequest(handler, method, request, body if beside else b"")
         if connection is None:
             self._connect_for(sent)
@@ -166,6 +167,7 @@ class Upstream(ConnectionOwner):
         if request.handler is None:
             return
         if unheard and not self.closing:
+            request.sent_before = True
             self._connect_for(request)
         else:
             request.fail(error)

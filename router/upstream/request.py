@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.upstream.response_handler import ChunkForwarder, ResponseHandler, UpstreamError
+from router.upstream.response_handler import ChunkForwarder, ResponseHandler, UnreachableError, UpstreamError
 
 
 class RequestConnection:
@@ -29,12 +29,23 @@ class UpstreamRequest:
     """One request on its way to one worker.
 
     `request` is written at once: all of it, or the head where `body` is written after it. `handler`: None once all of
-    the answer came. `connection`: None while one is made by the task `connecting`, and after the end.
+    the answer came. `connection`: None while one is made by the task `connecting`, and after the end. `sent_before`:
+    over a kept connection that turned out to be closed.
 
     `forwarder` gets whole chunks of whole lines of the answer's body as they come; None while the handler gets all.
     """
 
-    __slots__ = ("body", "connecting", "connection", "forwarder", "handler", "method", "paused", "request")
+    __slots__ = (
+        "body",
+        "connecting",
+        "connection",
+        "forwarder",
+        "handler",
+        "method",
+        "paused",
+        "request",
+        "sent_before",
+    )
 
     def __init__(self, handler: ResponseHandler, method: str, request: bytes, body: bytes = b"") -> None:
         self.method = method
@@ -45,6 +56,7 @@ class UpstreamRequest:
         self.connection: RequestConnection | None = None
         self.connecting: asyncio.Task[None] | None = None
         self.paused = False
+        self.sent_before = False
 
     def pause(self) -> None:
         """Read no more of the answer for now."""
@@ -71,5 +83,7 @@ class UpstreamRequest:
         """The answer will not come, or not to its end."""
         handler, self.handler = self.handler, None
         self.connecting = None
+        if self.sent_before and isinstance(error, UnreachableError):
+            error = UpstreamError(f"closed before it answered; then {error}")
         if handler is not None:
             handler.on_failed(error)

@@ -18,6 +18,7 @@ from router.http.response_head import WITHOUT_BODY, ResponseHead
 
 # Of an answer: of its head, those of 1xx before it, and its trailers.
 MAX_HEAD_BYTES: Final = 64 * 1024
+_HIGHEST_STATUS: Final = 599  # RFC 9110, 15
 
 
 class ResponsePhase(Enum):
@@ -149,6 +150,8 @@ class ResponseParser:
             self._headers = []
             self._framed = False
             return
+        if status > _HIGHEST_STATUS:
+            raise _RefusedAnswerError(f"a status of {status}")
         if self._head_bytes > MAX_HEAD_BYTES and sum(map(_size, self._headers)) > MAX_HEAD_BYTES:
             raise _RefusedAnswerError("the head is too large")
         self._status = status

@@ -87,6 +87,21 @@ def test_dependencies_are_pinned() -> None:
     assert names <= pinned
 
 
+def test_every_package_has_hashes_and_the_pinned_version() -> None:
+    pins = dict(
+        line.replace("_", "-").lower().split("==")
+        for line in (ROOT / "deploy" / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    for name in ("requirements.txt", "requirements-build.txt"):
+        text = re.sub(r"^#.*\n", "", (ROOT / "deploy" / name).read_text(), flags=re.MULTILINE)
+        for entry in re.split(r"\n(?=\S)", text.strip()):
+            package, version = re.match(r"([\w.-]+)==([^\s;]+)", entry).groups()  # type: ignore[union-attr]
+            assert "--hash=sha256:" in entry, package
+            assert pins.get(package.lower(), version) == version, package
+        assert f"--require-hashes --requirement {name}" in DOCKERFILE.read_text()
+
+
 @pytest.mark.helm
 def test_the_linter_finds_nothing() -> None:
     linted = subprocess.run([Path(sys.executable).parent / "hadolint", DOCKERFILE], capture_output=True, text=True)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 LIMITS = {"max_body_bytes": 100_000, "body_timeout": 0.5}
 INDEX = ["/match", "/query", "/query_by_hash", "/register", "/unregister"]
-ROUTER = [*INDEX, "/explain", "/workers", "/workers/drain", "/v1/other"]
+ROUTER = [*INDEX, "/explain", "/workers", "/workers/drain", "/v1/audio/transcriptions"]
 
 
 @pytest.fixture(scope="module", params=["fast", "asgi"])

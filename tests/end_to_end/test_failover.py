@@ -165,7 +165,7 @@ async def test_a_request_that_hangs_its_workers_is_moved_once() -> None:
 
 async def test_retries_end_with_their_budget() -> None:
     async with (
-        scripted_worker(Exchange.hang_up) as bad,
+        scripted_worker(overloaded) as bad,
         scripted_worker(stream) as good,
         router(bad.url, good.url, **TURNS, proxy={"retry_minimum": 1, "retry_share": 0}) as routed,
     ):

@@ -721,7 +721,7 @@ async def test_the_lane_takes_what_is_for_workers(lane: bool, monkeypatch: pytes
         for path in ("/v1/completions", "/v1/embeddings", "/v1/completions?a=b"):
             assert (await routed.call(path, BODY)).status == 200
         assert (await routed.call("/v1/files", BODY)).status == 200
-        assert (await routed.call("/v1/completions")).status == 200
+        assert (await routed.call("/v1/completions")).status == 405
         assert (await routed.call("/health")).status == 200
         await routed.call("/v1/completions", BODY, headers={"connection": "upgrade", "upgrade": "h2c"})
     ordinary = ["/v1/files", "/v1/completions", "/health", "/v1/completions"]

@@ -81,7 +81,7 @@ async def test_an_answer_arrives_as_it_was_sent(worker: ScriptedWorker, routed: 
         await exchange.answer(body, "418 I'm a teapot", headers)
 
     worker.script = script
-    head, received = await raw(routed, b"GET /teapot HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+    head, received = await raw(routed, b"GET /v1/files/teapot HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
     assert received == body
     assert head[0].startswith(b"HTTP/1.1 418")
     own = (b"date:", b"connection:", b"x-kvrouter-", b"x-request-id:")
@@ -127,15 +127,17 @@ async def test_headers_about_the_connection_are_not_returned(worker: ScriptedWor
 
 
 @pytest.mark.parametrize(
-    "target", ["/a%2Fb%20c/%C3%A9?x=%26&y=1+2", "//double", "/dot/../dot/./x", "/q?", "/semi;colon", "/v1/files/a%00b"]
+    "target", ["/v1/files/a?x=%26&y=1+2", "/v1/files/a@b:c", "/v1/files?", "/v1/files?a=/../b;c='d'|{e}"]
 )
 async def test_paths_and_queries_are_left_alone(worker: ScriptedWorker, routed: RouterUnderTest, target: str) -> None:
     await raw(routed, b"GET %b HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n" % target.encode())
     assert worker.last.target == target.removesuffix("?")
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
-async def test_other_paths_pass_with_any_method(worker: ScriptedWorker, routed: RouterUnderTest, method: str) -> None:
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE", "OPTIONS"])
+async def test_other_paths_pass_with_the_methods_they_take(
+    worker: ScriptedWorker, routed: RouterUnderTest, method: str
+) -> None:
     reply = await routed.call("/v1/files/1", method=method)
     assert (worker.last.method, worker.last.target) == (method, "/v1/files/1")
     assert (reply.status, reply.body) == (200, b"" if method == "HEAD" else b"{}")
@@ -169,7 +171,7 @@ async def test_compressed_bodies_stay_so(worker: ScriptedWorker, routed: RouterU
 
     worker.script = script
     headers = {"content-encoding": "gzip", "accept-encoding": "gzip, br"}
-    reply = await routed.call("/v1/audio", packed, headers=headers)
+    reply = await routed.call("/v1/audio/transcriptions", packed, headers=headers)
     assert (worker.last.body, reply.body) == (packed, packed)
     assert worker.last.header("accept-encoding") == [b"gzip, br"]
 
@@ -200,7 +202,7 @@ async def test_large_bodies_both_ways(worker: ScriptedWorker, routed: RouterUnde
 
 async def test_a_body_over_the_limit_is_refused(worker: ScriptedWorker) -> None:
     async with router(worker.url, server={"max_body_bytes": 1000}) as routed:
-        assert (await routed.call("/any", b"x" * 1000)).status == 200
+        assert (await routed.call("/v1/files", b"x" * 1000)).status == 200
         reply = await routed.call(PATH, b"x" * 1_000_000)
         assert reply.status == 413
         assert "1000 bytes" in reply.error["message"]

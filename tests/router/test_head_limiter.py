@@ -9,7 +9,7 @@ import pytest
 
 from router.http.deadline import Deadline
 from router.server import head_limiter
-from router.server.head_limiter import HEAD_BYTES, HeadLimiter, RefusedRequestError, check_target
+from router.server.head_limiter import HEAD_BYTES, HeadLimiter, RefusedRequestError, check_head
 
 pytestmark = pytest.mark.anyio
 
@@ -78,6 +78,22 @@ async def test_a_head_that_came_is_not_late(
 
 @pytest.mark.parametrize("target", [b"", b"*", b"http://other.example/", b"other.example:80", b"@other.example/x"])
 def test_targets_that_are_no_path_are_refused(target: bytes) -> None:
-    check_target(b"/" + target)
+    headers = [(b"host", b"h")]
+    check_head(b"/" + target, "1.1", headers)
     with pytest.raises(RefusedRequestError):
-        check_target(target)
+        check_head(target, "1.1", headers)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"host", b"h"), (b"host", b"h")],
+        [(b"host", b"h"), (b"transfer-encoding", b"gzip, chunked")],
+        [(b"host", b"h"), (b"transfer-encoding", b"chunked"), (b"content-length", b"1")],
+        [(b"host", b"h"), (b"content-length", b"1"), (b"content-length", b"1")],
+    ],
+)
+def test_heads_that_are_read_in_two_ways_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
+    with pytest.raises(RefusedRequestError):
+        check_head(b"/", "1.1", headers)

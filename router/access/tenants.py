@@ -1,7 +1,7 @@
-"""Who may ask for what, and how often: tenants, known by their API keys.
+"""Tenants, known by their API keys: what these open, and how often.
 
 A tenant's key opens the inference endpoints, for the models it may use and at its rates. All else that a router and
-its workers offer wants the admin token as soon as there are tenants: what is cached tells what others asked. Only
+its workers offer wants the operator's token as soon as there are tenants: what is cached tells what others asked. Only
 liveness, readiness, metrics and the empty live page stay open.
 """
 
@@ -16,13 +16,12 @@ from secrets import compare_digest
 import msgspec
 
 from indexer.errors import RequestError
+from router.access.routes import Access, Route
 from router.apis.json_edit import SpliceError, field, with_field
 from router.http.headers import Headers
 from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing
 
-# What a router tells of itself to anyone.
-OPEN = frozenset({"/health", "/ready", "/metrics", "/ui"})
 _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _MESSAGES = frozenset(
     {"/v1/messages", "/v1/messages/count_tokens"}
@@ -87,12 +86,17 @@ class Tenant:
         except SpliceError as error:
             raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
 
-    def with_priority(self, body: bytes, asked: int) -> bytes:
-        """A body that asks the engine for no better priority than this tenant may have.
+    def with_priority(self, body: bytes, asked: object) -> bytes:
+        """A body that asks the engine for no better priority than this tenant may have; `asked`: what it asks for.
 
-        One that asks for none stays as it is: engines without priorities refuse a body that has one.
+        One that asks for none stays as it is: engines without priorities refuse a body that has one. Raises
+        RequestError (400) for what engines may read as another number than we do.
         """
-        return with_field(body, "priority", b"%d" % self.priority) if asked and asked < self.priority else body
+        if asked is None:
+            return body
+        if type(asked) is not int:
+            raise RequestError("priority is no integer. Send one, or leave it out.", param="priority")
+        return with_field(body, "priority", b"%d" % self.priority) if asked < self.priority else body
 
     def may_use(self, model: str | None) -> bool:
         """Whether its keys open a model."""
@@ -172,15 +176,28 @@ class AccessControl:
 
         sharing.on_spent.append(spent)
 
-    def check(self, path: str, headers: Headers) -> Tenant | None:
-        """Who asks; None for the admin and for what is open. Raises RequestError: 401 without a key that is known, 403
-        with the wrong one."""
-        if path in OPEN:
+    @property
+    def has_tenants(self) -> bool:
+        """Whether requests want a key."""
+        return bool(self._named)
+
+    @property
+    def has_token(self) -> bool:
+        """Whether there is a token for the operator."""
+        return bool(self._token)
+
+    def is_operator(self, headers: Headers) -> bool:
+        """Whether a request carries the operator's token."""
+        return bool(self._token) and compare_digest(credential(headers).encode(), self._token)
+
+    def check(self, route: Route, headers: Headers) -> Tenant | None:
+        """Who asks, where there are tenants; None for the operator and for what is open.
+
+        Raises RequestError: 401 without a key that is known, 403 with the wrong one.
+        """
+        if route.access is Access.ANYONE or self.is_operator(headers):
             return None
-        key = _credential(headers)
-        if compare_digest(key.encode(), self._token):
-            return None
-        tenant = self._tenants.get(hashed_key(key))
+        tenant = self._tenants.get(hashed_key(credential(headers)))
         if tenant is None:
             raise RequestError(
                 "Send Authorization: Bearer with an API key of this service.",
@@ -189,14 +206,15 @@ class AccessControl:
                 param="authorization",
                 code="invalid_api_key",
             )
-        if path not in self._paths and not path.startswith("/v1/models/"):
+        opens = route.access in (Access.TENANT, Access.NOBODY) and (route.own or route.path in self._paths)
+        if not opens:
             raise RequestError(
                 "This wants the admin token, not an API key.", status=403, type="permission_error", code="not_allowed"
             )
         return tenant
 
 
-def _credential(headers: Headers) -> str:
+def credential(headers: Headers) -> str:
     """The key that a request carries: as a bearer token, or in `x-api-key` as Anthropic's clients send it."""
     for name, value in headers:
         if name == b"x-api-key":

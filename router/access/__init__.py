@@ -1,0 +1,34 @@
+"""What every request passes before anything is done with it.
+
+door      the checks in their order; the other modules are one kind of check each
+routes    the allow-list: methods and paths, and who may ask
+tenants   API keys, what they open, and how often
+hosts     whom a request is meant for, and which site it comes from
+steering  fields and headers by which an engine would be told what the router decides
+bodies    one meaning for each JSON body, and bounds on the work it makes
+arrivals  bounds on the bodies that are arriving
+"""
+
+from __future__ import annotations
+
+from router.access.arrivals import Arrivals, ArrivingBody, too_large, too_slow
+from router.access.door import Admitted, Door
+from router.access.own_routes import OwnRoutesMiddleware
+from router.access.routes import Access, Route
+from router.access.tenants import AccessControl, Tenant, hashed_key, without_credentials
+
+__all__ = [
+    "Access",
+    "AccessControl",
+    "Admitted",
+    "Arrivals",
+    "ArrivingBody",
+    "Door",
+    "OwnRoutesMiddleware",
+    "Route",
+    "Tenant",
+    "hashed_key",
+    "too_large",
+    "too_slow",
+    "without_credentials",
+]

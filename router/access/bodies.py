@@ -1,0 +1,126 @@
+"""One meaning for each JSON body, and a bound on the work it makes.
+
+The router reads a body and an engine reads it again, with another parser. So a body is accepted only where no two
+parsers differ: UTF-8 without a byte order mark, no name twice in an object, no NaN, no lone surrogate. What is accepted
+goes on as the bytes that came.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import jiter
+import msgspec
+
+from indexer.errors import RequestError
+from router.access.routes import Route
+from router.access.steering import refusal, steering_fields, steering_form_field, stripped
+from router.access.tenants import Tenant
+from router.apis.endpoints import PROMPTED
+from router.apis.fields import kind_of
+from router.apis.json_edit import with_field, without_fields
+from router.settings import EngineFields, LimitSettings
+
+# Fewer bytes than this make little work, whatever is in them.
+_SMALL: Final = 64 * 1024
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# A list or an object takes about as long to read as so many numbers.
+_OF_A_LIST: Final = 8
+# Lists of prompts, and lists of messages.
+_PROMPTS: Final = ("prompt", "text", "input_ids", "token_ids")
+_MESSAGES: Final = ("messages", "input")
+
+
+def checked_body(
+    route: Route, body: bytes, tenant: Tenant | None, limits: LimitSettings, engine_fields: EngineFields
+) -> bytes:
+    """The body to send on. Raises RequestError (400, 413).
+
+    It is the one that came, but for what a tenant may not say, and for what is to be stripped.
+    """
+    if not route.json:
+        return _checked_other(body, limits, engine_fields)
+    fields = read_object(body, limits.values)
+    if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
+        if engine_fields is EngineFields.REFUSE:
+            raise refusal(steering[0])
+        body = _without(body, fields, steering)
+    if route.path in PROMPTED:
+        _check_amounts(fields, limits)
+    if tenant is not None:
+        body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
+    return body
+
+
+def read_object(body: bytes, most_values: int) -> dict[str, Any]:
+    """The JSON object that a body is to every parser. Raises RequestError (400) when there is none."""
+    if len(body) > _SMALL and (values := _values_in(body, most_values)) > most_values:
+        raise RequestError(
+            f"The body has {values} values. Send at most {most_values}, or raise limits.values.",
+            status=413,
+            code="too_much_work",
+        )
+    try:
+        fields = jiter.from_json(body, allow_inf_nan=False, cache_mode="none", catch_duplicate_keys=True)
+    except ValueError as error:
+        raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
+    if not isinstance(fields, dict):
+        raise RequestError(f"The body is {kind_of(fields)}. Send one JSON object.")
+    return fields
+
+
+def _values_in(body: bytes, enough: int) -> int:
+    """How many values a body has at most, a list or an object as several; what strings hold counts only where it is not
+    clear that there are few enough."""
+    values = _marks(body)
+    return values if values <= enough else _marks(_STRING.sub(b"", body))
+
+
+def _marks(body: bytes) -> int:
+    return body.count(b",") + _OF_A_LIST * (body.count(b"[") + body.count(b"{"))
+
+
+def _check_amounts(fields: dict[str, Any], limits: LimitSettings) -> None:
+    for names, kinds, most, setting in (
+        (_PROMPTS, (str, list), limits.prompts, "limits.prompts"),
+        (_MESSAGES, (dict,), limits.messages, "limits.messages"),
+    ):
+        for name in names:
+            value = fields.get(name)
+            if isinstance(value, list) and len(value) > most and isinstance(value[0], kinds):
+                raise RequestError(
+                    f"{name} has {len(value)} of them. Send at most {most}, or raise {setting}.",
+                    status=413,
+                    param=name,
+                    code="too_much_work",
+                )
+
+
+def _without(body: bytes, fields: dict[str, Any], steering: list[str]) -> bytes:
+    kept = stripped(fields)
+    body = without_fields(body, fields.keys() - kept.keys())
+    for name in {path.partition(".")[0] for path in steering} & kept.keys():
+        body = with_field(body, name, msgspec.json.encode(kept[name]))
+    return body
+
+
+def _checked_other(body: bytes, limits: LimitSettings, engine_fields: EngineFields) -> bytes:
+    """A body that is not known to be JSON: a form, a file, or what an engine alone understands."""
+    if engine_fields is EngineFields.PASS or not body:
+        return body
+    if body.lstrip()[:1] == b"{":
+        try:
+            fields = read_object(body, limits.values)
+        except RequestError:
+            return body  # lines of JSON, or no JSON
+        if steering := steering_fields(fields):
+            if engine_fields is EngineFields.REFUSE:
+                raise refusal(steering[0])
+            return _without(body, fields, steering)
+    elif body.startswith(b"--") and steering_form_field(body):
+        raise RequestError(
+            "A field of the form is the router's to say to an engine. Leave it out, or set proxy.engine_fields.",
+            code="engine_field",
+        )
+    return body

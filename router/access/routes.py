@@ -1,0 +1,171 @@
+"""What may be asked of the router: an allow-list of methods and paths, each with who may ask.
+
+Engines have endpoints that put them to sleep, load code or show their settings. What is not listed here is one of
+those, as far as the router knows: it wants the operator's token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from router.apis.endpoints import BY_LOAD, PROMPTED
+
+
+class Access(Enum):
+    """Who may ask."""
+
+    ANYONE = auto()
+    TENANT = auto()  # with an API key where there are tenants, else anyone
+    CALLER = auto()  # anyone where there are no tenants, else the operator
+    OPERATOR = auto()  # changes something: with the token; without one only where nobody else can reach the router
+    ENGINE = auto()  # an engine's own, about which nothing is known: with the token
+    NOBODY = auto()  # the path takes other methods
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A method and a path. `own`: the router answers it itself. `json`: its body is one JSON object.
+
+    `pure`: it changes nothing that lasts, so that a worker may get it twice. `generates`: and another may be tried
+    while nothing of an answer came. `methods`: what its path takes, where it does not take this one.
+    """
+
+    method: str
+    path: str
+    access: Access
+    own: bool = False
+    json: bool = False
+    pure: bool = False
+    generates: bool = False
+    methods: tuple[str, ...] = ()
+
+
+_RESPONSES = "/v1/responses"
+# Those of the inference API that an API key opens; access.tenants tells which of them.
+_INFERENCE = [
+    Route(
+        "POST",
+        path,
+        Access.TENANT,
+        json=True,
+        pure=path != _RESPONSES,
+        generates=path in PROMPTED and path != _RESPONSES,
+    )
+    for path in (*PROMPTED, *BY_LOAD)
+]
+_OWN = [
+    *(Route("GET", path, Access.ANYONE, own=True) for path in ("/health", "/ready", "/metrics", "/ui")),
+    *(Route("GET", path, Access.TENANT, own=True) for path in ("/v1/models", "/v1/models/{name}")),
+    *(Route("GET", path, Access.CALLER, own=True) for path in ("/workers", "/dump", "/docs", "/openapi.json")),
+    *(Route("GET", path, Access.CALLER, own=True) for path in ("/live", "/requests")),
+    *(Route("POST", path, Access.CALLER, own=True) for path in ("/match", "/query", "/query_by_hash", "/explain")),
+    *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/register", "/unregister", "/reset_prefix_cache")),
+    *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/workers", "/workers/drain", "/workers/undrain")),
+    Route("DELETE", "/workers", Access.OPERATOR, own=True),
+]
+# Of OpenAI's API and of engines: neither their settings nor anything that would stop or change one for others.
+_PASSED = [
+    *(Route("GET", path, Access.CALLER, pure=True) for path in ("/version", "/ping", "/model_info", "/get_model_info")),
+    *(
+        Route("GET", path, Access.CALLER, pure=True)
+        for path in (f"{_RESPONSES}/{{id}}", f"{_RESPONSES}/{{id}}/input_items")
+    ),
+    Route("DELETE", f"{_RESPONSES}/{{id}}", Access.CALLER),
+    Route("POST", f"{_RESPONSES}/{{id}}/cancel", Access.CALLER),
+    *(
+        Route("POST", path, Access.CALLER, json=True, pure=True)
+        for path in (
+            "/v1/chat/completions/render",
+            "/v1/completions/render",
+            "/v1/messages/render",
+            f"{_RESPONSES}/render",
+            "/v1/chat/completions/batch",
+            "/v1/classify",
+            "/v1/pooling",
+            "/v1/tokenize",
+            "/v1/detokenize",
+            "/inference/v1/generate/derender",
+            "/v1/moderations",
+            "/v1/images/generations",
+            "/v1/embeddings/batch",
+            "/encode",
+        )
+    ),
+    *(
+        Route("POST", path, Access.CALLER)
+        for path in (
+            "/v1/audio/transcriptions",
+            "/v1/audio/translations",
+            "/v1/images/edits",
+            "/v1/images/variations",
+            "/invocations",
+        )
+    ),
+    *(
+        Route(method, f"/v1/{name}{rest}", Access.CALLER, pure=method == "GET")
+        for name in ("files", "batches", "uploads", "videos", "conversations", "vector_stores")
+        for method, rest in (
+            ("POST", ""),
+            ("GET", ""),
+            ("GET", "/{id}"),
+            ("POST", "/{id}"),
+            ("DELETE", "/{id}"),
+            ("GET", "/{id}/content"),
+            ("POST", "/{id}/cancel"),
+            ("POST", "/{id}/complete"),
+            ("POST", "/{id}/parts"),
+            ("GET", "/{id}/items"),
+            ("POST", "/{id}/items"),
+            ("GET", "/{id}/files"),
+            ("POST", "/{id}/files"),
+            ("POST", "/{id}/search"),
+        )
+    ),
+]
+
+# What may stand for {id}, and for {name}, which is a model's and may have slashes.
+_ID = r"[A-Za-z0-9_.:~@=+-]{1,256}"
+_NAME = r".{1,512}"
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    return re.compile(re.escape(path).replace(r"\{id\}", _ID).replace(r"\{name\}", _NAME))
+
+
+class Routes:
+    """The allow-list. `more`: routes beside it, as the settings have them: "POST /v1/mine"."""
+
+    def __init__(self, more: Iterable[str] = ()) -> None:
+        listed = [*_INFERENCE, *_OWN, *_PASSED]
+        for line in more:
+            method, _, path = line.partition(" ")
+            listed.append(Route(method, path, Access.CALLER))
+        self._exact = {(route.method, route.path): route for route in listed if "{" not in route.path}
+        self._patterns = [(_pattern(route.path), route) for route in listed if "{" in route.path]
+
+    def find(self, method: str, path: str) -> Route:
+        """The route of a request whose path is in its canonical form.
+
+        HEAD is as GET, and OPTIONS, which asks what there is, as any method that a path has.
+        """
+        asked = "GET" if method == "HEAD" else method
+        route = self._exact.get((asked, path))
+        if route is not None:
+            return route
+        known = self._of_path(path)
+        for route in known:
+            if route.method == asked:
+                return route
+        if not known:
+            return Route(method, path, Access.ENGINE)
+        if method == "OPTIONS" and not known[0].own:
+            return Route(method, path, Access.CALLER, pure=True)
+        methods = tuple(sorted({route.method for route in known}))
+        return Route(method, path, Access.NOBODY, methods=methods)
+
+    def _of_path(self, path: str) -> list[Route]:
+        found = [route for (_, known), route in self._exact.items() if known == path]
+        return found + [route for pattern, route in self._patterns if pattern.fullmatch(path)]

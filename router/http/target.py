@@ -1,0 +1,57 @@
+"""The one form in which a request's target is accepted, so that all who read it read the same path.
+
+What means the same in another form is refused: dot segments, doubled slashes, backslashes, and what is encoded without
+need. So a path may be compared as text, and its bytes sent on as they came.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+from urllib.parse import unquote_to_bytes
+
+# RFC 3986, 3.3: what may stand in a path as it is, and any byte as %XX with capital digits.
+_PATH: Final = re.compile(rb"/(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-F]{2})*")
+# A query is read by nobody here; but nothing in it may end a line, or be taken for the end of the target.
+_QUERY: Final = re.compile(rb"[!-~]*")
+_NOT_IN_QUERY: Final = re.compile(rb"[#\\]")
+# RFC 3986, 2.3: these mean the same whether they are encoded or not.
+_UNRESERVED: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+_PERCENT, _SLASH, _BACKSLASH, _SPACE, _DELETE = b"%/\\ \x7f"
+
+
+class TargetError(ValueError):
+    """A target in another form; the message says what is wrong with it."""
+
+
+def canonical_path(target: bytes, encoded_slashes: bool = False) -> str:
+    """The decoded path of a target, without its query. Raises TargetError.
+
+    `encoded_slashes`: `%2F` may stand for a slash inside a name. They are slashes in the path that is returned.
+    """
+    raw, question_mark, query = target.partition(b"?")
+    if question_mark and (_QUERY.fullmatch(query) is None or _NOT_IN_QUERY.search(query)):
+        raise TargetError("its query has a character that must be percent-encoded")
+    if _PATH.fullmatch(raw) is None:
+        raise TargetError("its path has a character that must be percent-encoded, with capital digits")
+    path = raw if b"%" not in raw else _decoded(raw, encoded_slashes)
+    if b"//" in path:
+        raise TargetError("its path has a doubled slash")
+    if b"/." in path and not {b".", b".."}.isdisjoint(path.split(b"/")):
+        raise TargetError("its path has dot segments")
+    try:
+        return path.decode()
+    except UnicodeDecodeError as error:
+        raise TargetError("its path is not UTF-8") from error
+
+
+def _decoded(raw: bytes, encoded_slashes: bool) -> bytes:
+    for part in raw.split(b"%")[1:]:
+        byte = int(part[:2], 16)
+        if byte == _SLASH and encoded_slashes:
+            continue
+        if byte in (_PERCENT, _SLASH, _BACKSLASH, _DELETE) or byte < _SPACE:
+            raise TargetError(f"its path has %{part[:2].decode()}, which is not accepted")
+        if byte in _UNRESERVED:
+            raise TargetError(f"its path has %{part[:2].decode()}, which needs no encoding")
+    return unquote_to_bytes(raw)

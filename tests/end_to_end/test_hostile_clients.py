@@ -1,0 +1,596 @@
+"""What a client, or a tenant with a key, tries that is not its to do: none of it reaches a worker, on either way in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from io import BytesIO
+from itertools import product
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from router_under_test import RouterUnderTest, router, until
+from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
+
+from router.access import hashed_key
+from router.access.steering import FIELDS, HEADERS
+
+pytestmark = pytest.mark.anyio
+
+TOKEN = "admin"
+KEY = {"authorization": "Bearer key-a"}
+ADMIN = {"authorization": f"Bearer {TOKEN}"}
+TENANTS = {
+    "named": {"a": {"keys": [hashed_key("key-a")]}, "later": {"keys": [hashed_key("key-later")], "priority": 5}},
+    "isolate": True,
+    "salted_messages": True,
+}
+COMPLETION = {"model": MODEL, "prompt": [1, 2, 3]}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT | {"max_tokens": 1},
+    "/v1/responses": {"model": MODEL, "input": "x"},
+    "/v1/embeddings": {"model": MODEL, "input": "x"},
+}
+# Of vLLM and SGLang; and what neither has, yet.
+ENGINE_ROUTES = [
+    *(("POST", f"/{name}") for name in ("sleep", "wake_up", "pause", "resume", "shutdown", "flush_cache")),
+    *(("POST", f"/{name}") for name in ("load_lora_adapter", "v1/load_lora_adapter", "v1/unload_lora_adapter")),
+    *(("POST", f"/{name}") for name in ("start_profile", "stop_profile", "collective_rpc", "abort_request")),
+    *(("POST", f"/{name}") for name in ("update_weights_from_disk", "update_weights", "release_memory_occupation")),
+    *(("GET", f"/{name}") for name in ("server_info", "get_server_info", "flush_cache", "is_sleeping")),
+    ("POST", "/some_new_way_to_stop_an_engine"),
+    ("GET", "/v1/secrets"),
+]
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "asgi"])
+def lane(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ScriptedWorker]:
+    async with scripted_worker() as worker:
+        yield worker
+
+
+@pytest.fixture
+async def guarded(worker: ScriptedWorker, lane: bool) -> AsyncIterator[RouterUnderTest]:
+    server = {"token": TOKEN, "fast_lane": lane}
+    async with router(worker.url, server=server, tenants=TENANTS) as routed:
+        yield routed
+
+
+@pytest.fixture
+async def plain(worker: ScriptedWorker, lane: bool) -> AsyncIterator[RouterUnderTest]:
+    async with router(worker.url, server={"fast_lane": lane}) as routed:
+        yield routed
+
+
+async def raw(routed: RouterUnderTest, request: bytes, half_close: bool = False) -> bytes:
+    """Send bytes; everything that comes until the connection is closed."""
+    address = urlsplit(routed.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        writer.write(request)
+        if half_close:
+            writer.write_eof()
+        async with asyncio.timeout(10):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def request_bytes(method: str, target: bytes, body: bytes = b"", headers: bytes = b"", host: bytes = b"r") -> bytes:
+    return b"%b %b HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n%bContent-Length: %d\r\n\r\n%b" % (
+        method.encode(),
+        target,
+        host,
+        headers,
+        len(body),
+        body,
+    )
+
+
+# Paths and methods
+
+
+TARGETS = [
+    b"/v1/models/../../sleep",
+    b"/v1/models/%2e%2e/%2e%2e/sleep",
+    b"/v1/models/..%2f..%2fsleep",
+    b"/v1/models/..%2F..%2Fsleep",
+    b"/v1/models/x/../../../shutdown",
+    b"/v1/models/./x",
+    b"/v1/models/x/.",
+    b"/%68ealth",
+    b"/v1/models/../chat/completions",
+    b"/v1//completions",
+    b"//v1/completions",
+    b"/v1/completions/../completions",
+    b"/v1\\completions",
+    b"/v1%5ccompletions",
+    b"/v1%5Ccompletions",
+    b"/v1/completions%00",
+    b"/v1/completion%73",
+    b"/v1/models/%252e%252e/sleep",
+    b"/v1/models/\xff",
+    b"/v1/models/%FF",
+    b"/v1/models/%c3%a9",
+    b"/v1/completions#x",
+    b"/v1/completions?a#x",
+    b"/v1/completions?\\",
+    b"/v1/models/a%0d%0ab",
+]
+
+
+async def test_a_target_in_another_form_is_refused(worker: ScriptedWorker, guarded: RouterUnderTest) -> None:
+    body = json.dumps(COMPLETION).encode()
+    for target in TARGETS:
+        for method in ("GET", "POST", "PUT"):
+            answer = await raw(guarded, request_bytes(method, target, body, b"Authorization: Bearer key-a\r\n"))
+            assert answer.startswith(b"HTTP/1.1 400 "), (method, target)
+    assert worker.exchanges == []
+
+
+async def test_a_tenants_key_opens_methods_that_are_its_own(worker: ScriptedWorker, guarded: RouterUnderTest) -> None:
+    paths = (*BODIES, "/v1/models", f"/v1/models/{MODEL}", "/health", "/ready", "/metrics", "/ui")
+    methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
+    for method, path in product(methods, paths):
+        reply = await guarded.call(path, BODIES.get(path, {}), method=method, headers=KEY)
+        if method == "POST" and path in BODIES:
+            assert reply.status == 200
+        elif method in ("GET", "HEAD") and path not in BODIES:
+            assert reply.status in (200, 503)
+        else:
+            assert reply.status in (401, 403, 405), (method, path)
+            assert method == "HEAD" or reply.error["type"] in ("invalid_request_error", "permission_error")
+    assert [(each.method, each.target) for each in worker.exchanges] == [("POST", path) for path in BODIES]
+
+
+async def test_what_watches_the_router_never_passes_to_a_worker(plain: RouterUnderTest, worker: ScriptedWorker) -> None:
+    for path in ("/health", "/ready", "/metrics", "/ui", "/workers", "/match"):
+        for method in ("PUT", "PATCH", "HEAD", "OPTIONS"):
+            reply = await plain.call(path, method=method)
+            assert reply.status == (200 if method == "HEAD" and path != "/match" else 405)
+            assert not reply.body or method != "HEAD"
+    assert worker.exchanges == []
+
+
+async def test_what_only_engines_know_wants_the_token(
+    worker: ScriptedWorker, plain: RouterUnderTest, lane: bool
+) -> None:
+    for method, path in ENGINE_ROUTES:
+        reply = await plain.call(path, {}, method=method)
+        assert (reply.status, "server.token" in reply.error["message"]) == (403, True)
+    async with router(worker.url, server={"fast_lane": lane, "token": TOKEN}) as routed:
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            for method, path in ENGINE_ROUTES:
+                reply = await routed.call(path, {}, method=method, headers=headers)
+                assert (reply.status, "server.token" in reply.error["message"]) == (401, True)
+        assert worker.exchanges == []
+        others = [route for route in ENGINE_ROUTES if route != ("GET", "/server_info")]  # which every worker is asked
+        for method, path in others:
+            assert (await routed.call(path, {}, method=method, headers=ADMIN)).status == 200
+    assert set(others) <= {(each.method, each.target) for each in worker.exchanges}
+    assert not any(exchange.header("authorization") for exchange in worker.exchanges)
+
+
+async def test_more_routes_may_be_named(worker: ScriptedWorker, lane: bool) -> None:
+    proxy = {"more_routes": ["POST /v1/mine/{id}"]}
+    async with router(worker.url, server={"fast_lane": lane}, proxy=proxy) as routed:
+        assert (await routed.call("/v1/mine/1", {})).status == 200
+        assert (await routed.call("/v1/mine/1")).status == 405
+        assert (await routed.call("/v1/mine/1/2", {})).status == 403
+
+
+async def test_the_token_never_reaches_a_worker(worker: ScriptedWorker, lane: bool) -> None:
+    async with router(worker.url, server={"fast_lane": lane, "token": TOKEN}) as routed:
+        assert (await routed.call("/v1/completions", COMPLETION, headers=ADMIN)).status == 200
+        assert worker.last.header("authorization") == []
+        assert (await routed.call("/v1/completions", COMPLETION, headers=KEY)).status == 200
+        assert worker.last.header("authorization") == [b"Bearer key-a"]
+
+
+# Who may change the router
+
+
+async def test_off_loopback_nothing_is_changed_without_a_token(worker: ScriptedWorker, lane: bool) -> None:
+    async with router(worker.url, server={"fast_lane": lane, "host": "0.0.0.0"}) as routed:
+        for path in ("/workers", "/workers/drain", "/workers/undrain", "/register", "/unregister"):
+            reply = await routed.call(path, {"url": "http://127.0.0.1:1"})
+            assert (reply.status, "server.token" in reply.error["message"]) == (403, True)
+        assert (await routed.call("/workers?url=http://127.0.0.1:1", method="DELETE")).status == 403
+        assert (await routed.call("/reset_prefix_cache", method="POST")).status == 403
+        assert (await routed.call("/v1/completions", COMPLETION)).status == 200
+
+
+async def test_the_page_of_another_site_changes_nothing(plain: RouterUnderTest) -> None:
+    evil = {"origin": "http://evil.example"}
+    before = len(await plain.workers())
+    for headers in (
+        {"content-type": "text/plain"},
+        {"content-type": "text/plain;charset=UTF-8"} | evil,
+        {"content-type": "multipart/form-data; boundary=x"},
+        {"content-type": "application/x-www-form-urlencoded"} | evil,
+        evil,
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+    ):
+        for path in ("/workers", "/register", "/reset_prefix_cache", "/sleep"):
+            reply = await plain.call(path, {"url": "http://127.0.0.1:1", "weight": 1000}, headers=headers)
+            assert reply.status in (403, 415)
+    assert len(await plain.workers()) == before
+    own = {"origin": plain.url, "sec-fetch-site": "same-origin"}
+    assert (await plain.call("/reset_prefix_cache", {}, headers=own)).status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example:80", "127.0.0.1.evil.example"])
+async def test_another_host_is_refused(plain: RouterUnderTest, worker: ScriptedWorker, host: str) -> None:
+    for method, path in (("POST", "/workers"), ("GET", "/workers"), ("GET", "/dump"), ("POST", "/match")):
+        assert (await plain.call(path, {} if method == "POST" else None, headers={"host": host})).status == 421
+    for own in ("localhost", "127.0.0.1:1", "[::1]:1", "router", "router.svc"):
+        assert (await plain.call("/workers", headers={"host": own})).status == 200
+    async with router(worker.url, server={"allowed_hosts": [host.partition(":")[0]]}) as routed:
+        assert (await routed.call("/workers", headers={"host": host})).status == 200
+
+
+async def test_the_operators_port(worker: ScriptedWorker) -> None:
+    """In one process both ports lead to the same application: what is not the operator's is told apart by the port."""
+    async with router(worker.url, server={"admin_port": 1}) as routed:
+        for path in ("/metrics", "/workers", "/dump", "/ui"):
+            assert (await routed.call(path)).error["code"] == "admin_port"
+        for path in ("/health", "/ready", "/v1/models"):
+            assert (await routed.call(path)).status == 200
+        assert (await routed.call("/v1/completions", COMPLETION)).status == 200
+
+
+# What steers engines
+
+
+def with_field(body: dict[str, Any], name: str, value: str = '{"remote_host": "1.2.3.4"}') -> bytes:
+    return json.dumps(body).encode()[:-1] + b', "%b": %b}' % (name.encode(), value.encode())
+
+
+async def test_fields_that_steer_engines_are_the_routers(
+    worker: ScriptedWorker, guarded: RouterUnderTest, plain: RouterUnderTest
+) -> None:
+    """A tenant's are refused; those of others do not come through."""
+    for path in BODIES:
+        for name in (*FIELDS, "\\u006bv_transfer_params", "r\\u0069d"):
+            inside = with_field(BODIES[path], "vllm_xargs", f'{{"{name}": 1}}')
+            for body in (with_field(BODIES[path], name), inside):
+                assert (await guarded.call(path, body, headers=KEY)).status == 400, name
+                assert worker.exchanges == []
+                assert (await plain.call(path, body)).status == 200
+                kept = json.loads(worker.exchanges.pop().body)
+                assert kept.pop("vllm_xargs", {}) == {}
+                assert kept == BODIES[path]
+        for header in HEADERS:
+            given = {header.decode(): "1"}
+            assert (await guarded.call(path, BODIES[path], headers=KEY | given)).status == 400, header
+            assert worker.exchanges == []
+            assert (await plain.call(path, BODIES[path], headers=given)).status == 200
+            assert worker.exchanges.pop().header(header.decode()) == []
+    body = with_field(COMPLETION, "rid", '"r"')
+    assert (await guarded.call("/v1/completions", body, headers=ADMIN)).status == 200
+    assert worker.last.body == body
+
+
+async def test_they_are_stripped_or_passed_where_the_settings_say_so(worker: ScriptedWorker, lane: bool) -> None:
+    extra = {"vllm_xargs": {"kv_transfer_params": 1, "x": [1]}, "rid": "r", "user": "é", "kv_transfer_params": {"a": 1}}
+    headers = {"x-data-parallel-rank": "1", "x-mine": "2"}
+    for mode in ("strip", "pass"):
+        async with router(worker.url, server={"fast_lane": lane}, proxy={"engine_fields": mode}) as routed:
+            assert (await routed.call("/v1/completions", COMPLETION | extra, headers=headers)).status == 200
+        kept = {"vllm_xargs": {"x": [1]}, "user": "é"} if mode == "strip" else extra
+        assert json.loads(worker.last.body) == COMPLETION | kept
+        assert worker.last.header("x-data-parallel-rank") == ([] if mode == "strip" else [b"1"])
+        assert worker.last.header("x-mine") == [b"2"]
+
+
+async def test_a_form_does_not_steer_either(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+    def form(name: str) -> bytes:
+        return f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nm\r\n--b--\r\n'.encode()
+
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    assert (await plain.call("/v1/audio/transcriptions", form("request_id"), headers=headers)).status == 400
+    assert worker.exchanges == []
+    assert (await plain.call("/v1/audio/transcriptions", form("model"), headers=headers)).status == 200
+
+
+def ambiguous(text: str) -> list[bytes]:
+    """Bodies that some parsers read as this JSON object, and others as something else or not at all."""
+    return [
+        b"\xef\xbb\xbf" + text.encode(),
+        text.encode("utf-16"),
+        text.encode("utf-16-le"),
+        text.encode("utf-32"),
+        text.encode()[:-1] + b', "model": "m"}',
+        text.encode()[:-1] + b', "\\u006dodel": "m"}',
+        text.encode()[:-1] + b', "x": {"a": 1, "\\u0061": 2}}',
+        text.encode()[:-1] + b', "x": NaN}',
+        text.encode()[:-1] + b', "x": -Infinity}',
+        text.encode()[:-1] + b', "x": "\\ud800"}',
+        text.encode()[:-1] + b', "x": "\xff"}',
+        text.encode()[:-1] + b', "x": "\xed\xa0\x80"}',
+        text.encode() + b"\x00",
+        text.encode() + text.encode(),
+        b"[]",
+        b"",
+    ]
+
+
+async def test_a_body_that_can_be_read_in_two_ways_is_refused(
+    worker: ScriptedWorker, guarded: RouterUnderTest, plain: RouterUnderTest
+) -> None:
+    for routed, path in product((guarded, plain), BODIES):
+        for body in ambiguous(json.dumps(BODIES[path])):
+            assert (await routed.call(path, body, headers=KEY)).status == 400, body
+    assert worker.exchanges == []
+
+
+async def test_a_priority_that_is_no_integer_is_refused(guarded: RouterUnderTest) -> None:
+    for priority in ('" -9 "', '"-9"', "-9.0", "[-9]", "true", '"0x1"', "-9e0"):
+        reply = await guarded.call("/v1/completions", with_field(COMPLETION, "priority", priority), headers=KEY)
+        assert (reply.status, reply.error["param"]) == (400, "priority")
+
+
+async def test_no_priority_is_better_than_the_tenants(worker: ScriptedWorker, guarded: RouterUnderTest) -> None:
+    headers = {"authorization": "Bearer key-later"}
+    for asked, sent in ((0, 5), (-9, 5), (5, 5), (7, 7), (None, None)):
+        reply = await guarded.call("/v1/completions", COMPLETION | {"priority": asked}, headers=headers)
+        assert (reply.status, json.loads(worker.last.body)["priority"]) == (200, sent)
+
+
+# How much
+
+
+OWN = ("/match", "/query", "/query_by_hash", "/explain", "/register", "/unregister", "/workers", "/workers/drain")
+
+
+async def test_own_endpoints_have_the_same_bounds(worker: ScriptedWorker, lane: bool) -> None:
+    server = {"fast_lane": lane, "max_body_bytes": 1000, "body_timeout": 0.3}
+    async with router(worker.url, server=server) as routed:
+        for path in OWN:
+            assert (await routed.call(path, b"x" * 1001)).status == 413
+            head = b"POST %b HTTP/1.1\r\nHost: r\r\n" % path.encode()
+            chunk = b"%x\r\n%b\r\n" % (600, b"x" * 600)
+            answer = await raw(routed, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + chunk)
+            assert answer.startswith(b"HTTP/1.1 413 ")
+        slow = [
+            raw(routed, b"POST %b HTTP/1.1\r\nHost: r\r\n%b" % (path.encode(), begun))
+            for path in OWN
+            for begun in (b"Content-Length: 900\r\n\r\nx", b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        ]
+        assert {answer[:13] for answer in await asyncio.gather(*slow)} == {b"HTTP/1.1 408 "}
+
+
+async def test_all_arriving_bodies_together_are_bounded(worker: ScriptedWorker, lane: bool) -> None:
+    mebibyte = 2**20
+    async with router(worker.url, server={"fast_lane": lane}, limits={"arriving_bytes": 4 * mebibyte}) as routed:
+        address = urlsplit(routed.url)
+        opened = [await asyncio.open_connection(address.hostname, address.port) for _ in range(6)]
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % (2 * mebibyte)
+        for _, writer in opened:
+            writer.write(head + b" " * mebibyte)
+        refused = [asyncio.create_task(reader.read(12)) for reader, _ in opened]
+        done, waiting = await asyncio.wait(refused, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        assert {task.result() for task in done} == {b"HTTP/1.1 503"}
+        # Who sends little is not held up.
+        assert (await routed.call("/v1/completions", COMPLETION)).status == 200
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for _, writer in opened:
+            writer.close()
+
+        async def released() -> bool:
+            body = with_field(COMPLETION, "x", json.dumps("x" * 3 * mebibyte))
+            return await post(routed, "/v1/completions", body) == 200
+
+        await until(released)
+
+
+MUCH = [
+    ("/v1/completions", b'{"model":"m","prompt":[' + b"[1]," * 200_000 + b"[1]]}"),
+    ("/v1/completions", b'{"model":"m","prompt":[' + b'"a",' * 10_000 + b'"a"]}'),
+    ("/v1/completions", b'{"model":"m","prompt":[' + b"1," * 2_000_000 + b"1]}"),
+    ("/v1/completions", b'{"model":"m","x":' + b"[" * 500_000 + b"]" * 500_000 + b"}"),
+    ("/v1/chat/completions", b'{"model":"m","messages":[' + b"{}," * 20_000 + b"{}]}"),
+    ("/v1/chat/completions", b'{"model":"m","messages":[' + b"[]," * 2_000_000 + b"[]]}"),
+    ("/v1/responses", b'{"model":"m","input":[' + b"{}," * 20_000 + b"{}]}"),
+    ("/v1/messages", b'{"model":"m","messages":[' + b"{}," * 20_000 + b"{}]}"),
+    ("/generate", b'{"model":"m","text":[' + b'"a",' * 10_000 + b'"a"]}'),
+]
+
+
+async def post(routed: RouterUnderTest, path: str, body: bytes) -> int:
+    """Send a large body; the answer's status."""
+    async with routed.session.post(routed.url + path, data=BytesIO(body)) as response:
+        await response.read()
+        return response.status
+
+
+async def test_work_that_one_request_makes_is_bounded(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+    for path, body in MUCH:
+        assert await post(plain, path, body) in (400, 413)
+    assert worker.exchanges == []
+
+
+async def test_brackets_in_a_long_text_are_no_work(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+    body = json.dumps({"model": MODEL, "prompt": '[{"a": [1, 2]}, ' * 250_000}).encode()
+    assert await post(plain, "/v1/completions", body) == 200
+    assert worker.last.body == body
+
+
+# What is sent again
+
+
+def answers(status: str) -> Any:
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(b"{}", status)
+
+    return script
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/responses", "/v1/embeddings", "/load_lora_adapter"])
+@pytest.mark.parametrize("script", [answers("502 Bad Gateway"), answers("503 No"), Exchange.hang_up])
+async def test_what_is_not_safe_to_repeat_is_sent_once(lane: bool, path: str, script: Any) -> None:
+    async with scripted_worker(script) as one, scripted_worker(script) as two:
+        server = {"fast_lane": lane, "token": TOKEN}
+        async with router(one.url, two.url, server=server, policy={"name": "round_robin"}) as routed:
+            reply = await routed.call(path, BODIES.get(path, {"model": MODEL}), headers=ADMIN)
+            assert reply.status in (502, 503)
+        assert len(one.exchanges) + len(two.exchanges) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/completions", "/v1/responses"])
+async def test_a_worker_that_cannot_be_reached_did_not_get_it(lane: bool, path: str) -> None:
+    async with scripted_worker() as one, scripted_worker() as two:
+        async with router(one.url, two.url, server={"fast_lane": lane}, policy={"name": "round_robin"}) as routed:
+            await one.stop()
+            for _ in range(3):
+                reply = await routed.call(path, BODIES.get(path, {"model": MODEL}))
+                assert (reply.status, reply.worker) == (200, two.url)
+        assert len(two.exchanges) == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+async def test_a_kept_connection_that_closes_sends_nothing_twice(lane: bool, path: str) -> None:
+    async def once_then_hang_up(exchange: Exchange) -> None:
+        if len(worker.exchanges) == 1:
+            await exchange.answer()
+        else:
+            await exchange.hang_up()
+
+    async with scripted_worker(once_then_hang_up) as worker, router(worker.url, server={"fast_lane": lane}) as routed:
+        assert (await routed.call("/v1/completions", COMPLETION)).status == 200
+        assert (await routed.call(path, {"model": MODEL})).status == 502
+        assert len(worker.exchanges) == 2
+
+
+async def test_a_request_that_kills_its_worker_takes_no_more_than_two(lane: bool) -> None:
+    workers = [ScriptedWorker(Exchange.hang_up) for _ in range(5)]
+    for worker in workers:
+        await worker.start()
+    try:
+        urls = [worker.url for worker in workers]
+        async with router(*urls, server={"fast_lane": lane}, proxy={"attempts": 5}) as routed:
+            reply = await routed.call("/v1/completions", COMPLETION)
+            assert reply.status == 503
+            assert sum(len(worker.exchanges) for worker in workers) == 2
+    finally:
+        for worker in workers:
+            await worker.stop()
+
+
+async def test_requests_that_no_worker_answered_find_a_healthy_one(lane: bool) -> None:
+    """Four of eight workers die under waiting requests, more than any budget of retries would let go on."""
+    waiting = asyncio.Event()
+
+    async def wait(exchange: Exchange) -> None:
+        if waiting.is_set():
+            await exchange.answer()
+        else:
+            await exchange.left()
+
+    workers = [ScriptedWorker(wait) for _ in range(8)]
+    for worker in workers:
+        await worker.start()
+    try:
+        proxy = {"retry_minimum": 0, "retry_share": 0}
+        server = {"fast_lane": lane}
+        urls = [worker.url for worker in workers]
+        async with router(*urls, server=server, proxy=proxy, policy={"name": "round_robin"}) as routed:
+            asked = [asyncio.create_task(routed.call("/v1/completions", COMPLETION)) for _ in range(80)]
+
+            async def all_there() -> bool:
+                return sum(len(worker.exchanges) for worker in workers) == 80
+
+            await until(all_there)
+            waiting.set()
+            for worker in workers[:4]:
+                await worker.stop()
+            lost = [exchange for worker in workers[4:] for exchange in worker.exchanges[:10]]
+            await asyncio.gather(*(exchange.answer() for exchange in lost))
+            replies = await asyncio.gather(*asked)
+        assert [reply.status for reply in replies] == [200] * 80
+    finally:
+        for worker in workers:
+            await worker.stop()
+
+
+# What workers say
+
+
+async def test_the_routers_own_headers_are_its_own(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(headers=b"x-kvrouter-worker: evil\r\nX-KvRouter-Attempts: 9\r\nx-kvrouter-new: 1\r\n")
+
+    worker.script = script
+    for path in ("/v1/completions", "/v1/embeddings"):
+        for _ in range(2):  # the second head is known already
+            reply = await plain.call(path, BODIES[path])
+            assert reply.headers.getall("x-kvrouter-worker") == [worker.url]
+            assert not {"x-kvrouter-attempts", "x-kvrouter-new"} & {name.lower() for name in reply.headers}
+
+
+# Connections
+
+
+async def test_a_head_that_parsers_read_differently_is_refused(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+    for headers in (
+        b"Transfer-Encoding: gzip, chunked\r\n",
+        b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding: identity\r\n",
+        b"Host: other\r\nTransfer-Encoding: chunked\r\n",
+    ):
+        for path in (b"/v1/completions", b"/v1/files", b"/match"):
+            head = b"POST %b HTTP/1.1\r\nHost: r\r\nConnection: close\r\n%b\r\n" % (path, headers)
+            assert (await raw(plain, head + b"2\r\n{}\r\n0\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+    assert worker.exchanges == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/files", "/health"])
+async def test_a_client_that_half_closes_gets_its_answer(plain: RouterUnderTest, path: str) -> None:
+    method = "GET" if path == "/health" else "POST"
+    body = b"" if method == "GET" else json.dumps(COMPLETION).encode()
+    answer = await raw(plain, request_bytes(method, path.encode(), body), half_close=True)
+    assert b"HTTP/1.1 200 OK\r\n" in answer
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/files"])
+async def test_a_client_that_is_gone_is_not_waited_for(worker: ScriptedWorker, lane: bool, path: str) -> None:
+    gone = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.left()
+        gone.set()
+
+    worker.script = script
+    async with router(worker.url, server={"fast_lane": lane}) as routed:
+        address = urlsplit(routed.url)
+        _, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(request_bytes("POST", path.encode(), json.dumps(COMPLETION).encode()))
+
+        async def there() -> bool:
+            return bool(worker.exchanges)
+
+        await until(there)
+        writer.close()
+        async with asyncio.timeout(5):
+            await gone.wait()
+
+
+async def test_a_status_that_http_does_not_have_is_no_answer(worker: ScriptedWorker, lane: bool) -> None:
+    worker.script = answers("999 Odd")
+    async with router(worker.url, server={"fast_lane": lane}) as routed:
+        assert (await routed.call("/v1/completions", COMPLETION)).status == 503

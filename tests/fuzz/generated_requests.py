@@ -1,0 +1,192 @@
+"""Generates HTTP requests that are nearly right: targets, heads, framings and JSON bodies, bent a little."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+PATHS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/models/m",
+    "/v1/files",
+    "/v1/files/a",
+    "/generate",
+    "/tokenize",
+    "/health",
+    "/metrics",
+    "/match",
+    "/workers",
+    "/sleep",
+    "/v1/load_lora_adapter",
+    "/server_info",
+    "/update_weights_from_disk",
+    "/collective_rpc",
+    "/unknown",
+]
+METHODS = ["POST"] * 24 + ["GET", "GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "post", "GE T", "SLEEP"]
+_BENDS = [
+    "..",
+    ".",
+    "%2e%2e",
+    "%2E",
+    "/",
+    "//",
+    "\\",
+    "%2f",
+    "%2F",
+    "%5c",
+    "%00",
+    "%",
+    "%zz",
+    "%25",
+    ";",
+    "?",
+    "#",
+    "é",
+    "\x01",
+]
+_STEERING = [
+    "kv_transfer_params",
+    "rid",
+    "bootstrap_host",
+    "request_id",
+    "r\\u0069d",
+    "data_parallel_rank",
+    "\\u006bv_transfer_params",
+]
+_HEADERS = [
+    "x-data-parallel-rank: 1",
+    "X-Prefiller-Host-Port: 1.2.3.4:5",
+    "x_data_parallel_rank: 1",
+    "X-Request-Id: a b",
+    "Connection: x-request-id",
+    "Connection: close, content-length",
+    "Transfer-Encoding: gzip, chunked",
+    "Transfer-Encoding: chunked",
+    "Transfer-Encoding: Chunked",
+    "Transfer-Encoding:\tchunked",
+    "Transfer-Encoding: xchunked",
+    "Content-Length: 5",
+    "Content-Length: +5",
+    "Content-Length: 5, 5",
+    "Content-Length: 0x5",
+    "Expect: 100-continue",
+    "Upgrade: h2c",
+    "Host: other",
+    "Host:",
+    "Content-Type: application/json; charset=utf-16",
+    "Content-Encoding: gzip",
+    "X: a\rb",
+    "X: a\nTransfer-Encoding: chunked",
+    "X : a",
+    " folded",
+    "X: a\x00b",
+    ": none",
+    "X: " + "a" * 300,
+]
+
+
+def request(random: Random, number: int) -> bytes:
+    """One request, which may be anything, with a header that tells it from others."""
+    body = json_body(random)
+    target = _target(random)
+    method = random.choice(METHODS)
+    version = random.choice(["HTTP/1.1"] * 12 + ["HTTP/1.0", "HTTP/1.2", "HTTP/2.0", "http/1.1", "HTTP/1.1 "])
+    lines = [f"{method} {target} {version}"]
+    if random.random() < 0.97:
+        lines.append("Host: r")
+    lines.append(f"X-Fuzz: {number}")
+    lines += random.choices(_HEADERS, k=random.choice([0] * 8 + [1, 1, 2]))
+    framing = random.random()
+    if framing < 0.8:
+        lines.append(f"Content-Length: {len(body) + random.choice([0] * 30 + [-1, 1])}")
+    elif framing < 0.98:
+        lines.append("Transfer-Encoding: chunked")
+        body = _chunked(random, body)
+    end = random.choice(["\r\n"] * 30 + ["\n", "\r"])
+    return (end.join(lines) + end + end).encode("utf-8", "surrogateescape") + body
+
+
+def _target(random: Random) -> str:
+    target = random.choice(PATHS)
+    for _ in range(random.choice([0] * 6 + [1, 1, 2])):
+        place = random.randrange(len(target) + 1)
+        match random.randrange(4):
+            case 0:
+                target = target[:place] + random.choice(_BENDS) + target[place:]
+            case 1:
+                target = target + "/" + random.choice(_BENDS) + random.choice(PATHS)
+            case 2 if place < len(target):
+                target = target[:place] + f"%{ord(target[place]) & 0xFF:02x}" + target[place + 1 :]
+            case _:
+                target += "?" + random.choice(_BENDS)
+    return target
+
+
+def _chunked(random: Random, body: bytes) -> bytes:
+    place = random.randrange(len(body) + 1)
+    parts = [part for part in (body[:place], body[place:]) if part]
+    sizes = [random.choice(["%x"] * 20 + ["%X;a=b", "0%x", "0x%x", " %x", "%x "]) % len(part) for part in parts]
+    chunks = b"".join(size.encode() + b"\r\n" + part + b"\r\n" for size, part in zip(sizes, parts, strict=True))
+    return chunks + random.choice(
+        [b"0\r\n\r\n"] * 20 + [b"0\r\nX: y\r\n\r\n", b"00\r\n\r\n", b"0\r\nContent-Length: 3\r\n\r\n"]
+    )
+
+
+def json_body(random: Random) -> bytes:
+    """A body that a worker would take, bent at the level of JSON's own grammar."""
+    fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in _fields(random).items()]
+    for _ in range(random.choice([0] * 5 + [1, 1, 2])):
+        fields.insert(random.randrange(len(fields) + 1), _odd_field(random))
+    text = "{" + ", ".join(fields) + "}"
+    match random.randrange(40):
+        case 0:
+            return text.encode(random.choice(["utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7"]))
+        case 1:
+            return text.encode() + random.choice([b"\x00", b"{}", b" ", b"\n", b",", b"//x"])
+        case 2:
+            place = random.randrange(len(text))
+            return text[:place].encode() + bytes([random.randrange(256)]) + text[place + 1 :].encode()
+        case 3:
+            return text[: random.randrange(len(text))].encode()
+    return text.encode()
+
+
+def _fields(random: Random) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model": "m"}
+    match random.randrange(4):
+        case 0:
+            fields["prompt"] = random.choice(
+                ["x", [1, 2], [[1], [2]], ["a", "b"], [], {}, None, 1, [1, "a"], [[1], "a"]]
+            )
+        case 1:
+            content: Any = random.choice(["x", [{"type": "text", "text": "y"}], None, [], [1], {}])
+            fields["messages"] = [{"role": random.choice(["user", "system", 1]), "content": content}]
+        case 2:
+            fields["input"] = random.choice(["x", [{"role": "user", "content": "x"}], [1], {}])
+        case 3:
+            fields["text"] = "x"
+    return fields | random.choice(
+        [{}, {"stream": True}, {"priority": random.choice([" -9 ", -9, 0, 1e3])}, {"n": 10**20}]
+    )
+
+
+def _odd_field(random: Random) -> str:
+    inside = random.choice(
+        ["1", '{"a": 1}', "NaN", "1e999", '"\\ud800"', '{"a": 1, "a": 2}', '"\x01"', "01", "[" * 300]
+    )
+    match random.randrange(4):
+        case 0:
+            return f'"{random.choice(_STEERING)}": {inside}'
+        case 1:
+            return f'"vllm_xargs": {{"{random.choice(_STEERING)}": {inside}}}'
+        case 2:
+            name = random.choice(["model", "m\\u006fdel", "messages", "x"])
+            return f'"{name}": {inside}'
+    return f'"x": {inside}'

@@ -1,0 +1,47 @@
+"""Generated JSON bodies: what the router accepts, a strict decoder reads as the same."""
+
+from __future__ import annotations
+
+import os
+import time
+from random import Random
+
+import msgspec
+from differential import strict_json
+from generated_requests import json_body
+
+from indexer.errors import RequestError
+from router.access.bodies import checked_body, read_object
+from router.access.routes import Routes
+from router.access.steering import steering_fields
+from router.settings import EngineFields, LimitSettings
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+FEW = 5000
+ROUTE = Routes().find("POST", "/v1/completions")
+
+
+def test_a_body_that_is_accepted_has_one_meaning() -> None:
+    random, limits = Random(SEED), LimitSettings()
+    ends, count, accepted = time.monotonic() + SECONDS, 0, 0
+    while time.monotonic() < ends if SECONDS else count < FEW:
+        body = json_body(random)
+        count += 1
+        try:
+            fields = read_object(body, limits.values)
+        except RequestError:
+            continue
+        accepted += 1
+        assert strict_json(body) == fields, body
+        stripped = checked_body(ROUTE, body, None, limits, EngineFields.STRIP)
+        read = strict_json(stripped)
+        assert steering_fields(read) == [], body
+        kept = {name for name in fields if not steering_fields({name: fields[name]})}
+        assert all(read[name] == fields[name] for name in kept), body
+        if not steering_fields(fields):
+            assert stripped is body
+            assert checked_body(ROUTE, body, None, limits, EngineFields.REFUSE) is body
+        msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    assert accepted > count / 10
+    print(f"seed {SEED}: {count} bodies, {accepted} accepted")
