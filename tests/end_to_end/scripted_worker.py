@@ -117,7 +117,10 @@ class ScriptedWorker:
                 await exchange.answer(json.dumps({"data": [{"id": MODEL}]}).encode())
             case "GET", "/metrics" if self.metrics is not None:
                 await exchange.answer(self.metrics)
-            case ("GET", "/kv_event_sources" | "/server_info" | "/metrics") | ("POST", "/tokenize"):
+            case ("GET", "/kv_event_sources" | "/server_info" | "/metrics") | (
+                "POST",
+                "/tokenize" | "/v1/chat/completions/render" | "/v1/completions/render",
+            ):
                 await exchange.answer(status="404 Not Found")
             case "POST", target if target.endswith("/render"):
                 await exchange.answer(status="404 Not Found")

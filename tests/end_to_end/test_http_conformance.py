@@ -434,22 +434,30 @@ async def test_http_1_0_gets_bodies_that_end_with_the_connection(worker: Scripte
     assert b"data: 2\n\n" in everything
 
 
-async def test_a_client_that_stops_sending_has_left(worker: ScriptedWorker, url: str) -> None:
-    reached, left = asyncio.Event(), asyncio.Event()
+async def test_a_client_that_stops_sending_within_its_answer_has_left(worker: ScriptedWorker, url: str) -> None:
+    left = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
-        reached.set()
+        await exchange.begin_chunks()
+        await exchange.chunk(b"data: 1\n\n")
         await exchange.left()
         left.set()
 
     worker.script = script
     async with wire(url) as client:
         await client.send(WHOLE)
+        assert (await client.head()).status == 200
+        client.writer.write_eof()
         async with asyncio.timeout(10):
-            await reached.wait()
-            client.writer.write_eof()
             await left.wait()
-        assert await client.rest() == b""
+
+
+async def test_a_client_that_stops_sending_within_its_body_has_left(url: str) -> None:
+    async with wire(url) as client:
+        await client.send(WHOLE[:-1])
+        client.writer.write_eof()
+        async with asyncio.timeout(10):
+            assert await client.rest() == b""
 
 
 async def test_a_client_that_does_not_read_costs_no_memory(worker: ScriptedWorker, url: str) -> None:
