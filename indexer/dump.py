@@ -50,7 +50,7 @@ class DumpedRun(msgspec.Struct, array_like=True):
 class DumpedHolder(msgspec.Struct):
     """The blocks of one group and medium. `copies` beyond the first, by engine hash."""
 
-    group: _Place
+    group: int
     medium: _Name
     window: _Place | None
     blocks: list[tuple[int | str, _Place, _Place]]

@@ -568,13 +568,17 @@ def _place_at(places: list[list[Place]], number: int, offset: int) -> Place:
     return places[number][offset]
 
 
+# Blocks. A longer window is as good as full attention, and is what a dump can hold.
+_MOST_WINDOW = 2**31
+
+
 def _window_blocks(event: BlockStored) -> int | None:
     """How many of the last blocks an event's group needs for a hit; None for a kind of group we do not know."""
     if event.kv_cache_spec_kind in _STATE_KINDS:
         return 1
     window = event.kv_cache_spec_sliding_window
     if event.kv_cache_spec_kind in _SLIDING_KINDS and window and event.block_size:
-        return -(-(window - 1) // event.block_size)
+        return min(-(-(window - 1) // event.block_size), _MOST_WINDOW)
     return None
 
 

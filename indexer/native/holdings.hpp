@@ -486,13 +486,16 @@ class Holdings {
         }
     }
 
+    // A longer window is as good as full attention, and is what a dump can hold.
+    static constexpr u64 kMostWindow = u64{1} << 31;
+
     // How many of the last blocks an event's group needs for a hit; none for a kind of group we do not know.
     static std::optional<u64> window_of(const Event& event) {
         if (event.group_kind == GroupKind::kState) return 1;
         if (event.group_kind != GroupKind::kSliding || !event.has_window) return std::nullopt;
         if (!event.window.positive() || !event.block_size.positive()) return std::nullopt;
         const u64 reach = event.window.bits - 1;
-        return reach / event.block_size.bits + (reach % event.block_size.bits != 0);
+        return std::min(reach / event.block_size.bits + (reach % event.block_size.bits != 0), kMostWindow);
     }
 
     void hold_early(const Name* names, u32 count) {

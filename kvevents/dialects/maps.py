@@ -40,7 +40,7 @@ def read(raw: RawEvent) -> Event | None:
         return event
     except msgspec.ValidationError:
         tags = _decode_tags(raw)
-        if tags.event_type is not None or tags.type not in _NAMES:
+        if tags.event_type is not None or not isinstance(tags.type, str) or tags.type not in _NAMES:
             return None
     fields = {name: value for name, value in _decode_fields(raw).items() if value is not None}
     return msgspec.convert(fields, BlockStored | BlockRemoved | AllBlocksCleared)

@@ -10,6 +10,7 @@ import aiohttp
 from fastapi import FastAPI
 
 from router.fleet.kubernetes import ClusterAccess, ResourceWatch
+from router.fleet.redirects import refuse_redirects
 from router.picker import objectives
 from router.picker.deadlines import Deadlines
 from router.picker.external_processor import SERVICE, ExternalProcessor
@@ -79,7 +80,7 @@ async def _followed_objectives(settings: Settings) -> AsyncIterator[Objectives]:
         return
     access = ClusterAccess.in_cluster(settings.kubernetes.namespace)
     path = objectives.PATH.format(group=group, namespace=access.namespace)
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(middlewares=(refuse_redirects,)) as session:
         watch = ResourceWatch(session, access, path, "", settings.kubernetes.resync, found.follow)
         task = asyncio.create_task(watch.run())
         try:

@@ -24,7 +24,7 @@ def model_routes(services: Services) -> APIRouter:
         tenant = context_of(request.scope).tenant
         return {"object": "list", "data": list(model_cards(services.fleet, services.started, tenant).values())}
 
-    @routes.get("/v1/models/{name:path}", responses=errors(404))
+    @routes.get("/v1/models/{name:path}", responses=errors(400, 404))
     async def model(name: str, request: Request) -> dict[str, Any]:
         """One of them."""
         return model_card(services.fleet, services.started, name, context_of(request.scope).tenant)

@@ -282,7 +282,7 @@ async def test_models_and_one_of_them(routed: RouterUnderTest) -> None:
     assert one.model_dump()["max_model_len"] == SimulatedWorkerSettings().max_model_len
     with pytest.raises(openai.NotFoundError, match="simulated"):
         await routed.openai.models.retrieve("org/nobody")
-    assert (await routed.call("/v1/models/no%0Aname")).error["type"] == "not_found_error"
+    assert (await routed.call("/v1/models/no%0Aname")).status == 400  # no canonical path
 
 
 # Bad input, wherever it is sent

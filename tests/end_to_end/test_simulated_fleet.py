@@ -342,7 +342,6 @@ async def ask_worker(url: str, path: str, body: Any = None) -> tuple[int, bytes]
         ("/detokenize", {"model": MODEL, "tokens": [100, 200]}),
         ("/version", None),
         ("/v1/images/generations", {"model": MODEL, "prompt": "x"}),
-        ("/nothing/here", None),
     ],
 )
 async def test_other_paths_are_answered_by_a_worker(

@@ -164,7 +164,7 @@ async def test_workers_of_unequal_ranks(prefill_ranks: int, decode_ranks: int, p
     ranks = {"prefill": {"dp_size": prefill_ranks}, "decode": {"dp_size": decode_ranks}}
     async with simulated_pairs("nixl", **ranks) as made, routed(made) as front:
         used = set()
-        for _ in range(6):
+        for _ in range(12):
             body = {"model": MODEL, "prompt": fresh(40), "max_tokens": 4}
             _, alone = await made.ask(plain, **body)
             reply = await front.call("/v1/completions", body, headers={"x-data-parallel-rank": "7"})

@@ -311,6 +311,13 @@ def test_null_is_as_good_as_missing(name: str) -> None:
     assert null.events == without.events
 
 
+@pytest.mark.parametrize("tag", [["BlockStored"], {"a": 1}, 7, None, b"BlockStored"])
+def test_a_tag_that_is_no_name_costs_its_event_alone(tag: Any) -> None:
+    batch = decode_events({"type": tag, "block_hashes": [7]}, {"type": "AllBlocksCleared"})
+    assert [event.index for event in batch.rejected] == [0]
+    assert batch.events == [AllBlocksCleared()]
+
+
 STANDARD = {
     "event_id": 42,
     "timestamp": 1739145600000,
