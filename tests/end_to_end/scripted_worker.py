@@ -73,6 +73,7 @@ class ScriptedWorker:
         self._server: asyncio.Server | None = None
         self._port = 0
         self._connections: list[asyncio.Task[None]] = []
+        self._writers: list[StreamWriter] = []
 
     @property
     def url(self) -> str:
@@ -84,7 +85,7 @@ class ScriptedWorker:
 
     async def start(self) -> None:
         """Listen; after a stop at the same address."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -94,12 +95,19 @@ class ScriptedWorker:
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        for writer in self._writers:  # also of those whose task had not begun
+            writer.transport.abort()
+        await asyncio.sleep(0)
 
-    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.append(task)
-        number = len(self._connections) - 1
+    def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
+        if self._server is None or not self._server.is_serving():  # accepted as it was closed
+            writer.transport.abort()
+            return
+        number = len(self._connections)
+        self._writers.append(writer)
+        self._connections.append(asyncio.create_task(self._serve(reader, writer, number)))
+
+    async def _serve(self, reader: StreamReader, writer: StreamWriter, number: int) -> None:
         try:
             while exchange := await _receive(reader, writer, number):
                 if not (self.answers_questions and await self._discovery(exchange)):

@@ -15,8 +15,9 @@ import pytest
 from engine.processes import wait_for
 
 STARTS_SERVER = """
-    import sys, time
+    import signal, sys, time
     from pathlib import Path
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     from engine.processes import ServerProcess
     server = ServerProcess("server", Path(sys.argv[1]))
     server.start([sys.executable, "-c", {server!r}])
