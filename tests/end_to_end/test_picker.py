@@ -20,7 +20,8 @@ from router.access import hashed_key
 from router.picker import ext_proc_pb2 as pb
 from router.settings import PickerSettings
 
-pytestmark = pytest.mark.anyio
+# Some depend on what those before did to the workers they share, in an order drawn by chance: with Envoy's tests.
+pytestmark = [pytest.mark.anyio, pytest.mark.envoy]
 
 USAGE = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'
 
