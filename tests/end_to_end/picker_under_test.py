@@ -37,13 +37,7 @@ class Asked:
         return EnvoyStream(self.channel, *modes, **options)
 
     async def routed(self, *modes: int, body: bytes = BODY, **options: Any) -> tuple[EnvoyStream, str]:
-        """A stream whose request has been sent somewhere, and where. One that ends at once is opened again, once."""
-        try:
-            return await self._routed(*modes, body=body, **options)
-        except AssertionError:
-            return await self._routed(*modes, body=body, **options)
-
-    async def _routed(self, *modes: int, body: bytes, **options: Any) -> tuple[EnvoyStream, str]:
+        """A stream whose request has been sent somewhere, and where."""
         stream = self.stream(*modes, **options)
         await stream.head(PATH, JSON)
         await stream.body(body)
