@@ -117,7 +117,7 @@ test-helm: .venv/installed .venv/helm-test
 
 # Real Envoy in front of workers, with the picker behind it: the configuration of deploy/envoy, and the chart's.
 test-envoy: .venv/installed .venv/envoy-test
-	$(BIN)/pytest tests/end_to_end/envoy tests/end_to_end/test_picker.py tests/deploy/test_chart_envoy.py -m "envoy or helm" $(ARGS)
+	$(BIN)/pytest tests/end_to_end/envoy tests/deploy/test_chart_envoy.py -m "envoy or helm" $(ARGS)
 
 bench-envoy: .venv/installed .venv/envoy-test
 	$(BIN)/python -m benchmarks.envoy $(ARGS)

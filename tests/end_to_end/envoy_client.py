@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
+from grpc_call import GrpcCall
 
 from router.picker import ext_proc_pb2 as pb
 
@@ -20,15 +20,14 @@ class EnvoyStream:
     """The stream of one request."""
 
     def __init__(
-        self, channel: Any, request: int = Mode.FULL_DUPLEX_STREAMED, answer: int = Mode.NONE, subset: Any = None
+        self,
+        channel: grpc.Channel,
+        request: int = Mode.FULL_DUPLEX_STREAMED,
+        answer: int = Mode.NONE,
+        subset: Any = None,
     ) -> None:
         """`request`, `answer`: how their bodies are sent. `subset`: what the gateway's metadata say."""
-        process = channel.stream_stream(
-            METHOD,
-            request_serializer=pb.ProcessingRequest.SerializeToString,
-            response_deserializer=pb.ProcessingResponse.FromString,
-        )
-        self.call = process()
+        self.call = GrpcCall(channel, METHOD)
         self.tells_modes = True
         self._config: Any = pb.ProtocolConfiguration(request_body_mode=request, response_body_mode=answer)
         self._subset = subset
@@ -41,7 +40,7 @@ class EnvoyStream:
             self._config = None
         if self._subset is not None:
             told.metadata_context.filter_metadata["envoy.lb.subset_hint"].update({SUBSET: self._subset})
-        await self.call.write(told)
+        self.call.write(told.SerializeToString())
 
     async def head(self, path: str, *more: tuple[str, str], method: str = "POST", ends: bool = False) -> None:
         """The head of a request."""
@@ -62,14 +61,18 @@ class EnvoyStream:
 
     async def hears(self) -> pb.ProcessingResponse:
         """The next message of the picker."""
-        heard = await asyncio.wait_for(self.call.read(), 10)
-        assert heard is not grpc.aio.EOF, "the picker ended the stream"
-        return heard
+        heard = await self.call.read()
+        assert heard is not None, f"the picker ended the stream: {await self.call.status()}"
+        return pb.ProcessingResponse.FromString(heard)
 
     async def ends(self) -> None:
         """Be done, as Envoy is at the end of an answer."""
-        await self.call.done_writing()
-        assert await asyncio.wait_for(self.call.read(), 10) is grpc.aio.EOF
+        self.call.done_writing()
+        await self.is_ended()
+
+    async def is_ended(self) -> None:
+        """Nothing more comes."""
+        assert await self.call.read() is None
 
 
 def headers(pairs: Sequence[tuple[str, str]], ends: bool = False) -> pb.HttpHeaders:

@@ -42,6 +42,7 @@ class Asked:
         await stream.head(PATH, JSON)
         await stream.body(body)
         head = await stream.hears()
+        assert head.HasField("request_headers"), head
         await stream.hears()
         return stream, set_headers(head.request_headers.response.header_mutation)[DESTINATION]
 

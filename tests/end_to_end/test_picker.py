@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -11,7 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 from envoy_client import DESTINATION, SUBSET, EnvoyStream, Mode, set_headers, streamed
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_call import GrpcCall, channel_to
+from grpc_health.v1 import health_pb2
 from picker_under_test import BODY, JSON, PATH, STREAM, Asked, picker
 from router_under_test import RouterUnderTest, until
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
@@ -20,8 +20,7 @@ from router.access import hashed_key
 from router.picker import ext_proc_pb2 as pb
 from router.settings import PickerSettings
 
-# Some depend on what those before did to the workers they share, in an order drawn by chance: with Envoy's tests.
-pytestmark = [pytest.mark.anyio, pytest.mark.envoy]
+pytestmark = pytest.mark.anyio
 
 USAGE = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'
 
@@ -33,16 +32,27 @@ async def workers() -> AsyncIterator[list[ScriptedWorker]]:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["fast lane", "grpcio"])
-async def asked(workers: list[ScriptedWorker], request: pytest.FixtureRequest) -> AsyncIterator[Asked]:
+async def shared(workers: list[ScriptedWorker], request: pytest.FixtureRequest) -> AsyncIterator[Asked]:
     settings = {
         "server": {"max_body_bytes": 300_000, "body_timeout": 2.0},
         "picker": {"fallbacks": 1, "read_usage": 1, "fast_lane": request.param},
     }
     async with (
         picker(*(worker.url for worker in workers), **settings) as (side, port),
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        channel_to(port) as channel,
     ):
         yield Asked(side, channel, [worker.url.removeprefix("http://") for worker in workers])
+
+
+@pytest.fixture
+async def asked(shared: Asked) -> Asked:
+    """The shared picker, once its workers have recovered from what another test said of them."""
+
+    async def ready() -> bool:
+        return all(worker["state"] == "ready" for worker in await shared.side.workers())
+
+    await until(ready)
+    return shared
 
 
 async def test_a_request_is_sent_to_a_worker_by_header_and_by_metadata(asked: Asked) -> None:
@@ -212,7 +222,7 @@ async def test_tenants_are_known_by_their_keys(workers: list[ScriptedWorker]) ->
     tenants = {"named": {"a": {"keys": [hashed_key("secret")], "requests_per_second": 0.01}}}
     async with (
         picker(workers[0].url, server={"token": "admin"}, tenants=tenants) as (_, port),
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        channel_to(port) as channel,
     ):
         seen = []
         for headers in ((), (("authorization", "Bearer secret"),), (("authorization", "Bearer secret"),)):
@@ -220,7 +230,7 @@ async def test_tenants_are_known_by_their_keys(workers: list[ScriptedWorker]) ->
             await stream.head(PATH, JSON, *headers)
             await stream.body(BODY)
             seen.append(await stream.hears())
-            await stream.call.done_writing()
+            stream.call.done_writing()
         assert seen[0].immediate_response.status.code == 401
         assert list(seen[1].request_headers.response.header_mutation.remove_headers) == ["authorization"]
         assert seen[2].immediate_response.status.code == 429
@@ -258,8 +268,8 @@ async def test_an_answer_shown_beside_is_learned_from(asked: Asked) -> None:
             observability_mode=True, response_body=pb.HttpBody(body=part, end_of_stream=last)
         )
         message.metadata_context.filter_metadata["kvrouter"].update({"request": number})
-        await observer.call.write(message)
-    assert await asyncio.wait_for(observer.call.read(), 10) is grpc.aio.EOF  # nothing more is wanted
+        observer.call.write(message.SerializeToString())
+    await observer.is_ended()  # nothing more is wanted
     await asked.side.until_released()
     assert await asked.side.metric("kvrouter_time_per_output_token_seconds_count") == before + 1
     await stream.ends()
@@ -295,7 +305,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
 async def test_bytes_that_nobody_wants_are_not_asked_for(workers: list[ScriptedWorker]) -> None:
     async with (
         picker(workers[0].url, picker={"read_usage": 0}) as (side, port),
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        channel_to(port) as channel,
     ):
         stream = EnvoyStream(channel, Mode.BUFFERED, Mode.STREAMED)
         await stream.head(PATH, JSON)
@@ -360,7 +370,7 @@ async def test_a_stream_that_ends_within_the_body_leaves_nothing(asked: Asked) -
 async def test_a_request_that_waits_is_sent_in_its_turn_or_given_up(workers: list[ScriptedWorker]) -> None:
     async with (
         picker(workers[0].url, admission={"requests": 1, "late_binding": False}) as (side, port),
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        channel_to(port) as channel,
     ):
         asked = Asked(side, channel, [])
         first, _ = await asked.routed()
@@ -384,7 +394,7 @@ async def _waiting(side: RouterUnderTest, number: int) -> bool:
 
 async def test_workers_may_be_named(workers: list[ScriptedWorker]) -> None:
     named = workers[0].url.replace("127.0.0.1", "localhost")
-    async with picker(named) as (side, port), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with picker(named) as (side, port), channel_to(port) as channel:
         for _ in range(2):  # asked for, and known
             stream, endpoint = await Asked(side, channel, []).routed()
             assert f"http://{endpoint}" == workers[0].url
@@ -394,21 +404,28 @@ async def test_workers_may_be_named(workers: list[ScriptedWorker]) -> None:
 # Health
 
 
+async def health(channel: grpc.Channel, service: str, method: str = "Check") -> tuple[int | None, grpc.StatusCode]:
+    """A service's first state, and how the call ended."""
+    call = GrpcCall(channel, f"/grpc.health.v1.Health/{method}")
+    call.write(health_pb2.HealthCheckRequest(service=service).SerializeToString())
+    call.done_writing()
+    heard = await call.read()
+    if method == "Watch":
+        call.cancel()
+    code, _ = await call.status()
+    return None if heard is None else health_pb2.HealthCheckResponse.FromString(heard).status, code
+
+
 async def test_health(asked: Asked) -> None:
-    health = health_pb2_grpc.HealthStub(asked.channel)
     serving = health_pb2.HealthCheckResponse.SERVING
     for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
-        assert (await health.Check(health_pb2.HealthCheckRequest(service=service))).status == serving
-    async for told in health.Watch(health_pb2.HealthCheckRequest(service="readiness")):
-        assert told.status == serving
-        break
-    with pytest.raises(grpc.aio.AioRpcError):
-        await health.Check(health_pb2.HealthCheckRequest(service="other"))
+        assert await health(asked.channel, service) == (serving, grpc.StatusCode.OK)
+    assert await health(asked.channel, "readiness", "Watch") == (serving, grpc.StatusCode.CANCELLED)
+    assert await health(asked.channel, "other") == (None, grpc.StatusCode.NOT_FOUND)
 
 
 async def test_without_workers_it_lives_and_is_not_ready() -> None:
-    async with picker() as (_, port), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        status = health_pb2.HealthCheckResponse
-        assert (await health.Check(health_pb2.HealthCheckRequest(service="liveness"))).status == status.SERVING
-        assert (await health.Check(health_pb2.HealthCheckRequest(service="readiness"))).status == status.NOT_SERVING
+    status = health_pb2.HealthCheckResponse
+    async with picker() as (_, port), channel_to(port) as channel:
+        assert await health(channel, "liveness") == (status.SERVING, grpc.StatusCode.OK)
+        assert await health(channel, "readiness") == (status.NOT_SERVING, grpc.StatusCode.OK)

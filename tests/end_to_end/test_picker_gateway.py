@@ -14,6 +14,7 @@ import hpack
 import pytest
 import trustme
 from envoy_client import DESTINATION, METHOD, EnvoyStream, Mode, headers, set_headers, streamed
+from grpc_call import channel_to
 from picker_under_test import BODY, JSON, PATH, STREAM, Asked, picker
 from router_under_test import RouterUnderTest, until
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
@@ -36,12 +37,6 @@ PREFILLER = "x-prefiller-host-port"
 async def worker() -> AsyncIterator[ScriptedWorker]:
     async with scripted_worker() as found:
         yield found
-
-
-def channel_to(port: int, trusted: bytes | None = None) -> Any:
-    if trusted is None:
-        return grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-    return grpc.aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(trusted))
 
 
 # Objectives
@@ -274,8 +269,8 @@ async def test_a_certificate_that_is_rotated_is_used_without_a_restart(
         async def served() -> bool:
             async with channel_to(port, pair.trusted) as after:
                 try:
-                    await asyncio.wait_for(after.channel_ready(), 0.5)
-                except TimeoutError:
+                    await asyncio.to_thread(grpc.channel_ready_future(after).result, 0.5)
+                except grpc.FutureTimeoutError:
                     return False
                 stream, _ = await Asked(side, after, []).routed()
                 await stream.ends()
