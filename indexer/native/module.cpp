@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "columns.hpp"
 #include "index.hpp"
 
 namespace nb = nanobind;
@@ -87,6 +88,51 @@ nb::bytes prefix_hashes(u64 seed, const nb::bytes& tokens, u64 block_size, std::
     return as_bytes({reinterpret_cast<const char*>(hashes.data()), hashes.size() * sizeof(u64)});
 }
 
+// An `array` of Python's, of so many things of one kind.
+template <typename T>
+class Column {
+public:
+    Column(nb::handle array, bool writable, std::size_t rows = 0) {
+        if (PyObject_GetBuffer(array.ptr(), &buffer_, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) throw nb::python_error();
+        if (static_cast<std::size_t>(buffer_.len) < rows * sizeof(T)) {
+            PyBuffer_Release(&buffer_);
+            throw nb::value_error("a column is too short");
+        }
+    }
+    Column(const Column&) = delete;
+    Column& operator=(const Column&) = delete;
+    ~Column() { PyBuffer_Release(&buffer_); }
+
+    std::size_t size() const { return static_cast<std::size_t>(buffer_.len) / sizeof(T); }
+    T* data() const { return static_cast<T*>(buffer_.buf); }
+
+private:
+    Py_buffer buffer_;
+};
+
+nb::list spread(const nb::bytes& matches, u64 block_size, nb::handle rows, nb::handle tokens) {
+    const Column<i32> row_of(rows, false);
+    const Column<u32> column(tokens, true);
+    nb::list others;
+    for_better_rows(
+        view(matches), block_size, {row_of.data(), row_of.size()}, {column.data(), column.size()},
+        [&](u32 row, u64 cpu, u64 disk) { others.append(nb::make_tuple(row, cpu, disk)); });
+    return others;
+}
+
+void costs(nb::handle fixed, nb::handle per_token, nb::handle held, i64 tokens, i64 least, nb::handle costs) {
+    const Column<double> out(costs, true);
+    const std::size_t rows = out.size();
+    const Column<double> fixed_column(fixed, false, rows), per_token_column(per_token, false, rows);
+    const Column<u32> held_column(held, false, rows);
+    write_costs(fixed_column.data(), per_token_column.data(), held_column.data(), tokens, least, {out.data(), rows});
+}
+
+std::vector<u32> lowest(nb::handle costs, double near) {
+    const Column<double> column(costs, false);
+    return lowest_rows({column.data(), column.size()}, near);
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -94,6 +140,9 @@ NB_MODULE(_native, module) {
     using Release = nb::call_guard<nb::gil_scoped_release>;
     module.def("xxh3_64", [](const nb::bytes& bytes, u64 seed) { return xxh3::hash(bytes.c_str(), bytes.size(), seed); });
     module.def("prefix_hashes", &prefix_hashes);
+    module.def("spread", &spread);
+    module.def("costs", &costs);
+    module.def("lowest", &lowest);
     nb::class_<Index>(module, "Index")
         .def(nb::init<std::string, std::size_t, u64>())
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())
