@@ -22,6 +22,14 @@ def costs(
 def lowest(costs: array[float], near: float) -> list[int]:
     """The rows that cost at most `near` more than the lowest, as a share of it, in order; none that is infinite."""
 
+class JsonCheck:
+    def __init__(self, names: list[str], elements: int, values: int, small: int) -> None:
+        """`names`: fields that are not plain at the top of a body. `elements`: the most that a list there may have, but
+        for one of numbers. `values`: the most that a body may have in all, a list or an object counting as eight, where
+        it has more than `small` bytes."""
+    def plain(self, body: bytes) -> bool:
+        """Whether a body is surely one JSON object that every parser reads alike, with nothing rare in it."""
+
 class Index:
     def __init__(self, secret: str, orphan_blocks: int, most_blocks: int) -> None: ...
     def add(self, model: str, tenant: str, adapter: str | None, capacity: int | None) -> int:

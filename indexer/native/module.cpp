@@ -7,6 +7,7 @@
 
 #include "columns.hpp"
 #include "index.hpp"
+#include "json_check.hpp"
 
 namespace nb = nanobind;
 using namespace kvrouter;
@@ -143,6 +144,9 @@ NB_MODULE(_native, module) {
     module.def("spread", &spread);
     module.def("costs", &costs);
     module.def("lowest", &lowest);
+    nb::class_<JsonCheck>(module, "JsonCheck")
+        .def(nb::init<std::vector<std::string>, u64, u64, u64>())
+        .def("plain", [](const JsonCheck& check, const nb::bytes& body) { return check.plain(view(body)); });
     nb::class_<Index>(module, "Index")
         .def(nb::init<std::string, std::size_t, u64>())
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())

@@ -57,9 +57,7 @@ def test_rows_hold_what_their_targets_hold(seed: int) -> None:
             by_target = {match.target: match for match in indexer.match(query)}
             found = indexer.match_rows(query, rows)
             in_rows = [(found.tokens[row], found.transfers.get(row)) for row in range(12)]
-            assert in_rows == [
-                expected(by_target.get(each) if row % 4 else None) for row, each in enumerate(everyone)
-            ]
+            assert in_rows == [expected(by_target.get(each) if row % 4 else None) for row, each in enumerate(everyone)]
     finally:
         indexer.stop()
 
