@@ -8,6 +8,9 @@ def xxh3_64(data: bytes, seed: int) -> int:
 def prefix_hashes(seed: int, tokens: bytes, block_size: int, start: int, end: int) -> bytes:
     """The prefix hashes of blocks `start` to `end` (not included) of a packed prompt, as an `array("Q")` has them."""
 
+def common(one: str | bytes, other: str | bytes) -> int:
+    """How many characters, or bytes, both begin alike. Raises TypeError for one of each kind."""
+
 def spread(matches: bytes, block_size: int, rows: array[int], tokens: array[int]) -> list[tuple[int, int, int]]:
     """Write the tokens of `Index.match`'s matches where they are more: `tokens` is an `array("I")` by row, `rows` an
     `array("i")` of each target's row, or -1. The rows, of those written, whose tokens are or were in other tiers than

@@ -134,6 +134,32 @@ std::vector<u32> lowest(nb::handle costs, double near) {
     return lowest_rows({column.data(), column.size()}, near);
 }
 
+// How many bytes two pieces of memory begin alike.
+std::size_t common_bytes(const char* one, const char* other, std::size_t size) {
+    std::size_t at = 0;
+    for (; size - at >= 64 && std::memcmp(one + at, other + at, 64) == 0; at += 64) {}
+    while (at < size && one[at] == other[at]) ++at;
+    return at;
+}
+
+std::size_t common(nb::handle one, nb::handle other) {
+    PyObject *first = one.ptr(), *second = other.ptr();
+    if (PyBytes_Check(first) && PyBytes_Check(second)) {
+        const auto size = std::min(PyBytes_GET_SIZE(first), PyBytes_GET_SIZE(second));
+        return common_bytes(PyBytes_AS_STRING(first), PyBytes_AS_STRING(second), static_cast<std::size_t>(size));
+    }
+    if (!PyUnicode_Check(first) || !PyUnicode_Check(second)) throw nb::type_error("two of str, or two of bytes");
+    const auto size = static_cast<std::size_t>(std::min(PyUnicode_GET_LENGTH(first), PyUnicode_GET_LENGTH(second)));
+    const int kind = PyUnicode_KIND(first);
+    if (kind == PyUnicode_KIND(second)) {
+        const auto* bytes = static_cast<const char*>(PyUnicode_DATA(first));
+        return common_bytes(bytes, static_cast<const char*>(PyUnicode_DATA(second)), size * kind) / kind;
+    }
+    std::size_t at = 0;
+    while (at < size && PyUnicode_READ_CHAR(first, at) == PyUnicode_READ_CHAR(second, at)) ++at;
+    return at;
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -141,6 +167,7 @@ NB_MODULE(_native, module) {
     using Release = nb::call_guard<nb::gil_scoped_release>;
     module.def("xxh3_64", [](const nb::bytes& bytes, u64 seed) { return xxh3::hash(bytes.c_str(), bytes.size(), seed); });
     module.def("prefix_hashes", &prefix_hashes);
+    module.def("common", &common);
     module.def("spread", &spread);
     module.def("costs", &costs);
     module.def("lowest", &lowest);
