@@ -271,7 +271,7 @@ class Indexer:
 
     def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
         """The same of the targets in some rows, in these: however many hold something, nothing is made for each."""
-        found = RowMatches(rows.rows)
+        found = RowMatches(rows)
         roots, tokens = self._roots(query), len(query.token_ids) - 1
         prompt = PackedPrompt.of(query.token_ids)
         for block_size, root in roots:

@@ -33,7 +33,7 @@ class TargetRows:
     """Targets in rows of the caller's. Each row has at most one of them, and some may have none."""
 
     def __init__(self, rows: int, row_of: dict[Target, int]) -> None:
-        self.rows = rows
+        self.nothing = array("I", bytes(4 * rows))  # what they hold of a prompt that nobody knows: to be copied
         self.row_of = row_of
         self.numbers = array("i")  # the row of each target's number in a native index, -1 where it has none …
         self.numbering = -1  # … as that index had numbered its targets then
@@ -47,8 +47,8 @@ class RowMatches:
 
     __slots__ = ("tokens", "transfers")
 
-    def __init__(self, rows: int) -> None:
-        self.tokens = array("I", bytes(4 * rows))
+    def __init__(self, rows: TargetRows) -> None:
+        self.tokens = rows.nothing[:]
         self.transfers: dict[int, tuple[int, int]] = {}
 
     def better(self, row: int, tokens: int, cpu: int, disk: int) -> None:

@@ -107,6 +107,8 @@ class NativeIndex(Index):
         if blocks <= 0:
             return
         matches = self._found(root, block_size, prompt, blocks)
+        if not matches:
+            return
         if rows.numbering != self._numbering:
             rows.numbering = self._numbering
             numbers = {self._numbers[target]: row for target, row in rows.row_of.items() if target in self._numbers}

@@ -47,7 +47,7 @@ class CandidateSet:
         self.view = view
         self.excluded = excluded
         self.hashes: dict[ServedModel, list[array[int]]] = {}
-        self.overlaps = Overlaps(len(targets.ranks))
+        self.overlaps = Overlaps(targets.nothing)
         self.rates: dict[ServedModel, Rates] = {}
 
     @property

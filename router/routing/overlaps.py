@@ -29,8 +29,9 @@ class Overlaps:
 
     __slots__ = ("_empty", "by_events", "tokens", "transfers")
 
-    def __init__(self, rows: int) -> None:
-        self.tokens = array("I", bytes(4 * rows))
+    def __init__(self, nothing: array[int]) -> None:
+        """`nothing`: an `array("I")` of zeros by row, which stays as it is."""
+        self.tokens = nothing
         self.by_events: dict[int, int] = {}
         self.transfers: dict[int, tuple[int, int]] = {}
         self._empty = True
@@ -138,7 +139,7 @@ class OverlapFinder:
         try:
             return self._indexer.match_rows(MatchQuery(served.model, token_ids, served.adapter, cache_salt), rows)
         except UnknownModelError:
-            return RowMatches(rows.rows)
+            return RowMatches(rows)
 
     def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:
         """What a target reuses of a prompt of `tokens` when it has computed `shared` of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from indexer import Target, TargetRows
@@ -44,6 +45,7 @@ class ModelTargets:
                 self.of_target[rank.target] = rank
                 rank.row = len(self.ranks)
                 self.ranks.append(rank)
+        self.nothing = array("I", bytes(4 * len(self.ranks)))  # by row, of a prompt that nobody knows
         self._rows_of: dict[ServedModel, TargetRows] = {}
         self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
 
