@@ -45,7 +45,7 @@ class IndexCollector(Collector):
             report = self._indexer.report(target)
             if report is None:
                 continue
-            labels = [target.worker, str(target.dp_rank), target.model, target.tenant]
+            labels = [self._indexer.names.of(target.worker), str(target.dp_rank), target.model, target.tenant]
             for tier in Tier:
                 blocks.add_metric([*labels, tier.name.lower()], report.holdings.blocks[tier])
             orphans.add_metric(labels, report.holdings.orphans)

@@ -23,6 +23,7 @@ import zmq
 from indexer.holdings import Target
 from indexer.index import Index
 from indexer.memory import give_back
+from indexer.names import WorkerNames
 from indexer.sequence import (
     Action,
     Apply,
@@ -132,13 +133,20 @@ class StreamReader:
     """Reads the streams of all targets. `start` and `stop` own its thread; the other methods are for any thread.
 
     `streams`: those it follows, by target, to be looked at. `keys`: who it is to the publishers of encrypted streams;
-    without, somebody new.
+    without, somebody new. `names`: what workers are called in the log.
     """
 
-    def __init__(self, index: Index, settings: SequenceSettings | None = None, keys: KeyPair | None = None) -> None:
+    def __init__(
+        self,
+        index: Index,
+        settings: SequenceSettings | None = None,
+        keys: KeyPair | None = None,
+        names: WorkerNames | None = None,
+    ) -> None:
         self._index = index
         self._settings = settings
         self._keys = keys
+        self._names = names or WorkerNames()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 1023, four of which a stream has
         self.streams: dict[Target, Stream] = {}
@@ -391,7 +399,7 @@ class StreamReader:
                 self._act(stream, stream.sequence.on_connected(time.monotonic()))
             case Refused(reason, final):
                 if not stream.refused:  # it is tried for ever
-                    log.warning("no agreement with the publisher", reason=reason, **_names(stream.target))
+                    log.warning("no agreement with the publisher", reason=reason, **self._names.about(stream.target))
                 stream.refused = True
                 if final:
                     stream.connect_at = time.monotonic() + _CONNECT_AGAIN_S
@@ -403,7 +411,7 @@ class StreamReader:
                 case Apply(frame):
                     self._apply(stream, frame)
                 case Clear():
-                    log.info("event stream read anew", **_names(stream.target))
+                    log.info("event stream read anew", **self._names.about(stream.target))
                     self._index.clear(stream.target)
                     _discard(stream.replay)
                 case AskReplay(start):
@@ -427,7 +435,7 @@ class StreamReader:
         try:
             stream.replay.send_multipart(replay_request(start), zmq.NOBLOCK)
         except zmq.Again:
-            log.debug("replay endpoint not reached", **_names(stream.target))  # its deadline goes on
+            log.debug("replay endpoint not reached", **self._names.about(stream.target))  # its deadline goes on
 
     def _bad_frame(self, stream: Stream, reason: str) -> None:
         stream.counters.bad_frames += 1
@@ -437,7 +445,7 @@ class StreamReader:
         """Log the first unreadable thing of a stream; the counters tell how many there were."""
         if not stream.complained:
             stream.complained = True
-            log.warning(what, reason=reason, **_names(stream.target))
+            log.warning(what, reason=reason, **self._names.about(stream.target))
 
 
 def _connect(socket: zmq.Socket[bytes], endpoint: str, field_name: str) -> None:
@@ -481,7 +489,3 @@ def _drain(read: Callable[[], bool]) -> None:
     for _ in range(_MESSAGES_A_TURN):
         if not read() or time.monotonic() > end:
             return
-
-
-def _names(target: Target) -> dict[str, str | int]:
-    return {"worker": target.worker, "dp_rank": target.dp_rank, "model": target.model}

@@ -130,9 +130,9 @@ class RequestMetrics:
 
     def forget(self, worker: Worker) -> None:
         """A worker was removed: its series end."""
-        self.answered.forget(worker.url)
+        self.answered.forget(worker.name)
         for counter in (self.retried, self.broken):
-            counter.remove_by_labels({"worker": worker.url})
+            counter.remove_by_labels({"worker": worker.name})
 
 
 class FleetCollector(Collector):
@@ -151,17 +151,17 @@ class FleetCollector(Collector):
         requests = GaugeMetricFamily("kvrouter_requests_in_flight", "Requests in flight", labels=labels)
         pending = GaugeMetricFamily("kvrouter_prefill_tokens_in_flight", "Uncached tokens to prefill", labels=labels)
         for worker in self._fleet.workers:
-            up.add_metric([worker.url], float(worker.up))
+            up.add_metric([worker.name], float(worker.up))
             for known in WorkerState:
-                state.add_metric([worker.url, known], float(worker.state is known))
+                state.add_metric([worker.name, known], float(worker.state is known))
             for dp_rank in worker.ranks():
                 load = self._load.of(worker.url, dp_rank)
-                requests.add_metric([worker.url, str(dp_rank)], load.requests)
-                pending.add_metric([worker.url, str(dp_rank)], load.pending)
+                requests.add_metric([worker.name, str(dp_rank)], load.requests)
+                pending.add_metric([worker.name, str(dp_rank)], load.pending)
                 engine = worker.metrics.of(dp_rank)
-                unseen.add_metric([worker.url, str(dp_rank)], engine.unseen)
+                unseen.add_metric([worker.name, str(dp_rank)], engine.unseen)
                 if engine.kv_usage is not None:
-                    usage.add_metric([worker.url, str(dp_rank)], engine.kv_usage)
+                    usage.add_metric([worker.name, str(dp_rank)], engine.kv_usage)
         yield from (up, state, requests, pending, unseen, usage)
 
 
@@ -185,7 +185,7 @@ class AuditCollector(Collector):
         drift = GaugeMetricFamily("kvrouter_audit_drift_ratio", "The same for predictions by events", labels=labels)
         basis = GaugeMetricFamily("kvrouter_audit_basis", "1 for what is predicted from", labels=[*labels, "basis"])
         for target, audit in self._audit.audits():
-            values = [target.worker, str(target.dp_rank), target.model]
+            values = [self._audit.names.of(target.worker), str(target.dp_rank), target.model]
             answers.add_metric(values, audit.answers)
             prompt.add_metric(values, audit.prompt_tokens)
             predicted.add_metric(values, audit.predicted_tokens)
