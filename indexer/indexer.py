@@ -16,7 +16,7 @@ from indexer.holdings import Target
 from indexer.index import TargetStatus
 from indexer.matching import Match
 from indexer.names import WorkerNames
-from indexer.sequence import SequenceSettings, StreamSequence, StreamState
+from indexer.sequence import SequenceSettings, StreamSequence
 from indexer.streams import Stream, StreamReader, StreamStatus
 from kvevents import EventBatch, EventSource, Tier, encode_batch
 from kvevents.curve import KeyPair
@@ -256,6 +256,11 @@ class Indexer:
         """Forget what a target holds and learn it again from its events. False when nobody could replay them."""
         return self._reader.resync(target)
 
+    def suspend(self, targets: Iterable[Target], suspended: bool = True) -> None:
+        """The worker of some targets does not answer: their streams are stale, whatever still comes. Or it does again:
+        then they stand as they do."""
+        self._reader.suspend(targets, suspended)
+
     def stream(self, target: Target) -> Stream | None:
         """A target's stream, to be looked at; None when it has none. A fraction of the cost of `stream_status`."""
         return self._reader.streams.get(target)
@@ -318,7 +323,7 @@ class Indexer:
 
     def _caught_up(self) -> bool:
         streams = (self._reader.status(known.target) for known in self.registered() if known.source is not None)
-        return all(stream and stream.state in (StreamState.LIVE, StreamState.LOST) for stream in streams)
+        return all(stream and not stream.state.waits for stream in streams)
 
     def block_size(self, target: Target) -> int | None:
         """A target's block size in tokens: what its events said, or else its registration."""

@@ -28,7 +28,7 @@ def _table(answer: dict[str, Any]) -> Table:
     longest = max((len(candidate["worker"]) for candidate in answer["candidates"]), default=0)
     table.add_column()
     table.add_column("worker", overflow="fold", no_wrap=longest < 32)
-    for name in ("rank", "overlap", "requests", "cost"):
+    for name in ("rank", "overlap", "requests", f"cost ({answer['unit']})"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("of it")
     for candidate in answer["candidates"]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from indexer.names import WorkerNames
 from router.policies import Candidate, Decision, Policy, Request
-from router.policies.records import cheapest
+from router.policies.records import CostUnit, cheapest
 from router.settings import DisaggregationSettings
 
 # Decides between workers with the same number of requests, and no more.
@@ -41,6 +41,7 @@ class Disaggregation:
         if self.prefill is not None:
             target = self.prefill.chosen.target
             report["prefill"] = {"worker": names.of(target.worker), "dp_rank": target.dp_rank}
+            report["unit"] = self.prefill.unit
             report["prefill_candidates"] = [
                 {"worker": names.of(each.target.worker), "dp_rank": each.target.dp_rank, "terms": cost.terms}
                 for cost in self.prefill.costs
@@ -62,7 +63,7 @@ def decode_policy(random: Random) -> Policy:
                 "uncached": _TIE * (1 - candidate.overlap / (request.tokens + 1)),
             }
 
-        return cheapest(candidates, terms, random)
+        return cheapest(candidates, terms, random, unit=CostUnit.REQUESTS)
 
     return choose
 

@@ -171,6 +171,7 @@ class Fleet:
     def report_failure(self, worker: Worker, problem: str) -> None:
         """A request could not reach a worker: it gets none until it answers again."""
         worker.problem = problem
+        self._indexer.suspend(worker.targets)
         self.version += 1
         self.look_soon(worker)
 
@@ -275,6 +276,7 @@ class Fleet:
             if worker.up and worker.failed_probes < self._settings.failed_probes:
                 return  # a busy worker may be late once
             worker.problem = str(error) or f"no answer within {self._settings.probe_timeout} s"
+            self._indexer.suspend(worker.targets)
             worker.health.give_up_waiting()
             self._changed()
             return
@@ -288,6 +290,8 @@ class Fleet:
             worker.warming_since = None
             self._health_changed()
         worker.failed_probes = 0
+        if not worker.up:
+            self._indexer.suspend(worker.targets, False)
         if not worker.up or description != worker.description:
             worker.describe(description)
             worker.problem = None

@@ -103,5 +103,6 @@ def _costs_of(decision: Decision, names: WorkerNames) -> dict[str, Any]:
         "overlap": chosen.overlap,
         "best_overlap": max(candidate.overlap for candidate in decision.candidates),
         "candidates": decision.count,
+        "unit": decision.unit,
         "terms": {name: float(f"{amount:.4g}") for name, amount in decision.terms(chosen).items()},
     }

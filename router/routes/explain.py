@@ -71,6 +71,7 @@ async def explain(
         "session": prompt.session,
         "held": admission.would_hold(prompt),
         "choice": {"worker": names.of(decision.chosen.target.worker), "dp_rank": decision.chosen.target.dp_rank},
+        "unit": decision.unit,
         "candidates": [_candidate(names, cost) for cost in costs],
         "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
     }

@@ -48,6 +48,11 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         if stream is None or stream.state is StreamState.CONNECTING:
             detail = f"nothing has come from {registration.source.endpoint}"
             found.append(_about(indexer.names, registration.target, "events_missing", detail))
+        elif stream.state is StreamState.STALE:
+            detail = (
+                f"nobody publishes at {registration.source.endpoint} any more: what came from there may hold no longer"
+            )
+            found.append(_about(indexer.names, registration.target, "events_missing", detail))
         elif stream.state is StreamState.LOST:
             detail = f"{stream.sequence.lost_batches} event batches could not be had"
             found.append(_about(indexer.names, registration.target, "events_lost", detail))

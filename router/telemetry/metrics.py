@@ -14,6 +14,7 @@ from router.fleet.fleet import Fleet, Worker, WorkerState
 from router.fleet.load import LoadTable
 from router.holdings.audit import Basis, HitAudit, Prediction
 from router.policies import Decision
+from router.policies.records import CostUnit
 from router.telemetry.counters import Counter, CounterSeries, Histogram
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -32,7 +33,7 @@ class _OfModel:
         self.prompt_tokens = metrics.prompt_tokens.of(model)
         self.overlap_tokens = metrics.overlap_tokens.of(model)
         self.best_overlap_tokens = metrics.best_overlap_tokens.of(model)
-        self.costs: dict[str, CounterSeries] = {}  # by term
+        self.costs: dict[CostUnit, dict[str, CounterSeries]] = {}  # by unit and term
 
 
 class RequestMetrics:
@@ -66,7 +67,9 @@ class RequestMetrics:
             "kvrouter_best_overlap_tokens", "The most that any worker's cache had", ["model"], registry
         )
         self.decisions = Counter("kvrouter_decisions", "Choices of a worker", ["model"], registry)
-        self.cost = Counter("kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term"], registry)
+        self.cost = Counter(
+            "kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term", "unit"], registry
+        )
         self.queue = Histogram(
             "kvrouter_queue_seconds",
             "From the end of a request's body to its sending to a worker",
@@ -104,11 +107,15 @@ class RequestMetrics:
             of_model.best_overlap_tokens.amount += prediction.most
         if decision.free:
             return
+        unit = decision.unit
+        costs = of_model.costs.get(unit)
+        if costs is None:
+            costs = of_model.costs[unit] = {}
         for term, amount in decision.terms(decision.chosen).items():
             if amount:
-                cost = of_model.costs.get(term)
+                cost = costs.get(term)
                 if cost is None:
-                    cost = of_model.costs[term] = self.cost.of(model, term)
+                    cost = costs[term] = self.cost.of(model, term, unit.value)
                 cost.amount += amount
 
     def begun(self, model: str, worker: str, status: int, tokens: int, overlap: int) -> None:
