@@ -168,7 +168,7 @@ class Lmetric(LinearPolicy):
     """LMetric: the tokens to prefill times the requests there, this one included: https://arxiv.org/abs/2603.15202"""
 
     def __init__(self, random: Random) -> None:
-        super().__init__(random, unit=CostUnit.TOKENS_TIMES_REQUESTS)
+        super().__init__(random, unit=CostUnit.TOKEN_REQUESTS)
 
     def line(self, candidate: Candidate) -> tuple[float, float]:
         requests = candidate.requests + 1

@@ -118,7 +118,7 @@ class CostUnit(StrEnum):
     TOKENS = "tokens"  # of prefill
     SECONDS = "seconds"
     REQUESTS = "requests"
-    TOKENS_TIMES_REQUESTS = "tokens times requests"
+    TOKEN_REQUESTS = "token_requests"  # tokens of prefill times requests
     SCORE = "score"  # a sum of weighted shares
     TURNS = "turns"
 

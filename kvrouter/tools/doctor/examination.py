@@ -93,13 +93,14 @@ class Examination:
         self._examine_tokenizer(model)
         worker = Worker(self._session, self.url, model, examined.key.headers)
         try:
-            if examined.key.problem is not None:
-                self._found(Cause.KEY_REFUSED, examined.key.problem)
             if await self._caches(worker, described):
                 await self._examine_streams(worker, described, model)
             await self._examine_streaming(worker)
+            if examined.key.problem is not None:  # it was asked beside
+                self._found(Cause.KEY_REFUSED, examined.key.problem)
         except RequestRefusedError as error:
-            self._found(Cause.REQUESTS_REFUSED, str(error))
+            about_key = examined.key.refuses(error.status)
+            self._found(Cause.KEY_REFUSED if about_key else Cause.REQUESTS_REFUSED, str(error))
         except (aiohttp.ClientError, TimeoutError) as error:
             self._found(Cause.REQUESTS_REFUSED, f"a request failed: {str(error) or type(error).__name__}")
 

@@ -25,7 +25,11 @@ _RANK_HEADER = "X-data-parallel-rank"
 
 
 class RequestRefusedError(Exception):
-    """A worker did not answer a request as it should; the message says how."""
+    """A worker did not answer a request as it should, but with `status`; the message says how."""
+
+    def __init__(self, problem: str, status: int) -> None:
+        super().__init__(problem)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +100,7 @@ async def _answer(response: aiohttp.ClientResponse) -> bytes:
     body = await response.read()
     if response.status != 200:
         shown = body[:200].decode(errors="replace")
-        raise RequestRefusedError(f"POST {response.url.path} is answered with {response.status}: {shown}")
+        raise RequestRefusedError(
+            f"POST {response.url.path} is answered with {response.status}: {shown}", response.status
+        )
     return body
