@@ -17,11 +17,7 @@ from kvrouter.processes import KvrouterProcess
 pytestmark = pytest.mark.anyio
 
 PROBED = {"probe_interval": 0.2, "retry_interval": 0.1, "probe_timeout": 0.5, "failed_probes": 2}
-PROMPT = {
-    "model": "simulated",
-    "prompt": "some words that are long enough to fill a block or two of it",
-    "max_tokens": 1,
-}
+PROMPT = {"model": "simulated", "prompt": " ".join(map(str, range(100))), "max_tokens": 1}
 
 
 def free_port() -> int:
@@ -59,6 +55,10 @@ async def test_a_killed_workers_stream_is_stale_until_it_comes_back() -> None:
             await until_streams_are(routed, "live")
             assert (await routed.call("/v1/completions", PROMPT)).status == 200
 
+            async def heard() -> bool:
+                return await routed.metric("kvrouter_index_blocks", worker="gpu", tier="gpu") > 0
+
+            await until(heard)
             killed.send_signal(signal.SIGKILL)
             await until_streams_are(routed, "stale", PROBED["probe_interval"] + 2)
             assert await routed.metric("kvrouter_stream_state", worker="gpu", state="live") == 0
