@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import structlog
 
 from indexer import Registration, Target
+from indexer.names import WorkerNames
 from indexer.sequence import StreamState
 from indexer.streams import Stream
 from router.apis.usage import Usage
@@ -165,7 +166,15 @@ class Streams(Protocol):
 class HitAudit:
     """Judges every target by its answers, and chooses what it is predicted from."""
 
-    def __init__(self, indexer: Streams, history: RoutingHistory, settings: AuditSettings) -> None:
+    def __init__(
+        self,
+        indexer: Streams,
+        history: RoutingHistory,
+        settings: AuditSettings,
+        names: WorkerNames | None = None,
+    ) -> None:
+        """`names`: what workers are called where people look."""
+        self.names = names or WorkerNames()
         self._indexer = indexer
         self._history = history
         self._samples = settings.samples
@@ -257,7 +266,9 @@ class HitAudit:
         else:
             self.distrusted.discard(target)
         say, what = (log.info, "are as predicted again") if right else (log.warning, "are not as predicted")
-        say(f"cached tokens {what}", drift=round(drift, 3), predicted_from=audit.basis.value, **_names(target))
+        say(
+            f"cached tokens {what}", drift=round(drift, 3), predicted_from=audit.basis.value, **self.names.about(target)
+        )
 
     def _compare_lengths(self, audit: TargetAudit, prediction: Prediction, usage: Usage) -> None:
         differ = prediction.tokens != usage.prompt
@@ -273,10 +284,10 @@ class HitAudit:
                 share=share,
                 here=prediction.tokens,
                 there=usage.prompt,
-                **_names(prediction.target),
+                **self.names.about(prediction.target),
             )
         else:
-            log.info("prompts are as long as counted here again", share=share, **_names(prediction.target))
+            log.info("prompts are as long as counted here again", share=share, **self.names.about(prediction.target))
 
     def _begin(self, target: Target) -> TargetAudit:
         """Begin to audit a target; those that are gone are forgotten."""
@@ -289,7 +300,3 @@ class HitAudit:
         audit = TargetAudit(Errors(self._samples), Errors(self._samples), Errors(self._samples))
         self._audits[target] = audit
         return audit
-
-
-def _names(target: Target) -> dict[str, str | int]:
-    return {"worker": target.worker, "dp_rank": target.dp_rank, "model": target.model}

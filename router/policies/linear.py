@@ -19,11 +19,12 @@ from math import inf
 from random import Random
 
 from router.policies.cost_columns import CostColumns
-from router.policies.records import Candidate, Decision, Request, one_of_lowest, one_of_tied
+from router.policies.records import Candidate, CostUnit, Decision, Request, one_of_lowest, one_of_tied
 
 
 class LinearPolicy(ABC):
-    """The cost above; the lowest wins. `near`: costs that are higher by this share at most count as tied."""
+    """The cost above; the lowest wins. `near`: costs that are higher by this share at most count as tied. `unit`: of
+    the cost."""
 
     def __init__(
         self,
@@ -32,12 +33,14 @@ class LinearPolicy(ABC):
         disk_token: float = 0.0,
         near: float = 0.0,
         least_uncached: int = 1,
+        unit: CostUnit = CostUnit.TOKENS,
     ) -> None:
         self.random = random
         self.cpu_token = cpu_token
         self.disk_token = disk_token
         self.near = near
         self.least_uncached = least_uncached
+        self.unit = unit
 
     @abstractmethod
     def line(self, candidate: Candidate) -> tuple[float, float]:
@@ -65,7 +68,7 @@ class LinearPolicy(ABC):
             fixed, per_token = self.line(candidate)
             totals.append(self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk))
         chosen = one_of_lowest(candidates, totals, self.random, self.near)
-        return Decision(chosen, candidates, lambda candidate: self.terms(candidate, tokens))
+        return Decision(chosen, candidates, lambda candidate: self.terms(candidate, tokens), unit=self.unit)
 
     def cheapest_row(
         self,

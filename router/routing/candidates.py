@@ -98,7 +98,11 @@ class CandidateSet:
             return None
         chosen = self.with_overlap(row, self.view.records[row])
         decision = Decision(
-            chosen, lambda: self.records(chosen), lambda each: policy.terms(each, tokens), count=self.count
+            chosen,
+            lambda: self.records(chosen),
+            lambda each: policy.terms(each, tokens),
+            count=self.count,
+            unit=policy.unit,
         )
         return self._selection(decision, self.targets.ranks[row])
 
