@@ -11,14 +11,14 @@ FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
 FAMILY_TABLE ?=
 
 .PHONY: audit fuzz
-.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
 	$(BIN)/python indexer/native/build.py
 
-demo: .venv/installed
+demo: .venv/demo
 	$(BIN)/kvrouter demo $(ARGS)
 
 test: .venv/installed
@@ -43,6 +43,10 @@ test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) FAMILIES=$(FAMILIES) FAMILY_TABLE=$(FAMILY_TABLE) \
 		$(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
+
+# Without any extra, with the router's and with the demo's: what is missing is named with the command that brings it.
+test-install: .venv/installed
+	$(BIN)/pytest tests/kvrouter/test_extras.py -m "install or not install" $(ARGS)
 
 test-docs: .venv/installed
 	$(BIN)/pytest tests/docs -m "docs or not docs" $(ARGS)
@@ -138,12 +142,21 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.venv/installed: pyproject.toml
+.venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where with PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[dev]'
+
+# What the demo needs is less than what the tests need, which have it too.
+.venv/demo: pyproject.toml | .venv/bin/pip
+	@echo "Installing what the demo needs into .venv: about a minute, once"
+	$(BIN)/pip install --editable '.[demo]'
 	@touch $@
+
+.venv/installed: pyproject.toml | .venv/bin/pip
+	@echo "Installing what the tests need into .venv: a minute or two, once"
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@ .venv/demo
 
 # The same code as a wheel, of which mypyc compiles what every request passes.
 .compiled/installed: pyproject.toml $(shell find kvevents indexer router worker kvrouter -name '*.py')

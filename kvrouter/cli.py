@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import typer
@@ -12,7 +11,6 @@ from kvrouter.commands.questions import doctor, explain, match, top
 from kvrouter.commands.recordings import record, replay, replay_trace
 from kvrouter.commands.services import indexer, picker, serve
 from kvrouter.commands.simulations import demo, simulate
-from kvrouter.package_check import ForeignPackageError, check_packages
 
 app = typer.Typer(
     help="Routes LLM requests to the worker whose KV cache already holds their prefix.",
@@ -39,11 +37,3 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
 for _command in _COMMANDS:
     app.command()(_command)
 
-
-def main() -> None:
-    """The entry point of the `kvrouter` command."""
-    try:
-        check_packages()
-    except ForeignPackageError as error:
-        sys.exit(f"kvrouter: {error}")
-    app()
