@@ -7,6 +7,8 @@ Environment variables override the file: `KVROUTER_SERVER__PORT=9000`.
 
 from __future__ import annotations
 
+import os
+from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
 from ipaddress import ip_network
@@ -38,7 +40,9 @@ from pydantic_settings import (
 from kvevents.curve import load_key_pair, load_public_key
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
+from router.http.origin import without_credentials
 from router.http.worker_url import canonical_url
+from router.setting_mistakes import mistakes
 
 NonNegative = Annotated[float, Field(ge=0)]
 # Of a model or an adapter, in characters.
@@ -66,6 +70,9 @@ def _network(text: str) -> str:
 
 # They hold passwords.
 _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
+# Names that only secrets have, wherever they stand.
+_SECRETS = frozenset({"api_key", "keys", "password", "secret", "token"})
+_PREFIX = "KVROUTER_"
 
 
 class ConfigError(Exception):
@@ -427,7 +434,7 @@ class TokenizerSettings(_Section):
 class Settings(BaseSettings):
     """All settings of `kvrouter serve`."""
 
-    model_config = SettingsConfigDict(env_prefix="KVROUTER_", env_nested_delimiter="__", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True)
 
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
@@ -474,7 +481,7 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
     """Read a YAML file (None: the defaults). The environment overrides the file, and `overrides`, in the file's shape,
     override both.
 
-    Raises ConfigError.
+    Raises ConfigError, with a line for each mistake.
     """
     fields: dict[str, Any] = {}
     settings = Settings()
@@ -487,11 +494,29 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         try:
             settings = Settings(**fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            found = "what is hidden here" if place in _HIDDEN else repr(first["input"])
-            raise ConfigError(f"{source}: {place}: {first['msg']} (found {found})") from error
+            # What sections want of each other may come from a later source.
+            found = mistakes(error, Settings, _HIDDEN, between_sections=source == "options")
+            if not found:
+                continue
+            raise ConfigError("\n".join(f"{source}: {mistake}" for mistake in found)) from error
     return settings
+
+
+def shown(settings: Settings) -> dict[str, Any]:
+    """All settings as a file would have them, to be shown: what is secret is masked."""
+    masked: dict[str, Any] = _masked(settings.model_dump(mode="json"), "")
+    return masked
+
+
+def _masked(value: Any, place: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _masked(each, f"{place}.{name}" if place else str(name)) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_masked(each, place) for each in value]
+    if not isinstance(value, str):
+        return value
+    secret = place in _HIDDEN or place.rpartition(".")[2] in _SECRETS
+    return "***" if secret and value else without_credentials(value)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -507,6 +532,12 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_environment() -> dict[str, Any]:
+    for variable in os.environ:  # a section's name alone may be a service's, which Kubernetes tells by such variables
+        section, nested, _ = variable.removeprefix(_PREFIX).lower().partition("__")
+        if variable.startswith(_PREFIX) and nested and section not in Settings.model_fields:
+            near = get_close_matches(section, Settings.model_fields, 1)
+            meant = f"; did you mean {_PREFIX}{near[0].upper()}__…?" if near else ""
+            raise ConfigError(f"environment: {variable}: there is no such setting{meant}")
     try:
         return EnvSettingsSource(Settings)()
     except SettingsError as error:

@@ -28,6 +28,7 @@ from kvevents.endpoints import bracketed
 from router.errors import KubernetesError
 from router.fleet.allowed_networks import is_never_allowed
 from router.fleet.fleet import Fleet
+from router.http.connection_problem import connection_problem
 from router.settings import KubernetesSettings, Role, WorkerSettings
 
 log = structlog.get_logger()
@@ -127,7 +128,7 @@ class ResourceWatch:
                 failures += 1
             except (KubernetesError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 failures += 1
-                log.warning("kubernetes cannot be asked", url=self._url, reason=str(error) or type(error).__name__)
+                log.warning("kubernetes cannot be asked", url=self._url, reason=connection_problem(error))
             if failures > 1:  # after a first one at once
                 await asyncio.sleep(_backoff(failures))
 

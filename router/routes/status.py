@@ -9,7 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, PlainTextResponse
 
 from router.http.origin import without_credentials
-from router.routes.findings import findings
 from router.services import Services
 
 
@@ -22,14 +21,13 @@ def status_routes(services: Services) -> APIRouter:
     async def health() -> Response:
         """Whether the router runs, how many of its workers answer, and what is wrong."""
         up = sum(worker.up for worker in fleet.workers)
-        found = findings(fleet, services.indexer, services.audit)
-        found += services.tokenizer_source.findings() + services.sharing.findings()
         report = {
             "status": "ok" if up else "no worker answers",
             "workers": len(fleet.workers),
             "workers_up": up,
             "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
-            "findings": found,
+            "findings": services.findings(),
+            **services.about.identity,
         }
         return Response(without_credentials(json.dumps(report)), media_type="application/json")
 

@@ -16,6 +16,7 @@ from indexer.hashing import PackedPrompt
 from router.apis.fields import MAX_TOKEN_ID
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError
+from router.http.connection_problem import connection_problem
 from router.tokens.chat_template import template_variables
 
 _CHAT = "/v1/chat/completions"
@@ -125,7 +126,7 @@ class EngineClient:
             ) as response:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise TokenizerUnavailableError(f"{url}: {str(error) or type(error).__name__}") from error
+            raise TokenizerUnavailableError(f"{url}: {connection_problem(error)}") from error
         if status == 200:
             return answer
         if status in (400, 413, 422):

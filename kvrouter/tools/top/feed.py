@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from router.fleet.redirects import refuse_redirects
+from router.http.connection_problem import connection_problem
 
 SILENCE = 10.0  # seconds without an update, which otherwise comes every second
 _MAX_LINE = 64 * 2**20  # the first update has all ranks
@@ -60,4 +61,4 @@ async def follow(url: str, token: str) -> AsyncIterator[Fleet]:
                     fleet.take(msgspec.json.decode(line[6:]))
                     yield fleet
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise FeedError(f"{url}: {str(error) or type(error).__name__}") from error
+        raise FeedError(f"{url}: {connection_problem(error)}") from error
