@@ -132,7 +132,8 @@ async def running_services(
         audit = HitAudit(indexer, history, settings.audit)
         source.audits = audit.audits
         policy = policy_named(settings.policy, Random())
-        router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing)
+        learned = Learned(Rates(**settings.rates.model_dump()))
+        router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing, learned)
         admission = _admission(settings, router, policy, fleet, load, sharing)
         metrics = RequestMetrics(registry)
         AdmissionMetrics(admission, registry)
@@ -154,7 +155,8 @@ async def running_services(
         def all_findings() -> list[dict[str, Any]]:
             return findings(fleet, indexer, audit) + source.findings() + sharing.findings()
 
-        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, Series(metrics, audit))
+        series = Series(metrics, audit, admission.waiting_for, learned.seconds_per_token)
+        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings)
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)
@@ -204,6 +206,7 @@ def _router(
     history: RoutingHistory,
     audit: HitAudit,
     sharing: LoadSharing,
+    learned: Learned,
 ) -> Router:
     router = Router(
         fleet,
@@ -212,7 +215,7 @@ def _router(
         policy,
         load,
         SpeculativeHoldings(settings.proxy.speculation_seconds),
-        Learned(Rates(**settings.rates.model_dump())),
+        learned,
         history,
         audit,
         sharing,

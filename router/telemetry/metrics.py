@@ -146,11 +146,26 @@ class RequestMetrics:
         if usage is not None and usage.completion > 1:
             self.token_time.of(model).observe(seconds / (usage.completion - 1))
 
+    def failures(self) -> dict[str, float]:
+        """What went wrong until now: `errors` of workers, what the router `refused` for want of room, and `retried`."""
+        errors = sum(count for status, count in self.answered.by("status").items() if int(status) >= 500)
+        return {
+            "errors": errors + _total(self.broken),
+            "refused": _total(self.refused, "429", "503"),
+            "retried": _total(self.retried),
+        }
+
     def forget(self, worker: Worker) -> None:
         """A worker was removed: its series end."""
         self.answered.forget(worker.url)
         for counter in (self.retried, self.broken):
             counter.remove_by_labels({"worker": worker.url})
+
+
+def _total(counter: prometheus_client.Counter, *values: str) -> float:
+    """The sum of a counter's series; of those alone that have one of these values for a label, if any are given."""
+    samples = (sample for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total"))
+    return sum(sample.value for sample in samples if not values or not set(values).isdisjoint(sample.labels.values()))
 
 
 class FleetCollector(Collector):

@@ -28,6 +28,8 @@ class Fleet:
     totals: dict[str, Any] = field(default_factory=dict)
     point: dict[str, Any] = field(default_factory=dict)
     requests: dict[int, dict[str, Any]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    findings: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, update: dict[str, Any]) -> None:
         """Take in an update."""
@@ -35,6 +37,8 @@ class Fleet:
             self.ranks.pop(key, None)
         self.ranks |= update["ranks"]
         self.totals = update["totals"]
+        self.about = update.get("about", self.about)
+        self.findings = update.get("findings", self.findings)
         if update["series"]:
             self.point = update["series"][-1]
         self.requests |= {seen["number"]: seen for seen in update["requests"]}
