@@ -147,6 +147,7 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/structure/compiles.py
 
 .venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where with PYTHON=/path/to/python"; exit 1; }
