@@ -31,6 +31,7 @@ def error_body(status: HTTPStatus, message: str, param: str | None = None) -> di
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class TextPart(BaseModel):
@@ -59,6 +60,7 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     cache_salt: str | None = None
+    return_token_ids: bool = False
 
     # What prefill and decode workers are told: SGLang's fields, a list where there are several prompts; and vLLM's.
     rid: str | list[str] | None = None
