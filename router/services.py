@@ -36,6 +36,7 @@ from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts
+from router.forwarding.stream_failover import StreamFailover
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings
@@ -146,7 +147,7 @@ async def running_services(
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)
-        proxy = _proxy(stack, settings, router, admission, fleet, networks, sharing, metrics, request_stream)
+        proxy = _proxy(stack, settings, router, admission, fleet, networks, sharing, metrics, request_stream, registry)
         yield Services(
             settings,
             indexer,
@@ -250,6 +251,7 @@ def _proxy(
     sharing: LoadSharing,
     metrics: RequestMetrics,
     request_stream: RequestStream,
+    registry: CollectorRegistry,
 ) -> ProxyContext:
     """What requests for workers need on their way."""
     tracing = tracing_to(settings.otel.endpoint)
@@ -264,7 +266,9 @@ def _proxy(
     door = Door(settings)
     door.access.share(sharing)
     contexts = RequestContexts(door, tracing, metrics, settings.logs.access)
-    services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream)
+    failovers = settings.proxy.stream_failovers
+    failover = StreamFailover(fleet, router, failovers, registry) if failovers else None
+    services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream, failover)
     return ProxyContext(contexts, services, settings.server)
 
 

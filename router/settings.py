@@ -295,6 +295,7 @@ class ProxySettings(_Section):
     attempts: PositiveInt = 3
     retry_share: NonNegative = 0.2
     retry_minimum: Annotated[int, Field(ge=0)] = 10
+    stream_failovers: Annotated[int, Field(ge=0)] = 0
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
     engine_fields: EngineFields = EngineFields.AUTO

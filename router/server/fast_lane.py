@@ -26,6 +26,7 @@ from router.access import too_large, too_slow
 from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.request_head import RequestHead
+from router.forwarding.resumable_proxied_request import new_proxied_request
 from router.http.cached_head import RecentHeads
 from router.http.deadline import Deadline
 from router.http.response_head import ResponseHead
@@ -341,7 +342,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         """Send a request on, all of which came."""
         self._end_arrival()
         self._deadline.clear()
-        self._proxied = proxied = ProxiedRequest(self._proxy_context.services, response.context, response)
+        self._proxied = proxied = new_proxied_request(self._proxy_context.services, response.context, response)
         proxied.start(body)
 
     def _refuse(self, response: FramedResponse, error: RequestError) -> None:

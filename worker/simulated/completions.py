@@ -70,7 +70,9 @@ class Completions:
         if highest >= self._tokenizer.vocabulary_size:
             raise ApiError(HTTPStatus.BAD_REQUEST, f"prompt: token {highest} is not in the vocabulary.", "prompt")
         max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        return await self._reply(http, body, prompts, max_tokens, "max_tokens", self._openai("cmpl", "text", body, prompts))
+        return await self._reply(
+            http, body, prompts, max_tokens, "max_tokens", self._openai("cmpl", "text", body, prompts)
+        )
 
     async def chat(self, http: Request, body: ChatRequest) -> Response:
         """Answer a chat request. Raises ApiError."""
@@ -187,7 +189,11 @@ class Completions:
             self._by_rid.pop(rid, None)
 
     def _openai(
-        self, prefix: str, kind: Literal["chat", "text"], body: CompletionRequest | ChatRequest, prompts: list[list[int]]
+        self,
+        prefix: str,
+        kind: Literal["chat", "text"],
+        body: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
     ) -> Callable[[list[int], list[Choice]], Reply]:
         options = body.stream_options or StreamOptions()
         return partial(
