@@ -111,7 +111,7 @@ async def running_services(
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         stack.push_async_callback(source.close)
-        fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide, networks)
+        fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide, networks, settings.aliases)
         if worker_processes:
             await worker_processes.catch_up(fleet)
         await fleet.start()

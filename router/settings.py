@@ -182,9 +182,13 @@ class WorkerSettings(_Section):
 
 
 class ModelSettings(_Section):
-    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub."""
+    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub.
+
+    `aliases`: other names under which clients may ask for it.
+    """
 
     tokenizer: str | None = None
+    aliases: list[Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]] = []
 
 
 class PolicySettings(_Section):
@@ -451,6 +455,19 @@ class Settings(BaseSettings):
     logs: LogSettings = LogSettings()
     otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
+
+    @field_validator("models")
+    @classmethod
+    def _aliases_are_ones_own(cls, models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
+        names = [*models, *(alias for model in models.values() for alias in model.aliases)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))}: an alias stands for one model, and is no model's name")
+        return models
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The models behind the aliases."""
+        return {alias: name for name, model in self.models.items() for alias in model.aliases}
 
     @model_validator(mode="after")
     def _tenants_need_a_token(self) -> Settings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import aiohttp
@@ -39,7 +39,7 @@ class Fleet:
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
     gone; `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each
     whose metrics were read. `networks`: where it may connect to on a stranger's word. `peer_load`: the requests that
-    each of some ranks of a worker has from other routers.
+    each of some ranks of a worker has from other routers. `aliases`: the models behind other names of theirs.
     """
 
     def __init__(
@@ -50,8 +50,10 @@ class Fleet:
         session: aiohttp.ClientSession,
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
         networks: AllowedNetworks | None = None,
+        aliases: Mapping[str, str] = {},
     ) -> None:
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
+        self.aliases = aliases
         self.version = 0  # grows whenever other workers may get requests, or for other names
         self.health_version = 0  # grows whenever a circuit opens or closes, and when a worker begins or ends to warm up
         self.on_removed: list[Callable[[Worker], None]] = []
@@ -156,7 +158,8 @@ class Fleet:
 
     def names(self) -> set[str]:
         """Every name a request may use."""
-        return {name for worker in self.workers if worker.description for name in worker.description.models}
+        names = {name for worker in self.workers if worker.description for name in worker.description.models}
+        return names | {alias for alias, name in self.aliases.items() if name in names}
 
     def report_failure(self, worker: Worker, problem: str) -> None:
         """A request could not reach a worker: it gets none until it answers again."""

@@ -166,3 +166,11 @@ def test_a_bad_redis_is_named_without_its_password(file: Path, url: str) -> None
     with pytest.raises(ConfigError, match=r"replicas\.redis: ") as refused:
         load_settings(file)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("models", ["{a: {aliases: [b]}, b: {}}", "{a: {aliases: [c]}, b: {aliases: [c]}}"])
+def test_an_alias_stands_for_one_model(models: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"models: {models}")
+    with pytest.raises(ConfigError, match=r"models.*an alias stands for one model"):
+        load_settings(file)
