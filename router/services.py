@@ -24,7 +24,7 @@ from indexer import Indexer
 from indexer.metrics import IndexCollector
 from router.access import Door
 from router.admission.admission import Admission
-from router.admission.admission_metrics import AdmissionMetrics
+from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.embedded_index import running_indexer
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
 from router.fleet.config_reload import SettingsFile, follow_workers
@@ -111,7 +111,10 @@ async def running_services(
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         stack.push_async_callback(source.close)
-        fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide, networks, settings.aliases)
+        expected = settings.models if settings.admission.cold_start_timeout else None
+        fleet = Fleet(
+            settings.workers, settings.fleet, indexer, session, source.provide, networks, settings.aliases, expected
+        )
         if worker_processes:
             await worker_processes.catch_up(fleet)
         await fleet.start()
@@ -136,6 +139,7 @@ async def running_services(
             TokenizerCollector(tokenizers),
             FleetCollector(fleet, load),
             AuditCollector(audit),
+            DemandCollector(fleet, load, admission),
         ):
             registry.register(collector)
         fleet.on_removed += [router.removed, metrics.forget, source.removed]
@@ -165,7 +169,7 @@ async def running_services(
             registry,
             snapshot,
             request_stream,
-            Readiness(fleet, indexer, settings.events.catch_up_timeout),
+            Readiness(fleet, indexer, settings.events.catch_up_timeout, bool(settings.admission.cold_start_timeout)),
             proxy,
             worker_processes,
             int(time.time()),

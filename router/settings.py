@@ -334,6 +334,7 @@ class AdmissionSettings(_Section):
     queue: Annotated[int, Field(ge=0)] = 1000
     queue_bytes: PositiveInt = 256 * 2**20
     timeout: PositiveFloat = 30.0
+    cold_start_timeout: NonNegative = 0.0
 
 
 class TenantSettings(_Section):

@@ -31,6 +31,8 @@ log = structlog.get_logger()
 SOURCES = ("config", "api", "kubernetes")
 
 _STALE_SCRAPES = 5
+# Names that are remembered after their workers are gone.
+_MOST_EXPECTED = 10_000
 
 
 class Fleet:
@@ -51,9 +53,12 @@ class Fleet:
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
         networks: AllowedNetworks | None = None,
         aliases: Mapping[str, str] = {},
+        expected: Iterable[str] | None = None,
     ) -> None:
+        """`expected`: models whose requests may wait for a worker; None: none may."""
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
         self.aliases = aliases
+        self._expected = None if expected is None else set(expected)
         self.version = 0  # grows whenever other workers may get requests, or for other names
         self.health_version = 0  # grows whenever a circuit opens or closes, and when a worker begins or ends to warm up
         self.on_removed: list[Callable[[Worker], None]] = []
@@ -160,6 +165,14 @@ class Fleet:
         """Every name a request may use."""
         names = {name for worker in self.workers if worker.description for name in worker.description.models}
         return names | {alias for alias, name in self.aliases.items() if name in names}
+
+    def awaits(self, name: str) -> bool:
+        """Whether a request for this name may wait for a worker: there is none, and one may come."""
+        return self._expected is not None and name in self._expected and not self.able(name)
+
+    def expected(self) -> set[str]:
+        """The names that requests may wait for."""
+        return set(self._expected or ())
 
     def report_failure(self, worker: Worker, problem: str) -> None:
         """A request could not reach a worker: it gets none until it answers again."""
@@ -270,6 +283,8 @@ class Fleet:
         if not worker.up or description != worker.description:
             worker.describe(description)
             worker.problem = None
+            if self._expected is not None and len(self._expected) < _MOST_EXPECTED:
+                self._expected.update(description.models)
             self._changed()
         for model in description.base_models():
             await self._on_model(worker, model)

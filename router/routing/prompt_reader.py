@@ -83,7 +83,7 @@ class PromptReader:
         if name != request.model:  # of a question about a request, which is not sent
             request = replace(request, model=name)
         model = self._fleet.model_of(name)
-        if model is None:
+        if model is None and not self._fleet.awaits(name):
             raise unknown_model(self._fleet, name)
         return request, model
 
