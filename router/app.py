@@ -13,6 +13,7 @@ from indexer.api_page import add_api_page
 from router.fleet.config_reload import SettingsFile
 from router.forwarding.proxy import Proxy
 from router.forwarding.request_context import ContextMiddleware
+from router.routes.adapters import adapter_routes
 from router.routes.cache import cache_routes
 from router.routes.explain import explain_routes
 from router.routes.live import live_routes
@@ -56,7 +57,15 @@ def router_app(services: Services) -> FastAPI:
             token,
         )
     )
-    for routes in (worker_routes, model_routes, explain_routes, status_routes, cache_routes, live_routes):
+    for routes in (
+        adapter_routes,
+        worker_routes,
+        model_routes,
+        explain_routes,
+        status_routes,
+        cache_routes,
+        live_routes,
+    ):
         app.include_router(routes(services))
     add_api_page(app)
     app.router.routes.append(Route("/{path:path}", Proxy(services.proxy), methods=_METHODS))

@@ -26,9 +26,11 @@ from router.access import Door
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.embedded_index import running_indexer
+from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
 from router.fleet.config_reload import SettingsFile, follow_workers
-from router.fleet.fleet import Fleet, end_tasks
+from router.fleet.discovery import ServedModel
+from router.fleet.fleet import Fleet, Worker, end_tasks
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
 from router.fleet.redirects import refuse_redirects
@@ -75,6 +77,7 @@ class Services:
     fleet: Fleet
     networks: AllowedNetworks
     registered_streams: RegisteredStreams
+    adapters: Adapters
     load: LoadTable
     sharing: LoadSharing
     audit: HitAudit
@@ -111,9 +114,16 @@ async def running_services(
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         stack.push_async_callback(source.close)
+        adapters = Adapters(session)
+        stack.push_async_callback(adapters.close)
+
+        async def on_model(worker: Worker, model: ServedModel) -> None:
+            await source.provide(worker, model)
+            adapters.provide(worker, model)
+
         expected = settings.models if settings.admission.cold_start_timeout else None
         fleet = Fleet(
-            settings.workers, settings.fleet, indexer, session, source.provide, networks, settings.aliases, expected
+            settings.workers, settings.fleet, indexer, session, on_model, networks, settings.aliases, expected
         )
         if worker_processes:
             await worker_processes.catch_up(fleet)
@@ -142,7 +152,7 @@ async def running_services(
             DemandCollector(fleet, load, admission),
         ):
             registry.register(collector)
-        fleet.on_removed += [router.removed, metrics.forget, source.removed]
+        fleet.on_removed += [router.removed, metrics.forget, source.removed, adapters.removed]
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)
         stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])
@@ -161,6 +171,7 @@ async def running_services(
             fleet,
             networks,
             registered_streams,
+            adapters,
             load,
             sharing,
             audit,

@@ -180,6 +180,10 @@ class Fleet:
         self.version += 1
         self.look_soon(worker)
 
+    async def probe(self, worker: Worker) -> None:
+        """Ask a worker at once what it is."""
+        await self._probe(worker)
+
     def look_soon(self, worker: Worker) -> None:
         """Something went wrong with a worker: see whether it still answers."""
         worker.look_now.set()

@@ -56,6 +56,7 @@ class Completions:
         self._engines = engines
         self._metrics = metrics
         self.responses = StoredResponses()
+        self.adapters = list(settings.adapters)
 
     async def complete(self, http: Request, body: CompletionRequest) -> Response:
         """Answer a completion request. Raises ApiError."""
@@ -145,7 +146,7 @@ class Completions:
         budgets = [self._answer_budget(prompt, max_tokens) for prompt in prompts]
         rank = self._requested_rank(http)
         parts = self._role.parts(body, len(prompts)) if self._role else [None] * len(prompts)
-        adapter = body.model if body.model in self._settings.adapters else None
+        adapter = body.model if body.model in self.adapters else None
         outputs = _Outputs(self._metrics)
         try:
             for prompt, budget, part in zip(prompts, budgets, parts, strict=True):
@@ -258,7 +259,7 @@ class Completions:
         return text
 
     def _check_model(self, model: str | None) -> None:
-        known = (self._settings.model, *self._settings.adapters)
+        known = (self._settings.model, *self.adapters)
         if model is not None and model not in known:
             message = f"The model `{model}` does not exist. Known models: {', '.join(known)}."
             raise ApiError(HTTPStatus.NOT_FOUND, message, "model")

@@ -121,6 +121,13 @@ class TokenizeChatRequest(Conversation):
     return_token_strs: bool = False
 
 
+class AdapterRequest(BaseModel):
+    """The body of POST /v1/load_lora_adapter, and without a path of /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_path: str = ""
+
+
 class DetokenizeRequest(BaseModel):
     """The body of POST /detokenize."""
 
