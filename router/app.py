@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from indexer.api import add_error_handlers, index_routes
@@ -26,6 +27,8 @@ from router.settings import Settings
 from router.sharing.all_processes import AllProcesses
 from router.sharing.worker_processes import WorkerProcesses
 
+# What pages of other origins may read beside the body.
+_EXPOSED = ["x-request-id", "x-kvrouter-worker", "x-kvrouter-overlap-tokens", "x-kvrouter-attempts", "retry-after"]
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
@@ -73,4 +76,9 @@ def router_app(services: Services) -> FastAPI:
     app.add_middleware(ContextMiddleware, services.proxy.contexts, services.settings.server)
     if services.worker_processes:
         app.add_middleware(AllProcesses, services.worker_processes, services.fleet)
+    if origins := services.settings.server.cors_origins:
+        # Keys are sent as headers, which pages set themselves: no credentials of the browser's.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=_METHODS, allow_headers=["*"], expose_headers=_EXPOSED
+        )
     return app

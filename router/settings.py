@@ -7,6 +7,7 @@ Environment variables override the file: `KVROUTER_SERVER__PORT=9000`.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from importlib.util import find_spec
 from ipaddress import ip_network
@@ -64,6 +65,19 @@ def _network(text: str) -> str:
     return text
 
 
+def _root_path(path: str) -> str:
+    root = path.rstrip("/")
+    if root and re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", root) is None:
+        raise ValueError("expected a path such as /llm")
+    return root
+
+
+def _cors_origin(origin: str) -> str:
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin) is None:
+        raise ValueError("expected an origin such as https://chat.example.com, without a path, or *")
+    return origin
+
+
 # They hold passwords.
 _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
 
@@ -104,6 +118,8 @@ class ServerSettings(_Section):
     token: str = ""
     allowed_hosts: list[str] = []
     admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    root_path: Annotated[str, AfterValidator(_root_path)] = ""
+    cors_origins: list[Annotated[str, AfterValidator(_cors_origin)]] = []
     certificate: Path | None = None
     key: Path | None = None
 

@@ -78,7 +78,9 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._write_paused = False
         self._deadline = Deadline(self._loop, self._late)
         # What comes.
-        self._reader = RequestReader(self, recent, self._deadline)
+        settings = proxy_context.settings
+        self._reader = RequestReader(self, recent, self._deadline, settings.root_path.encode())
+        self._cors = bool(settings.cors_origins)  # what pages of other origins send goes the ordinary way
         self._intake = _OPEN
         self._problem = ""  # why nothing more can be read
         self._half_closed = False  # nothing more comes
@@ -299,7 +301,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def _serve(self, request: IncomingRequest) -> None:
         """Serve a request that the parser reads, or have it served."""
-        head = request.find_endpoint()
+        head = None if self._cors and request.has_origin() else request.find_endpoint()
         if head is None:
             self._hand_over(request)
             return

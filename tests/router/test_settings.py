@@ -174,3 +174,13 @@ def test_an_alias_stands_for_one_model(models: str, tmp_path: Path) -> None:
     file.write_text(f"models: {models}")
     with pytest.raises(ConfigError, match=r"models.*an alias stands for one model"):
         load_settings(file)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("root_path", "llm"), ("root_path", "/a b"), ("cors_origins", "['https://a.example/path']")]
+)
+def test_paths_and_origins_that_are_none(setting: str, value: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"server: {{{setting}: {value}}}")
+    with pytest.raises(ConfigError, match=rf"server\.{setting}"):
+        load_settings(file)
