@@ -70,6 +70,19 @@ def _network(text: str) -> str:
     return text
 
 
+def _root_path(path: str) -> str:
+    root = path.rstrip("/")
+    if root and re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", root) is None:
+        raise ValueError("expected a path such as /llm")
+    return root
+
+
+def _cors_origin(origin: str) -> str:
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin) is None:
+        raise ValueError("expected an origin such as https://chat.example.com, without a path, or *")
+    return origin
+
+
 # No URL is such a name, and no header or label needs it to be escaped.
 WORKER_NAME = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._:@-]{0,251}[A-Za-z0-9])?$")
 
@@ -134,6 +147,8 @@ class ServerSettings(_Section):
     token: str = ""
     allowed_hosts: list[str] = []
     admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    root_path: Annotated[str, AfterValidator(_root_path)] = ""
+    cors_origins: list[Annotated[str, AfterValidator(_cors_origin)]] = []
     certificate: Path | None = None
     key: Path | None = None
 
@@ -251,9 +266,13 @@ class WorkerSettings(KeySettings):
 
 
 class ModelSettings(_Section):
-    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub."""
+    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub.
+
+    `aliases`: other names under which clients may ask for it.
+    """
 
     tokenizer: str | None = None
+    aliases: list[Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]] = []
 
 
 class PolicySettings(_Section):
@@ -376,6 +395,7 @@ class ProxySettings(_Section):
     attempts: PositiveInt = 3
     retry_share: NonNegative = 0.2
     retry_minimum: Annotated[int, Field(ge=0)] = 10
+    stream_failovers: Annotated[int, Field(ge=0)] = 0
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
     worker_keys: WorkerKeys = WorkerKeys.AUTO
@@ -411,6 +431,7 @@ class AdmissionSettings(_Section):
     queue: Annotated[int, Field(ge=0)] = 1000
     queue_bytes: PositiveInt = 256 * 2**20
     timeout: PositiveFloat = 30.0
+    cold_start_timeout: NonNegative = 0.0
 
 
 class TenantSettings(_Section):
@@ -541,6 +562,19 @@ class Settings(BaseSettings):
             if worker.name is not None and (first := places.setdefault(worker.name, place)) != place:
                 raise ValueError(f"workers.{place}.name: {worker.name!r} is the name of workers.{first} already")
         return workers
+
+    @field_validator("models")
+    @classmethod
+    def _aliases_are_ones_own(cls, models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
+        names = [*models, *(alias for model in models.values() for alias in model.aliases)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))}: an alias stands for one model, and is no model's name")
+        return models
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The models behind the aliases."""
+        return {alias: name for name, model in self.models.items() for alias in model.aliases}
 
     @model_validator(mode="after")
     def _tenants_need_a_token(self) -> Settings:

@@ -12,6 +12,7 @@ from indexer.errors import RequestError
 from router.access.arrivals import Arrivals
 from router.access.bodies import PlainCheck, checked_body
 from router.access.hosts import check_host, check_site, is_loopback
+from router.access.model_aliases import with_served_model
 from router.access.routes import Access, Route, Routes
 from router.access.steering import refusal, steering_header, without_steering
 from router.access.tenants import AccessControl, Tenant, without_credentials
@@ -48,11 +49,12 @@ class Door:
 
     def __init__(self, settings: Settings) -> None:
         server = settings.server
-        self.access = AccessControl(settings.tenants, server.token)
+        self.access = AccessControl(settings.tenants, server.token, settings.aliases)
         self.arrivals = Arrivals(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
         self._limits = settings.limits
         self._check = PlainCheck(settings.limits)
+        self._aliases = settings.aliases
         fields = settings.proxy.engine_fields
         if fields is EngineFields.AUTO:
             fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
@@ -96,7 +98,9 @@ class Door:
 
     def body(self, admitted: Admitted, body: bytes) -> bytes:
         """The body to read and to send on. Raises RequestError (400, 413)."""
-        return checked_body(admitted.route, body, admitted.tenant, self._limits, admitted.engine_fields, self._check)
+        check, fields = self._check, admitted.engine_fields
+        body = checked_body(admitted.route, body, admitted.tenant, self._limits, fields, check)
+        return with_served_model(body, self._aliases) if self._aliases else body
 
     def _route(self, method: str, target: bytes) -> Route:
         try:

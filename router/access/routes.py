@@ -65,6 +65,8 @@ _OWN = [
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/register", "/unregister", "/reset_prefix_cache")),
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/workers", "/workers/drain", "/workers/undrain")),
     Route("DELETE", "/workers", Access.OPERATOR, own=True),
+    # They have engines read files and addresses.
+    *(Route("POST", path, Access.ENGINE, own=True) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
 ]
 # Of OpenAI's API and of engines: neither their settings nor anything that would stop or change one for others.
 _PASSED = [
