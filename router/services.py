@@ -121,9 +121,16 @@ async def running_services(
             await source.provide(worker, model)
             adapters.provide(worker, model)
 
-        expected = settings.models if settings.admission.cold_start_timeout else None
         fleet = Fleet(
-            settings.workers, settings.fleet, indexer, session, on_model, networks, settings.aliases, expected
+            settings.workers,
+            settings.fleet,
+            indexer,
+            session,
+            on_model,
+            networks,
+            bool(settings.server.token),
+            settings.aliases,
+            settings.models if settings.admission.cold_start_timeout else None,
         )
         if worker_processes:
             await worker_processes.catch_up(fleet)
@@ -136,7 +143,7 @@ async def running_services(
         sharing.start()
         stack.push_async_callback(sharing.stop)
         history = RoutingHistory()
-        audit = HitAudit(indexer, history, settings.audit)
+        audit = HitAudit(indexer, history, settings.audit, indexer.names)
         source.audits = audit.audits
         policy = policy_named(settings.policy, Random())
         router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing)
@@ -274,9 +281,14 @@ def _proxy(
         stack.push_async_callback(asyncio.to_thread, tracing.stop)
     proxy_settings = settings.proxy
     upstreams = Upstreams(
-        _client_tls(settings.upstream), proxy_settings.connect_timeout, proxy_settings.idle_timeout, networks.to_connect
+        _client_tls(settings.upstream),
+        proxy_settings.connect_timeout,
+        proxy_settings.idle_timeout,
+        networks.to_connect,
+        fleet.key_of,
     )
     stack.push_async_callback(upstreams.close)
+    fleet.on_key.append(lambda worker: upstreams.show(worker.url, worker.key.authorization))
     fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
     door = Door(settings)
     door.access.share(sharing)

@@ -85,7 +85,7 @@ class Adapters:
             if now - self._tried.get((worker.url, name), -_RETRY_SECONDS) < _RETRY_SECONDS:
                 continue
             self._tried[worker.url, name] = now
-            loading = asyncio.create_task(self._provide(worker, name, kept), name=f"load {name} at {worker.url}")
+            loading = asyncio.create_task(self._provide(worker, name, kept), name=f"load {name} at {worker.name}")
             self._loading.add(loading)
             loading.add_done_callback(self._loading.discard)
 
@@ -98,13 +98,13 @@ class Adapters:
         told = await self._tell(worker, "load_lora_adapter", kept.body)
         if told.well and self._kept.get(name) is not kept:  # it was unloaded meanwhile
             await self._tell(worker, "unload_lora_adapter", {"lora_name": name})
-        log.info("adapter", worker=worker.url, adapter=name, status=told.status, message=told.message)
+        log.info("adapter", worker=worker.name, adapter=name, status=told.status, message=told.message)
         worker.look_now.set()
 
     async def _tell(self, worker: Worker, what: str, body: dict[str, Any]) -> Told:
         sglang = worker.description is not None and worker.description.engine is Engine.SGLANG
         url = f"{worker.url}/{what}" if sglang else f"{worker.url}/v1/{what}"
-        headers = {"content-type": "application/json"}
+        headers = {**worker.key.headers, "content-type": "application/json"}
         try:
             async with self._session.post(
                 url, data=msgspec.json.encode(body), headers=headers, timeout=_TIMEOUT, allow_redirects=False

@@ -141,10 +141,10 @@ async def _answer(fleet: Fleet, name: str, told: Sequence[Told]) -> JSONResponse
     failed = [each for each in told if not each.well]
     body: dict[str, Any] = {
         "lora_name": name,
-        "workers": [{"worker": each.worker.url, "status": each.status, "message": each.message} for each in told],
+        "workers": [{"worker": each.worker.name, "status": each.status, "message": each.message} for each in told],
     }
     if not failed:
         return JSONResponse(body)
-    message = f"{len(failed)} of {len(told)} workers failed; {failed[0].worker.url}: {failed[0].message}"
+    message = f"{len(failed)} of {len(told)} workers failed; {failed[0].worker.name}: {failed[0].message}"
     error = {"message": message, "type": "upstream_error", "param": None, "code": "adapter"}
     return JSONResponse({"error": error, **body}, 502)

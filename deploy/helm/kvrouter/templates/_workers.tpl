@@ -33,6 +33,17 @@ command:
   {{- with $w.gpuMemoryUtilization }}
   - --gpu-memory-utilization={{ . }}
   {{- end }}
+  {{- if $w.lora.enabled }}
+  - --enable-lora
+  - --max-loras={{ $w.lora.maxLoras }}
+  - --max-lora-rank={{ $w.lora.maxRank }}
+  {{- with $w.lora.adapters }}
+  - --lora-modules
+  {{- range $name, $path := . }}
+  - {{ printf "%s=%s" $name $path | quote }}
+  {{- end }}
+  {{- end }}
+  {{- end }}
   - {{ printf "--kv-events-config=%s" (include "kvrouter.publisher" .) | quote }}
   {{- if ne $w.role "both" }}
   - {{ printf "--kv-transfer-config=%s" (toJson (dict "kv_connector" $w.disaggregation.connector "kv_role" "kv_both")) | quote }}
@@ -54,6 +65,9 @@ command:
   {{- with $w.servedModelName }}
   - --served-model-name={{ . }}
   {{- end }}
+  {{- if .root.Values.secrets.workerApiKey.name }}
+  - --api-key=$(WORKER_API_KEY)
+  {{- end }}
   - --enable-cache-report
   - --enable-metrics
   - --tp-size={{ $w.tensorParallelSize }}
@@ -66,6 +80,19 @@ command:
   {{- end }}
   {{- with $w.gpuMemoryUtilization }}
   - --mem-fraction-static={{ . }}
+  {{- end }}
+  {{- if $w.lora.enabled }}
+  - --enable-lora
+  - --max-loras-per-batch={{ $w.lora.maxLoras }}
+  - --max-lora-rank={{ $w.lora.maxRank }}
+  {{- /* Without adapters at the start it wants to be told which modules later ones have. */}}
+  - --lora-target-modules=all
+  {{- with $w.lora.adapters }}
+  - --lora-paths
+  {{- range $name, $path := . }}
+  - {{ printf "%s=%s" $name $path | quote }}
+  {{- end }}
+  {{- end }}
   {{- end }}
   - {{ printf "--kv-events-config=%s" (include "kvrouter.publisher" .) | quote }}
   {{- if ne $w.role "both" }}
@@ -86,11 +113,17 @@ args:
   - --port={{ .root.Values.discovery.port }}
   - --model={{ $w.servedModelName | default $w.model | default "simulated" }}
   - --dp-size={{ $w.dataParallelSize }}
+  {{- if .root.Values.secrets.workerApiKey.name }}
+  - --api-key=$(WORKER_API_KEY)
+  {{- end }}
   {{- with $w.blockSize }}
   - --block-size={{ . }}
   {{- end }}
   {{- with $w.maxModelLen }}
   - --max-model-len={{ int . }}
+  {{- end }}
+  {{- range $name, $path := $w.lora.adapters }}
+  - --adapter={{ $name }}
   {{- end }}
   - {{ printf "--kv-events=%s" (include "kvrouter.publisher" .) | quote }}
   {{- range $w.extraArgs }}
