@@ -135,9 +135,9 @@ async def running_services(
             session,
             on_model,
             networks,
-            keys_for_added=bool(settings.server.token),
-            aliases=settings.aliases,
-            expected=settings.models if settings.admission.cold_start_timeout else None,
+            bool(settings.server.token),
+            settings.aliases,
+            settings.models if settings.admission.cold_start_timeout else None,
         )
         if worker_processes:
             await worker_processes.catch_up(fleet)

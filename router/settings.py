@@ -554,15 +554,6 @@ class Settings(BaseSettings):
     otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
 
-    @field_validator("workers")
-    @classmethod
-    def _names_are_ones_own(cls, workers: list[WorkerSettings]) -> list[WorkerSettings]:
-        places: dict[str, int] = {}
-        for place, worker in enumerate(workers):
-            if worker.name is not None and (first := places.setdefault(worker.name, place)) != place:
-                raise ValueError(f"workers.{place}.name: {worker.name!r} is the name of workers.{first} already")
-        return workers
-
     @field_validator("models")
     @classmethod
     def _aliases_are_ones_own(cls, models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
@@ -575,6 +566,15 @@ class Settings(BaseSettings):
     def aliases(self) -> dict[str, str]:
         """The models behind the aliases."""
         return {alias: name for name, model in self.models.items() for alias in model.aliases}
+
+    @field_validator("workers")
+    @classmethod
+    def _names_are_ones_own(cls, workers: list[WorkerSettings]) -> list[WorkerSettings]:
+        places: dict[str, int] = {}
+        for place, worker in enumerate(workers):
+            if worker.name is not None and (first := places.setdefault(worker.name, place)) != place:
+                raise ValueError(f"workers.{place}.name: {worker.name!r} is the name of workers.{first} already")
+        return workers
 
     @model_validator(mode="after")
     def _tenants_need_a_token(self) -> Settings:

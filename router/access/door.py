@@ -53,8 +53,8 @@ class Door:
         self.arrivals = Arrivals(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
         self._limits = settings.limits
-        self._check = PlainCheck(settings.limits)
         self._aliases = settings.aliases
+        self._check = PlainCheck(settings.limits)
         fields = settings.proxy.engine_fields
         if fields is EngineFields.AUTO:
             fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
@@ -98,8 +98,7 @@ class Door:
 
     def body(self, admitted: Admitted, body: bytes) -> bytes:
         """The body to read and to send on. Raises RequestError (400, 413)."""
-        check, fields = self._check, admitted.engine_fields
-        body = checked_body(admitted.route, body, admitted.tenant, self._limits, fields, check)
+        body = checked_body(admitted.route, body, admitted.tenant, self._limits, admitted.engine_fields, self._check)
         return with_served_model(body, self._aliases) if self._aliases else body
 
     def _route(self, method: str, target: bytes) -> Route:

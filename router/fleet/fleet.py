@@ -43,8 +43,7 @@ class Fleet:
     gone; `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each
     whose metrics were read; `on_key` for each whose API key is another one. `networks`: where it may connect to on a
     stranger's word. `keys_for_added`: workers that were added over HTTP get the fleet's key too. `peer_load`: the
-    requests that each of some ranks of a worker has from other routers. `aliases`: the models behind other names of
-    theirs.
+    requests that each of some ranks of a worker has from other routers. `aliases`: the models behind other names.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class ResumableResponse(ProxiedResponse):
         else:
             self._client.begin(self.head, headers, passed, ended)
             self._services.metrics.begun(
-                prompt.name or "", assignment.worker.url, self.head.status, prompt.tokens, assignment.overlap
+                prompt.name or "", assignment.worker.name, self.head.status, prompt.tokens, assignment.overlap
             )
         self._learn(data, ended)
 

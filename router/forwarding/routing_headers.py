@@ -18,7 +18,7 @@ class RoutingHeaders:
 
     @property
     def worker(self) -> str:
-        """Where it went."""
+        """Where it went, by name."""
         return self._worker.name
 
     def add(self, name: bytes, value: bytes) -> None:

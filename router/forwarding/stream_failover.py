@@ -50,7 +50,7 @@ class StreamFailover:
             ["worker", "outcome"],
             registry=registry,
         )
-        fleet.on_removed.append(lambda worker: self._counter.remove_by_labels({"worker": worker.url}))
+        fleet.on_removed.append(lambda worker: self._counter.remove_by_labels({"worker": worker.name}))
 
     def stream(self, path: str, body: bytes) -> ResumableStream | None:
         """The stream that answers a request, if it could go on elsewhere."""
@@ -60,11 +60,11 @@ class StreamFailover:
 
     def resumed(self, worker: Worker) -> None:
         """A stream of this worker went on elsewhere, or had all but its end."""
-        self._counter.labels(worker.url, "resumed").inc()
+        self._counter.labels(worker.name, "resumed").inc()
 
     def ended(self, worker: Worker) -> None:
         """A stream of this worker ended with it."""
-        self._counter.labels(worker.url, "ended").inc()
+        self._counter.labels(worker.name, "ended").inc()
 
     async def resumption(
         self, context: RequestContext, stream: ResumableStream, before: RoutedPrompt
