@@ -42,6 +42,7 @@ from kvevents.curve import load_key_pair, load_public_key
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
 from router.http.api_key import checked_key, key_in_environment, key_in_file
+from router.http.origin import without_credentials
 from router.http.worker_url import canonical_url, split_user_info
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -584,8 +585,9 @@ def _found(error: ErrorDetails) -> str:
     if isinstance(given, dict | list):
         return ""
     place = ".".join(map(str, error["loc"]))
-    hidden = place in _HIDDEN or place.endswith("api_key") or "@" in str(given)
-    return " (found what is hidden here)" if hidden else f" (found {given!r})"
+    shown = without_credentials(given) if isinstance(given, str) else given
+    hidden = place in _HIDDEN or place.endswith("api_key") or "@" in str(shown)
+    return " (found what is hidden here)" if hidden else f" (found {shown!r})"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
