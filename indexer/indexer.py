@@ -14,7 +14,7 @@ from indexer.dump import DumpedStream, DumpError, TargetDump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import Target
 from indexer.index import TargetStatus
-from indexer.matching import Match
+from indexer.matching import Match, RowMatches, TargetRows
 from indexer.names import WorkerNames
 from indexer.sequence import SequenceSettings, StreamSequence
 from indexer.streams import Stream, StreamReader, StreamStatus
@@ -277,9 +277,14 @@ class Indexer:
         """
         return self._matches(query, len(query.token_ids) - 1)
 
-    def held(self, query: MatchQuery) -> dict[Target, Match]:
-        """The same by target, without those that would serve nothing: their number costs nothing."""
-        return _best(self._found(query, len(query.token_ids) - 1))
+    def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
+        """The same of the targets in some rows, in these: however many hold something, nothing is made for each."""
+        found = RowMatches(rows)
+        roots, tokens = self._roots(query), len(query.token_ids) - 1
+        prompt = PackedPrompt.of(query.token_ids)
+        for block_size, root in roots:
+            self.index.match_rows(root, block_size, prompt, tokens // block_size, rows, found)
+        return found
 
     def longest(self, query: MatchQuery) -> list[Match]:
         """How much of a token sequence each registered target holds, the most first. Raises as `match` does."""

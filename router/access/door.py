@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from indexer.errors import RequestError
 from router.access.arrivals import Arrivals
-from router.access.bodies import checked_body
+from router.access.bodies import PlainCheck, checked_body
 from router.access.hosts import check_host, check_site, is_loopback
 from router.access.routes import Access, Route, Routes
 from router.access.steering import refusal, steering_header, without_steering
@@ -52,6 +52,7 @@ class Door:
         self.arrivals = Arrivals(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
         self._limits = settings.limits
+        self._check = PlainCheck(settings.limits)
         fields = settings.proxy.engine_fields
         if fields is EngineFields.AUTO:
             fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
@@ -100,7 +101,7 @@ class Door:
 
     def body(self, admitted: Admitted, body: bytes) -> bytes:
         """The body to read and to send on. Raises RequestError (400, 413)."""
-        return checked_body(admitted.route, body, admitted.tenant, self._limits, admitted.engine_fields)
+        return checked_body(admitted.route, body, admitted.tenant, self._limits, admitted.engine_fields, self._check)
 
     def _route(self, method: str, target: bytes) -> Route:
         try:

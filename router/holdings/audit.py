@@ -180,21 +180,16 @@ class HitAudit:
         self._samples = settings.samples
         self._tolerance = settings.tolerance
         self._audits: dict[Target, TargetAudit] = {}
-        self._distrusted: set[Target] = set()
+        self.distrusted: set[Target] = set()  # targets whose events are known to mislead
 
     def forget(self, target: Target) -> None:
         """A target was removed."""
         self._audits.pop(target, None)
-        self._distrusted.discard(target)
-
-    @property
-    def distrusts_any(self) -> bool:
-        """Whether the events of any target are known to mislead."""
-        return bool(self._distrusted)
+        self.distrusted.discard(target)
 
     def distrusts(self, target: Target) -> bool:
         """Whether a target's events are known to mislead."""
-        return target in self._distrusted
+        return target in self.distrusted
 
     def events_complete(self, target: Target) -> bool:
         """Whether a target's events so far were read, as far as they can be had."""
@@ -267,9 +262,9 @@ class HitAudit:
         audit.event_errors.clear()
         audit.errors.clear()
         if audit.basis is Basis.HISTORY:
-            self._distrusted.add(target)
+            self.distrusted.add(target)
         else:
-            self._distrusted.discard(target)
+            self.distrusted.discard(target)
         say, what = (log.info, "are as predicted again") if right else (log.warning, "are not as predicted")
         say(
             f"cached tokens {what}", drift=round(drift, 3), predicted_from=audit.basis.value, **self.names.about(target)
@@ -298,7 +293,7 @@ class HitAudit:
         """Begin to audit a target; those that are gone are forgotten."""
         known = {registration.target for registration in self._indexer.registered()} | {target}
         self._audits = {each: audit for each, audit in self._audits.items() if each in known}
-        self._distrusted &= known
+        self.distrusted &= known
         for each in self._history.targets():
             if each not in known:
                 self._history.forget(each)

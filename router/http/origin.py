@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,14 +9,6 @@ from yarl import URL
 
 _METHODS_WITH_BODY: Final = frozenset(("POST", "PUT", "PATCH"))
 _PORTS = {"http": 80, "https": 443}
-
-
-_CREDENTIALS: Final = re.compile(r'(?<=://)[^/?#\s"]*@')
-
-
-def without_credentials(text: str) -> str:
-    """A text, such as a URL or one that names some, without the passwords that its URLs have."""
-    return _CREDENTIALS.sub("", text) if "@" in text else text
 
 
 @dataclass(frozen=True, slots=True)
