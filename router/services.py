@@ -19,6 +19,7 @@ from random import Random
 from typing import Any
 
 import aiohttp
+import structlog
 from prometheus_client import CollectorRegistry
 
 from indexer import Indexer
@@ -64,6 +65,8 @@ from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
 from router.upstream import Upstreams
 from router.upstream.pool import KEEPALIVE_SECONDS
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +311,8 @@ def _proxy(
     fleet.on_key.append(lambda worker: upstreams.show(worker.url, worker.key.authorization))
     fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
     door = Door(settings)
+    if door.withholds_keys and any(known.has_key for known in (settings.fleet, *settings.workers)):
+        log.warning("requests without a key of their own are shown to workers without one", setting="proxy.worker_keys")
     door.access.share(sharing)
     contexts = RequestContexts(door, tracing, metrics, settings.logs.access)
     failovers = settings.proxy.stream_failovers

@@ -90,6 +90,11 @@ class Door:
         ends_here = access.has_tenants or operator or self._always_keyed
         return Admitted(route, tenant, fields, not ends_here, ends_here or self._keyed)
 
+    @property
+    def withholds_keys(self) -> bool:
+        """Whether there are neither tenants nor strangers that are let in with the keys of workers."""
+        return not (self.access.has_tenants or self._always_keyed or self._keyed)
+
     def headers_for_workers(self, admitted: Admitted, headers: Headers) -> Headers:
         """A request's headers without those that are the router's to read or to say."""
         if admitted.engine_fields is not EngineFields.PASS:
