@@ -304,7 +304,8 @@ async def test_a_phone_shows_few_columns_and_a_row_tells_the_rest() -> None:
     async with fed([point(0), point(2)], ranks, 390) as page:
         shown = page.locator("#columns [role=columnheader]:visible")
         assert await shown.all_text_contents() == ["worker", "state", "held: gpu, cpu, disk", "requests"]
-        cut = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"
+        is_cut = "each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight + 1"
+        cut = f"all => all.filter(each => {is_cut}).map(each => each.textContent)"
         assert await page.locator("#columns [role=columnheader]:visible").evaluate_all(cut) == []
         assert await page.locator("#rows [data-column=worker]").evaluate_all(cut) == []
         assert await page.evaluate("document.querySelector('#scroll').scrollWidth <= innerWidth")
