@@ -142,7 +142,8 @@ async def running_services(
         registered_streams = RegisteredStreams(indexer, networks)
         stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])
 
-        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, Series(metrics, audit))
+        series = Series(metrics, audit)
+        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, series, tokenizers)
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)

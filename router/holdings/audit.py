@@ -6,7 +6,7 @@ An engine that reports `cached_tokens` shows with every answer how right the pre
         ▲                          └──right──▶ by events                                  │
         └───────────────────────── events are right again ────────────────────────────────┘
 
-A rank without events is predicted by history from the start. What is wrong there is forgotten.
+A rank without events is predicted by history from the start, whose bounds are learned from its answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from indexer import Registration, Target
 from indexer.sequence import StreamState
 from indexer.streams import Stream
 from router.apis.usage import Usage
-from router.holdings.history import RoutingHistory
+from router.holdings.history import Retention, RoutingHistory
 from router.settings import AuditSettings
 
 log = structlog.get_logger()
@@ -50,6 +50,7 @@ class Prediction:
     `overlap`: what the decision was made with. `by_events`: the overlap by events and prompts in flight; None while
     events are missing. `comparable`: the engine's count can be compared with it, because the tokens are known and it is
     one prompt with one answer. `capacity`: the tokens that the target can hold. `most`: the most that any target had.
+    `by_text`: tokens are estimated by the prompt's text, so the engine's count is compared as a share of its own.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Prediction:
         capacity: int | None,
         made_at: float | None = None,
         most: int = 0,
+        by_text: bool = False,
     ) -> None:
         self.target = target
         self.hashes = hashes
@@ -73,6 +75,7 @@ class Prediction:
         self.capacity = capacity
         self.made_at = time.monotonic() if made_at is None else made_at
         self.most = most
+        self.by_text = by_text
 
 
 class Errors:
@@ -199,6 +202,8 @@ class HitAudit:
         if self.basis(prediction.target) is _EVENTS:
             self._history.forget(prediction.target)
             return
+        if prediction.comparable and usage is not None and usage.prompt and len(prediction.hashes) == 1:
+            self._teach_history(prediction, usage)
         for hashes in prediction.hashes:
             self._history.remember(prediction.target, hashes, prediction.capacity)
 
@@ -210,6 +215,10 @@ class HitAudit:
         audit = self._audits.get(target)
         return audit.basis if audit is not None else _EVENTS
 
+    def retention(self, target: Target) -> Retention | None:
+        """How much and how long a target was seen to keep what it was sent; None while nothing was learned."""
+        return self._history.learned(target)
+
     def audits(self) -> list[tuple[Target, TargetAudit]]:
         """All targets that were audited."""
         return list(self._audits.items())
@@ -217,24 +226,35 @@ class HitAudit:
     def _compare(self, prediction: Prediction, usage: Usage) -> None:
         target = prediction.target
         audit = self._audits.get(target) or self._begin(target)
-        self._compare_lengths(audit, prediction, usage)
+        if not prediction.by_text:
+            self._compare_lengths(audit, prediction, usage)
         audit.reports_cached |= usage.cached is not None
         if not audit.reports_cached:
             return
         cached = usage.cached or 0  # vLLM leaves it out when nothing was cached
+        overlap = prediction.overlap
+        if prediction.by_text:
+            overlap = round(overlap * usage.prompt / (prediction.tokens or 1))
         audit.answers += 1
         audit.prompt_tokens += usage.prompt
-        audit.predicted_tokens += prediction.overlap
+        audit.predicted_tokens += overlap
         audit.cached_tokens += cached
-        audit.wrong_tokens += abs(prediction.overlap - cached)
-        audit.errors.add(prediction.overlap - cached, usage.prompt)
+        audit.wrong_tokens += abs(overlap - cached)
+        audit.errors.add(overlap - cached, usage.prompt)
         if prediction.by_events is not None and prediction.made_at > self._known_since(target, audit):
             audit.event_errors.add(prediction.by_events - cached, usage.prompt)
             if audit.event_errors.enough:
                 self._choose_basis(target, audit)
-        if audit.errors.enough and audit.errors.excess > self._tolerance and self.basis(target) is Basis.HISTORY:
-            self._history.forget(target)  # it may have restarted, or holds less than we think
-            audit.errors.clear()
+
+    def _teach_history(self, prediction: Prediction, usage: Usage) -> None:
+        """Let an answer tell how much and how long its target keeps what it was sent."""
+        audit = self._audits.get(prediction.target)
+        if audit is None or not audit.reports_cached:
+            return
+        cached = usage.cached or 0
+        if prediction.by_text:
+            cached = round(cached * prediction.tokens / usage.prompt)
+        self._history.compare(prediction.target, prediction.hashes[0], cached, prediction.made_at)
 
     def _known_since(self, target: Target, audit: TargetAudit) -> float:
         """Predictions made before this say nothing of the events as they are read now."""
@@ -290,7 +310,7 @@ class HitAudit:
         self._distrusted &= known
         for each in self._history.targets():
             if each not in known:
-                self._history.forget(each)
+                self._history.removed(each)
         audit = TargetAudit(Errors(self._samples), Errors(self._samples), Errors(self._samples))
         self._audits[target] = audit
         return audit

@@ -113,6 +113,11 @@ class SharedPrefixes(Generic[HolderT]):
                 found = dict.fromkeys(edge.counts, min(edge.end, shared)) | found
         return found
 
+    def longest_of(self, holder: HolderT, hashes: array[int]) -> Edge[HolderT] | None:
+        """The last edge on a prompt's way that a holder has; it may end behind the prompt."""
+        path, _ = self._walk(hashes)
+        return next((edge for edge in reversed(path) if holder in edge.counts), None)
+
     def _join(self, edge: Edge[HolderT]) -> None:
         """Make one edge of this and the one after it, if there is but one and no prompt ends between them."""
         if len(edge.longer) != 1 or edge.parent is None:

@@ -25,6 +25,7 @@ from router.live.series import Series
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
 from router.sharing.peer_load import PeerLoad
+from router.tokens.tokenizers import Tokenizers
 
 LOOK_SECONDS = 1.0
 MAX_VIEWERS = 32
@@ -46,6 +47,7 @@ class FleetSnapshot:
         admission: Admission,
         audit: HitAudit,
         series: Series,
+        tokenizers: Tokenizers,
     ) -> None:
         self._fleet = fleet
         self._indexer = indexer
@@ -54,6 +56,7 @@ class FleetSnapshot:
         self._admission = admission
         self._audit = audit
         self._series = series
+        self._tokenizers = tokenizers
         self._requests = SeenRequests()
         self._prefixes = HotPrefixes()
         self._viewers = 0
@@ -148,6 +151,7 @@ class FleetSnapshot:
     async def _look(self) -> None:
         workers = {worker.url: worker for worker in self._fleet.workers}
         audits = dict(self._audit.audits())
+        ways = {model: tokenizer.way for model, tokenizer in self._tokenizers.by_model().items()}
         rows: dict[str, Row] = {}
         registered = self._indexer.registered()
         for number, registration in enumerate(registered):
@@ -160,6 +164,7 @@ class FleetSnapshot:
             audit = audits.get(target)
             row = self._status(worker, target.dp_rank, target.model) | self._stream(worker, report)
             row["basis"] = self._audit.basis(target)
+            row["prompts"] = ways.get(target.model)
             if audit is not None:
                 row |= {"prompt": audit.prompt_tokens, "predicted": audit.predicted_tokens}
                 row |= {"hit": audit.cached_tokens, "wrong": round(audit.errors.share, 4)}

@@ -24,6 +24,15 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         if worker.description is not None and worker.description.refused
     ]
     found += [
+        {
+            "finding": "no_models",
+            "worker": worker.url,
+            "detail": "its /v1/models is empty, so nothing can be asked of it: set model: for it, under workers:",
+        }
+        for worker in fleet.workers
+        if worker.up and worker.description is not None and not worker.description.models
+    ]
+    found += [
         {"finding": "worker_left_out", "worker": worker.url, "detail": worker.reason}
         for worker in fleet.workers
         if worker.state in (WorkerState.EJECTED, WorkerState.HALF_OPEN)

@@ -8,7 +8,7 @@ from indexer import Indexer
 from router.apis.usage import Usage
 from router.fleet.fleet import Worker
 from router.fleet.load import LoadTable, Reservation
-from router.holdings.audit import HitAudit, Prediction
+from router.holdings.audit import Basis, HitAudit, Prediction
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
@@ -122,21 +122,23 @@ class Reservations:
             return
         if len(hashes) == 1:
             self._learned.pressure.routed(hashes[0], selection.best_overlap)
+        by_events = self._audit.basis(target) is Basis.EVENTS
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         assignment.prediction = Prediction(
             target,
             hashes,
             prompt.tokens,
             chosen.overlap,
-            selection.by_events if self._audit.events_complete(target) else None,
-            one_answer and prompt.exact and whole,
+            selection.by_events if not prompt.by_text and self._audit.events_complete(target) else None,
+            one_answer and (prompt.exact or prompt.by_text) and whole,
             selection.rank.worker.capacity_tokens,
             now,
             selection.best_overlap,
+            prompt.by_text,
         )
         for number, chunks in enumerate(hashes):
-            # No event says that a target holds what media stand in: that has to last.
-            lasting = prompt.identities[number] is not prompt.token_ids[number]
+            # No event says that a target holds what media stand in, or a text: that has to last.
+            lasting = prompt.identities[number] is not prompt.token_ids[number] and by_events
             assignment.when_released(self._speculation.hold(target, chunks, lasting=lasting))
             if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
                 assignment.when_released(on_release)
@@ -166,5 +168,5 @@ class Reservations:
         self._learned.rates.forget(worker.url)
         for target in worker.targets:
             self._speculation.forget(target)
-            self._history.forget(target)
+            self._history.removed(target)
             self._audit.forget(target)

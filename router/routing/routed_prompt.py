@@ -13,6 +13,7 @@ _BYTES_PER_TOKEN = 4
 
 
 _NO_PROMPTS: list[PackedPrompt] = []
+_NO_TOKENS = PackedPrompt(b"")
 
 
 @dataclass(slots=True, init=False)
@@ -24,7 +25,7 @@ class RoutedPrompt:
     differ where only the engine knows the tokens, such as those of images, and are otherwise the same.
     `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
     at most. `previous_response`: it goes on from this response, which the worker that made it knows. `priority`: as the
-    body has it, lower is sooner. `path`: where it was sent.
+    body has it, lower is sooner. `path`: where it was sent. `by_text`: text stands for tokens in `identities`.
     """
 
     name: str | None
@@ -40,6 +41,7 @@ class RoutedPrompt:
     previous_response: str | None
     priority: int
     path: str
+    by_text: bool
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class RoutedPrompt:
         previous_response: str | None = None,
         priority: int = 0,
         path: str = "",
+        by_text: bool = False,
     ) -> None:
         self.name = name
         self.tokens = tokens
@@ -70,6 +73,7 @@ class RoutedPrompt:
         self.previous_response = previous_response
         self.priority = priority
         self.path = path
+        self.by_text = by_text
 
 
 def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
@@ -82,6 +86,13 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         previous_response=request.previous_response,
         priority=request.priority,
     )
+
+
+def text_prompt(request: RoutedRequest, texts: list[PackedPrompt]) -> RoutedPrompt:
+    """A prompt of which only the text is known (router/tokens/text_prefixes.py): no event tells who holds it."""
+    prompt = tokenized_prompt(request, Tokenized([_NO_TOKENS] * len(texts), texts))
+    prompt.by_text = True
+    return prompt
 
 
 def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedPrompt:
