@@ -81,6 +81,7 @@ class ResponsesFields(SessionFields, rename={"messages": "input"}):
     reasoning: Any = None
     chat_template_kwargs: Any = None
     previous_response_id: Any = None
+    conversation: Any = None
     cache_salt: Any = None
     stream: Any = None
     max_output_tokens: Any = None

@@ -111,8 +111,8 @@ class RoutedRequest:
     """A request. Without a `prompt` it goes where the load is least, without a `model` to any worker.
 
     `max_tokens` bounds each of the `n` answers to a prompt; None is no bound. `session` is what the requests of one
-    conversation or user have in common. `previous_response` is the response this one goes on from, which only the
-    worker that made it knows.
+    conversation or user have in common. `stored` is a response, a conversation, a file or the like that it is about,
+    which only the worker that made it has.
     """
 
     model: str | None
@@ -123,7 +123,7 @@ class RoutedRequest:
     n: int
     priority: int
     session: str | None
-    previous_response: str | None
+    stored: str | None
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class RoutedRequest:
         n: int = 1,
         priority: int = 0,
         session: str | None = None,
-        previous_response: str | None = None,
+        stored: str | None = None,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -145,7 +145,7 @@ class RoutedRequest:
         self.n = n
         self.priority = priority
         self.session = session
-        self.previous_response = previous_response
+        self.stored = stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Final
 import structlog
 
 from indexer.errors import RequestError
-from router.apis.endpoints import RESPONSES, error_event
-from router.apis.response_owners import SEARCHED_BYTES
+from router.apis.endpoints import error_event
+from router.apis.response_owners import SEARCHED_BYTES, is_about_stored
 from router.apis.stream_usage import HiddenUsage
 from router.apis.usage import Usage, UsageTail
 from router.fleet.health import Outcome
@@ -89,7 +89,7 @@ class ProxiedResponse:
         # The client does not wait for the rest.
         if head.is_stream or recorded or context.tenant is not None or assignment.wants_usage:
             self._tail = UsageTail()
-        if context.head.path == RESPONSES:
+        if is_about_stored(context.head.path):
             self._searched = b""
         self._services.metrics.begun(
             prompt.name or "", assignment.worker.url, head.status, prompt.tokens, assignment.overlap

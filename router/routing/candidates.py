@@ -164,7 +164,7 @@ class CandidateFinder:
                 targets.ranks, self._load, self._peer_load, self._learned.pressure, self._policy
             )
         view.update(now)
-        owner = None if by_load or not prompt.previous_response else self.responses.of(prompt.previous_response)
+        owner = self.responses.of(prompt.stored) if prompt.stored else None
         rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
         found = CandidateSet(self, targets, view, rows)
         if by_load:
@@ -225,7 +225,7 @@ class CandidateFinder:
     ) -> Collection[int]:
         """The rows that a request may not go to now: usually none.
 
-        `owner`: the worker that made the response a request goes on from. It goes there, as long as that one is there.
+        `owner`: the worker that has what a request is about. It goes there, as long as that one is there.
         """
         unsettled = targets.unsettled(self._fleet.health_version)
         if not excluded and not unsettled and limits.unlimited and owner is None:

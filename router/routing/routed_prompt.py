@@ -24,8 +24,8 @@ class RoutedPrompt:
     is an estimate when not all is known. `token_ids` are those that the engine will compute for sure; `identities` also
     differ where only the engine knows the tokens, such as those of images, and are otherwise the same.
     `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
-    at most. `previous_response`: it goes on from this response, which the worker that made it knows. `priority`: as the
-    body has it, lower is sooner. `path`: where it was sent. `by_text`: text stands for tokens in `identities`.
+    at most. `stored`: a response or another thing it is about, which only the worker that made it has. `priority`: as
+    the body has it, lower is sooner. `path`: where it was sent. `by_text`: text stands for tokens in `identities`.
     """
 
     name: str | None
@@ -38,7 +38,7 @@ class RoutedPrompt:
     streamed: bool
     session: str | None
     max_tokens: int | None
-    previous_response: str | None
+    stored: str | None
     priority: int
     path: str
     by_text: bool
@@ -55,7 +55,7 @@ class RoutedPrompt:
         streamed: bool = False,
         session: str | None = None,
         max_tokens: int | None = None,
-        previous_response: str | None = None,
+        stored: str | None = None,
         priority: int = 0,
         path: str = "",
         by_text: bool = False,
@@ -70,7 +70,7 @@ class RoutedPrompt:
         self.streamed = streamed
         self.session = session
         self.max_tokens = max_tokens
-        self.previous_response = previous_response
+        self.stored = stored
         self.priority = priority
         self.path = path
         self.by_text = by_text
@@ -83,7 +83,7 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         body_bytes // _BYTES_PER_TOKEN,
         streamed=request.stream,
         session=request.session,
-        previous_response=request.previous_response,
+        stored=request.stored,
         priority=request.priority,
     )
 
@@ -103,12 +103,12 @@ def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedProm
         sum([len(identity) for identity in identities]),
         token_ids,
         identities,
-        identities is token_ids and request.previous_response is None,
+        identities is token_ids and request.stored is None,
         request.cache_salt,
         request.n,
         request.stream,
         request.session,
         request.max_tokens,
-        request.previous_response,
+        request.stored,
         request.priority,
     )

@@ -144,8 +144,9 @@ class Router:
         (503) when no worker is left.
         """
         by_load = not self._reader.needs_prompts and limits.unlimited
-        if by_load and self._prebuilt is not None and not excluded and not self._fleet.disaggregated:
-            selection = self._prebuilt.choose(prompt.name)
+        prebuilt = self._prebuilt if by_load and not prompt.stored else None
+        if prebuilt is not None and not excluded and not self._fleet.disaggregated:
+            selection = prebuilt.choose(prompt.name)
             if selection is not None:
                 return selection
         if now is None:
