@@ -44,6 +44,11 @@ _LOST: Final = StreamState.LOST
 _EVENTS: Final = Basis.EVENTS
 
 
+# So many answers are enough when they are wrong by so many times the tolerance.
+_FEW = 8
+_FAR = 2
+
+
 class Prediction:
     """What was expected of a rank when a prompt was sent to it, in tokens.
 
@@ -51,6 +56,7 @@ class Prediction:
     events are missing. `comparable`: the engine's count can be compared with it, because the tokens are known and it is
     one prompt with one answer. `capacity`: the tokens that the target can hold. `most`: the most that any target had.
     `by_text`: tokens are estimated by the prompt's text, so the engine's count is compared as a share of its own.
+    `windowed`: the target does not keep whole prompts, so that what it misses tells nothing of how much it keeps.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class Prediction:
         made_at: float | None = None,
         most: int = 0,
         by_text: bool = False,
+        windowed: bool = False,
     ) -> None:
         self.target = target
         self.hashes = hashes
@@ -76,6 +83,7 @@ class Prediction:
         self.made_at = time.monotonic() if made_at is None else made_at
         self.most = most
         self.by_text = by_text
+        self.windowed = windowed
 
 
 class Errors:
@@ -134,12 +142,13 @@ class TargetAudit:
     """Predicted against actual of one target.
 
     The counters are in tokens, but `answers` and `lengths_wrong`. `errors` are those of what decisions were made with,
-    `event_errors` those of the events, whether or not they were used.
+    `event_errors` those of the events, whether or not they were used; `last_event_errors` the last few of them.
     """
 
     errors: Errors
     event_errors: Errors
     length_errors: Errors
+    last_event_errors: Errors
     basis: Basis = Basis.EVENTS
     lengths_differ: bool = False
     reports_cached: bool = False
@@ -202,7 +211,7 @@ class HitAudit:
         if self.basis(prediction.target) is _EVENTS:
             self._history.forget(prediction.target)
             return
-        if prediction.comparable and usage is not None and usage.prompt and len(prediction.hashes) == 1:
+        if prediction.comparable and usage is not None and usage.prompt and not prediction.windowed:
             self._teach_history(prediction, usage)
         for hashes in prediction.hashes:
             self._history.remember(prediction.target, hashes, prediction.capacity)
@@ -243,8 +252,8 @@ class HitAudit:
         audit.errors.add(overlap - cached, usage.prompt)
         if prediction.by_events is not None and prediction.made_at > self._known_since(target, audit):
             audit.event_errors.add(prediction.by_events - cached, usage.prompt)
-            if audit.event_errors.enough:
-                self._choose_basis(target, audit)
+            audit.last_event_errors.add(prediction.by_events - cached, usage.prompt)
+            self._choose_basis(target, audit)
 
     def _teach_history(self, prediction: Prediction, usage: Usage) -> None:
         """Let an answer tell how much and how long its target keeps what it was sent."""
@@ -262,8 +271,18 @@ class HitAudit:
         return max(stream.began_at if stream else 0.0, audit.judged_at)
 
     def _choose_basis(self, target: Target, audit: TargetAudit) -> None:
-        """Choose what a target is predicted from, now that enough is known of its events."""
-        drift = audit.event_errors.share
+        """Choose what a target is predicted from, once enough is known of its events.
+
+        A few answers are enough when they found far less than was promised, which is the worse error; and to go back to
+        events, once these are right.
+        """
+        errors = audit.event_errors
+        if not errors.enough:
+            errors = audit.last_event_errors
+            promised_too_much = errors.excess > _FAR * self._tolerance
+            if not errors.enough or (audit.basis is _EVENTS and not promised_too_much):
+                return
+        drift = errors.share
         right = drift <= self._tolerance
         match audit.basis:
             case Basis.EVENTS if not right:
@@ -276,6 +295,7 @@ class HitAudit:
                 return
         audit.judged_at = time.monotonic()
         audit.event_errors.clear()
+        audit.last_event_errors.clear()
         audit.errors.clear()
         if audit.basis is Basis.HISTORY:
             self._distrusted.add(target)
@@ -311,7 +331,8 @@ class HitAudit:
         for each in self._history.targets():
             if each not in known:
                 self._history.removed(each)
-        audit = TargetAudit(Errors(self._samples), Errors(self._samples), Errors(self._samples))
+        samples, few = self._samples, min(_FEW, self._samples)
+        audit = TargetAudit(Errors(samples), Errors(samples), Errors(samples), Errors(few))
         self._audits[target] = audit
         return audit
 

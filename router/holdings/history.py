@@ -107,6 +107,11 @@ class RoutingHistory:
             self._expire(target)
         return {self._targets[sent]: CHUNK_TOKENS * chunks for sent, chunks in self._prefixes.longest(hashes).items()}
 
+    def resumable(self, target: Target, hashes: array[int], window: int) -> int:
+        """The same of one target, whose groups keep but a `window` of each prompt."""
+        sent = self._sent.get(target)
+        return CHUNK_TOKENS * self._prefixes.resumable(sent, hashes, window // CHUNK_TOKENS) if sent is not None else 0
+
     def compare(self, target: Target, hashes: array[int], cached: int, sent_at: float) -> None:
         """A target told how many tokens of a prompt it found. To be called before it is remembered.
 

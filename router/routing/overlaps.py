@@ -77,6 +77,8 @@ class OverlapFinder:
         self._peer_load = peer_load
         self._history = history
         self._audit = audit
+        self._clears = 0
+        self._times_cleared: dict[Target, int] = {}
 
     def find(
         self,
@@ -88,6 +90,8 @@ class OverlapFinder:
         overlaps: Overlaps,
     ) -> None:
         """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each of the prompts."""
+        if self._clears != self._indexer.index.clears:
+            self._forget_cleared()
         of_target = targets.of_target
         for number, chunks in enumerate(hashes):
             matches = self._matches(served, prompt.token_ids[number], prompt.cache_salt)
@@ -106,7 +110,7 @@ class OverlapFinder:
                     continue
                 in_flight = own.pop(target, -1) if own else -1
                 if in_flight >= 0 or not simple:
-                    self._add(overlaps, rank, match, max(in_flight, 0), history.get(target, 0), tokens)
+                    self._add(overlaps, rank, match, max(in_flight, 0), history.get(target, 0), chunks, tokens)
                     continue
                 overlaps.tokens[rank.row] = match.matched_tokens
                 if match.tiers[_GPU] != match.matched_tokens:
@@ -114,13 +118,26 @@ class OverlapFinder:
             for target, in_flight in own.items():
                 rank = of_target.get(target)
                 if rank is not None and rank.served is served:
-                    self._add(overlaps, rank, None, in_flight, history.get(target, 0), tokens)
+                    self._add(overlaps, rank, None, in_flight, history.get(target, 0), chunks, tokens)
 
     def _add(
-        self, overlaps: Overlaps, rank: RoutableRank, match: Match | None, in_flight: int, sent: int, tokens: int
+        self,
+        overlaps: Overlaps,
+        rank: RoutableRank,
+        match: Match | None,
+        in_flight: int,
+        sent: int,
+        chunks: array[int],
+        tokens: int,
     ) -> None:
         """Add what a target has of a prompt of `tokens`: by the index, in flight and by what was `sent` there."""
         target = rank.target
+        if in_flight or sent:
+            window = self._indexer.window(target)
+            if window is not None:
+                # Groups of layers that keep but the last tokens of a prompt: not everything in common can be reused.
+                in_flight = self._speculation.resumable(target, chunks, window)
+                sent = self._history.resumable(target, chunks, window)
         if in_flight:
             in_flight = self._full_blocks(target, in_flight, tokens)
         if sent:
@@ -133,6 +150,17 @@ class OverlapFinder:
         overlaps.add(rank.row, overlap, by_events)
         if match is not None and overlap == held > in_flight:  # else it is being computed there
             overlaps.add_transfer(rank.row, match.tiers)
+
+    def _forget_cleared(self) -> None:
+        """Expect nothing more of targets whose events said that they hold nothing any more."""
+        self._clears = self._indexer.index.clears
+        before, self._times_cleared = self._times_cleared, {}
+        for registration in self._indexer.registered():
+            target = registration.target
+            times = self._times_cleared[target] = self._indexer.times_cleared(target)
+            if times > before.get(target, 0):
+                self._speculation.forget_ended(target)
+                self._history.forget(target)
 
     def _matches(self, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What targets hold of a prompt, by the index."""

@@ -10,7 +10,7 @@ from router.fleet.fleet import Worker
 from router.fleet.load import LoadTable, Reservation
 from router.holdings.audit import Basis, HitAudit, Prediction
 from router.holdings.history import RoutingHistory
-from router.holdings.speculation import SpeculativeHoldings
+from router.holdings.speculation import SpeculativeHoldings, reusable_hashes
 from router.learning.learned import Learned
 from router.policies.rates import prefill_seconds
 from router.routing.assignment import Assignment, RequestSampler
@@ -122,6 +122,9 @@ class Reservations:
             return
         if len(hashes) == 1:
             self._learned.pressure.routed(hashes[0], selection.best_overlap)
+        windowed = self._indexer.window(target) is not None
+        if windowed:
+            hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]
         by_events = self._audit.basis(target) is Basis.EVENTS
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         assignment.prediction = Prediction(
@@ -135,6 +138,7 @@ class Reservations:
             now,
             selection.best_overlap,
             prompt.by_text,
+            windowed,
         )
         for number, chunks in enumerate(hashes):
             # No event says that a target holds what media stand in, or a text: that has to last.
