@@ -89,6 +89,7 @@ class NativeIndex(Index):
         number = self._numbers.get(target)
         if number is not None:
             self._core.clear(number)
+            self.clears += 1
 
     def drop(self, target: Target) -> None:
         number = self._numbers.pop(target, None)

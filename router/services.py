@@ -137,6 +137,7 @@ async def running_services(
             AuditCollector(audit),
         ):
             registry.register(collector)
+        fleet.on_replaced.append(router.replaced)
         fleet.on_removed += [router.removed, metrics.forget, source.removed]
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)

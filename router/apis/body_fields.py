@@ -46,6 +46,9 @@ class GenerationFields(PromptFields):
     max_completion_tokens: Any = None
     n: Any = None
     best_of: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
     priority: Any = None
 
 

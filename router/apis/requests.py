@@ -112,7 +112,8 @@ class RoutedRequest:
 
     `max_tokens` bounds each of the `n` answers to a prompt; None is no bound. `session` is what the requests of one
     conversation or user have in common. `stored` is a response, a conversation, a file or the like that it is about,
-    which only the worker that made it has.
+    which only the worker that made it has. `reads_cache`: false for one that the engine computes from its start,
+    whatever is cached. `other_prompts`: it has prompts beside these, which have no tokens.
     """
 
     model: str | None
@@ -124,6 +125,8 @@ class RoutedRequest:
     priority: int
     session: str | None
     stored: str | None
+    reads_cache: bool
+    other_prompts: bool
 
     def __init__(
         self,
@@ -136,6 +139,8 @@ class RoutedRequest:
         priority: int = 0,
         session: str | None = None,
         stored: str | None = None,
+        reads_cache: bool = True,
+        other_prompts: bool = False,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -146,6 +151,8 @@ class RoutedRequest:
         self.priority = priority
         self.session = session
         self.stored = stored
+        self.reads_cache = reads_cache
+        self.other_prompts = other_prompts
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,10 @@ class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
-    gone; `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each
-    whose metrics were read. `networks`: where it may connect to on a stranger's word. `peer_load`: the requests that
-    each of some ranks of a worker has from other routers.
+    gone; `on_replaced` for each that serves another model under a name; `on_change` whenever more may be known of a
+    worker, or it may take more than before; `on_scrape` for each whose metrics were read. `networks`: where it may
+    connect to on a stranger's word. `peer_load`: the requests that each of some ranks of a worker has from other
+    routers.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Fleet:
         self.health_version = 0  # grows whenever a circuit opens or closes, and when a worker begins or ends to warm up
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
+        self.on_replaced: list[Callable[[Worker], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
         self.peer_load: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
         self._settings = settings
@@ -259,13 +261,19 @@ class Fleet:
         if not worker.up and (worker.failed_probes or worker.description is None):
             worker.warming_since = worker.health.clock()
             worker.health.forget()
+            worker.restarted()
             self._health_changed()
         elif worker.warming_since is not None and worker.share >= 1:
             worker.warming_since = None
             self._health_changed()
         worker.failed_probes = 0
         if not worker.up or description != worker.description:
+            changes = len(worker.changed_models), *worker.changed_models.values()
             worker.describe(description)
+            if changes != (len(worker.changed_models), *worker.changed_models.values()):
+                log.warning("another model behind a name", worker=worker.url, models=worker.recent_changes())
+                for on_replaced in self.on_replaced:
+                    on_replaced(worker)
             worker.problem = None
             self._changed()
         for model in description.base_models():

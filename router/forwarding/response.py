@@ -40,6 +40,9 @@ _SUCCEEDED: Final = Outcome.SUCCEEDED
 _FAILED: Final = Outcome.FAILED
 _NEITHER: Final = Outcome.NEITHER
 
+# What a worker serves has changed with them.
+_ADAPTER_CHANGES = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+
 
 class ProxiedResponse:
     """A worker's answer. `first_byte_at`: when its first byte came, of `time.monotonic`; 0 before.
@@ -139,6 +142,8 @@ class ProxiedResponse:
             assignment.attempt.end(_FAILED if status >= 500 else _NEITHER, f"status {status}", now)
         if status != _OK:
             return
+        if self._context.head.path in _ADAPTER_CHANGES:
+            self._services.fleet.look_soon(assignment.worker)
         self.usage = usage = self._tail.usage() if self._tail is not None else None
         self._services.router.answered(assignment, usage)
         if tenant is not None and usage is not None:

@@ -95,7 +95,7 @@ class SpeculativeHoldings:
         return {holder.target: tokens * chunks for holder, chunks in found if not holder.forgotten}
 
     def resumable(self, target: Target, hashes: array[int], window: int) -> int:
-        """How many tokens of a prompt a target will reuse of those in flight, where groups keep but a `window` of each."""
+        """How much of a prompt a target will reuse of those in flight, where groups keep but a `window` of each."""
         holder = self._targets.get(target)
         if holder is None or self._stride > 1:
             return 0

@@ -33,6 +33,11 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         if worker.up and worker.description is not None and not worker.description.models
     ]
     found += [
+        {"finding": "model_changed", "worker": worker.url, "model": name, "detail": f"it was {before}, and is {now}"}
+        for worker in fleet.workers
+        for name, (before, now) in worker.recent_changes().items()
+    ]
+    found += [
         {"finding": "worker_left_out", "worker": worker.url, "detail": worker.reason}
         for worker in fleet.workers
         if worker.state in (WorkerState.EJECTED, WorkerState.HALF_OPEN)

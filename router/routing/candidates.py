@@ -10,7 +10,7 @@ from router.apis.response_owners import ResponseOwners
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.load import LoadTable
 from router.fleet.worker import choosable, takes_its_turn
-from router.holdings.speculation import chunk_hashes, chunk_root
+from router.holdings.speculation import chunk_hashes
 from router.learning.learned import Learned
 from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
@@ -171,11 +171,12 @@ class CandidateFinder:
             return found
         for served in targets.served:
             salt = prompt.cache_salt
-            root = served.root if salt is None else chunk_root(served.model, served.adapter, salt)
+            root = served.root if salt is None else served.root_of(salt)
             hashes = found.hashes[served] = [chunk_hashes(root, identity) for identity in prompt.identities]
             if self._needs_rates and (slowest := self._learned.rates.slowest_if_unlike(served.model, now)):
                 found.rates[served] = slowest
-            self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
+            if prompt.reads_cache:
+                self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
         return found
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet) -> Request:

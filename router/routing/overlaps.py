@@ -164,6 +164,8 @@ class OverlapFinder:
 
     def _matches(self, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
         """What targets hold of a prompt, by the index."""
+        if served.replacement is not None:
+            return {}
         try:
             return self._indexer.held(MatchQuery(served.model, token_ids, served.adapter, cache_salt))
         except UnknownModelError:

@@ -26,6 +26,7 @@ class RoutedPrompt:
     `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
     at most. `stored`: a response or another thing it is about, which only the worker that made it has. `priority`: as
     the body has it, lower is sooner. `path`: where it was sent. `by_text`: text stands for tokens in `identities`.
+    `reads_cache`: false where the engine computes the prompts from their start, whatever it has of them.
     """
 
     name: str | None
@@ -42,6 +43,7 @@ class RoutedPrompt:
     priority: int
     path: str
     by_text: bool
+    reads_cache: bool
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class RoutedPrompt:
         priority: int = 0,
         path: str = "",
         by_text: bool = False,
+        reads_cache: bool = True,
     ) -> None:
         self.name = name
         self.tokens = tokens
@@ -74,6 +77,7 @@ class RoutedPrompt:
         self.priority = priority
         self.path = path
         self.by_text = by_text
+        self.reads_cache = reads_cache
 
 
 def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
@@ -103,7 +107,7 @@ def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedProm
         sum([len(identity) for identity in identities]),
         token_ids,
         identities,
-        identities is token_ids and request.stored is None,
+        identities is token_ids and request.stored is None and not request.other_prompts,
         request.cache_salt,
         request.n,
         request.stream,
@@ -111,4 +115,5 @@ def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedProm
         request.max_tokens,
         request.stored,
         request.priority,
+        reads_cache=request.reads_cache,
     )

@@ -237,6 +237,10 @@ class Router:
         """A worker's cache was reset: it holds nothing any more."""
         self._reservations.forget_holdings(worker)
 
+    def replaced(self, worker: Worker) -> None:
+        """A worker serves another model under a name: what it was sent before says nothing."""
+        self._reservations.forget_sent(worker)
+
     def removed(self, worker: Worker) -> None:
         """A worker is gone: nothing of it is kept."""
         self._reservations.removed(worker)

@@ -191,11 +191,16 @@ async def test_after_a_reset_at_the_engine_one_answer_is_enough() -> None:
     async with window_fleet() as (routed, engine):
         assert await ask(routed, document(0)) == (0, 0)
         assert await ask(routed, document(1)) == (0, 0)
+
+        async def known() -> bool:
+            return await routed.metric("kvrouter_index_blocks", tier="gpu") >= 2 * 40
+
+        await until(known)
         engine.reset()
         assert (await ask(routed, document(2)))[1] == 0
 
         async def cleared() -> bool:
-            return await routed.metric("kvrouter_index_blocks", tier="gpu") <= 2 * 40
+            return await routed.metric("kvrouter_index_blocks", tier="gpu") <= 40
 
         await until(cleared)
         assert await ask(routed, document(0)) == (0, 0)
