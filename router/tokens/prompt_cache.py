@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from threading import Lock
-from typing import AnyStr, NamedTuple
+from typing import Any, NamedTuple
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
 
@@ -130,8 +130,8 @@ def _places(length: int) -> list[int]:
     return [*_FIRST_PLACES[: bisect_right(_FIRST_PLACES, length)], *range(_STEP, length + 1, _STEP)]
 
 
-def _common(one: AnyStr, other: AnyStr, likely: int) -> int:
-    """How much two texts begin alike: `likely` so much at least. Compared by the C library, and little of it twice."""
+def _common(one: Any, other: Any, likely: int) -> int:
+    """How much two of str or of bytes begin alike; likely at least `likely`. The C library compares them."""
     low, high = 0, min(len(one), len(other))
     middle = min(likely, high)
     while low < high:
