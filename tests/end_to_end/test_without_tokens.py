@@ -194,3 +194,31 @@ async def test_the_doctor_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         said = capsys.readouterr().out
         assert "no_models" in said
         assert "prompts_by_text" in said
+
+
+async def test_a_tokenize_of_another_kind_is_none() -> None:
+    engine = TextEngine()
+
+    async def script(exchange: Exchange) -> None:  # as llama.cpp's server, which reads `content`
+        if exchange.target == "/tokenize":
+            await exchange.answer(
+                json.dumps({"tokens": [1] * len(json.loads(exchange.body).get("content", ""))}).encode()
+            )
+        elif exchange.target == "/v1/models":
+            await exchange.answer(b'{"data": [{"id": "m"}]}')
+        elif exchange.method == "GET" or exchange.target.endswith("/render"):
+            await exchange.answer(status="404 Not Found")
+        else:
+            await engine.answer(exchange)
+
+    async with scripted_worker(script) as worker:
+        worker.answers_questions = False
+        async with router(worker.url) as routed:
+
+            async def by_text() -> bool:
+                return bool((await routed.call("/workers")).json()["tokenizers"]["m"]["way"] == "text")
+
+            await until(by_text)
+            body = {"model": "m", "prompt": LONG}
+            await routed.call("/v1/completions", body)
+            assert int((await routed.call("/v1/completions", body)).overlap or 0) > len(LONG) // 4 - 64
