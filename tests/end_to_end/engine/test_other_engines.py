@@ -114,7 +114,7 @@ def test_more_is_found_in_the_caches_than_with_round_robin(
     for policy in ("kv_aware", "round_robin"):
         with RouterProcess([], logs, *settings(engines, tmp_path, policy)) as router:
             for turns in (1, 2, 3):
-                for number in range(4):
+                for number in range(3):
                     said = [word for turn in range(turns) for word in (f"Question {turn}?", "Yes.")][: 2 * turns - 1]
                     _, overlap, usage = chat(router, model, *said, system=f"{policy} {number} {LONG}")
                     details = usage.get("prompt_tokens_details") or {}
@@ -133,7 +133,7 @@ def test_more_is_found_in_the_caches_than_with_round_robin(
             {"engine": model, "reports_cached": reports, "cached": figures, "promised": promised, "wrong": wrong}
         )
     )
-    assert promised == 8  # all but the first turns
+    assert promised == 6  # all but the first turns
     if reports:
         assert cached["kv_aware"] > cached["round_robin"]
         assert wrong == 0
