@@ -182,8 +182,12 @@ async def test_a_worker_that_lists_no_models_wants_one_named() -> None:
             assert "set model:" in found["detail"]
         async with router(workers=[{"url": url, "model": "mine"}]) as routed:
             assert (await routed.call("/v1/completions", {"model": "mine", "prompt": "x"})).status == 200
-            found = (await routed.call("/health")).json()["findings"]
-            assert [each["finding"] for each in found] == ["prompts_by_text"]
+
+            async def by_text() -> bool:
+                found = (await routed.call("/health")).json()["findings"]
+                return [each["finding"] for each in found] == ["prompts_by_text"]
+
+            await until(by_text)
 
 
 async def test_the_doctor_says_so(capsys: pytest.CaptureFixture[str]) -> None:

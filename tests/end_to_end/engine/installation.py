@@ -18,8 +18,9 @@ VLLM = "0.32.0"
 TORCH = "2.13.0"
 # For torch there are CPU builds, but not of these: theirs for CUDA break the import of vLLM.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
-# llama.cpp's server, what makes a model for it, and what `transformers serve` needs beside vLLM's packages.
-OTHERS = ("xllamacpp==2026.10.11549", "gguf==0.19.0", "accelerate==1.15.0")
+# llama.cpp's server, what makes a model for it, what `transformers serve` needs beside vLLM's packages, and what vLLM
+# moves KV with. NIXL's own dependencies are for GPUs.
+OTHERS = ("xllamacpp==2026.10.11549", "gguf==0.19.0", "accelerate==1.15.0", "nixl==1.5.1", "nixl-cu12==1.5.1")
 # hidden size, layers, attention heads, key-value heads
 MODELS = {"tiny": (128, 2, 4, 2), "small": (768, 12, 12, 4)}
 LAST_FAMILY = "gemma3"  # that is made
