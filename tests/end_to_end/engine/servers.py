@@ -35,8 +35,8 @@ _WORKER_ENVIRONMENT = {
 class VllmWorker:
     """One vLLM on loopback with KV events. Started again, it has the same ports.
 
-    `model`: its folder, if not the usual one's; `flags`, `environment`: what else it is started with; `python`: that of
-    another environment that sees vLLM.
+    `model`: its folder, if not the usual one's; `flags`, `environment`: what else it is started with; `api_key`: what
+    it wants; `python`: that of another environment that sees vLLM.
     """
 
     def __init__(
@@ -46,9 +46,11 @@ class VllmWorker:
         logs: Path,
         model: Path | None = None,
         flags: Iterable[str] = (),
+        api_key: str = "",
         environment: Mapping[str, str] | None = None,
         python: Path | None = None,
     ) -> None:
+        self.api_key = api_key
         self._vllm = [installation.vllm] if python is None else [python, "-m", "vllm.entrypoints.cli.main"]
         self._environment = _WORKER_ENVIRONMENT | dict(environment or {})
         self._model = model or installation.model(MODEL)
@@ -78,6 +80,8 @@ class VllmWorker:
         command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", 4096, "--max-num-seqs", 16]
         command += ["--enable-prefix-caching", "--block-size", BLOCK_SIZE, "--num-gpu-blocks-override", 1000]
         command += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)]
+        if self.api_key:
+            command += ["--api-key", self.api_key]
         self._process.start([str(word) for word in [*command, *self._flags]], self._environment)
 
     def wait_until_ready(self) -> None:
@@ -102,6 +106,8 @@ class RouterProcess:
         for worker in workers:
             self._command += ["--worker", worker.url]
         self._environment = {} if patience is None else {"KVROUTER_FLEET__STALL_SECONDS": str(patience)}
+        if keys := {worker.api_key for worker in workers} - {""}:
+            (self._environment["KVROUTER_FLEET__API_KEY"],) = keys
         self.url = ""
 
     def __enter__(self) -> RouterProcess:
