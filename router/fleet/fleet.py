@@ -299,7 +299,7 @@ class Fleet:
             changes = len(worker.changed_models), *worker.changed_models.values()
             worker.describe(description)
             if changes != (len(worker.changed_models), *worker.changed_models.values()):
-                log.warning("another model behind a name", worker=worker.url, models=worker.recent_changes())
+                log.warning("another model behind a name", worker=worker.name, models=worker.recent_changes())
                 for on_replaced in self.on_replaced:
                     on_replaced(worker)
             worker.problem = None
