@@ -46,6 +46,7 @@ def router_app(services: Services) -> FastAPI:
     app.state.on_shutdown = services.end_streams
     app.state.readiness = services.readiness
     app.state.fleet = services.fleet
+    app.state.about = services.about
     app.state.proxy_context = services.proxy
     token = services.settings.server.token
     app.include_router(

@@ -12,15 +12,17 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import aiohttp
 from prometheus_client import CollectorRegistry
 
 from indexer import Indexer
+from indexer.build_info import add_process_metrics
 from indexer.metrics import IndexCollector
 from router.access import Door
 from router.admission.admission import Admission
@@ -41,6 +43,8 @@ from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
 from router.live import FleetSnapshot, RequestStream
+from router.live.about import About
+from router.live.findings import findings
 from router.live.series import Series
 from router.policies import policy_named
 from router.policies.rates import Rates
@@ -85,6 +89,8 @@ class Services:
     readiness: Readiness
     proxy: ProxyContext
     worker_processes: WorkerProcesses | None
+    about: About
+    findings: Callable[[], list[dict[str, Any]]]
     started: int
 
     async def end_streams(self) -> None:
@@ -103,6 +109,7 @@ async def running_services(
     """
     async with AsyncExitStack() as stack:
         registry = CollectorRegistry()
+        add_process_metrics(registry)
         indexer = stack.enter_context(running_indexer(settings, worker_processes))
         networks = AllowedNetworks(settings.fleet.allowed_networks)
         session = await stack.enter_async_context(_client_session(settings.upstream, networks))
@@ -127,7 +134,8 @@ async def running_services(
         audit = HitAudit(indexer, history, settings.audit, indexer.names)
         source.audits = audit.audits
         policy = policy_named(settings.policy, Random())
-        router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing)
+        learned = Learned(Rates(**settings.rates.model_dump()))
+        router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing, learned)
         admission = _admission(settings, router, policy, fleet, load, sharing)
         metrics = RequestMetrics(registry)
         AdmissionMetrics(admission, registry)
@@ -145,8 +153,13 @@ async def running_services(
         registered_streams = RegisteredStreams(indexer, networks)
         stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])
 
-        series = Series(metrics, audit)
-        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, series, tokenizers)
+        about = About(settings.policy.name, fleet, source)
+
+        def all_findings() -> list[dict[str, Any]]:
+            return findings(fleet, indexer, audit) + source.findings() + sharing.findings()
+
+        series = Series(metrics, audit, admission.waiting_for, learned.seconds_per_token)
+        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings)
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)
@@ -171,6 +184,8 @@ async def running_services(
             Readiness(fleet, indexer, settings.events.catch_up_timeout),
             proxy,
             worker_processes,
+            about,
+            all_findings,
             int(time.time()),
         )
 
@@ -194,6 +209,7 @@ def _router(
     history: RoutingHistory,
     audit: HitAudit,
     sharing: LoadSharing,
+    learned: Learned,
 ) -> Router:
     router = Router(
         fleet,
@@ -202,7 +218,7 @@ def _router(
         policy,
         load,
         SpeculativeHoldings(settings.proxy.speculation_seconds),
-        Learned(Rates(**settings.rates.model_dump())),
+        learned,
         history,
         audit,
         sharing,

@@ -7,7 +7,9 @@ Environment variables override the file: `KVROUTER_SERVER__PORT=9000`.
 
 from __future__ import annotations
 
+import os
 import re
+from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
 from ipaddress import ip_network
@@ -29,7 +31,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -43,6 +44,7 @@ from kvevents.endpoints import parse_endpoint
 from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
 from router.http.api_key import checked_key, key_in_environment, key_in_file
 from router.http.worker_url import canonical_url, split_user_info
+from router.setting_mistakes import mistakes
 
 NonNegative = Annotated[float, Field(ge=0)]
 # Of a model or an adapter, in characters.
@@ -90,6 +92,10 @@ def _api_key_env(variable: str) -> str:
 
 # They hold passwords, and so does every api_key.
 _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
+# Names that only secrets have, wherever they stand.
+_SECRETS = frozenset({"api_key", "keys", "password", "secret", "token"})
+_USER_INFO = re.compile(r'(?<=://)[^/?#\s"]*@')
+_PREFIX = "KVROUTER_"
 
 
 class ConfigError(Exception):
@@ -503,7 +509,7 @@ class TokenizerSettings(_Section):
 class Settings(BaseSettings):
     """All settings of `kvrouter serve`."""
 
-    model_config = SettingsConfigDict(env_prefix="KVROUTER_", env_nested_delimiter="__", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True)
 
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
@@ -559,7 +565,7 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
     """Read a YAML file (None: the defaults). The environment overrides the file, and `overrides`, in the file's shape,
     override both.
 
-    Raises ConfigError.
+    Raises ConfigError, with a line for each mistake.
     """
     fields: dict[str, Any] = {}
     settings = Settings()
@@ -572,20 +578,29 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         try:
             settings = Settings(**fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{source}: {place}: {first['msg']}{_found(first)}") from error
+            # What sections want of each other may come from a later source.
+            found = mistakes(error, Settings, _HIDDEN, between_sections=source == "options")
+            if not found:
+                continue
+            raise ConfigError("\n".join(f"{source}: {mistake}" for mistake in found)) from error
     return settings
 
 
-def _found(error: ErrorDetails) -> str:
-    """What stands where it is wrong, unless that is secret or may have secrets inside."""
-    given = error["input"]
-    if isinstance(given, dict | list):
-        return ""
-    place = ".".join(map(str, error["loc"]))
-    hidden = place in _HIDDEN or place.endswith("api_key") or "@" in str(given)
-    return " (found what is hidden here)" if hidden else f" (found {given!r})"
+def shown(settings: Settings) -> dict[str, Any]:
+    """All settings as a file would have them, to be shown: what is secret is masked."""
+    masked: dict[str, Any] = _masked(settings.model_dump(mode="json"), "")
+    return masked
+
+
+def _masked(value: Any, place: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _masked(each, f"{place}.{name}" if place else str(name)) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_masked(each, place) for each in value]
+    if not isinstance(value, str):
+        return value
+    secret = place in _HIDDEN or place.rpartition(".")[2] in _SECRETS
+    return "***" if secret and value else _USER_INFO.sub("***@", value)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -601,6 +616,12 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_environment() -> dict[str, Any]:
+    for variable in os.environ:  # a section's name alone may be a service's, which Kubernetes tells by such variables
+        section, nested, _ = variable.removeprefix(_PREFIX).lower().partition("__")
+        if variable.startswith(_PREFIX) and nested and section not in Settings.model_fields:
+            near = get_close_matches(section, Settings.model_fields, 1)
+            meant = f"; did you mean {_PREFIX}{near[0].upper()}__…?" if near else ""
+            raise ConfigError(f"environment: {variable}: there is no such setting{meant}")
     try:
         return EnvSettingsSource(Settings)()
     except SettingsError as error:

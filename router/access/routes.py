@@ -57,7 +57,7 @@ _INFERENCE = [
     for path in (*PROMPTED, *BY_LOAD)
 ]
 _OWN = [
-    *(Route("GET", path, Access.ANYONE, own=True) for path in ("/health", "/ready", "/metrics", "/ui")),
+    *(Route("GET", path, Access.ANYONE, own=True) for path in ("/", "/health", "/ready", "/metrics", "/ui")),
     *(Route("GET", path, Access.TENANT, own=True) for path in ("/v1/models", "/v1/models/{name}")),
     *(Route("GET", path, Access.CALLER, own=True) for path in ("/workers", "/dump", "/docs", "/openapi.json")),
     *(Route("GET", path, Access.CALLER, own=True) for path in ("/live", "/requests")),

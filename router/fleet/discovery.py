@@ -20,6 +20,7 @@ from kvevents.reported import ReportedFields
 from kvevents.sources import MOST_BLOCK_SIZE, ReportedStreams, sglang_sources, vllm_sources
 from router.fleet.answers import read_answer
 from router.fleet.worker_keys import WorkerKey
+from router.http.connection_problem import connection_problem
 from router.http.worker_url import host_of
 from router.settings import LONGEST_NAME, FleetSettings, Role, StreamSettings, WorkerSettings
 
@@ -130,7 +131,7 @@ async def describe_worker(
             raise RefusedKeyError(asked.key.refusal(error.request_info.url.path, error.status)) from error
         raise DiscoveryError(f"{url}: {error}") from error
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise DiscoveryError(f"{url}: {error or type(error).__name__}") from error
+        raise DiscoveryError(f"{url}: {connection_problem(error)}") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DiscoveryError(f"{url}: an answer that cannot be read: {error}") from error
     if worker.streams is not None:

@@ -20,6 +20,7 @@ from router.fleet.health import Health
 from router.fleet.stall_detector import StallDetector
 from router.fleet.stream_addresses import allowed_sources
 from router.fleet.worker import Worker, WorkerState, url_of
+from router.http.connection_problem import connection_problem
 from router.http.worker_url import host_of, split_user_info
 from router.settings import FleetSettings, Role, WorkerSettings
 
@@ -252,7 +253,7 @@ class Fleet:
                     answered = response.status == 200
                     body = await read_answer(response, self._settings.max_answer_bytes) if answered else b""
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                log.debug("no metrics", worker=worker.name, reason=str(error) or type(error).__name__)
+                log.debug("no metrics", worker=worker.name, reason=connection_problem(error))
             else:
                 worker.metrics.answered()
                 worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))

@@ -146,6 +146,8 @@ class ProxiedResponse:
             self._services.fleet.look_soon(assignment.worker)
         self.usage = usage = self._tail.usage() if self._tail is not None else None
         self._services.router.answered(assignment, usage)
+        if usage is not None:
+            self._services.metrics.completed(self._prompt.name or "", usage)
         if tenant is not None and usage is not None:
             tenant.spend(usage.completion)
         if self.head.is_stream:

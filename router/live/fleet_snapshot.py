@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,18 +19,18 @@ from router.admission.admission import Admission
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.load import LoadTable
 from router.holdings.audit import HitAudit
+from router.live.about import About
 from router.live.hot_prefixes import HotPrefixes
 from router.live.seen_requests import SeenRequest, SeenRequests
 from router.live.series import Series
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
 from router.sharing.peer_load import PeerLoad
-from router.tokens.tokenizers import Tokenizers
 
 LOOK_SECONDS = 1.0
 MAX_VIEWERS = 32
 _AT_A_TIME = 64  # targets, before requests have their turn
-_PREFIX_SECONDS = 3.0
+_SELDOM_SECONDS = 3.0  # between prefixes, findings and models
 
 Row = dict[str, Any]
 
@@ -47,7 +47,8 @@ class FleetSnapshot:
         admission: Admission,
         audit: HitAudit,
         series: Series,
-        tokenizers: Tokenizers,
+        about: About,
+        findings: Callable[[], list[dict[str, Any]]],
     ) -> None:
         self._fleet = fleet
         self._indexer = indexer
@@ -56,7 +57,8 @@ class FleetSnapshot:
         self._admission = admission
         self._audit = audit
         self._series = series
-        self._tokenizers = tokenizers
+        self._about = about
+        self._findings = findings
         self._requests = SeenRequests(names=indexer.names)
         self._prefixes = HotPrefixes(names=indexer.names)
         self._viewers = 0
@@ -113,7 +115,7 @@ class FleetSnapshot:
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
         """What changed, once a second: first everything. Ends with the board."""
         sent: dict[str, Row] = {}
-        change, since, prefixes_at = 0, 0.0, 0.0
+        change, since, seldom_at = 0, 0.0, 0.0
         with self._viewing():
             looks = self._looks
             while not self._ended:
@@ -134,9 +136,11 @@ class FleetSnapshot:
                     "requests": [seen.as_json() for seen in requests],
                 }
                 sent = dict(self._rows)
-                if time.monotonic() - prefixes_at >= _PREFIX_SECONDS:
-                    prefixes_at = time.monotonic()
+                if time.monotonic() - seldom_at >= _SELDOM_SECONDS:
+                    seldom_at = time.monotonic()
                     update["prefixes"] = self._prefixes.tree()
+                    update["findings"] = self._findings()
+                    update["about"] = {**self._about.identity, "models": self._about.models()}
                 yield update
 
     @contextmanager
@@ -151,7 +155,6 @@ class FleetSnapshot:
     async def _look(self) -> None:
         workers = {worker.url: worker for worker in self._fleet.workers}
         audits = dict(self._audit.audits())
-        ways = {model: tokenizer.way for model, tokenizer in self._tokenizers.by_model().items()}
         rows: dict[str, Row] = {}
         registered = self._indexer.registered()
         for number, registration in enumerate(registered):
@@ -164,7 +167,6 @@ class FleetSnapshot:
             audit = audits.get(target)
             row = self._status(worker, target.dp_rank, target.model) | self._stream(worker, report)
             row["basis"] = self._audit.basis(target)
-            row["prompts"] = ways.get(target.model)
             if audit is not None:
                 row |= {"prompt": audit.prompt_tokens, "predicted": audit.predicted_tokens}
                 row |= {"hit": audit.cached_tokens, "wrong": round(audit.errors.share, 4)}
@@ -213,4 +215,5 @@ class FleetSnapshot:
             "up": sum(worker.up for worker in self._fleet.workers),
             "requests": sum(row["requests"] for row in self._rows.values()),
             "queued": len(self._admission.queue),
+            "waiting": {reason.value: count for reason, count in self._admission.waiting_for().items()},
         }

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jiter
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
-from pydantic_core import from_json
 
 from indexer import Target
 from indexer.api import token_check, workers_report
@@ -195,7 +195,7 @@ def _foreign(worker: Worker) -> RequestError:
 
 def _worker_settings(body: bytes) -> WorkerSettings:
     try:
-        given = from_json(body)
+        given = jiter.from_json(body, catch_duplicate_keys=True)
     except ValueError as error:
         raise RequestError(f'The body is not JSON: {error}. Send {{"url": "http://…"}}.') from error
     for name in _NOT_OVER_HTTP:

@@ -18,6 +18,7 @@ from router.apis.fields import MAX_TOKEN_ID
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError
 from router.fleet.worker_keys import WorkerKey
+from router.http.connection_problem import connection_problem
 from router.tokens.chat_template import template_variables
 
 _CHAT = "/v1/chat/completions"
@@ -140,7 +141,7 @@ class EngineClient:
             ) as response:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise TokenizerUnavailableError(f"{url}: {str(error) or type(error).__name__}") from error
+            raise TokenizerUnavailableError(f"{url}: {connection_problem(error)}") from error
         if key is not None:
             key.answered(path, status)
         if status == 200:

@@ -81,7 +81,7 @@ async def test_every_metric_is_there_and_says_what_it_is(routed: RouterUnderTest
     text = (await routed.call("/metrics")).body.decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert all(family.documentation for family in families.values())
-    named = set(re.findall(r"`(kvrouter_[a-z_]+)[`{]", METRICS.read_text()))
+    named = set(re.findall(r"`((?:kvrouter|process)_[a-z_]+)[`{]", METRICS.read_text()))
     named |= {f"kvrouter_stream{rest}" for rest in re.findall(r"`(_[a-z_]+)`", METRICS.read_text())}
     only_with_processes = {"kvrouter_process_up"}
     assert {name.removesuffix("_total") for name in named} - only_with_processes == {

@@ -119,8 +119,10 @@ async def test_roles_adapters_and_salts_tell_prompts_apart() -> None:
 async def test_it_is_said_how_prompts_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     async with fleet(1) as served:
         await served.chat("What is it?")
-        (found,) = (await served.routed.call("/health")).json()["findings"]
+        health = (await served.routed.call("/health")).json()
+        (found,) = health["findings"]
         assert found["finding"] == "prompts_by_text"
+        assert "by their text alone" in health["models"]["m"]["tokens"]
         assert "routed by their text alone" in found["detail"]
         assert "models.m.tokenizer" in found["detail"]
         tokenizer = (await served.routed.call("/workers")).json()["tokenizers"]["m"]

@@ -22,6 +22,7 @@ from kvrouter.tools.doctor.tokens import NewPrompt, difference, new_prompt, stor
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet import worker as fleet
 from router.fleet.discovery import DiscoveryError, Engine, RefusedKeyError, WorkerDescription, describe_worker
+from router.http.connection_problem import connection_problem
 from router.settings import FleetSettings, WorkerSettings
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
@@ -104,7 +105,7 @@ class Examination:
             about_key = examined.key.refuses(error.status)
             self._found(Cause.KEY_REFUSED if about_key else Cause.REQUESTS_REFUSED, str(error))
         except (aiohttp.ClientError, TimeoutError) as error:
-            self._found(Cause.REQUESTS_REFUSED, f"a request failed: {str(error) or type(error).__name__}")
+            self._found(Cause.REQUESTS_REFUSED, f"a request failed: {connection_problem(error)}")
 
     def _examine_tokenizer(self, model: str) -> None:
         """How the model's prompts become tokens, as the probes showed."""

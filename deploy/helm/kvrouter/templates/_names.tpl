@@ -62,9 +62,11 @@ annotations:
 {{/* An image: list of its values and the tag where they have none. */}}
 {{- define "kvrouter.image" -}}
 {{- $image := index . 0 -}}
+{{- $name := $image.repository -}}
+{{- with $image.registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
 {{- if $image.digest -}}
-{{ $image.repository }}@{{ $image.digest }}
+{{ $name }}@{{ $image.digest }}
 {{- else -}}
-{{ $image.repository }}:{{ $image.tag | default (index . 1) }}
+{{ $name }}:{{ $image.tag | default (index . 1) }}
 {{- end -}}
 {{- end -}}
