@@ -11,7 +11,7 @@ FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
 FAMILY_TABLE ?=
 
 .PHONY: audit fuzz
-.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
@@ -43,6 +43,11 @@ test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) FAMILIES=$(FAMILIES) FAMILY_TABLE=$(FAMILY_TABLE) \
 		$(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
+
+# Real prefill and decode workers of vLLM's over NIXL: four vLLMs at once, 10 GB of memory.
+test-engine-pd: .venv/installed
+	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
+	ENGINE_DIR=$(ENGINE_DIR) $(BIN)/pytest tests/end_to_end/engine -m engine_pd -s $(ARGS)
 
 # Without any extra, with the router's and with the demo's: what is missing is named with the command that brings it.
 test-install: .venv/installed

@@ -213,7 +213,7 @@ class Admission:
                 continue
             if isinstance(placed, WaitReason):
                 request.reason = placed
-                if placed is WaitReason.SATURATED and not request.tried and not request.prompt.previous_response:
+                if placed is WaitReason.SATURATED and not request.tried and not request.prompt.stored:
                     self._full.add(request.name)
                 continue
             self._give(request, placed)

@@ -40,10 +40,11 @@ class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
-    gone; `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each
-    whose metrics were read; `on_key` for each whose API key is another one. `networks`: where it may connect to on a
-    stranger's word. `keys_for_added`: workers that were added over HTTP get the fleet's key too. `peer_load`: the
-    requests that each of some ranks of a worker has from other routers. `aliases`: the models behind other names.
+    gone; `on_replaced` for each that serves another model under a name; `on_change` whenever more may be known of a
+    worker, or it may take more than before; `on_scrape` for each whose metrics were read; `on_key` for each whose API
+    key is another one. `networks`: where it may connect to on a stranger's word. `keys_for_added`: workers that were
+    added over HTTP get the fleet's key too. `peer_load`: the requests that each of some ranks of a worker has from
+    other routers. `aliases`: the models behind other names.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Fleet:
         self.health_version = 0  # grows whenever a circuit opens or closes, and when a worker begins or ends to warm up
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
+        self.on_replaced: list[Callable[[Worker], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
         self.on_key: list[Callable[[Worker], None]] = []
         self.peer_load: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
@@ -306,6 +308,7 @@ class Fleet:
         if not worker.up and (worker.failed_probes or worker.description is None):
             worker.warming_since = worker.health.clock()
             worker.health.forget()
+            worker.restarted()
             self._health_changed()
         elif worker.warming_since is not None and worker.share >= 1:
             worker.warming_since = None
@@ -314,7 +317,12 @@ class Fleet:
         if not worker.up:
             self._indexer.suspend(worker.targets, False)
         if not worker.up or description != worker.description:
+            changes = len(worker.changed_models), *worker.changed_models.values()
             worker.describe(description)
+            if changes != (len(worker.changed_models), *worker.changed_models.values()):
+                log.warning("another model behind a name", worker=worker.name, models=worker.recent_changes())
+                for on_replaced in self.on_replaced:
+                    on_replaced(worker)
             worker.problem = None
             if self._expected is not None and len(self._expected) < _MOST_EXPECTED:
                 self._expected.update(description.models)

@@ -14,8 +14,8 @@ from typing import Final
 import structlog
 
 from indexer.errors import RequestError
-from router.apis.endpoints import RESPONSES, error_event
-from router.apis.response_owners import SEARCHED_BYTES
+from router.apis.endpoints import error_event
+from router.apis.response_owners import SEARCHED_BYTES, is_about_stored
 from router.apis.stream_usage import HiddenUsage
 from router.apis.usage import Usage, UsageTail
 from router.fleet.health import Outcome
@@ -39,6 +39,9 @@ _OK: Final = 200
 _SUCCEEDED: Final = Outcome.SUCCEEDED
 _FAILED: Final = Outcome.FAILED
 _NEITHER: Final = Outcome.NEITHER
+
+# What a worker serves has changed with them.
+_ADAPTER_CHANGES = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 
 
 class ProxiedResponse:
@@ -90,7 +93,7 @@ class ProxiedResponse:
         # The client does not wait for the rest.
         if head.is_stream or recorded or context.tenant is not None or assignment.wants_usage:
             self._tail = UsageTail()
-        if context.head.path == RESPONSES:
+        if is_about_stored(context.head.path):
             self._searched = b""
         self._services.metrics.begun(
             prompt.name or "", assignment.worker.name, head.status, prompt.tokens, assignment.overlap
@@ -141,6 +144,8 @@ class ProxiedResponse:
             assignment.attempt.end(_FAILED if status >= 500 else _NEITHER, f"status {status}", now)
         if status != _OK:
             return
+        if self._context.head.path in _ADAPTER_CHANGES:
+            self._services.fleet.look_soon(assignment.worker)
         self.usage = usage = self._tail.usage() if self._tail is not None else None
         self._services.router.answered(assignment, usage)
         if usage is not None:
