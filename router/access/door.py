@@ -27,13 +27,19 @@ _ANY_HOST = frozenset({"/health", "/ready", "/v1/models"})
 class Admitted:
     """What a head asks for, and who asks: a `tenant`, the `operator`, or anyone. The same for the same head."""
 
-    __slots__ = ("engine_fields", "keeps_credentials", "route", "tenant")
+    __slots__ = ("content_type", "engine_fields", "keeps_credentials", "route", "tenant")
 
     def __init__(
-        self, route: Route, tenant: Tenant | None, engine_fields: EngineFields, keeps_credentials: bool
+        self,
+        route: Route,
+        content_type: bytes,
+        tenant: Tenant | None,
+        engine_fields: EngineFields,
+        keeps_credentials: bool,
     ) -> None:
         """`engine_fields`: what becomes of those. `keeps_credentials`: the key is meant for workers, not for us."""
         self.route = route
+        self.content_type = content_type
         self.tenant = tenant
         self.engine_fields = engine_fields
         self.keeps_credentials = keeps_credentials
@@ -77,7 +83,8 @@ class Door:
         fields = EngineFields.PASS if operator else self._engine_fields
         if not route.own and fields is EngineFields.REFUSE and (steering := steering_header(headers)) is not None:
             raise refusal(steering.decode("latin-1"))
-        return Admitted(route, tenant, fields, not access.has_tenants and not operator)
+        content_type = b"" if route.own or fields is EngineFields.PASS else _content_type(headers)
+        return Admitted(route, content_type, tenant, fields, not access.has_tenants and not operator)
 
     def headers_for_workers(self, admitted: Admitted, headers: Headers) -> Headers:
         """A request's headers without those that are the router's to read or to say."""
@@ -87,7 +94,9 @@ class Door:
 
     def body(self, admitted: Admitted, body: bytes) -> bytes:
         """The body to read and to send on. Raises RequestError (400, 413)."""
-        return checked_body(admitted.route, body, admitted.tenant, self._limits, admitted.engine_fields)
+        return checked_body(
+            admitted.route, admitted.content_type, body, admitted.tenant, self._limits, admitted.engine_fields
+        )
 
     def _route(self, method: str, target: bytes) -> Route:
         try:
@@ -133,6 +142,19 @@ class Door:
             type="authentication_error",
             param="authorization",
         )
+
+
+def _content_type(headers: Headers) -> bytes:
+    """How a body is to be read. Raises RequestError (415) where others may read something else in it."""
+    kinds = [value for name, value in headers if name == b"content-type"]
+    codings = [value for name, value in headers if name == b"content-encoding" and value.strip().lower() != b"identity"]
+    if len(kinds) > 1 or codings:
+        name = "content-encoding" if codings else "content-type"
+        problem = "a content-encoding" if codings else "several of content-type"
+        raise RequestError(
+            f"The request has {problem}. Send the body as it is, and say once what it is.", status=415, param=name
+        )
+    return kinds[0] if kinds else b""
 
 
 def _is_admin(route: Route) -> bool:

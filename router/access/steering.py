@@ -6,7 +6,6 @@ Names are those of vLLM 0.32, SGLang 0.5, TensorRT-LLM 1.0 and llm-d's sidecar.
 
 from __future__ import annotations
 
-import re
 from typing import Any, Final
 
 from indexer.errors import RequestError
@@ -34,7 +33,7 @@ FIELDS: Final = frozenset(
     }
 )
 # Objects whose fields engines take as their own settings of a request: the same names count in them.
-_CARRIERS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params", "custom_params", "nvext")
+CARRIERS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params", "custom_params", "nvext")
 
 HEADERS: Final = frozenset(
     {
@@ -54,10 +53,6 @@ HEADERS: Final = frozenset(
         b"x-gateway-destination-endpoint-subset",
     }
 )
-_FORM_NAME: Final = re.compile(
-    rb"""\bname\*?=(?:[^'"\s]*'')?["']?(?:%b)["'\s;]""" % b"|".join(sorted(name.encode() for name in FIELDS)),
-    re.IGNORECASE,
-)
 
 
 def steering_header(headers: Headers) -> bytes | None:
@@ -76,7 +71,7 @@ def without_steering(headers: Headers) -> Headers:
 def steering_fields(fields: dict[str, Any]) -> list[str]:
     """The fields of a JSON object that steer an engine, as paths: `rid`, or `vllm_xargs.kv_transfer_params`."""
     found = [] if FIELDS.isdisjoint(fields) else [name for name in fields if name in FIELDS]
-    for name in _CARRIERS:
+    for name in CARRIERS:
         if name in fields:
             found += [f"{name}.{inner}" for inner in _inside(fields[name])]
     return found
@@ -91,7 +86,7 @@ def _inside(value: Any) -> list[str]:
 def stripped(fields: dict[str, Any]) -> dict[str, Any]:
     """The object without them."""
     return {
-        name: _stripped_inside(value) if name in _CARRIERS else value
+        name: _stripped_inside(value) if name in CARRIERS else value
         for name, value in fields.items()
         if name not in FIELDS
     }
@@ -101,11 +96,6 @@ def _stripped_inside(value: Any) -> Any:
     if isinstance(value, list):
         return [_stripped_inside(each) for each in value]
     return stripped(value) if isinstance(value, dict) else value
-
-
-def steering_form_field(body: bytes) -> bool:
-    """Whether a multipart form has such a field."""
-    return _FORM_NAME.search(body) is not None
 
 
 def refusal(name: str) -> RequestError:

@@ -34,14 +34,14 @@ def test_a_body_that_is_accepted_has_one_meaning() -> None:
             continue
         accepted += 1
         assert strict_json(body) == fields, body
-        stripped = checked_body(ROUTE, body, None, limits, EngineFields.STRIP)
+        stripped = checked_body(ROUTE, b"", body, None, limits, EngineFields.STRIP)
         read = strict_json(stripped)
         assert steering_fields(read) == [], body
         kept = {name for name in fields if not steering_fields({name: fields[name]})}
         assert all(read[name] == fields[name] for name in kept), body
         if not steering_fields(fields):
             assert stripped is body
-            assert checked_body(ROUTE, body, None, limits, EngineFields.REFUSE) is body
+            assert checked_body(ROUTE, b"", body, None, limits, EngineFields.REFUSE) is body
         msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     assert accepted > count / 10
     print(f"seed {SEED}: {count} bodies, {accepted} accepted")
