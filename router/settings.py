@@ -43,7 +43,7 @@ from kvevents.curve import load_key_pair, load_public_key
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
 from router.http.api_key import checked_key, key_in_environment, key_in_file
-from router.http.worker_url import canonical_url, split_user_info
+from router.http.worker_url import canonical_url, split_user_info, without_user_info
 from router.setting_mistakes import mistakes
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -107,7 +107,6 @@ def _api_key_env(variable: str) -> str:
 _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
 # Names that only secrets have, wherever they stand.
 _SECRETS = frozenset({"api_key", "keys", "password", "secret", "token"})
-_USER_INFO = re.compile(r'(?<=://)[^/?#\s"]*@')
 _PREFIX = "KVROUTER_"
 
 
@@ -634,7 +633,7 @@ def _masked(value: Any, place: str) -> Any:
     if not isinstance(value, str):
         return value
     secret = place in _HIDDEN or place.rpartition(".")[2] in _SECRETS
-    return "***" if secret and value else _USER_INFO.sub("***@", value)
+    return "***" if secret and value else without_user_info(value)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def indexer(
     """Run the index alone: workers are registered over HTTP."""
     from router.server.serving import serve_indexer
 
-    _run(serve_indexer(settings_from(config, {"server": {"host": host, "port": port}})), log_level)
+    server = {"host": host, "port": port, "admin_port": None}  # none of its requests are clients'
+    _run(serve_indexer(settings_from(config, {"server": server})), log_level)
 
 
 def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:

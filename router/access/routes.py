@@ -94,6 +94,7 @@ _PASSED = [
             "/v1/images/generations",
             "/v1/embeddings/batch",
             "/encode",
+            "/invocations",
         )
     ),
     *(
@@ -103,7 +104,6 @@ _PASSED = [
             "/v1/audio/translations",
             "/v1/images/edits",
             "/v1/images/variations",
-            "/invocations",
         )
     ),
     *(

@@ -4,8 +4,8 @@
     head ─────┤
               └─ for workers ──▶ body ──▶ ProxiedRequest ──▶ FramedResponse ──▶ the next request
 
-`RequestReader` reads a connection's requests. A POST to an endpoint of the workers is served here. Any other request,
-and one that wants another protocol, is handed over to uvicorn's class, which is made when there is one.
+`RequestReader` reads a connection's requests. A POST to an endpoint of the workers is served here. Any other request is
+handed over to uvicorn's class, which is made when there is one.
 
 One request of a connection is served at a time. What is pipelined behind it is kept parsed, and nothing more is read
 until its turn comes.
@@ -107,24 +107,22 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
                 self._proxy_context.services.metrics.abandoned.inc()
             self._end_request()
         self._queue = None
-        self.let_go()
+        self._deadline.close()
+        self._reader.close()
+        self._server_state.connections.discard(self)
         if self._fallback is not None:
             self._fallback.connection_lost(exc)
             self._fallback = None
         if exc is None:
             self._transport.close()
 
-    def let_go(self) -> None:
-        """The connection has ended, or is another protocol's from now on."""
-        self._deadline.close()
-        self._reader.close()
-        self._server_state.connections.discard(self)
-
     def eof_received(self) -> bool:
         """Nothing more comes. A client that half-closed gets what it asked for; else the connection is closed."""
         if not self._owes_response or not self._came_whole:
             return False
         self._half_closed = True
+        if self._queue and not self._queue[-1].complete:
+            self._queue.pop()  # its rest never comes
         proxied, fallback = self._proxied, self._fallback
         answering = (proxied is not None and proxied.answering) or (fallback is not None and fallback.answering)
         return probe(self._loop, self._transport, answering)
@@ -178,7 +176,6 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         if not self._takes_more:
             return
         if self._busy or self._queue:
-            request.upgrades = False  # too late: others were before it
             if self._queue is None:
                 self._queue = deque()
             self._queue.append(request)
@@ -224,10 +221,6 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             self._proxy(self._response, request.whole_body())
         elif self._intake is _LINGERING:
             self._transport.close()
-
-    def upgrade_read(self, request: IncomingRequest) -> None:
-        if request.asgi and self._fallback is not None:
-            self._fallback.upgrade()
 
     def refuse_rest(self, problem: str) -> None:
         if self._transport.is_closing():

@@ -1,7 +1,7 @@
 {{/* What a schema cannot say of the values. */}}
 {{- define "kvrouter.check" -}}
 {{- $v := .Values -}}
-{{- if and $v.secrets.tenants.name (not $v.secrets.adminToken.name) -}}
+{{- if and $v.secrets.tenants.name (not (include "kvrouter.adminTokenSecret" .)) -}}
 {{- fail "secrets.tenants: set secrets.adminToken too, or else anyone may ask what tenants hold" -}}
 {{- end -}}
 {{- if not (or $v.router.enabled $v.picker.enabled $v.envoy.enabled (eq $v.indexer.mode "standalone")) -}}
