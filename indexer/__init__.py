@@ -3,8 +3,9 @@
 from indexer.cores import core_name, make_index
 from indexer.holdings import Target
 from indexer.index import Index
-from indexer.indexer import DEFAULT_TENANT, Indexer, MatchQuery, Registration, UnknownModelError
+from indexer.indexer import Indexer, Registration
 from indexer.matching import Match, RowMatches, TargetRows
+from indexer.queries import DEFAULT_TENANT, MatchQuery, UnknownModelError
 
 __all__ = [
     "DEFAULT_TENANT",

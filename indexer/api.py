@@ -22,18 +22,11 @@ from starlette.exceptions import HTTPException
 
 from indexer.errors import RequestError, error_body
 from indexer.holdings import Target
-from indexer.indexer import (
-    DEFAULT_TENANT,
-    HashQuery,
-    Indexer,
-    MatchQuery,
-    Registration,
-    TargetReport,
-    UnknownModelError,
-)
+from indexer.indexer import Indexer, Registration, TargetReport
 from indexer.matching import Match
 from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
+from indexer.queries import DEFAULT_TENANT, HashQuery, MatchQuery, UnknownModelError
 from kvevents import EventSource, Tier
 
 # Reads the body of `/match`, tokenizing its prompt. Raises RequestError.

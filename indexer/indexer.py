@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import structlog
@@ -16,6 +16,7 @@ from indexer.holdings import Target
 from indexer.index import TargetStatus
 from indexer.matching import Match, RowMatches, TargetRows
 from indexer.names import WorkerNames
+from indexer.queries import DEFAULT_TENANT, HashQuery, MatchQuery, UnknownModelError
 from indexer.sequence import SequenceSettings, StreamSequence
 from indexer.streams import Stream, StreamReader, StreamStatus
 from kvevents import EventBatch, EventSource, Tier, encode_batch
@@ -26,7 +27,6 @@ from kvevents.sources import MOST_BLOCK_SIZE, canonical_source
 
 log = structlog.get_logger()
 
-DEFAULT_TENANT = "default"
 _WINDOW_SECONDS = 0.25  # for so long a target without windows is taken to have none
 
 
@@ -44,38 +44,6 @@ class Registration:
     block_size: int | None = None
     adapter: str | None = None
     capacity: int | None = None
-
-
-class MatchQuery:
-    """A tokenized prompt and all that tells its blocks from others with the same tokens."""
-
-    def __init__(
-        self,
-        model: str,
-        token_ids: Sequence[int] | PackedPrompt,
-        adapter: str | None = None,
-        cache_salt: str | None = None,
-        tenant: str = DEFAULT_TENANT,
-    ) -> None:
-        self.model = model
-        self.token_ids = token_ids
-        self.adapter = adapter
-        self.cache_salt = cache_salt
-        self.tenant = tenant
-
-
-@dataclass(frozen=True, slots=True)
-class HashQuery:
-    """Prefix hashes of consecutive blocks from the start of a prompt. `block_size` in tokens, if there are several."""
-
-    model: str
-    prefix_hashes: list[int]
-    block_size: int | None = None
-    tenant: str = DEFAULT_TENANT
-
-
-class UnknownModelError(LookupError):
-    """Nobody registered serves this model for this tenant."""
 
 
 @dataclass(frozen=True, slots=True)
