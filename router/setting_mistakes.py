@@ -27,8 +27,15 @@ def _line(mistake: Any, settings: type[BaseModel], hidden: Collection[str]) -> s
         return str(mistake["msg"])
     if mistake["type"] == _UNKNOWN:
         return f"{place}: there is no such setting{_meant(mistake['loc'], settings)}"
-    found = "what is hidden here" if place in hidden else repr(mistake["input"])
-    return f"{place}: {mistake['msg']} (found {found})"
+    return f"{place}: {mistake['msg']}{_found(place, mistake['input'], hidden)}"
+
+
+def _found(place: str, given: Any, hidden: Collection[str]) -> str:
+    """What stands where it is wrong, unless that is secret or may have secrets inside."""
+    if isinstance(given, dict | list):
+        return ""
+    secret = place in hidden or place.endswith("api_key") or "@" in str(given)
+    return " (found what is hidden here)" if secret else f" (found {given!r})"
 
 
 def _meant(loc: tuple[int | str, ...], settings: type[BaseModel]) -> str:

@@ -71,7 +71,9 @@ def doctor(
     worker: WorkerUrls = None,
     url: Annotated[str | None, typer.Option(help="Instead: a router that runs, asked about its fleet.")] = None,
     token: AdminToken = "",
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The workers' API key.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of workers whose settings have none.")
+    ] = None,
     patience: Annotated[float, typer.Option(min=0.1, help="Seconds that events may take to come.")] = 4.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:

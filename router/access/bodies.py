@@ -8,14 +8,16 @@ goes on as the bytes that came.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 import jiter
 import msgspec
 
+from indexer.cores import native_core
 from indexer.errors import RequestError
 from router.access.routes import Route
-from router.access.steering import refusal, steering_fields, steering_form_field, stripped
+from router.access.steering import CARRIERS, FIELDS, refusal, steering_fields, steering_form_field, stripped
 from router.access.tenants import Tenant
 from router.apis.endpoints import PROMPTED
 from router.apis.fields import kind_of
@@ -32,8 +34,32 @@ _PROMPTS: Final = ("prompt", "text", "input_ids", "token_ids")
 _MESSAGES: Final = ("messages", "input")
 
 
+class PlainCheck:
+    """Knows most bodies for plain at a glance: nothing of them is refused or left out, and they have no priority.
+
+    Without the native core no body is known to be so.
+    """
+
+    def __init__(self, limits: LimitSettings) -> None:
+        native = native_core()
+        names = [*FIELDS, *CARRIERS, "priority"]
+        elements = min(limits.prompts, limits.messages)
+        self.plain: Callable[[bytes], bool] = (
+            _no_body if native is None else native.JsonCheck(names, elements, limits.values, _SMALL).plain
+        )
+
+
+def _no_body(_: bytes) -> bool:
+    return False
+
+
 def checked_body(
-    route: Route, body: bytes, tenant: Tenant | None, limits: LimitSettings, engine_fields: EngineFields
+    route: Route,
+    body: bytes,
+    tenant: Tenant | None,
+    limits: LimitSettings,
+    engine_fields: EngineFields,
+    check: PlainCheck,
 ) -> bytes:
     """The body to send on. Raises RequestError (400, 413).
 
@@ -41,6 +67,8 @@ def checked_body(
     """
     if not route.json:
         return _checked_other(body, limits, engine_fields)
+    if check.plain(body):
+        return body if tenant is None else tenant.with_priority(tenant.isolated(route.path, body), None)
     fields = read_object(body, limits.values)
     if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
         if engine_fields is EngineFields.REFUSE:

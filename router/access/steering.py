@@ -34,7 +34,7 @@ FIELDS: Final = frozenset(
     }
 )
 # Objects whose fields engines take as their own settings of a request: the same names count in them.
-_CARRIERS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params", "custom_params", "nvext")
+CARRIERS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params", "custom_params", "nvext")
 
 HEADERS: Final = frozenset(
     {
@@ -76,7 +76,7 @@ def without_steering(headers: Headers) -> Headers:
 def steering_fields(fields: dict[str, Any]) -> list[str]:
     """The fields of a JSON object that steer an engine, as paths: `rid`, or `vllm_xargs.kv_transfer_params`."""
     found = [] if FIELDS.isdisjoint(fields) else [name for name in fields if name in FIELDS]
-    for name in _CARRIERS:
+    for name in CARRIERS:
         if name in fields:
             found += [f"{name}.{inner}" for inner in _inside(fields[name])]
     return found
@@ -91,7 +91,7 @@ def _inside(value: Any) -> list[str]:
 def stripped(fields: dict[str, Any]) -> dict[str, Any]:
     """The object without them."""
     return {
-        name: _stripped_inside(value) if name in _CARRIERS else value
+        name: _stripped_inside(value) if name in CARRIERS else value
         for name, value in fields.items()
         if name not in FIELDS
     }

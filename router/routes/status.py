@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from router.http.origin import without_credentials
 from router.services import Services
 
 
@@ -29,7 +26,7 @@ def status_routes(services: Services) -> APIRouter:
             "findings": services.findings(),
             **services.about.identity,
         }
-        return Response(without_credentials(json.dumps(report)), media_type="application/json")
+        return JSONResponse(report)
 
     @routes.get("/ready")
     async def ready() -> Response:
@@ -40,7 +37,6 @@ def status_routes(services: Services) -> APIRouter:
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        text = generate_latest(services.registry).decode()
-        return Response(without_credentials(text), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(services.registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes

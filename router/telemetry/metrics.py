@@ -14,6 +14,7 @@ from router.fleet.fleet import Fleet, Worker, WorkerState
 from router.fleet.load import LoadTable
 from router.holdings.audit import Basis, HitAudit, Prediction
 from router.policies import Decision
+from router.policies.records import CostUnit
 from router.telemetry.counters import Counter, CounterSeries, Histogram
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -42,7 +43,7 @@ class _OfModel:
         self.overlap_tokens = metrics.overlap_tokens.of(model)
         self.best_overlap_tokens = metrics.best_overlap_tokens.of(model)
         self.completion_tokens = metrics.completion_tokens.of(model)
-        self.costs: dict[str, CounterSeries] = {}  # by term
+        self.costs: dict[CostUnit, dict[str, CounterSeries]] = {}  # by unit and term
 
 
 class RequestMetrics:
@@ -79,7 +80,9 @@ class RequestMetrics:
             "kvrouter_completion_tokens", "Tokens generated, as engines reported them", ["model"], registry
         )
         self.decisions = Counter("kvrouter_decisions", "Choices of a worker", ["model"], registry)
-        self.cost = Counter("kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term"], registry)
+        self.cost = Counter(
+            "kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term", "unit"], registry
+        )
         self.queue = Histogram(
             "kvrouter_queue_seconds",
             "From the end of a request's body to its sending to a worker",
@@ -117,11 +120,15 @@ class RequestMetrics:
             of_model.best_overlap_tokens.amount += prediction.most
         if decision.free:
             return
+        unit = decision.unit
+        costs = of_model.costs.get(unit)
+        if costs is None:
+            costs = of_model.costs[unit] = {}
         for term, amount in decision.terms(decision.chosen).items():
             if amount:
-                cost = of_model.costs.get(term)
+                cost = costs.get(term)
                 if cost is None:
-                    cost = of_model.costs[term] = self.cost.of(model, term)
+                    cost = costs[term] = self.cost.of(model, term, unit.value)
                 cost.amount += amount
 
     def begun(self, model: str, worker: str, status: int, tokens: int, overlap: int) -> None:
@@ -157,9 +164,9 @@ class RequestMetrics:
 
     def forget(self, worker: Worker) -> None:
         """A worker was removed: its series end."""
-        self.answered.forget(worker.url)
+        self.answered.forget(worker.name)
         for counter in (self.retried, self.broken):
-            counter.remove_by_labels({"worker": worker.url})
+            counter.remove_by_labels({"worker": worker.name})
 
 
 def _total(counter: prometheus_client.Counter, *values: str) -> float:
@@ -188,17 +195,17 @@ class FleetCollector(Collector):
         for worker in self._fleet.workers:
             for model in worker.models():
                 of_models[model] = of_models.get(model, 0) + worker.up
-            up.add_metric([worker.url], float(worker.up))
+            up.add_metric([worker.name], float(worker.up))
             for known in WorkerState:
-                state.add_metric([worker.url, known], float(worker.state is known))
+                state.add_metric([worker.name, known], float(worker.state is known))
             for dp_rank in worker.ranks():
                 load = self._load.of(worker.url, dp_rank)
-                requests.add_metric([worker.url, str(dp_rank)], load.requests)
-                pending.add_metric([worker.url, str(dp_rank)], load.pending)
+                requests.add_metric([worker.name, str(dp_rank)], load.requests)
+                pending.add_metric([worker.name, str(dp_rank)], load.pending)
                 engine = worker.metrics.of(dp_rank)
-                unseen.add_metric([worker.url, str(dp_rank)], engine.unseen)
+                unseen.add_metric([worker.name, str(dp_rank)], engine.unseen)
                 if engine.kv_usage is not None:
-                    usage.add_metric([worker.url, str(dp_rank)], engine.kv_usage)
+                    usage.add_metric([worker.name, str(dp_rank)], engine.kv_usage)
         for model, count in sorted(of_models.items()):
             serving.add_metric([model], count)
         yield from (up, state, serving, requests, pending, unseen, usage)
@@ -224,7 +231,7 @@ class AuditCollector(Collector):
         drift = GaugeMetricFamily("kvrouter_audit_drift_ratio", "The same for predictions by events", labels=labels)
         basis = GaugeMetricFamily("kvrouter_audit_basis", "1 for what is predicted from", labels=[*labels, "basis"])
         for target, audit in self._audit.audits():
-            values = [target.worker, str(target.dp_rank), target.model]
+            values = [self._audit.names.of(target.worker), str(target.dp_rank), target.model]
             answers.add_metric(values, audit.answers)
             prompt.add_metric(values, audit.prompt_tokens)
             predicted.add_metric(values, audit.predicted_tokens)
