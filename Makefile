@@ -11,8 +11,8 @@ FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
 FAMILY_TABLE ?=
 
 .PHONY: audit fuzz
-.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
+.PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-transfer bench-replicas bench-processes bench-reporter
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -43,6 +43,11 @@ test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) FAMILIES=$(FAMILIES) FAMILY_TABLE=$(FAMILY_TABLE) \
 		$(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
+
+# Real prefill and decode workers of vLLM's over NIXL: four vLLMs at once, 10 GB of memory.
+test-engine-pd: .venv/installed
+	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
+	ENGINE_DIR=$(ENGINE_DIR) $(BIN)/pytest tests/end_to_end/engine -m engine_pd -s $(ARGS)
 
 # Without any extra, with the router's and with the demo's: what is missing is named with the command that brings it.
 test-install: .venv/installed
@@ -93,6 +98,10 @@ bench-proxy: .venv/installed .bench/smg/installed .bench/sglang-router/installed
 
 soak: .venv/installed
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# Well-behaved clients among hostile clients, workers and streams: ARGS=--minutes=10 for less than half an hour.
+soak-hostile: .venv/installed
+	$(BIN)/python -m benchmarks.hostile $(ARGS)
 
 # Generated requests and bodies for so long each; a failure names its seed. FUZZ_SEED=7 tries others.
 FUZZ_SECONDS ?= 600

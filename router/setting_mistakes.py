@@ -34,8 +34,8 @@ def _found(place: str, given: Any, hidden: Collection[str]) -> str:
     """What stands where it is wrong, unless that is secret or may have secrets inside."""
     if isinstance(given, dict | list):
         return ""
-    secret = place in hidden or place.endswith("api_key") or "@" in str(given)
-    return " (found what is hidden here)" if secret else f" (found {given!r})"
+    is_hidden = place in hidden or place.endswith("api_key") or "@" in str(given)
+    return " (found what is hidden here)" if is_hidden else f" (found {given!r})"
 
 
 def _meant(loc: tuple[int | str, ...], settings: type[BaseModel]) -> str:

@@ -38,6 +38,8 @@ def _tokens(report: dict[str, Any] | None) -> str:
     """How prompts become tokens, in a few words."""
     if report is None:
         return "prompts are not read"
+    if report["way"] == "text":
+        return "not known: prompts are routed by their text alone"
     if report["reading"] is None:
         return "asked of the engine"
     shapes = Counter(report["shapes"].values())

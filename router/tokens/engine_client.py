@@ -92,6 +92,10 @@ class EngineClient:
             bodies = [{"prompt": text, "add_special_tokens": prompt.add_special_tokens} for text in prompt.texts]
         answers = [await self._post(url, "/tokenize", {"model": self.model} | body) for body in bodies]
         prompts = [PackedPrompt.of(_decoded(url, _decode_tokenized, answer).tokens) for answer in answers]
+        texts = prompt.texts if isinstance(prompt, TextPrompts) else [_CHAT]
+        if any(text and not len(found) for text, found in zip(texts, prompts, strict=True)):
+            # llama.cpp's takes another field, and finds nothing in ours.
+            raise NotOfferedError(f"{url}: its /tokenize is another one")
         return [prompt.truncation.of(each) for each in prompts] if prompt.truncation else prompts
 
     async def computed(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:

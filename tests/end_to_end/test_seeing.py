@@ -145,7 +145,7 @@ async def test_a_router_with_a_worker_is_ready(worker: ScriptedWorker, routed: R
     assert (reply.status, reply.json()) == (503, {"status": "no worker answers"})
     health = await routed.call("/health")
     assert (health.status, health.json()["status"]) == (200, "no worker answers")
-    assert {found["finding"] for found in health.json()["findings"]} == {"worker_down", "tokenizer_missing"}
+    assert {found["finding"] for found in health.json()["findings"]} == {"worker_down", "prompts_by_text"}
 
 
 async def test_a_router_is_not_ready_until_the_index_has_caught_up_or_was_waited_for(worker: ScriptedWorker) -> None:
