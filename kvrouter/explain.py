@@ -26,19 +26,17 @@ def _table(answer: dict[str, Any]) -> FittingTable:
     """A row for each candidate: what stays readable at any width, whatever the policy weighs."""
     candidates = answer["candidates"]
     chosen = [all(each[key] == answer["choice"][key] for key in ("worker", "dp_rank")) for each in candidates]
-    unit = f" ({answer['unit']})" if answer.get("unit") else ""
     columns = [
         FittingColumn("", ["➤" if each else "" for each in chosen], 8),
         FittingColumn("worker", [each["worker"] for each in candidates], 9, left=True),
         FittingColumn("rank", [str(each["dp_rank"]) for each in candidates], 7),
         FittingColumn("overlap", [str(each["overlap"]) for each in candidates], 5),
         FittingColumn("requests", [str(each["load"]["requests"]) for each in candidates], 3),
-        FittingColumn(f"cost{unit}", [f"{each['total']:.6g}" for each in candidates], 6),
+        FittingColumn("cost", [f"{each['total']:.6g}" for each in candidates], 6),
         FittingColumn("of it", [_terms(each) for each in candidates], 4, left=True, wraps=True),
     ]
-    return FittingTable(
-        columns, title=f"{answer['tokens']} tokens for {answer['model'] or 'any model'}", box=SIMPLE_HEAD
-    )
+    title = f"{answer['tokens']} tokens for {answer['model'] or 'any model'}; cost in {answer['unit']}"
+    return FittingTable(columns, title=title, box=SIMPLE_HEAD)
 
 
 def _terms(candidate: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ MODULES = {
         "mypy_extensions",
         "prometheus_client",
         "pydantic",
+        "pydantic_core",
         "pydantic_settings",
         "rich",
         "sortedcontainers",

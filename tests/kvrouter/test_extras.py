@@ -106,7 +106,7 @@ def test_the_extras_bring_what_is_said_of_them() -> None:
 
 
 # By fastapi, aiohttp, jinja2 and pydantic-settings; the platform decides about fastokens.
-_BROUGHT_BY_OTHERS = {"starlette", "pydantic", "yarl", "markupsafe", "fastokens"}
+_BROUGHT_BY_OTHERS = {"starlette", "pydantic", "pydantic_core", "yarl", "markupsafe", "fastokens"}
 
 
 # With pip, from the network: `make test-install`.

@@ -16,6 +16,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
 # What to do about the router's findings; docs/operations.md says more.
 ROUTER_FIXES = {
     "worker_down": "Start the worker, or correct its URL; it is asked again by itself.",
+    "worker_key": "Correct the worker's api_key in the settings, or fleet.api_key.",
     "worker_description": "Look at what the worker answers to /v1/models, /kv_event_sources and /server_info; "
     "fleet.max_ranks and fleet.allowed_networks bound what is used of it.",
     "worker_left_out": "Look at the worker's log: it fails, hangs or is far slower than others. It is tried again.",

@@ -286,6 +286,8 @@ async def test_labels_are_whole_and_keep_their_shape(width: int) -> None:
             assert measured["inside"], measured
             assert measured["stretched"] == pytest.approx(1, abs=0.02), measured
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        cut = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"
+        assert await page.locator("#columns [role=columnheader]:visible").evaluate_all(cut) == []
 
 
 MEASURE_TEXTS = """
