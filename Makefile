@@ -12,7 +12,7 @@ FAMILY_TABLE ?=
 
 .PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak bench-transfer bench-replicas bench-processes bench-reporter
+.PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-transfer bench-replicas bench-processes bench-reporter
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -98,6 +98,10 @@ bench-proxy: .venv/installed .bench/smg/installed .bench/sglang-router/installed
 
 soak: .venv/installed
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# Well-behaved clients among hostile clients, workers and streams: ARGS=--minutes=10 for less than half an hour.
+soak-hostile: .venv/installed
+	$(BIN)/python -m benchmarks.hostile $(ARGS)
 
 # Generated requests and bodies for so long each; a failure names its seed. FUZZ_SEED=7 tries others.
 FUZZ_SECONDS ?= 600

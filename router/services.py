@@ -19,6 +19,7 @@ from random import Random
 from typing import Any
 
 import aiohttp
+import structlog
 from prometheus_client import CollectorRegistry
 
 from indexer import Indexer
@@ -26,11 +27,13 @@ from indexer.build_info import add_process_metrics
 from indexer.metrics import IndexCollector
 from router.access import Door
 from router.admission.admission import Admission
-from router.admission.admission_metrics import AdmissionMetrics
+from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.embedded_index import running_indexer
+from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
 from router.fleet.config_reload import SettingsFile, follow_workers
-from router.fleet.fleet import Fleet, end_tasks
+from router.fleet.discovery import ServedModel
+from router.fleet.fleet import Fleet, Worker, end_tasks
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
 from router.fleet.redirects import refuse_redirects
@@ -38,6 +41,7 @@ from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts
+from router.forwarding.stream_failover import StreamFailover
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings
@@ -62,6 +66,8 @@ from router.tokens.tokenizers import Tokenizers
 from router.upstream import Upstreams
 from router.upstream.pool import KEEPALIVE_SECONDS
 
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -78,6 +84,7 @@ class Services:
     fleet: Fleet
     networks: AllowedNetworks
     registered_streams: RegisteredStreams
+    adapters: Adapters
     load: LoadTable
     sharing: LoadSharing
     audit: HitAudit
@@ -117,8 +124,23 @@ async def running_services(
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         stack.push_async_callback(source.close)
+        adapters = Adapters(session)
+        stack.push_async_callback(adapters.close)
+
+        async def on_model(worker: Worker, model: ServedModel) -> None:
+            await source.provide(worker, model)
+            adapters.provide(worker, model)
+
         fleet = Fleet(
-            settings.workers, settings.fleet, indexer, session, source.provide, networks, bool(settings.server.token)
+            settings.workers,
+            settings.fleet,
+            indexer,
+            session,
+            on_model,
+            networks,
+            bool(settings.server.token),
+            settings.aliases,
+            settings.models if settings.admission.cold_start_timeout else None,
         )
         if worker_processes:
             await worker_processes.catch_up(fleet)
@@ -145,10 +167,11 @@ async def running_services(
             TokenizerCollector(tokenizers),
             FleetCollector(fleet, load),
             AuditCollector(audit),
+            DemandCollector(fleet, load, admission),
         ):
             registry.register(collector)
         fleet.on_replaced.append(router.replaced)
-        fleet.on_removed += [router.removed, metrics.forget, source.removed]
+        fleet.on_removed += [router.removed, metrics.forget, source.removed, adapters.removed]
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)
         stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])
@@ -163,7 +186,7 @@ async def running_services(
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)
-        proxy = _proxy(stack, settings, router, admission, fleet, networks, sharing, metrics, request_stream)
+        proxy = _proxy(stack, settings, router, admission, fleet, networks, sharing, metrics, request_stream, registry)
         yield Services(
             settings,
             indexer,
@@ -173,6 +196,7 @@ async def running_services(
             fleet,
             networks,
             registered_streams,
+            adapters,
             load,
             sharing,
             audit,
@@ -181,7 +205,7 @@ async def running_services(
             registry,
             snapshot,
             request_stream,
-            Readiness(fleet, indexer, settings.events.catch_up_timeout),
+            Readiness(fleet, indexer, settings.events.catch_up_timeout, bool(settings.admission.cold_start_timeout)),
             proxy,
             worker_processes,
             about,
@@ -270,6 +294,7 @@ def _proxy(
     sharing: LoadSharing,
     metrics: RequestMetrics,
     request_stream: RequestStream,
+    registry: CollectorRegistry,
 ) -> ProxyContext:
     """What requests for workers need on their way."""
     tracing = tracing_to(settings.otel.endpoint)
@@ -287,9 +312,13 @@ def _proxy(
     fleet.on_key.append(lambda worker: upstreams.show(worker.url, worker.key.authorization))
     fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
     door = Door(settings)
+    if door.withholds_keys and any(known.has_key for known in (settings.fleet, *settings.workers)):
+        log.warning("requests without a key of their own are shown to workers without one", setting="proxy.worker_keys")
     door.access.share(sharing)
     contexts = RequestContexts(door, tracing, metrics, settings.logs.access)
-    services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream)
+    failovers = settings.proxy.stream_failovers
+    failover = StreamFailover(fleet, router, failovers, registry) if failovers else None
+    services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream, failover)
     return ProxyContext(contexts, services, settings.server)
 
 

@@ -43,7 +43,7 @@ from kvevents.curve import load_key_pair, load_public_key
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
 from router.http.api_key import checked_key, key_in_environment, key_in_file
-from router.http.worker_url import canonical_url, split_user_info
+from router.http.worker_url import canonical_url, split_user_info, without_user_info
 from router.setting_mistakes import mistakes
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -70,6 +70,19 @@ def _network(text: str) -> str:
     return text
 
 
+def _root_path(path: str) -> str:
+    root = path.rstrip("/")
+    if root and re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", root) is None:
+        raise ValueError("expected a path such as /llm")
+    return root
+
+
+def _cors_origin(origin: str) -> str:
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin) is None:
+        raise ValueError("expected an origin such as https://chat.example.com, without a path, or *")
+    return origin
+
+
 # No URL is such a name, and no header or label needs it to be escaped.
 WORKER_NAME = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._:@-]{0,251}[A-Za-z0-9])?$")
 
@@ -94,7 +107,6 @@ def _api_key_env(variable: str) -> str:
 _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
 # Names that only secrets have, wherever they stand.
 _SECRETS = frozenset({"api_key", "keys", "password", "secret", "token"})
-_USER_INFO = re.compile(r'(?<=://)[^/?#\s"]*@')
 _PREFIX = "KVROUTER_"
 
 
@@ -134,6 +146,8 @@ class ServerSettings(_Section):
     token: str = ""
     allowed_hosts: list[str] = []
     admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    root_path: Annotated[str, AfterValidator(_root_path)] = ""
+    cors_origins: list[Annotated[str, AfterValidator(_cors_origin)]] = []
     certificate: Path | None = None
     key: Path | None = None
 
@@ -251,9 +265,13 @@ class WorkerSettings(KeySettings):
 
 
 class ModelSettings(_Section):
-    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub."""
+    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub.
+
+    `aliases`: other names under which clients may ask for it.
+    """
 
     tokenizer: str | None = None
+    aliases: list[Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]] = []
 
 
 class PolicySettings(_Section):
@@ -376,6 +394,7 @@ class ProxySettings(_Section):
     attempts: PositiveInt = 3
     retry_share: NonNegative = 0.2
     retry_minimum: Annotated[int, Field(ge=0)] = 10
+    stream_failovers: Annotated[int, Field(ge=0)] = 0
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
     worker_keys: WorkerKeys = WorkerKeys.AUTO
@@ -411,6 +430,7 @@ class AdmissionSettings(_Section):
     queue: Annotated[int, Field(ge=0)] = 1000
     queue_bytes: PositiveInt = 256 * 2**20
     timeout: PositiveFloat = 30.0
+    cold_start_timeout: NonNegative = 0.0
 
 
 class TenantSettings(_Section):
@@ -533,6 +553,19 @@ class Settings(BaseSettings):
     otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
 
+    @field_validator("models")
+    @classmethod
+    def _aliases_are_ones_own(cls, models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
+        names = [*models, *(alias for model in models.values() for alias in model.aliases)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))}: an alias stands for one model, and is no model's name")
+        return models
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The models behind the aliases."""
+        return {alias: name for name, model in self.models.items() for alias in model.aliases}
+
     @field_validator("workers")
     @classmethod
     def _names_are_ones_own(cls, workers: list[WorkerSettings]) -> list[WorkerSettings]:
@@ -600,7 +633,7 @@ def _masked(value: Any, place: str) -> Any:
     if not isinstance(value, str):
         return value
     secret = place in _HIDDEN or place.rpartition(".")[2] in _SECRETS
-    return "***" if secret and value else _USER_INFO.sub("***@", value)
+    return "***" if secret and value else without_user_info(value)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

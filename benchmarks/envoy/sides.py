@@ -83,6 +83,7 @@ class Side:
             "workers": [{"url": url} for url in workers],
             "models": {MODEL: {"tokenizer": str(BUNDLED_MODEL)}},
             "policy": {"name": "least_loaded" if self.by_load else "kv_aware"},
+            "proxy": {"engine_fields": "pass" if self.by_load else "auto"},
             "picker": {"port": grpc_port, "read_usage": self.read_usage},
         }
 

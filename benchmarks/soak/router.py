@@ -41,8 +41,9 @@ def _holds() -> dict[str, int]:
     gc.collect()
     kinds = Counter(type(each) for each in gc.get_objects())
     counted = {name: kinds[kind] for name, kind in _COUNTED.items()}
-    sockets = sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
-    return counted | {"tasks": len(asyncio.all_tasks()), "sockets": sockets, "bytes": resident_bytes(os.getpid())}
+    files = os.listdir("/proc/self/fd")
+    open_now = {"sockets": sum(_is_socket(name) for name in files), "files": len(files)}
+    return counted | {"tasks": len(asyncio.all_tasks())} | open_now | {"bytes": resident_bytes(os.getpid())}
 
 
 def _is_socket(descriptor: str) -> bool:

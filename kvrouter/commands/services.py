@@ -44,6 +44,7 @@ def serve(
     policy: Policy = None,
     processes: Annotated[int | None, typer.Option(help="Processes that share the port.", show_default="1")] = None,
     peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
+    root_path: Annotated[str | None, typer.Option(help="What may stand before every path: /llm.")] = None,
     log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the router, with the index inside."""
@@ -52,7 +53,9 @@ def serve(
     from router.server.supervisor import ProcessFailedError, Supervisor
 
     overrides = of_workers(worker) | given(
-        server=given(host=host, port=port, processes=processes), policy=given(name=policy), index=given(peer=peer)
+        server=given(host=host, port=port, processes=processes, root_path=root_path),
+        policy=given(name=policy),
+        index=given(peer=peer),
     )
     settings = _router_settings(config, overrides)
     file = SettingsFile(config, overrides) if config else None
@@ -111,7 +114,8 @@ def indexer(
     """Run the index alone: workers are registered over HTTP."""
     from router.server.serving import serve_indexer
 
-    _run(serve_indexer(settings_from(config, {"server": {"host": host, "port": port}})), log_level)
+    server = {"host": host, "port": port, "admin_port": None}  # none of its requests are clients'
+    _run(serve_indexer(settings_from(config, {"server": server})), log_level)
 
 
 def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:

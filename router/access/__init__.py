@@ -6,6 +6,7 @@ tenants   API keys, what they open, and how often
 hosts     whom a request is meant for, and which site it comes from
 steering  fields and headers by which an engine would be told what the router decides
 bodies    one meaning for each JSON body, and bounds on the work it makes
+forms     the same for forms
 arrivals  bounds on the bodies that are arriving
 """
 

@@ -16,8 +16,9 @@ import msgspec
 
 from indexer.cores import native_core
 from indexer.errors import RequestError
+from router.access.forms import form_fields
 from router.access.routes import Route
-from router.access.steering import CARRIERS, FIELDS, refusal, steering_fields, steering_form_field, stripped
+from router.access.steering import CARRIERS, FIELDS, refusal, steering_fields, stripped
 from router.access.tenants import Tenant
 from router.apis.endpoints import PROMPTED
 from router.apis.fields import kind_of
@@ -29,56 +30,54 @@ _SMALL: Final = 64 * 1024
 _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 # A list or an object takes about as long to read as so many numbers.
 _OF_A_LIST: Final = 8
+# What UTF-8, 16 and 32 have before its first brace: spaces, NUL, a byte order mark.
+_BEFORE_AN_OBJECT: Final = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"
 # Lists of prompts, and lists of messages.
 _PROMPTS: Final = ("prompt", "text", "input_ids", "token_ids")
 _MESSAGES: Final = ("messages", "input")
 
 
-class PlainCheck:
-    """Knows most bodies for plain at a glance: nothing of them is refused or left out, and they have no priority.
+class BodyCheck:
+    """Checks bodies within some limits.
 
-    Without the native core no body is known to be so.
+    `plain`: knows most JSON bodies for plain at a glance: nothing of them is refused or left out, and they have no
+    priority. Without the native core no body is known to be so.
     """
 
     def __init__(self, limits: LimitSettings) -> None:
         native = native_core()
         names = [*FIELDS, *CARRIERS, "priority"]
         elements = min(limits.prompts, limits.messages)
+        self._limits = limits
         self.plain: Callable[[bytes], bool] = (
             _no_body if native is None else native.JsonCheck(names, elements, limits.values, _SMALL).plain
         )
 
+    def checked(
+        self, route: Route, content_type: bytes, body: bytes, tenant: Tenant | None, engine_fields: EngineFields
+    ) -> bytes:
+        """The body to send on. Raises RequestError (400, 413).
+
+        It is the one that came, but for what a tenant may not say, and for what is to be stripped.
+        """
+        if not route.json:
+            return _checked_other(content_type, body, self._limits, engine_fields)
+        if self.plain(body):
+            return body if tenant is None else tenant.isolated(route.path, body)
+        fields = read_object(body, self._limits.values)
+        if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
+            if engine_fields is EngineFields.REFUSE:
+                raise refusal(steering[0])
+            body = _without(body, fields, steering)
+        if route.path in PROMPTED:
+            _check_amounts(fields, self._limits)
+        if tenant is not None:
+            body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
+        return body
+
 
 def _no_body(_: bytes) -> bool:
     return False
-
-
-def checked_body(
-    route: Route,
-    body: bytes,
-    tenant: Tenant | None,
-    limits: LimitSettings,
-    engine_fields: EngineFields,
-    check: PlainCheck,
-) -> bytes:
-    """The body to send on. Raises RequestError (400, 413).
-
-    It is the one that came, but for what a tenant may not say, and for what is to be stripped.
-    """
-    if not route.json:
-        return _checked_other(body, limits, engine_fields)
-    if check.plain(body):
-        return body if tenant is None else tenant.with_priority(tenant.isolated(route.path, body), None)
-    fields = read_object(body, limits.values)
-    if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
-        if engine_fields is EngineFields.REFUSE:
-            raise refusal(steering[0])
-        body = _without(body, fields, steering)
-    if route.path in PROMPTED:
-        _check_amounts(fields, limits)
-    if tenant is not None:
-        body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
-    return body
 
 
 def read_object(body: bytes, most_values: int) -> dict[str, Any]:
@@ -133,22 +132,25 @@ def _without(body: bytes, fields: dict[str, Any], steering: list[str]) -> bytes:
     return body
 
 
-def _checked_other(body: bytes, limits: LimitSettings, engine_fields: EngineFields) -> bytes:
-    """A body that is not known to be JSON: a form, a file, or what an engine alone understands."""
+def _checked_other(content_type: bytes, body: bytes, limits: LimitSettings, engine_fields: EngineFields) -> bytes:
+    """A body that need not be JSON: a form, a file, or what an engine alone understands."""
     if engine_fields is EngineFields.PASS or not body:
         return body
-    if body.lstrip()[:1] == b"{":
-        try:
-            fields = read_object(body, limits.values)
-        except RequestError:
-            return body  # lines of JSON, or no JSON
-        if steering := steering_fields(fields):
+    if (fields := form_fields(content_type, body)) is not None:
+        for name, value in fields:
+            if name in FIELDS:
+                raise refusal(name)
+            if name in CARRIERS and _seems_object(value) and steering_fields({name: read_object(value, limits.values)}):
+                raise refusal(name)
+    elif _seems_object(body):
+        read = read_object(body, limits.values)
+        if steering := steering_fields(read):
             if engine_fields is EngineFields.REFUSE:
                 raise refusal(steering[0])
-            return _without(body, fields, steering)
-    elif body.startswith(b"--") and steering_form_field(body):
-        raise RequestError(
-            "A field of the form is the router's to say to an engine. Leave it out, or set proxy.engine_fields.",
-            code="engine_field",
-        )
+            return _without(body, read, steering)
     return body
+
+
+def _seems_object(body: bytes) -> bool:
+    """Whether some decoder might read a JSON object: engines' take any UTF, whatever the content's type."""
+    return body.lstrip(_BEFORE_AN_OBJECT)[:1] == b"{"

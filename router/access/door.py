@@ -10,8 +10,9 @@ from typing import NoReturn
 
 from indexer.errors import RequestError
 from router.access.arrivals import Arrivals
-from router.access.bodies import PlainCheck, checked_body
+from router.access.bodies import BodyCheck
 from router.access.hosts import check_host, check_site, is_loopback
+from router.access.model_aliases import with_served_model
 from router.access.routes import Access, Route, Routes
 from router.access.steering import refusal, steering_header, without_steering
 from router.access.tenants import AccessControl, Tenant, without_credentials
@@ -27,16 +28,23 @@ _ANY_HOST = frozenset({"/health", "/ready", "/v1/models"})
 class Admitted:
     """What a head asks for, and who asks: a `tenant`, the `operator`, or anyone. The same for the same head."""
 
-    __slots__ = ("engine_fields", "keeps_credentials", "keyed", "route", "tenant")
+    __slots__ = ("content_type", "engine_fields", "keeps_credentials", "keyed", "route", "tenant")
 
     def __init__(
-        self, route: Route, tenant: Tenant | None, engine_fields: EngineFields, keeps_credentials: bool, keyed: bool
+        self,
+        route: Route,
+        content_type: bytes,
+        tenant: Tenant | None,
+        engine_fields: EngineFields,
+        keeps_credentials: bool,
+        keyed: bool,
     ) -> None:
         """`engine_fields`: what becomes of those. `keeps_credentials`: the key is meant for workers, not for us.
 
         `keyed`: where it has none, the worker is shown its own.
         """
         self.route = route
+        self.content_type = content_type
         self.tenant = tenant
         self.engine_fields = engine_fields
         self.keeps_credentials = keeps_credentials
@@ -48,11 +56,11 @@ class Door:
 
     def __init__(self, settings: Settings) -> None:
         server = settings.server
-        self.access = AccessControl(settings.tenants, server.token)
+        self.access = AccessControl(settings.tenants, server.token, settings.aliases)
         self.arrivals = Arrivals(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
-        self._limits = settings.limits
-        self._check = PlainCheck(settings.limits)
+        self._aliases = settings.aliases
+        self._bodies = BodyCheck(settings.limits)
         fields = settings.proxy.engine_fields
         if fields is EngineFields.AUTO:
             fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
@@ -85,8 +93,14 @@ class Door:
         fields = EngineFields.PASS if operator else self._engine_fields
         if not route.own and fields is EngineFields.REFUSE and (steering := steering_header(headers)) is not None:
             raise refusal(steering.decode("latin-1"))
+        content_type = b"" if route.own or fields is EngineFields.PASS else _content_type(headers)
         ends_here = access.has_tenants or operator or self._always_keyed
-        return Admitted(route, tenant, fields, not ends_here, ends_here or self._keyed)
+        return Admitted(route, content_type, tenant, fields, not ends_here, ends_here or self._keyed)
+
+    @property
+    def withholds_keys(self) -> bool:
+        """Whether there are neither tenants nor strangers that are let in with the keys of workers."""
+        return not (self.access.has_tenants or self._always_keyed or self._keyed)
 
     def headers_for_workers(self, admitted: Admitted, headers: Headers) -> Headers:
         """A request's headers without those that are the router's to read or to say."""
@@ -96,7 +110,10 @@ class Door:
 
     def body(self, admitted: Admitted, body: bytes) -> bytes:
         """The body to read and to send on. Raises RequestError (400, 413)."""
-        return checked_body(admitted.route, body, admitted.tenant, self._limits, admitted.engine_fields, self._check)
+        body = self._bodies.checked(
+            admitted.route, admitted.content_type, body, admitted.tenant, admitted.engine_fields
+        )
+        return with_served_model(body, self._aliases) if self._aliases else body
 
     def _route(self, method: str, target: bytes) -> Route:
         try:
@@ -142,6 +159,19 @@ class Door:
             type="authentication_error",
             param="authorization",
         )
+
+
+def _content_type(headers: Headers) -> bytes:
+    """How a body is to be read. Raises RequestError (415) where others may read something else in it."""
+    kinds = [value for name, value in headers if name == b"content-type"]
+    codings = [value for name, value in headers if name == b"content-encoding" and value.strip().lower() != b"identity"]
+    if len(kinds) > 1 or codings:
+        name = "content-encoding" if codings else "content-type"
+        problem = "a content-encoding" if codings else "several of content-type"
+        raise RequestError(
+            f"The request has {problem}. Send the body as it is, and say once what it is.", status=415, param=name
+        )
+    return kinds[0] if kinds else b""
 
 
 def _is_admin(route: Route) -> bool:

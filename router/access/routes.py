@@ -65,6 +65,8 @@ _OWN = [
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/register", "/unregister", "/reset_prefix_cache")),
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/workers", "/workers/drain", "/workers/undrain")),
     Route("DELETE", "/workers", Access.OPERATOR, own=True),
+    # They have engines read files and addresses.
+    *(Route("POST", path, Access.ENGINE, own=True) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
 ]
 # Of OpenAI's API and of engines: neither their settings nor anything that would stop or change one for others.
 _PASSED = [
@@ -92,6 +94,7 @@ _PASSED = [
             "/v1/images/generations",
             "/v1/embeddings/batch",
             "/encode",
+            "/invocations",
         )
     ),
     *(
@@ -101,7 +104,6 @@ _PASSED = [
             "/v1/audio/translations",
             "/v1/images/edits",
             "/v1/images/variations",
-            "/invocations",
         )
     ),
     *(

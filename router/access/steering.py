@@ -6,7 +6,6 @@ Names are those of vLLM 0.32, SGLang 0.5, TensorRT-LLM 1.0 and llm-d's sidecar.
 
 from __future__ import annotations
 
-import re
 from typing import Any, Final
 
 from indexer.errors import RequestError
@@ -54,10 +53,6 @@ HEADERS: Final = frozenset(
         b"x-gateway-destination-endpoint-subset",
     }
 )
-_FORM_NAME: Final = re.compile(
-    rb"""\bname\*?=(?:[^'"\s]*'')?["']?(?:%b)["'\s;]""" % b"|".join(sorted(name.encode() for name in FIELDS)),
-    re.IGNORECASE,
-)
 
 
 def steering_header(headers: Headers) -> bytes | None:
@@ -101,11 +96,6 @@ def _stripped_inside(value: Any) -> Any:
     if isinstance(value, list):
         return [_stripped_inside(each) for each in value]
     return stripped(value) if isinstance(value, dict) else value
-
-
-def steering_form_field(body: bytes) -> bool:
-    """Whether a multipart form has such a field."""
-    return _FORM_NAME.search(body) is not None
 
 
 def refusal(name: str) -> RequestError:

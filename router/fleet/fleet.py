@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import aiohttp
@@ -32,6 +32,8 @@ log = structlog.get_logger()
 SOURCES = ("config", "api", "kubernetes")
 
 _STALE_SCRAPES = 5
+# Names that are remembered after their workers are gone.
+_MOST_EXPECTED = 10_000
 
 
 class Fleet:
@@ -42,7 +44,7 @@ class Fleet:
     worker, or it may take more than before; `on_scrape` for each whose metrics were read; `on_key` for each whose API
     key is another one. `networks`: where it may connect to on a stranger's word. `keys_for_added`: workers that were
     added over HTTP get the fleet's key too. `peer_load`: the requests that each of some ranks of a worker has from
-    other routers.
+    other routers. `aliases`: the models behind other names.
     """
 
     def __init__(
@@ -54,8 +56,13 @@ class Fleet:
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
         networks: AllowedNetworks | None = None,
         keys_for_added: bool = False,
+        aliases: Mapping[str, str] = {},
+        expected: Iterable[str] | None = None,
     ) -> None:
+        """`expected`: models whose requests may wait for a worker; None: none may."""
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
+        self.aliases = aliases
+        self._expected = None if expected is None else set(expected)
         self.version = 0  # grows whenever other workers may get requests, or for other names
         self.health_version = 0  # grows whenever a circuit opens or closes, and when a worker begins or ends to warm up
         self.on_removed: list[Callable[[Worker], None]] = []
@@ -169,7 +176,16 @@ class Fleet:
 
     def names(self) -> set[str]:
         """Every name a request may use."""
-        return {name for worker in self.workers if worker.description for name in worker.description.models}
+        names = {name for worker in self.workers if worker.description for name in worker.description.models}
+        return names | {alias for alias, name in self.aliases.items() if name in names}
+
+    def awaits(self, name: str) -> bool:
+        """Whether a request for this name may wait for a worker: there is none, and one may come."""
+        return self._expected is not None and name in self._expected and not self.able(name)
+
+    def expected(self) -> set[str]:
+        """The names that requests may wait for."""
+        return set(self._expected or ())
 
     def report_failure(self, worker: Worker, problem: str) -> None:
         """A request could not reach a worker: it gets none until it answers again."""
@@ -177,6 +193,10 @@ class Fleet:
         self._indexer.suspend(worker.targets)
         self.version += 1
         self.look_soon(worker)
+
+    async def probe(self, worker: Worker) -> None:
+        """Ask a worker at once what it is."""
+        await self._probe(worker)
 
     def look_soon(self, worker: Worker) -> None:
         """Something went wrong with a worker: see whether it still answers."""
@@ -304,6 +324,8 @@ class Fleet:
                 for on_replaced in self.on_replaced:
                     on_replaced(worker)
             worker.problem = None
+            if self._expected is not None and len(self._expected) < _MOST_EXPECTED:
+                self._expected.update(description.models)
             self._changed()
         for model in description.base_models():
             await self._on_model(worker, model)

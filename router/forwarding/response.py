@@ -53,6 +53,7 @@ class ProxiedResponse:
     # What most answers never change stands here, so that it is not made for each.
     usage: Usage | None = None
     first_byte_at = 0.0
+    resumed = False  # another worker began it
     _hidden: HiddenUsage | None = None
     _tail: UsageTail | None = None
     _searched: bytes | None = None  # the beginning of the body, while the answer's id is looked for
@@ -122,7 +123,8 @@ class ProxiedResponse:
             if not self.first_byte_at:
                 self.first_byte_at = now
                 assignment.first_byte(now)
-                self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
+                if not self.resumed:
+                    self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
             if self._searched is not None:
                 self._searched += data
                 learned = self._services.router.responses.learn(self._searched, assignment.worker.url)

@@ -158,7 +158,7 @@ class PickedRequest(ResponseWriter):
             if context.admitted.route.own:
                 raise _of_the_picker(path)
             if not head.end_of_stream:
-                check_expected(self._mode, self._came, state.proxy_context, context.tenant is not None)
+                check_expected(self._mode, self._came, state.proxy_context, context.admitted)
         except RequestError as error:
             refusal, body = context.refusal(error)
             self.begin(ResponseHead(error.status, refusal), None, body, True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from indexer.errors import RequestError
-from router.access import too_large
+from router.access import Admitted, too_large
 from router.forwarding.proxy import ProxyContext
 from router.http.headers import Headers
 from router.picker import ext_proc_pb2 as pb
+from router.settings import EngineFields
 
 _Mode = pb.ProcessingMode
 
 
-def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, has_tenant: bool) -> None:
+def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, admitted: Admitted) -> None:
     """Raise RequestError for a body that is too large, and where Envoy is configured to send none that is needed."""
     settings = proxy_context.settings
     length = next((value for name, value in headers if name == b"content-length"), b"")
@@ -27,10 +28,12 @@ def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, has
         problem = "The policy looks at prompts. "
     elif services.fleet.disaggregated:
         problem = "Prefill and decode are apart. "
-    elif has_tenant:
+    elif admitted.tenant is not None:
         problem = "There are tenants. "
     elif len(services.fleet.names()) > 1:
         problem = "The workers serve several models. "
+    elif admitted.engine_fields is not EngineFields.PASS:
+        problem = "Fields that steer engines would not be seen, which only proxy.engine_fields: pass allows. "
     else:
         return
     raise RequestError(

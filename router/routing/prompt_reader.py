@@ -42,6 +42,7 @@ class PromptReader:
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
         """The model and adapter behind a name. Raises RequestError (404) when no worker serves it."""
+        name = self._fleet.aliases.get(name, name)
         serving = self._fleet.serving(name)
         if serving:
             return serving[0][1].model, serving[0][1].adapter
@@ -96,9 +97,12 @@ class PromptReader:
             request = replace(request, model=self._only_model())
         if request.model is None:
             return request, None
-        model = self._fleet.model_of(request.model)
-        if model is None:
-            raise unknown_model(self._fleet, request.model)
+        name = self._fleet.aliases.get(request.model, request.model)
+        if name != request.model:  # of a question about a request, which is not sent
+            request = replace(request, model=name)
+        model = self._fleet.model_of(name)
+        if model is None and not self._fleet.awaits(name):
+            raise unknown_model(self._fleet, name)
         return request, model
 
     def _only_model(self) -> str | None:

@@ -192,6 +192,10 @@ class Router:
         """Whether a rank may get one more request."""
         return self._candidates.capacity.has_capacity(worker, dp_rank, limits, tokens)
 
+    def awaits_worker(self, prompt: RoutedPrompt) -> bool:
+        """Whether a request may wait for the first worker of its model."""
+        return prompt.name is not None and self._fleet.awaits(prompt.name)
+
     def any_has_capacity(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, late_binding: bool
     ) -> bool:

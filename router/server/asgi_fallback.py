@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from typing import Protocol
 
-import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -19,9 +18,6 @@ class Connection(Protocol):
 
     def asgi_response_ended(self) -> None:
         """A request is answered."""
-
-    def let_go(self) -> None:
-        """The connection speaks another protocol from now on."""
 
 
 class _ReadHead:
@@ -40,11 +36,7 @@ class _ReadHead:
         return self._request.keep_alive
 
     def should_upgrade(self) -> bool:
-        return self._request.upgrades
-
-    def feed_data(self, data: bytes) -> None:
-        """What follows is no HTTP."""
-        raise httptools.HttpParserUpgrade(len(data))
+        return False
 
 
 class AsgiFallback(HttpToolsProtocol):
@@ -97,14 +89,6 @@ class AsgiFallback(HttpToolsProtocol):
         if request.complete:
             self.on_message_complete()
 
-    def upgrade(self) -> None:
-        """The request came whole, and what follows speaks what it asked for, if that is spoken here."""
-        self.data_received(b"")
-
-    def handle_websocket_upgrade(self) -> None:
-        self._connection.let_go()
-        super().handle_websocket_upgrade()
-
     def shutdown(self) -> None:
         if self.busy and not self.owes_response:
             self.transport.close()  # who knows when the rest comes
@@ -122,8 +106,6 @@ class AsgiFallback(HttpToolsProtocol):
 _METHODS = {
     "connection_made": ["self", "transport"],
     "connection_lost": ["self", "exc"],
-    "data_received": ["self", "data"],
-    "handle_websocket_upgrade": ["self"],
     "on_message_begin": ["self"],
     "on_url": ["self", "url"],
     "on_header": ["self", "name", "value"],

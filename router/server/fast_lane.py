@@ -4,8 +4,8 @@
     head ─────┤
               └─ for workers ──▶ body ──▶ ProxiedRequest ──▶ FramedResponse ──▶ the next request
 
-`RequestReader` reads a connection's requests. A POST to an endpoint of the workers is served here. Any other request,
-and one that wants another protocol, is handed over to uvicorn's class, which is made when there is one.
+`RequestReader` reads a connection's requests. A POST to an endpoint of the workers is served here. Any other request is
+handed over to uvicorn's class, which is made when there is one.
 
 One request of a connection is served at a time. What is pipelined behind it is kept parsed, and nothing more is read
 until its turn comes.
@@ -26,6 +26,7 @@ from router.access import too_large, too_slow
 from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.request_head import RequestHead
+from router.forwarding.resumable_proxied_request import new_proxied_request
 from router.http.cached_head import RecentHeads
 from router.http.deadline import Deadline
 from router.http.response_head import ResponseHead
@@ -77,7 +78,9 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._write_paused = False
         self._deadline = Deadline(self._loop, self._late)
         # What comes.
-        self._reader = RequestReader(self, recent, self._deadline)
+        settings = proxy_context.settings
+        self._reader = RequestReader(self, recent, self._deadline, settings.root_path.encode())
+        self._cors = bool(settings.cors_origins)  # what pages of other origins send goes the ordinary way
         self._intake = _OPEN
         self._problem = ""  # why nothing more can be read
         self._half_closed = False  # nothing more comes
@@ -104,24 +107,22 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
                 self._proxy_context.services.metrics.abandoned.inc()
             self._end_request()
         self._queue = None
-        self.let_go()
+        self._deadline.close()
+        self._reader.close()
+        self._server_state.connections.discard(self)
         if self._fallback is not None:
             self._fallback.connection_lost(exc)
             self._fallback = None
         if exc is None:
             self._transport.close()
 
-    def let_go(self) -> None:
-        """The connection has ended, or is another protocol's from now on."""
-        self._deadline.close()
-        self._reader.close()
-        self._server_state.connections.discard(self)
-
     def eof_received(self) -> bool:
         """Nothing more comes. A client that half-closed gets what it asked for; else the connection is closed."""
         if not self._owes_response or not self._came_whole:
             return False
         self._half_closed = True
+        if self._queue and not self._queue[-1].complete:
+            self._queue.pop()  # its rest never comes
         proxied, fallback = self._proxied, self._fallback
         answering = (proxied is not None and proxied.answering) or (fallback is not None and fallback.answering)
         return probe(self._loop, self._transport, answering)
@@ -175,7 +176,6 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         if not self._takes_more:
             return
         if self._busy or self._queue:
-            request.upgrades = False  # too late: others were before it
             if self._queue is None:
                 self._queue = deque()
             self._queue.append(request)
@@ -221,10 +221,6 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             self._proxy(self._response, request.whole_body())
         elif self._intake is _LINGERING:
             self._transport.close()
-
-    def upgrade_read(self, request: IncomingRequest) -> None:
-        if request.asgi and self._fallback is not None:
-            self._fallback.upgrade()
 
     def refuse_rest(self, problem: str) -> None:
         if self._transport.is_closing():
@@ -298,7 +294,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def _serve(self, request: IncomingRequest) -> None:
         """Serve a request that the parser reads, or have it served."""
-        head = request.find_endpoint()
+        head = None if self._cors and request.has_origin() else request.find_endpoint()
         if head is None:
             self._hand_over(request)
             return
@@ -341,7 +337,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         """Send a request on, all of which came."""
         self._end_arrival()
         self._deadline.clear()
-        self._proxied = proxied = ProxiedRequest(self._proxy_context.services, response.context, response)
+        self._proxied = proxied = new_proxied_request(self._proxy_context.services, response.context, response)
         proxied.start(body)
 
     def _refuse(self, response: FramedResponse, error: RequestError) -> None:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.http.deadline import Deadline
+from router.http.target import without_root
 from router.server.half_closed import probe
 from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_head
+from router.server.request_parser import RequestParser
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes connections whose next request takes too long to say what it is, and refuses heads that are too large."""
 
     _unreadable: str | None = None  # why what follows cannot be read
+    path_prefix = b""  # what may stand before every path
+    _running: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the last one that came
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser = RequestParser(self, lambda: self.headers)  # type: ignore[assignment]  # it has what is asked of it
         self._deadline = Deadline(self.loop, transport.close)
         self._limiter = HeadLimiter(self._deadline)
         self._limiter.begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -47,8 +55,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._limiter.end()
+        if self.path_prefix:
+            self.url = without_root(self.url, self.path_prefix)
         check_head(self.url, self.parser.get_http_version(), self.headers)
+        last = self.cycle
         super().on_headers_complete()
+        if last is None or last.response_complete:
+            self._running = self.cycle
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what came, once all that came whole before it is answered."""
@@ -61,16 +74,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         if not self._owes_answer:
             return False
+        self._drop_incomplete()
         self.cycle.keep_alive = False
-        return probe(self.loop, self.transport, self.cycle.response_started)
+        return probe(self.loop, self.transport, self._running is not None and self._running.response_started)
 
     def shutdown(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
-            self.transport.close()  # who knows when the rest comes
-        else:
+        if self._owes_answer:
+            self._drop_incomplete()
             super().shutdown()
+        else:
+            self.transport.close()  # if anything is there, who knows when the rest of it comes
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
         super().on_response_complete()
         if self._unreadable is not None and not self._owes_answer and not self.transport.is_closing():
             super().send_400_response(self._unreadable)
@@ -78,4 +95,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     @property
     def _owes_answer(self) -> bool:
         """Whether a request that came whole is not answered yet."""
-        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        waiting = (self._running, *(cycle for cycle, _ in self.pipeline))
+        return any(cycle is not None and not cycle.response_complete and not cycle.more_body for cycle in waiting)
+
+    def _drop_incomplete(self) -> None:
+        """Forget the last request where it did not come whole: the one before it is the last, then."""
+        if self.pipeline and self._running is not None and self.cycle.more_body:
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._running

@@ -29,7 +29,6 @@ class IncomingRequest:
         "method",
         "size",
         "target",
-        "upgrades",
         "version",
         "worker_head",
     )
@@ -42,7 +41,6 @@ class IncomingRequest:
         self.body: list[bytes] = []
         self.size = 0
         self.keep_alive = False
-        self.upgrades = False
         self.expects_continue = False
         self.complete = False
         self.asgi = False
@@ -50,10 +48,15 @@ class IncomingRequest:
 
     def find_endpoint(self) -> RequestHead | None:
         """Its head, when it is for an endpoint of the workers; None when it is the application's."""
-        path = self.target.partition(b"?")[0]
-        if self.method == b"POST" and path in _WORKERS_PATHS and not self.upgrades:
-            self.worker_head = RequestHead("POST", path.decode(), self.target, self.headers)
+        path, _, query = self.target.partition(b"?")
+        if self.method == b"POST" and path in _WORKERS_PATHS:
+            target = self.target if query else path  # ASGI does not tell an empty query from none
+            self.worker_head = RequestHead("POST", path.decode(), target, self.headers)
         return self.worker_head
+
+    def has_origin(self) -> bool:
+        """Whether a browser sends it for a page, and says of which site."""
+        return any(name == b"origin" for name, _ in self.headers)
 
     def announced_size(self) -> int:
         """How long its head says that the body is, in bytes; 0 where it says nothing."""

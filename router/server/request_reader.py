@@ -12,8 +12,10 @@ import httptools
 from router.forwarding.request_head import RequestHead
 from router.http.cached_head import CachedHead, RecentHeads
 from router.http.deadline import Deadline
+from router.http.target import without_root
 from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_head
 from router.server.incoming_request import IncomingRequest
+from router.server.request_parser import RequestParser
 
 _INVALID = "Invalid HTTP request received."
 
@@ -32,9 +34,6 @@ class RequestReceiver:
     def request_read(self, request: IncomingRequest) -> None:
         """All of it came."""
 
-    def upgrade_read(self, request: IncomingRequest) -> None:
-        """All of it came, and what follows speaks the protocol that it asked for."""
-
     def refuse_rest(self, problem: str) -> None:
         """What came now cannot be read, nor what follows."""
 
@@ -42,15 +41,23 @@ class RequestReceiver:
 class RequestReader:
     """Reads one connection. It is httptools' protocol."""
 
-    __slots__ = ("_cached", "_limiter", "_parser", "_receiver", "_recent", "_request")
+    __slots__ = ("_cached", "_limiter", "_parser", "_receiver", "_recent", "_request", "_root_path")
 
-    def __init__(self, receiver: RequestReceiver, recent: RecentHeads[RequestHead], deadline: Deadline) -> None:
-        """`recent`: the heads that other connections' requests had. `deadline`: the connection's."""
+    def __init__(
+        self,
+        receiver: RequestReceiver,
+        recent: RecentHeads[RequestHead],
+        deadline: Deadline,
+        root_path: bytes = b"",
+    ) -> None:
+        """`recent`: the heads that other connections' requests had. `deadline`: the connection's. `root_path`: what may
+        stand before every path."""
         self._receiver = receiver
+        self._root_path = root_path
         self._recent = recent
         self._limiter = HeadLimiter(deadline)
         self._cached: CachedHead[RequestHead] | None = None  # of this connection's last request that came at once
-        self._parser: httptools.HttpRequestParser | None = None  # made for the first head that is not known
+        self._parser: RequestParser | None = None  # made for the first head that is not known
         self._request: IncomingRequest | None = None  # what the parser read last
 
     def begin(self) -> None:
@@ -86,16 +93,12 @@ class RequestReader:
         last, before = self._request, self._limiter.size
         parser = self._parser
         if parser is None:
-            parser = self._parser = httptools.HttpRequestParser(self)
-            # Answer a request although more follows it that it said would not: uvicorn does.
-            parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            parser = self._parser = RequestParser(self, lambda: self._current.headers)
         try:
             parser.feed_data(data)
         except httptools.HttpParserError:
             _log.warning(_INVALID)
             self._receiver.refuse_rest(_INVALID)
-        except httptools.HttpParserUpgrade:
-            self._receiver.upgrade_read(self._current)
         if not self._limiter.fits(before, len(data)):
             self._receiver.refuse_rest(TOO_LARGE)
         elif last is None or last.complete:
@@ -132,9 +135,10 @@ class RequestReader:
         self._limiter.end()
         request.method = parser.get_method()
         request.version = parser.get_http_version()
+        if self._root_path:
+            request.target = without_root(request.target, self._root_path)
         check_head(request.target, request.version, request.headers)
         request.keep_alive = parser.should_keep_alive() and request.version == "1.1"
-        request.upgrades = parser.should_upgrade()
         request.expects_continue = any(
             name == b"expect" and value.lower() == b"100-continue" for name, value in request.headers
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -32,6 +33,14 @@ VARIANTS: dict[str, Object] = {
     "an account of one's own": {"serviceAccount": {"create": False, "name": "mine"}, "rbac": {"create": False}},
     "no discovery": {"discovery": {"mode": "none"}, "config": {"workers": [{"url": "http://gpu-1:8000"}]}},
     "a service that exists": {"discovery": {"mode": "service", "service": "vllm", "namespace": "models"}},
+    "a port for operators": {
+        "config": {"server": {"admin_port": 9090}},
+        "indexer": {"mode": "sidecar"},
+        "picker": {"enabled": True},
+        "envoy": {"enabled": True},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+    },
+    "no token": {"secrets": {"adminToken": {"create": False}}},
     "one replica": {"router": {"replicas": 1}, "redis": {"enabled": True}},
     "no policies": {"networkPolicy": {"enabled": False}, "workers": {"a": VLLM}, "tests": {"enabled": False}},
     "every placement": {
@@ -70,6 +79,13 @@ VARIANTS: dict[str, Object] = {
             "c": {},
         },
         "workerDefaults": {"engine": "simulated"},
+    },
+    "from none": {
+        "workers": {
+            "a": VLLM | {"keda": {"enabled": True, "serverAddress": "http://prometheus:9090"}},
+            "b": {"engine": "sglang", "model": "n", "modelCache": {"enabled": True}},
+        },
+        "workerDefaults": {"lora": {"enabled": True, "adapters": {"poet": "/adapters/poet"}}},
     },
     "events elsewhere": {"events": {"port": 6000, "replayPort": 5000, "topic": ""}, "workers": {"a": VLLM}},
     "node port": {"envoy": {"enabled": True, "service": {"type": "NodePort", "nodePort": 30080}}},
@@ -171,7 +187,8 @@ def test_only_who_finds_workers_has_a_token(objects: list[Object]) -> None:
 
 
 def test_nothing_secret_stands_in_plain(objects: list[Object]) -> None:
-    assert not of_kind(objects, "Secret")
+    for secret in of_kind(objects, "Secret"):  # the operator's token, which is made there
+        assert len(base64.b64decode(secret["data"]["token"])) == 48
     for settings in rendered_settings(objects):
         assert settings.server.token == settings.index.secret == ""
         assert not settings.tenants.named
@@ -354,6 +371,21 @@ def test_engines_and_router_have_the_same_key(engine: str, variable: str, argume
         assert env[name]["valueFrom"]["secretKeyRef"] == {"name": "a-secret", "key": "api-key"}
     words = worker.get("command", []) + worker.get("args", [])
     assert ("--api-key=$(WORKER_API_KEY)" in words) is bool(argument)
+
+
+def test_operators_have_a_port_of_their_own() -> None:
+    objects = release("a port for operators")
+    router = container(objects, "rel-kvrouter-router")
+    assert {port["name"]: port["containerPort"] for port in router["ports"]} == {"http": 8080, "admin": 9090}
+    clients, operators = (
+        named(objects, "Service", name) for name in ("rel-kvrouter-router", "rel-kvrouter-router-admin")
+    )
+    assert [port["targetPort"] for port in clients["spec"]["ports"]] == ["http"]
+    assert [port["targetPort"] for port in operators["spec"]["ports"]] == ["admin"]
+    monitor = named(objects, "ServiceMonitor", "rel-kvrouter-router")
+    assert [endpoint["port"] for endpoint in monitor["spec"]["endpoints"]] == ["admin"]
+    env = {variable["name"]: variable.get("value") for variable in router["env"]}
+    assert env["KVROUTER_INDEX__PEER"] == "http://rel-kvrouter-router-admin.inference.svc:9090"
 
 
 def test_tenants_are_read_from_what_the_secret_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,7 +606,10 @@ REFUSED = {
     "a digest that is none": ({"image": {"digest": "sha256:1"}}, "image/digest"),
     "a worker without a model": ({"workers": {"a": {}}}, r"workers\.a\.model: name the model"),
     "more ranks than ports": ({"workers": {"a": {"model": "m", "dataParallelSize": 200}}}, "want more ports"),
-    "tenants without a token": ({"secrets": {"tenants": {"name": "t"}}}, "set secrets.adminToken too"),
+    "tenants without a token": (
+        {"secrets": {"tenants": {"name": "t"}, "adminToken": {"create": False}}},
+        "set secrets.adminToken too",
+    ),
     "a pool without a picker": ({"inferencePool": {"enabled": True}}, "wants picker.enabled"),
     "a route to nothing": (
         {"httpRoute": {"enabled": True, "backend": "envoy", "parentRefs": [{"name": "g"}]}},
@@ -650,7 +685,8 @@ def test_the_notes_say_where_it_is_and_what_is_missing() -> None:
     text = notes({})
     assert "http://rel-kvrouter-router.inference.svc:80/v1" in text
     assert "there are no workers" in text
-    assert "secrets.adminToken" in text
+    assert "get secret rel-kvrouter-token" in text
+    assert "without secrets.adminToken" in notes({"secrets": {"adminToken": {"create": False}}})
     assert "there are no workers" not in notes(profile("demo"))
     assert "rel-kvrouter-envoy" in notes(profile("envoy"))
     assert "InferencePool rel-kvrouter" in notes(profile("gateway"))
@@ -685,3 +721,60 @@ def test_the_chart_can_be_packaged(tmp_path: Path) -> None:
         files = {found["name"] for found in chart.files}
     assert {"README.md", "files/alerts.yaml", "dashboards/router.json"} <= files
     assert not any(name.startswith("ci/") for name in files)
+
+
+KEDA = {"enabled": True, "serverAddress": "http://prometheus:9090"}
+
+
+def test_a_model_scales_down_to_none_and_its_requests_wait() -> None:
+    worker = {"engine": "simulated", "servedModelName": "m", "keda": KEDA | {"authenticationRef": "prometheus"}}
+    objects = render({"workers": {"a": worker, "b": worker | {"servedModelName": "n"}}})
+    scaled = named(objects, "ScaledObject", "rel-kvrouter-worker-a")["spec"]
+    deployment = named(objects, "Deployment", scaled["scaleTargetRef"]["name"])
+    assert "replicas" not in deployment["spec"]
+    assert scaled["minReplicaCount"] == 0
+    trigger = scaled["triggers"][0]
+    expected = 'sum(kvrouter_model_demand{namespace="inference",model="m"}) or vector(0)'
+    assert trigger["metadata"]["query"] == expected
+    assert trigger["authenticationRef"] == {"name": "prometheus"}
+    settings = yaml.safe_load(named(objects, "ConfigMap", "rel-kvrouter-config")["data"]["config.yaml"])
+    assert settings["models"] == {"m": {}, "n": {}}
+    assert settings["admission"]["cold_start_timeout"] == 900
+
+
+def test_weights_are_kept_in_a_claim_that_outlives_the_release() -> None:
+    cache = {"enabled": True, "size": "1Ti", "storageClass": "fast"}
+    objects = render({"workers": {"a": VLLM | {"modelCache": cache}}})
+    claim = named(objects, "PersistentVolumeClaim", "rel-kvrouter-worker-a-models")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "1Ti"
+    pod = named(objects, "Deployment", "rel-kvrouter-worker-a")["spec"]["template"]["spec"]
+    home = next(volume for volume in pod["volumes"] if volume["name"] == "home")
+    assert home["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    objects = render({"workers": {"a": VLLM | {"modelCache": cache | {"existingClaim": "mine"}}}})
+    assert not of_kind(objects, "PersistentVolumeClaim")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "simulated"])
+def test_adapters_are_loaded_at_the_start(engine: str) -> None:
+    lora = {"enabled": True, "adapters": {"poet": "/adapters/poet"}}
+    ran = container(render({"workers": {"a": {"engine": engine, "model": "m", "lora": lora}}}), "rel-kvrouter-worker-a")
+    arguments = ran.get("command") or ran["args"]
+    assert ("--adapter=poet" if engine == "simulated" else "poet=/adapters/poet") in arguments
+    if engine != "simulated":
+        assert "--enable-lora" in arguments
+    assert any(each["name"] == "VLLM_ALLOW_RUNTIME_LORA_UPDATING" for each in ran["env"]) is (engine == "vllm")
+
+
+@pytest.mark.parametrize(
+    ("worker", "word"),
+    [
+        ({"keda": {"enabled": True}}, "serverAddress"),
+        ({"keda": KEDA, "autoscaling": {"enabled": True, "metrics": [{}]}}, "enable one of them"),
+        ({"keda": KEDA | {"minReplicas": 5}}, "more than maxReplicas"),
+        ({"lora": {"adapters": {"a": "b"}}}, "lora.enabled"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(worker: Object, word: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=word):
+        render({"workers": {"a": VLLM | worker}})

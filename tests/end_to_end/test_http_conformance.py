@@ -6,6 +6,7 @@ What can be read in two ways is answered or closed, and never forwarded.
 from __future__ import annotations
 
 import asyncio
+import re
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -352,6 +353,46 @@ async def test_an_upgrade_that_nobody_knows_is_no_upgrade(worker: ScriptedWorker
         await client.send(WHOLE)
         assert (await client.answer()).status == 200
     assert len(worker.exchanges) == 2
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/files"])
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+async def test_a_body_is_read_whatever_protocol_its_client_would_rather_speak(
+    worker: ScriptedWorker, url: str, path: bytes, protocol: bytes
+) -> None:
+    """Java's client wishes for HTTP/2 with every request that it sends, its first body too."""
+    head = b"POST %b HTTP/1.1\r\nHost: r\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\n" % (path, protocol)
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    async with wire(url) as client:
+        for request in (head + LENGTH + b"\r\n" + BODY, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunked):
+            await client.send(request)
+            assert (await client.answer()).status == 200
+            await client.send(request[:-3])
+            await client.send(request[-3:] + WHOLE)
+            assert [(await client.answer()).status for _ in range(2)] == [200, 200]
+    assert [exchange.body for exchange in worker.exchanges] == [BODY] * 6
+
+
+@pytest.mark.parametrize("rest", [b"Content-Length: 9\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n0x3"])
+async def test_what_came_whole_is_answered_whatever_follows(worker: ScriptedWorker, url: str, rest: bytes) -> None:
+    """Of a request that breaks off, or that cannot be read, behind two that wait."""
+    there, released = asyncio.Event(), asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        there.set()
+        await released.wait()
+        await exchange.answer()
+
+    worker.script = script
+    async with wire(url) as client:
+        await client.send(WHOLE + HEALTH + POST + rest)
+        client.writer.write_eof()
+        await there.wait()
+        released.set()
+        answers = (await client.rest()).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+    statuses = re.findall(rb"HTTP/1.1 (\d+)", answers)
+    assert statuses in ([b"200", b"200"], [b"200", b"200", b"400"])
+    assert len(worker.exchanges) == 1
 
 
 async def test_nothing_is_read_after_the_last_request(worker: ScriptedWorker, url: str) -> None:
@@ -732,8 +773,9 @@ async def test_the_lane_takes_what_is_for_workers(lane: bool, monkeypatch: pytes
         assert (await routed.call("/v1/completions")).status == 405
         assert (await routed.call("/health")).status == 200
         await routed.call("/v1/completions", BODY, headers={"connection": "upgrade", "upgrade": "h2c"})
-    ordinary = ["/v1/files", "/v1/completions", "/health", "/v1/completions"]
-    assert taken == (ordinary if lane else ["/v1/completions", "/v1/embeddings", "/v1/completions", *ordinary])
+    ordinary = ["/v1/files", "/v1/completions", "/health"]
+    for_workers = ["/v1/completions", "/v1/embeddings", "/v1/completions"]
+    assert taken == (ordinary if lane else [*for_workers, *ordinary, "/v1/completions"])
 
 
 async def test_a_router_that_stops_lets_requests_finish(lane: bool) -> None:

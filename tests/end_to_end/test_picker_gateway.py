@@ -302,7 +302,8 @@ async def test_a_certificate_that_cannot_be_read_is_named(worker: ScriptedWorker
 
 
 async def test_by_load_alone_headers_are_enough(worker: ScriptedWorker) -> None:
-    async with picker(worker.url, policy={"name": "least_loaded"}) as (side, port), channel_to(port) as channel:
+    unseen = {"policy": {"name": "least_loaded"}, "proxy": {"engine_fields": "pass"}}
+    async with picker(worker.url, **unseen) as (side, port), channel_to(port) as channel:
         stream = Asked(side, channel, []).stream(Mode.NONE)
         await stream.head(PATH, JSON, ("content-length", "77"))
         mutation = (await stream.hears()).request_headers.response.header_mutation
@@ -323,6 +324,7 @@ _BY_LOAD = {"policy": {"name": "least_loaded"}}
     [
         ([{}], {}, b"The policy looks at prompts."),
         ([{}, {"model": "other"}], _BY_LOAD, b"several models"),
+        ([{}], _BY_LOAD, b"Fields that steer engines would not be seen"),
         ([{"role": "prefill"}, {"role": "decode"}], _BY_LOAD, b"apart"),
         ([{}], _BY_LOAD | {"tenants": {"named": {"a": {"keys": [hashed_key("k")]}}}}, b"tenants"),
     ],

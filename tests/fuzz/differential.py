@@ -1,40 +1,49 @@
-"""Sends generated requests to a router by both ways in, and judges what reached its worker.
+"""Sends generated requests to a router by both ways in, and judges what reached its workers.
 
 Whatever a worker gets has to be what an independent HTTP parser (h11) and a strict JSON decoder read in the bytes that
 the client sent; and both ways in must agree on whether anything was passed on.
+
+Requests that h11 reads to their end follow each other over one connection, as many as there are; one that it does not,
+or after which it reads no further, is the last of its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from email import policy
+from email.parser import BytesParser
+from email.utils import collapse_rfc2231_value
 from random import Random
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import h11
 from generated_requests import request as generated
-from scripted_worker import Exchange, ScriptedWorker
+from recording_worker import Got, RecordingWorker
 
 from router.access.routes import Access, Routes
 from router.access.steering import FIELDS, HEADERS, steering_fields
 from router.http.target import canonical_path
 
 _ROUTES = Routes()
-_ANSWER_SECONDS = 10.0
+_ANSWER_SECONDS = 30.0
+_QUIET_SECONDS = 0.5
+_LAST = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
+# The JSON bodies of engines are read by this, whatever the content's type is said to be.
+_lenient_json = json.loads
 
 
-@dataclass
+@dataclass(slots=True)
 class Read:
-    """A request as h11 reads it; None where that refuses it."""
+    """A request as h11 reads it. `ends_connection`: nothing can follow it."""
 
-    method: str
+    method: bytes
     target: bytes
     headers: list[tuple[bytes, bytes]]
     body: bytes
+    ends_connection: bool
 
 
 @dataclass
@@ -42,6 +51,7 @@ class Outcome:
     """What became of the requests, by the status of the answer; `passed`: how many reached the worker."""
 
     requests: int = 0
+    connections: int = 0
     passed: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
 
@@ -64,7 +74,8 @@ def read_by_h11(data: bytes) -> Read | None:
             return None
     except h11.RemoteProtocolError:
         return None
-    return Read(head.method.decode(), head.target, list(head.headers), body)
+    more = connection.their_state is not h11.DONE or bool(connection.trailing_data[0])
+    return Read(head.method, head.target, list(head.headers), body, more)
 
 
 def strict_json(body: bytes) -> Any:
@@ -83,20 +94,20 @@ def strict_json(body: bytes) -> Any:
     return found
 
 
-def judge(sent: bytes, got: Exchange) -> str | None:
-    """What is wrong with a worker's getting this request for those bytes; None when it is right."""
-    read = read_by_h11(sent)
+def judge(read: Read | None, got: Got) -> str | None:
+    """What is wrong with a worker's getting this for the request that h11 read; None when it is right."""
     if read is None:
         return "h11 refuses what the client sent"
-    if (read.method, read.target) != (got.method, got.target.encode("latin-1")):
-        return f"h11 reads {read.method} {read.target!r}"
-    route = _ROUTES.find(read.method, canonical_path(read.target))
+    path, _, query = read.target.partition(b"?")
+    if (read.method, read.target if query else path) != (got.method, got.target):
+        return f"h11 reads {read.method!r} {read.target!r}"
+    route = _ROUTES.find(read.method.decode(), canonical_path(read.target))
     if route.own or route.access not in (Access.TENANT, Access.CALLER):
         return f"the route is {route}"
-    if {name for name, _ in got.headers} & {name.decode() for name in HEADERS}:
+    if {name.replace(b"_", b"-") for name, _ in got.headers} & HEADERS:
         return "a header steers the engine"
     if not route.json and got.body == read.body:
-        return None
+        return _steers(got)
     try:
         asked, read_there = strict_json(read.body), strict_json(got.body)
     except ValueError as error:
@@ -109,63 +120,180 @@ def judge(sent: bytes, got: Exchange) -> str | None:
     return None if asked == read_there else "the body means something else"
 
 
-async def answer_to(url: str, data: bytes) -> int:
-    """Send bytes; the status of the answer, 0 when there is none."""
-    address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+def _steers(got: Got) -> str | None:
+    """Whether an engine that takes any JSON, or a form, would be steered by a body that went on as it came."""
+    kind = b", ".join(value for name, value in got.headers if name == b"content-type")
+    if not FIELDS.isdisjoint(_names_in_form(kind, got.body)):
+        return "a field of a form steers the engine"
     try:
-        writer.write(data)
-        writer.write_eof()
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            answer = await reader.read()
-    except (ConnectionError, TimeoutError):
-        return 0
-    finally:
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
-    while answer.startswith(b"HTTP/1.1 100 "):
-        answer = answer.partition(b"\r\n\r\n")[2]
-    return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
+        fields = _lenient_json(got.body)
+    except (ValueError, RecursionError):
+        return None
+    return "a field steers the engine" if isinstance(fields, dict) and steering_fields(fields) else None
+
+
+def _names_in_form(kind: bytes, body: bytes) -> set[str]:
+    """The names of a form's fields as Python's own parser of mail has them."""
+    if b"urlencoded" in kind:
+        return {name for name, _ in parse_qsl(body.decode("latin-1"), keep_blank_values=True)}
+    if b"multipart" not in kind:
+        return set()
+    message = BytesParser(policy=policy.compat32).parsebytes(b"content-type: " + kind + b"\r\n\r\n" + body)
+    names = (part.get_param("name", header="content-disposition") for part in message.walk())
+    return {collapse_rfc2231_value(name) for name in names if name is not None}
+
+
+class _Answers(asyncio.Protocol):
+    """Sends a connection's requests, and reads the answers until the other side closes it.
+
+    `half_close`: say at once that nothing more follows. Else it is said once nothing comes any more: who closes first
+    leaves a port behind that is taken for a minute.
+    """
+
+    def __init__(self, data: bytes, half_close: bool) -> None:
+        self._data = data
+        self._half_close = half_close
+        self._came: list[bytes] = []
+        self.done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.write(self._data)
+        if self._half_close:
+            transport.write_eof()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(_QUIET_SECONDS, self._say_the_end, transport)
+
+    def _say_the_end(self, transport: asyncio.Transport) -> None:
+        if not transport.is_closing():
+            transport.write_eof()
+
+    def data_received(self, data: bytes) -> None:
+        self._came.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        if not self._half_close:
+            self._timer.cancel()
+        if not self.done.done():
+            self.done.set_result(b"".join(self._came))
+
+
+def statuses_in(answers: bytes, methods: list[bytes]) -> list[int]:
+    """The statuses of a connection's answers; 0 for one that is cut off or is none."""
+    found: list[int] = []
+    while answers:
+        head, end, answers = answers.partition(b"\r\n\r\n")
+        first, *lines = head.split(b"\r\n")
+        if not end or not first.startswith(b"HTTP/1.1 ") or not first[9:12].isdigit():
+            return [*found, 0]
+        status = int(first[9:12])
+        if 100 <= status < 200:
+            continue
+        headers = dict(line.lower().split(b": ", 1) for line in lines if b": " in line)
+        if len(found) < len(methods) and methods[len(found)] == b"HEAD":
+            length = 0
+        elif headers.get(b"transfer-encoding") == b"chunked":
+            length = _chunked_length(answers)
+        else:
+            length = int(headers.get(b"content-length", b"0"))
+        if not 0 <= length <= len(answers):
+            return [*found, 0]
+        found.append(status)
+        if headers.get(b"connection") == b"close":
+            return found
+        answers = answers[length:]
+    return found
+
+
+def _chunked_length(data: bytes) -> int:
+    """How many bytes a chunked body takes; -1 when it is not whole."""
+    place = 0
+    while (end := data.find(b"\r\n", place)) >= 0:
+        size = int(data[place:end], 16)
+        place = end + 2 + size + 2
+        if not size:
+            return place
+    return -1
 
 
 class Comparison:
-    """A router's two ways in, and the worker behind both; any number of requests are compared at once."""
+    """A router's two ways in, and the worker behind each; any number of connections are compared at once."""
 
-    def __init__(self, fast: str, asgi: str, worker: ScriptedWorker) -> None:
+    def __init__(self, ways: list[tuple[str, RecordingWorker]]) -> None:
+        """`ways`: the router's URL and its worker."""
         self.outcome = Outcome()
-        self._urls = (fast, asgi)
-        self._numbers = count()
-        self._got: dict[bytes, Exchange] = {}
-        self._worker = worker
-        worker.script = self._answer
+        self._ways = ways
+        self._number = 0
 
-    async def _answer(self, exchange: Exchange) -> None:
-        self._worker.exchanges.clear()
-        numbers = exchange.header("x-fuzz")
-        if len(numbers) == 1 and numbers[0] not in self._got:
-            self._got[numbers[0]] = exchange
-        else:
-            self._got[b"stray"] = exchange
-        await exchange.answer()
+    async def several(self, random: Random, most: int = 24) -> None:
+        """Send the requests of some connections by both ways.
 
-    async def one(self, random: Random) -> None:
-        """Send one generated request by both ways. Raises AssertionError that shows it when something is wrong."""
-        state = random.getstate()
-        statuses, passed = [], []
-        for url in self._urls:
-            random.setstate(state)
-            number = next(self._numbers)
+        Raises AssertionError that shows the request when something is wrong.
+        """
+        kept: list[tuple[int, bytes, Read | None]] = []
+        while len(kept) < most:
+            number = self._number
+            self._number += 1
             data = generated(random, number)
-            statuses.append(await answer_to(url, data))
-            got = self._got.pop(b"%d" % number, None)
-            passed.append(got is not None)
-            if got is not None and (problem := judge(data, got)) is not None:
-                raise AssertionError(f"{problem}: {data!r} became {got}")
-        assert b"stray" not in self._got, self._got
-        assert passed[0] == passed[1], f"only one way passes on {data!r}: {statuses}"
-        assert all(status < 500 for status in statuses), f"{statuses} for {data!r}"
-        self.outcome.requests += 2
-        self.outcome.passed += sum(passed)
-        for status in statuses:
-            self.outcome.count(status)
+            read = read_by_h11(data)
+            kept.append((number, data, read))
+            if read is None or read.ends_connection:
+                break
+        await self._send(kept, random.random() < 0.02)
+
+    async def _send(self, requests: list[tuple[int, bytes, Read | None]], half_close: bool) -> None:
+        outcome = self.outcome
+        last = requests[-1][2]
+        ended = last is None or last.ends_connection
+        seen: list[tuple[list[int], list[bool]]] = []
+        for url, worker in self._ways:
+            statuses = await self._statuses(url, [each for _, each, _ in requests], ended, half_close)
+            passed = []
+            for number, each, read in requests:
+                got = worker.got.pop(b"%d" % number, None)
+                passed.append(got is not None)
+                if got is not None and (problem := judge(read, got)) is not None:
+                    raise AssertionError(f"{problem}: {each!r} became {got}")
+            assert worker.stray == [], (requests, worker.stray)
+            outcome.requests += len(requests)
+            outcome.passed += sum(passed)
+            for status in statuses:
+                outcome.count(status)
+            seen.append((statuses, passed))
+        for (_, each, _), *passed in zip(requests, *(passed for _, passed in seen), strict=True):
+            assert len(set(passed)) == 1, f"only one way passes on {each!r}: {seen} for {requests}"
+
+    async def _statuses(self, url: str, requests: list[bytes], ended: bool, half_close: bool) -> list[int]:
+        """The answers' statuses. What follows a refusal that ended its connection is sent over the next one.
+
+        `ended`: nothing is read after the last of them. Otherwise one more request follows, which ends the connection.
+        """
+        found: list[int] = []
+        while len(found) < len(requests):
+            rest = requests[len(found) :]
+            data = b"".join(rest) if ended else b"".join(rest) + _LAST
+            answers = await self._answers(url, data, half_close)
+            statuses = statuses_in(answers, [each.partition(b" ")[0] for each in rest])
+            if len(statuses) > len(rest):
+                # What follows the last one may be no request.
+                assert statuses.pop() == (400 if ended else 200), f"{statuses} for {rest}"
+            self.outcome.connections += 1
+            if not statuses and len(rest) == 1:  # it was not whole: nobody waits for an answer
+                break
+            assert statuses, f"no answer to {rest}"
+            assert all(0 < status < 500 for status in statuses), f"{statuses} for {rest}"
+            found += statuses
+        return found
+
+    async def _answers(self, url: str, data: bytes, half_close: bool) -> bytes:
+        address = urlsplit(url)
+        loop = asyncio.get_running_loop()
+        transport, answers = await loop.create_connection(
+            lambda: _Answers(data, half_close), address.hostname, address.port
+        )
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await answers.done
+        except TimeoutError:
+            raise AssertionError(f"no end of the answers to {data!r}") from None
+        finally:
+            transport.abort()

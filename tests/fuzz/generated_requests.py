@@ -6,6 +6,8 @@ import json
 from random import Random
 from typing import Any
 
+from router.access.steering import FIELDS, HEADERS
+
 PATHS = [
     "/v1/completions",
     "/v1/chat/completions",
@@ -16,6 +18,8 @@ PATHS = [
     "/v1/models/m",
     "/v1/files",
     "/v1/files/a",
+    "/v1/audio/transcriptions",
+    "/invocations",
     "/generate",
     "/tokenize",
     "/health",
@@ -29,7 +33,10 @@ PATHS = [
     "/collective_rpc",
     "/unknown",
 ]
-METHODS = ["POST"] * 24 + ["GET", "GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "post", "GE T", "SLEEP"]
+METHODS = ["POST"] * 120 + [
+    *("GET", "GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "PRI", "QUERY"),
+    *("post", "GE T", "SLEEP"),
+]
 _BENDS = [
     "..",
     ".",
@@ -59,10 +66,11 @@ _STEERING = [
     "r\\u0069d",
     "data_parallel_rank",
     "\\u006bv_transfer_params",
+    *sorted(FIELDS),
 ]
 _HEADERS = [
     "x-data-parallel-rank: 1",
-    "X-Prefiller-Host-Port: 1.2.3.4:5",
+    *(f"{name.decode()}: 1" for name in sorted(HEADERS)),
     "x_data_parallel_rank: 1",
     "X-Request-Id: a b",
     "Connection: x-request-id",
@@ -78,6 +86,13 @@ _HEADERS = [
     "Content-Length: 0x5",
     "Expect: 100-continue",
     "Upgrade: h2c",
+    "Connection: upgrade\r\nUpgrade: h2c",
+    "Connection: Upgrade\r\nUpgrade: websocket",
+    "Connection: close",
+    "Connection: x-kvrouter-worker",
+    "X-HTTP-Method-Override: DELETE",
+    "Trailer: Content-Length",
+    "TE: trailers",
     "Host: other",
     "Host:",
     "Content-Type: application/json; charset=utf-16",
@@ -94,28 +109,34 @@ _HEADERS = [
 
 def request(random: Random, number: int) -> bytes:
     """One request, which may be anything, with a header that tells it from others."""
-    body = json_body(random)
+    kind, body = form(random) if random.random() < 0.08 else ("", json_body(random))
     target = _target(random)
+    if kind and random.random() < 0.8:
+        target = random.choice(["/v1/audio/transcriptions", "/v1/files"])
     method = random.choice(METHODS)
-    version = random.choice(["HTTP/1.1"] * 12 + ["HTTP/1.0", "HTTP/1.2", "HTTP/2.0", "http/1.1", "HTTP/1.1 "])
+    version = random.choice(["HTTP/1.1"] * 80 + ["HTTP/1.0", "HTTP/1.2", "HTTP/2.0", "http/1.1", "HTTP/1.1 "])
     lines = [f"{method} {target} {version}"]
-    if random.random() < 0.97:
+    if random.random() < 0.99:
         lines.append("Host: r")
     lines.append(f"X-Fuzz: {number}")
-    lines += random.choices(_HEADERS, k=random.choice([0] * 8 + [1, 1, 2]))
+    if kind:
+        lines.append(f"Content-Type: {kind}")
+    lines += random.choices(_HEADERS, k=random.choice([0] * 12 + [1, 1, 2]))
     framing = random.random()
     if framing < 0.8:
-        lines.append(f"Content-Length: {len(body) + random.choice([0] * 30 + [-1, 1])}")
+        lines.append(f"Content-Length: {len(body) + random.choice([0] * 120 + [-1, 1])}")
     elif framing < 0.98:
         lines.append("Transfer-Encoding: chunked")
         body = _chunked(random, body)
-    end = random.choice(["\r\n"] * 30 + ["\n", "\r"])
+    end = random.choice(["\r\n"] * 150 + ["\n", "\r"])
     return (end.join(lines) + end + end).encode("utf-8", "surrogateescape") + body
 
 
 def _target(random: Random) -> str:
-    target = random.choice(PATHS)
-    for _ in range(random.choice([0] * 6 + [1, 1, 2])):
+    target = random.choice(PATHS if random.random() < 0.5 else PATHS[:5])
+    if random.random() < 0.005:
+        return random.choice([f"http://r{target}", "*", "r:80", f"//r{target}", f"?{target}", ""])
+    for _ in range(random.choice([0] * 16 + [1, 1, 2])):
         place = random.randrange(len(target) + 1)
         match random.randrange(4):
             case 0:
@@ -132,17 +153,47 @@ def _target(random: Random) -> str:
 def _chunked(random: Random, body: bytes) -> bytes:
     place = random.randrange(len(body) + 1)
     parts = [part for part in (body[:place], body[place:]) if part]
-    sizes = [random.choice(["%x"] * 20 + ["%X;a=b", "0%x", "0x%x", " %x", "%x "]) % len(part) for part in parts]
+    sizes = [random.choice(["%x"] * 60 + ["%X;a=b", "0%x", "0x%x", " %x", "%x "]) % len(part) for part in parts]
     chunks = b"".join(size.encode() + b"\r\n" + part + b"\r\n" for size, part in zip(sizes, parts, strict=True))
     return chunks + random.choice(
-        [b"0\r\n\r\n"] * 20 + [b"0\r\nX: y\r\n\r\n", b"00\r\n\r\n", b"0\r\nContent-Length: 3\r\n\r\n"]
+        [b"0\r\n\r\n"] * 40 + [b"0\r\nX: y\r\n\r\n", b"00\r\n\r\n", b"0\r\nContent-Length: 3\r\n\r\n"]
     )
+
+
+def form(random: Random) -> tuple[str, bytes]:
+    """A form, bent a little, and its content's type."""
+    names = random.choices(["model", "file", "x", *sorted(FIELDS)[:3], "vllm_xargs"], [9, 5, 5, 1, 1, 1, 1], k=2)
+    if random.random() < 0.1:
+        text = random.choice(["&", ";"]).join(f"{name}=%7b%22rid%22:1%7d" for name in names)
+        return random.choice(["application/x-www-form-urlencoded", "text/plain"]), text.replace("rid", "r%69d").encode()
+    boundary = random.choice(["b"] * 8 + ["b b", "", "b\r"])
+    lines = [random.choice([""] * 20 + ["\r\n", "preamble\r\n", "\n"])]
+    for name in names:
+        named = random.choice(
+            [f'name="{name}"'] * 12
+            + [f"name={name}", f"name*=utf-8''{name.replace('i', '%69')}", f"name*0={name[:2]}; name*1={name[2:]}"]
+            + [f'name="x"; name="{name}"', f'filename="\\"; name="{name}"', f"name = {name}", f'NAME="{name}"']
+            + [f'name="{name}"; filename="x.wav"', f'\r\n name="{name}"']
+        )
+        value = random.choice(["m", '{"rid": 1}', "{", "\r\n--", "--b", "\r\n--b"])
+        lines.append(f"--{boundary}\r\nContent-Disposition: form-data; {named}\r\n\r\n{value}\r\n")
+    lines.append(random.choice([f"--{boundary}--\r\n"] * 12 + [f"--{boundary}--", "", f"--{boundary}--\r\nx"]))
+    kind = random.choice(
+        ["multipart/form-data; boundary={}"] * 20
+        + ['multipart/form-data; boundary="{}"', "multipart/form-data; boundary*=utf-8''{}", "text/plain"]
+        + [
+            "multipart/form-data; boundary=x; boundary={}",
+            "Multipart/Form-Data;boundary={}",
+            "multipart/mixed; boundary={}",
+        ]
+    )
+    return kind.format(boundary), "".join(lines).encode()
 
 
 def json_body(random: Random) -> bytes:
     """A body that a worker would take, bent at the level of JSON's own grammar."""
     fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in _fields(random).items()]
-    for _ in range(random.choice([0] * 5 + [1, 1, 2])):
+    for _ in range(random.choice([0] * 8 + [1, 1, 2])):
         fields.insert(random.randrange(len(fields) + 1), _odd_field(random))
     text = "{" + ", ".join(fields) + "}"
     match random.randrange(40):
@@ -160,20 +211,22 @@ def json_body(random: Random) -> bytes:
 
 def _fields(random: Random) -> dict[str, Any]:
     fields: dict[str, Any] = {"model": "m"}
-    match random.randrange(4):
+    match random.randrange(9):
         case 0:
             fields["prompt"] = random.choice(
-                ["x", [1, 2], [[1], [2]], ["a", "b"], [], {}, None, 1, [1, "a"], [[1], "a"]]
+                ["x", [1, 2], [[1], [2]], ["a", "b"]] * 6 + [[], {}, None, 1, [1, "a"], [[1], "a"]]
             )
         case 1:
-            content: Any = random.choice(["x", [{"type": "text", "text": "y"}], None, [], [1], {}])
-            fields["messages"] = [{"role": random.choice(["user", "system", 1]), "content": content}]
+            content: Any = random.choice(["x", [{"type": "text", "text": "y"}]] * 6 + [None, [], [1], {}])
+            fields["messages"] = [{"role": random.choice(["user", "system"] * 6 + [1]), "content": content}]
         case 2:
-            fields["input"] = random.choice(["x", [{"role": "user", "content": "x"}], [1], {}])
+            fields["input"] = random.choice(["x", [{"role": "user", "content": "x"}]] * 6 + [[1], {}])
         case 3:
             fields["text"] = "x"
+        case _:  # what any of the APIs takes
+            fields |= {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x", "text": "x"}
     return fields | random.choice(
-        [{}, {"stream": True}, {"priority": random.choice([" -9 ", -9, 0, 1e3])}, {"n": 10**20}]
+        [{}, {"stream": True}] * 3 + [{"priority": random.choice([" -9 ", -9, 0, 1e3])}, {"n": 10**20}]
     )
 
 

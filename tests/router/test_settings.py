@@ -226,6 +226,24 @@ def test_a_bad_redis_is_named_without_its_password(file: Path, url: str) -> None
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("models", ["{a: {aliases: [b]}, b: {}}", "{a: {aliases: [c]}, b: {aliases: [c]}}"])
+def test_an_alias_stands_for_one_model(models: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"models: {models}")
+    with pytest.raises(ConfigError, match=r"models.*an alias stands for one model"):
+        load_settings(file)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("root_path", "llm"), ("root_path", "/a b"), ("cors_origins", "['https://a.example/path']")]
+)
+def test_paths_and_origins_that_are_none(setting: str, value: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"server: {{{setting}: {value}}}")
+    with pytest.raises(ConfigError, match=rf"server\.{setting}"):
+        load_settings(file)
+
+
 SECRET = "sk-of-a-worker"
 
 

@@ -176,7 +176,7 @@ MEASURE_FRAMES = """
 async def test_the_picture_of_the_readme() -> None:
     """SCREENSHOTS=docs/pictures makes it anew."""
     async with (
-        workers(8, "--blocks", "512") as fleet,
+        workers(8, "--blocks", "512", "--max-model-len", "4096") as fleet,
         router(*(url for _, url in fleet)) as routed,
         traffic(routed),
         opened(routed.url) as page,
@@ -184,7 +184,11 @@ async def test_the_picture_of_the_readme() -> None:
         await page.set_viewport_size({"width": 1280, "height": 1000})
         await expect(page.locator("#rows .row")).to_have_count(8, timeout=SECONDS)
         seconds = 90 if os.environ.get("SCREENSHOTS") else 5
-        await page.wait_for_function(f"series.length > {seconds / 2}", timeout=5 * SECONDS)
+
+        async def drawn() -> bool:
+            return bool(await page.evaluate(f"series.length > {seconds / 2}"))
+
+        await until(drawn, seconds + 30)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         if folder := os.environ.get("SCREENSHOTS"):
             await page.screenshot(path=Path(folder) / "page.png")
@@ -300,7 +304,8 @@ async def test_a_phone_shows_few_columns_and_a_row_tells_the_rest() -> None:
     async with fed([point(0), point(2)], ranks, 390) as page:
         shown = page.locator("#columns [role=columnheader]:visible")
         assert await shown.all_text_contents() == ["worker", "state", "held: gpu, cpu, disk", "requests"]
-        cut = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"
+        is_cut = "each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight + 1"
+        cut = f"all => all.filter(each => {is_cut}).map(each => each.textContent)"
         assert await page.locator("#columns [role=columnheader]:visible").evaluate_all(cut) == []
         assert await page.locator("#rows [data-column=worker]").evaluate_all(cut) == []
         assert await page.evaluate("document.querySelector('#scroll').scrollWidth <= innerWidth")

@@ -97,15 +97,20 @@ class VllmWorker:
 class RouterProcess:
     """`kvrouter serve`, given nothing but the workers' URLs and what a test asks for. A context manager.
 
-    `patience`: the seconds of silence after which a worker counts as hung, if not the default.
+    `patience`: the seconds of silence after which a worker counts as hung, if not the default. `failovers`: how often a
+    stream may go on elsewhere.
     """
 
-    def __init__(self, workers: list[VllmWorker], logs: Path, *options: str, patience: float | None = None) -> None:
+    def __init__(
+        self, workers: list[VllmWorker], logs: Path, *options: str, patience: float | None = None, failovers: int = 0
+    ) -> None:
         self._process = ServerProcess("kvrouter", logs / "kvrouter.log")
         self._command = [str(Path(sys.executable).with_name("kvrouter")), "serve", "--port", "0", *options]
         for worker in workers:
             self._command += ["--worker", worker.url]
         self._environment = {} if patience is None else {"KVROUTER_FLEET__STALL_SECONDS": str(patience)}
+        if failovers:
+            self._environment["KVROUTER_PROXY__STREAM_FAILOVERS"] = str(failovers)
         if keys := {worker.api_key for worker in workers} - {""}:
             (self._environment["KVROUTER_FLEET__API_KEY"],) = keys
         self.url = ""

@@ -92,7 +92,7 @@ async def test_by_headers_alone(tmp_path: Path) -> None:
     held = Held()
     async with (
         scripted_worker(held) as worker,
-        picker(worker.url, policy={"name": "least_loaded"}) as (side, port),
+        picker(worker.url, policy={"name": "least_loaded"}, proxy={"engine_fields": "pass"}) as (side, port),
         envoy(port, tmp_path, change) as through,
     ):
         await release_is_seen(side, through, held)

@@ -1,7 +1,7 @@
 {{/* What a schema cannot say of the values. */}}
 {{- define "kvrouter.check" -}}
 {{- $v := .Values -}}
-{{- if and $v.secrets.tenants.name (not $v.secrets.adminToken.name) -}}
+{{- if and $v.secrets.tenants.name (not (include "kvrouter.adminTokenSecret" .)) -}}
 {{- fail "secrets.tenants: set secrets.adminToken too, or else anyone may ask what tenants hold" -}}
 {{- end -}}
 {{- if not (or $v.router.enabled $v.picker.enabled $v.envoy.enabled (eq $v.indexer.mode "standalone")) -}}
@@ -38,6 +38,21 @@
 {{- end -}}
 {{- if and $worker.autoscaling.enabled (not $worker.autoscaling.metrics) -}}
 {{- fail (printf "workers.%s.autoscaling.metrics: say what to scale by" $name) -}}
+{{- end -}}
+{{- if and $worker.keda.enabled $worker.autoscaling.enabled -}}
+{{- fail (printf "workers.%s.keda: it scales instead of autoscaling; enable one of them" $name) -}}
+{{- end -}}
+{{- if and $worker.keda.enabled (not $worker.keda.serverAddress) -}}
+{{- fail (printf "workers.%s.keda.serverAddress: say where Prometheus answers" $name) -}}
+{{- end -}}
+{{- if and $worker.keda.enabled (not $v.router.enabled) -}}
+{{- fail (printf "workers.%s.keda: wants router.enabled, where requests wait" $name) -}}
+{{- end -}}
+{{- if and $worker.keda.enabled (gt (int $worker.keda.minReplicas) (int $worker.keda.maxReplicas)) -}}
+{{- fail (printf "workers.%s.keda.minReplicas: more than maxReplicas" $name) -}}
+{{- end -}}
+{{- if and $worker.lora.adapters (not $worker.lora.enabled) -}}
+{{- fail (printf "workers.%s.lora.adapters: wants lora.enabled" $name) -}}
 {{- end -}}
 {{- if and (eq $v.discovery.mode "service") (ne $worker.role "both") -}}
 {{- fail (printf "workers.%s.role: endpoints of a service do not tell roles; set discovery.mode: pods" $name) -}}

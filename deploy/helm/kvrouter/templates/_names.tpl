@@ -18,6 +18,11 @@
 {{- .Values.serviceAccount.name | default (ternary (include "kvrouter.fullname" .) "default" .Values.serviceAccount.create) -}}
 {{- end -}}
 
+{{/* The name of the model that a worker serves. */}}
+{{- define "kvrouter.servedModel" -}}
+{{- .servedModelName | default .model | default "simulated" -}}
+{{- end -}}
+
 {{/* The name of a worker's objects: list of root and worker. */}}
 {{- define "kvrouter.workerName" -}}
 {{- printf "%s-worker-%s" (include "kvrouter.fullname" (index . 0)) (index . 1) -}}

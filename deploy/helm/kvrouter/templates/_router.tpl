@@ -28,6 +28,17 @@
 {{- if .Values.secrets.upstreamTls -}}
 {{- $_ := set $settings "upstream" (dict "ca" "/etc/kvrouter/upstream/ca.crt") -}}
 {{- end -}}
+{{- /* Workers that there may be none of: their requests wait for the first. */}}
+{{- range .Values.workers -}}
+{{- $worker := mergeOverwrite (deepCopy $.Values.workerDefaults) (deepCopy .) -}}
+{{- if $worker.keda.enabled -}}
+{{- $longest := max (int (dig "admission" "cold_start_timeout" 0 $settings)) (int $worker.keda.coldStartTimeout) -}}
+{{- $_ := set $settings "admission" (dict "cold_start_timeout" $longest) -}}
+{{- $models := $settings.models | default dict -}}
+{{- $_ := set $models (include "kvrouter.servedModel" $worker) dict -}}
+{{- $_ := set $settings "models" $models -}}
+{{- end -}}
+{{- end -}}
 {{- toYaml (mergeOverwrite $settings (deepCopy .Values.config)) -}}
 {{- end -}}
 
@@ -37,18 +48,44 @@
 {{- add (int (dig "drain_seconds" 10 $server)) (int (dig "shutdown_timeout" 30 $server)) 10 -}}
 {{- end -}}
 
+{{/* The Secret with the operator's token; empty: there is no token. */}}
+{{- define "kvrouter.adminTokenSecret" -}}
+{{- with .Values.secrets.adminToken -}}
+{{- .name | default (ternary (printf "%s-token" (include "kvrouter.fullname" $)) "" .create) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The operator's port, which is the port of clients too where `config.server.admin_port` names no other. */}}
+{{- define "kvrouter.adminPort" -}}
+{{- $server := .Values.config.server | default dict -}}
+{{- int ($server.admin_port | default $server.port | default 8080) -}}
+{{- end -}}
+
+{{/* Whether there is an operator's port beside that of clients. */}}
+{{- define "kvrouter.hasAdminPort" -}}
+{{- with .Values.config.server }}{{ with .admin_port }}yes{{ end }}{{ end -}}
+{{- end -}}
+
+{{/* The router's service for operators, and its port. */}}
+{{- define "kvrouter.adminService" -}}
+{{- $router := printf "%s-router" (include "kvrouter.fullname" .) -}}
+{{- $plain := printf "%s.%s.svc:%v" $router .Release.Namespace .Values.router.service.port -}}
+{{- $own := printf "%s-admin.%s.svc:%s" $router .Release.Namespace (include "kvrouter.adminPort" .) -}}
+{{- ternary $own $plain (eq (include "kvrouter.hasAdminPort" .) "yes") -}}
+{{- end -}}
+
 {{/* Where a new replica reads another's index. Over https the service's name would have to be in the certificate. */}}
 {{- define "kvrouter.peerUrl" -}}
 {{- if and .Values.router.enabled .Values.router.peer (not .Values.secrets.tls) (not (dig "index" "peer" "" .Values.config)) -}}
-http://{{ include "kvrouter.fullname" . }}-router.{{ .Release.Namespace }}.svc:{{ .Values.router.service.port }}
+http://{{ include "kvrouter.adminService" . }}
 {{- end -}}
 {{- end -}}
 
 {{/* Secrets as environment variables: the settings' own names. */}}
 {{- define "kvrouter.secretSettings" -}}
-{{- with .Values.secrets.adminToken }}{{- if .name }}
-{{ include "kvrouter.secretEnv" (list "KVROUTER_SERVER__TOKEN" .) }}
-{{- end }}{{- end }}
+{{- with include "kvrouter.adminTokenSecret" . }}
+{{ include "kvrouter.secretEnv" (list "KVROUTER_SERVER__TOKEN" (dict "name" . "key" $.Values.secrets.adminToken.key)) }}
+{{- end }}
 {{- with .Values.secrets.indexSecret }}{{- if .name }}
 {{ include "kvrouter.secretEnv" (list "KVROUTER_INDEX__SECRET" .) }}
 {{- end }}{{- end }}
@@ -214,7 +251,7 @@ volumeMounts:
   {{- include "kvrouter.environment" (dict "root" $root "pod" $pod "snapshot" "picker.snapshot" "peer" (include "kvrouter.peerUrl" $root)) | nindent 2 }}
   ports:
     - {name: grpc, containerPort: {{ $picker.port }}}
-    - {name: metrics, containerPort: {{ dig "server" "port" 8080 $root.Values.config }}}
+    - {name: metrics, containerPort: {{ include "kvrouter.adminPort" $root }}}
   startupProbe:
     {{- include "kvrouter.probe" (list $root (dict "httpGet" (dict "path" "/health" "port" "metrics") "periodSeconds" 2 "failureThreshold" 60 "timeoutSeconds" 3)) | nindent 4 }}
   livenessProbe:

@@ -1,0 +1,147 @@
+"""The run: a while without the hostile ones, then with them, then quiet, and what the router holds before and after."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from benchmarks.chaos.workers import SimulatedWorker
+from benchmarks.hostile.customers import Service, customers
+from benchmarks.hostile.intruders import Intruders
+from benchmarks.hostile.workers import hostile_workers
+from benchmarks.proxy.processes import answers, free_port, started
+from benchmarks.proxy.sides import ROUTER_CORE
+
+WORKERS = 3
+CUSTOMERS = 8
+INTRUDERS = 40
+_EVENTS = 100.0  # messages of the hostile stream a second
+_CALM_SHARE = 0.2  # of the time, without the hostile ones
+_BODY_TIMEOUT = 5.0
+_QUIET_SECONDS = 20.0
+_MOST_GROWTH = 0.10  # of resident memory from the middle of the hostile time to its end
+_MOST_SLOWER = 1.5
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run showed. `statuses`: what the intruders were answered. `left`: what the router held in the end."""
+
+    minutes: float
+    calm: Service
+    among: Service
+    statuses: Counter[int]
+    events: int
+    before: dict[str, int]
+    samples: list[dict[str, int]] = field(default_factory=list)
+    left: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def slower(self) -> float:
+        """How many times longer the customers' 99th percentile is among the hostile ones."""
+        return self.among.quantile(0.99) / self.calm.quantile(0.99)
+
+    @property
+    def growth(self) -> float:
+        """How much resident memory grew in the second half."""
+        sizes = [sample["bytes"] for sample in self.samples]
+        quarter = len(sizes) // 4
+        return median(sizes[-quarter:]) / median(sizes[2 * quarter : 3 * quarter]) - 1 if quarter else 0.0
+
+    def problems(self) -> list[str]:
+        """What should not be."""
+        found = [f"customers lost {count} requests: {name}" for name, count in self.among.lost.items()]
+        if self.statuses[500]:
+            found.append(f"{self.statuses[500]} answers with 500")
+        for name in ("exchanges", "placements", "reservations", "upstream legs"):
+            if self.left[name]:
+                found.append(f"{self.left[name]} {name} are left")
+        if self.left["tasks"] > self.before["tasks"]:
+            found.append(f"{self.left['tasks']} tasks, {self.before['tasks']} before")
+        if self.left["files"] > self.before["files"] + 4 * WORKERS:
+            found.append(f"{self.left['files']} open files, {self.before['files']} before")
+        if self.growth > _MOST_GROWTH:
+            found.append(f"memory grew by {self.growth:.0%} in the second half")
+        if self.slower > _MOST_SLOWER:
+            found.append(f"the customers' 99th percentile is {self.slower:.2f} times what it is without")
+        return found
+
+
+class _Router:
+    """Asks the router's process what it holds."""
+
+    def __init__(self, pid: int, reports: Path) -> None:
+        self._pid = pid
+        self._reports = reports
+        self._asked = 0
+
+    async def holds(self) -> dict[str, int]:
+        """Objects of each kind, tasks, sockets, open files, bytes."""
+        os.kill(self._pid, signal.SIGUSR1)
+        self._asked += 1
+        async with asyncio.timeout(60):
+            while not self._reports.exists() or len(lines := self._reports.read_text().splitlines()) < self._asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        holds: dict[str, int] = json.loads(lines[-1])
+        return holds
+
+
+async def run(minutes: float) -> Result:
+    """Everything, in about so many minutes."""
+    random = Random(7)
+    good = [SimulatedWorker(step_ms=2.0) for _ in range(WORKERS)]
+    try:
+        for worker in good:
+            await asyncio.to_thread(worker.wait_until_listening)
+        async with hostile_workers(random) as (bad, stream):
+            with tempfile.TemporaryDirectory(prefix="hostile-") as name:
+                folder, port = Path(name), free_port()
+                settings = {
+                    "server": {"port": port, "body_timeout": _BODY_TIMEOUT, "token": "operator"},
+                    "proxy": {"client_timeout": 5.0},
+                    "workers": [*({"url": worker.url} for worker in good), *bad],
+                }
+                config, reports = folder / "config.yaml", folder / "reports"
+                config.write_text(json.dumps(settings))
+                command = [sys.executable, "-m", "benchmarks.soak.router", str(config), str(reports)]
+                url = f"http://127.0.0.1:{port}"
+                with started(command, ROUTER_CORE, folder / "router.log", lambda: answers(f"{url}/health")) as pid:
+                    router = _Router(pid, reports)
+                    calm_ends = time.monotonic() + minutes * 60 * _CALM_SHARE
+                    calm = await customers(url, CUSTOMERS, calm_ends, random)
+                    intruders = Intruders(url, random)
+                    result = Result(
+                        minutes, calm, Service(), intruders.statuses, 0, await _once_quiet(router, _BODY_TIMEOUT)
+                    )
+                    ends = time.monotonic() + minutes * 60 * (1 - _CALM_SHARE)
+                    hostile = asyncio.gather(intruders.run(INTRUDERS, ends), stream.run(_EVENTS, ends))
+                    sampling = asyncio.create_task(_sample(router, result, ends))
+                    result.among = await customers(url, CUSTOMERS, ends, random)
+                    await asyncio.gather(hostile, sampling)
+                    result.events = stream.sent
+                    result.left = await _once_quiet(router, _QUIET_SECONDS)
+                    return result
+    finally:
+        for worker in good:
+            worker.stop()
+
+
+async def _once_quiet(router: _Router, seconds: float) -> dict[str, int]:
+    await asyncio.sleep(seconds)
+    return await router.holds()
+
+
+async def _sample(router: _Router, result: Result, ends: float) -> None:
+    while time.monotonic() < ends:
+        await asyncio.sleep(5)
+        result.samples.append(await router.holds())

@@ -1,0 +1,86 @@
+"""Forms, which some routes take instead of JSON: read as engines read them, or refused.
+
+RFC 7578 leaves much open, and RFC 2231 lets a field's name be written in pieces and encoded. So a form is accepted only
+in the form that clients' libraries write: no preamble, one plain `Content-Disposition` for each part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+from urllib.parse import unquote_plus
+
+from indexer.errors import RequestError
+
+_MULTIPART: Final = re.compile(
+    rb"multipart/form-data((?:\s*;\s*(?!boundary)[\w-]+=[\w.-]+)*)\s*;\s*boundary=(?:([\w'()+,./:=?-]{1,70})|"
+    rb'"([\w\'()+,./:=? -]{1,69}[\w\'()+,./:=?-])")(?:\s*;\s*charset=[\w.-]+)?\s*',
+    re.IGNORECASE | re.ASCII,
+)
+# A name, and a file's. A backslash is read in several ways.
+_DISPOSITION: Final = re.compile(
+    rb'form-data; *name=(?:"([^"\\\x00-\x1f]*)"|([\w.-]+))(?:; *filename=(?:"[^"\\\x00-\x1f]*"|[^\s;"\\]+))?'
+    rb"(?:; *filename\*=[\w-]+'[\w-]*'[\w%.!#$&+^`|~-]+)?",
+    re.IGNORECASE | re.ASCII,
+)
+_MOST_HEAD: Final = 4096  # bytes of a part's headers
+_MOST_PARTS: Final = 1000
+_URLENCODED: Final = b"application/x-www-form-urlencoded"
+_SEPARATORS: Final = re.compile(rb"[&;]")
+
+
+def form_fields(content_type: bytes, body: bytes) -> Iterator[tuple[str, bytes]] | None:
+    """The names and values of a form's fields, files too; None for what is no form. Raises RequestError (400)."""
+    kind = content_type.strip().lower()
+    if kind.startswith(b"multipart/"):
+        read = _MULTIPART.fullmatch(content_type.strip())
+        if read is None:
+            raise _refusal("Its content-type is not multipart/form-data with one plain boundary")
+        return _parts(read[2] or read[3], body)
+    if kind.startswith(_URLENCODED):
+        return _pairs(body)
+    return None
+
+
+def _parts(boundary: bytes, body: bytes) -> Iterator[tuple[str, bytes]]:
+    delimiter = b"\r\n--" + boundary
+    if not body.startswith(delimiter[2:]):
+        raise _refusal("It does not begin with its boundary")
+    place = len(delimiter) - 2
+    for _ in range(_MOST_PARTS):
+        if body.startswith(b"--", place):
+            if body[place + 2 :].strip(b"\r\n"):
+                raise _refusal("Something follows its last part")
+            return
+        head_end = body.find(b"\r\n\r\n", place, place + _MOST_HEAD)
+        end = body.find(delimiter, head_end + 2)
+        if not body.startswith(b"\r\n", place) or head_end < 0 or end < 0:
+            raise _refusal("One of its parts is not whole")
+        yield _name(body[place + 2 : head_end]), body[head_end + 4 : end]
+        place = end + len(delimiter)
+    raise _refusal(f"It has more than {_MOST_PARTS} parts")
+
+
+def _name(head: bytes) -> str:
+    names = []
+    for line in head.split(b"\r\n"):
+        key, colon, value = line.partition(b":")
+        if not colon or not key or key.strip() != key or b"\r" in value or b"\n" in value:
+            raise _refusal("One of its parts has a header that is none")
+        if key.lower() == b"content-disposition":
+            names.append(value.strip())
+    read = _DISPOSITION.fullmatch(names[0]) if len(names) == 1 else None
+    if read is None:
+        raise _refusal("One of its parts has not one plain name")
+    return (read[1] or read[2] or b"").decode(errors="replace")
+
+
+def _pairs(body: bytes) -> Iterator[tuple[str, bytes]]:
+    for pair in _SEPARATORS.split(body):
+        name, _, value = pair.partition(b"=")
+        yield unquote_plus(name.decode("latin-1")), unquote_plus(value.decode("latin-1")).encode()
+
+
+def _refusal(problem: str) -> RequestError:
+    return RequestError(f"The form is not accepted. {problem}. Write it as RFC 7578 says.", code="form")

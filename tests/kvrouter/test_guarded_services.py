@@ -1,0 +1,208 @@
+"""What services keep to themselves, refuse and end, tried on real processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from test_command import service
+
+PASSWORD = "pass-w0rd"
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[str]:
+    with service("simulate", "--step-ms=1") as (url, _):
+        yield url
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    return tmp_path / "config.yaml"
+
+
+def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+    """The status and the body of an answer, with its headers."""
+    address = urlsplit(url)
+    assert address.hostname is not None
+    connection = HTTPConnection(address.hostname, address.port, timeout=20)
+    try:
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        method = "GET" if body is None else "POST"
+        connection.request(method, path, data, {"content-type": "application/json"} | headers)
+        answer = connection.getresponse()
+        return answer.status, f"{answer.headers}{answer.read().decode()}"
+    finally:
+        connection.close()
+
+
+def connected(url: str, data: bytes) -> socket.socket:
+    address = urlsplit(url)
+    connection = socket.create_connection((address.hostname, address.port), timeout=20)
+    connection.sendall(data)
+    return connection
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+COMPLETION = {"model": "simulated", "prompt": "a b c", "max_tokens": 2}
+
+
+# Passwords
+
+
+def test_passwords_in_urls_are_told_to_nobody(worker: str, settings: Path) -> None:
+    """Neither in logs, whatever happens to the workers, nor in what the router says of itself."""
+    host = worker.removeprefix("http://")
+    urls = [
+        f"http://user:{PASSWORD}@{where}" for where in (host, f"127.0.0.1:{free_port()}", "no-such-host.invalid:80")
+    ]
+    found = {"workers": [{"url": url} for url in urls], "replicas": {"redis": f"redis://:{PASSWORD}@127.0.0.1:1/0"}}
+    settings.write_text(
+        json.dumps(found | {"fleet": {"probe_timeout": 0.5, "retry_interval": 0.2}, "logs": {"access": True}})
+    )
+    said = []
+    with service("serve", f"--config={settings}", "--port=0", "--log-level=debug") as (url, process):
+        for _ in range(3):
+            said.append(ask(url, "/v1/completions", COMPLETION))
+        said += [ask(url, path) for path in ("/health", "/metrics", "/workers", "/dump", "/v1/models", "/openapi.json")]
+        said.append(ask(url, "/explain", COMPLETION))
+        said.append(ask(url, "/workers", {"url": f"http://user:{PASSWORD}@127.0.0.1:1/../"}))
+        said.append(ask(url, "/workers", {"url": f"http://user:{PASSWORD}@169.254.169.254/"}))
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        logged = process.stdout.read()
+    assert [status for status, _ in said[:3]] == [200, 200, 200]
+    assert "no-such-host.invalid" in logged
+    for secret in (PASSWORD, b64encode(f"user:{PASSWORD}".encode()).decode()):
+        assert secret not in logged
+        assert not [text for _, text in said if secret in text]
+
+
+# Two ports
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_operators_have_a_port_of_their_own(worker: str, settings: Path, processes: int) -> None:
+    admin = free_port()
+    server = {"admin_port": admin, "processes": processes}
+    settings.write_text(json.dumps({"workers": [{"url": worker}], "server": server}))
+    with service("serve", f"--config={settings}", f"--port={free_port()}", "--log-level=error") as (clients, _):
+        operators = f"http://127.0.0.1:{admin}"
+        for path, body in (("/metrics", None), ("/workers", None), ("/ui", None), ("/reset_prefix_cache", {})):
+            status, text = ask(clients, path, body)
+            assert (status, "admin_port" in text) == (404, True), path
+            assert ask(operators, path, body)[0] == 200, path
+        for url in (clients, operators):
+            assert ask(url, "/health")[0] == ask(url, "/v1/models")[0] == 200
+            assert ask(url, "/v1/completions", COMPLETION)[0] == 200
+        # Whatever a client calls the host: the port is that of the connection.
+        assert ask(clients, "/metrics", host=f"127.0.0.1:{admin}")[0] == 404
+        assert ask(clients, "/metrics", **{"x-forwarded-port": str(admin), "forwarded": f"host=r:{admin}"})[0] == 404
+
+
+def test_the_index_alone_has_one_port(settings: Path) -> None:
+    settings.write_text(json.dumps({"server": {"admin_port": free_port()}}))
+    with service("indexer", f"--config={settings}", "--port=0", "--log-level=error") as (url, _):
+        assert ask(url, "/metrics")[0] == 200
+
+
+# The end
+
+
+HALF_SENT = [
+    b"POST /v1/comp",
+    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nX: ",
+    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 1000\r\n\r\n{",
+    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n",
+    b"POST /v1/files HTTP/1.1\r\nHost: r\r\nContent-Length: 1000\r\n\r\n{",
+    b"POST /match HTTP/1.1\r\nHost: r\r\nContent-Length: 1000\r\n\r\n{",
+    b"POST /register HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+    b"GET /health HTTP/1.1\r\nHost: r\r\n\r\nPOST /match HTTP/1.1\r\nHost: r\r\nContent-Length: 9\r\n\r\n{",
+]
+
+
+@pytest.mark.parametrize("way", ["fast", "asgi", "indexer"])
+def test_requests_that_are_half_sent_hold_up_no_end(worker: str, settings: Path, way: str) -> None:
+    settings.write_text(json.dumps({"workers": [{"url": worker}], "server": {"fast_lane": way == "fast"}}))
+    command = "indexer" if way == "indexer" else "serve"
+    with ExitStack() as stack:
+        with service(command, f"--config={settings}", "--port=0", "--log-level=error") as (url, process):
+            for data in HALF_SENT:
+                stack.enter_context(connected(url, data))
+            assert ask(url, "/health")[0] == 200
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            process.wait(20)
+        assert time.monotonic() - began < 10  # they might take 30 s for a head, and 60 s for a body
+
+
+# The index alone
+
+
+def test_the_index_alone_bounds_what_it_reads(settings: Path) -> None:
+    settings.write_text(json.dumps({"server": {"max_body_bytes": 100_000, "body_timeout": 0.5}}))
+    with service("indexer", f"--config={settings}", "--port=0", "--log-level=error") as (url, _):
+        for path in ("/match", "/query", "/query_by_hash", "/register", "/unregister"):
+            assert ask(url, path, b"x" * 100_001)[0] == 413
+            head = f"POST {path} HTTP/1.1\r\nHost: r\r\n".encode()
+            chunks = head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"ffff\r\n" + b"x" * 0xFFFF + b"\r\n") * 3
+            slow = (head + b"Content-Length: 10\r\n\r\n{", head + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+            for status, data in ((b"413", chunks), (b"408", slow[0]), (b"408", slow[1])):
+                with connected(url, data) as connection:
+                    assert connection.recv(4096).startswith(b"HTTP/1.1 %b " % status), (path, status)
+            for body in (
+                b"[" * 50_000,
+                b'{"a":' * 20_000,
+                b'{"model": NaN}',
+                b"\xff",
+                b'{"token_ids": [' + b"9" * 50_000 + b"]}",
+            ):
+                assert ask(url, path, body)[0] == 400, (path, body[:20])
+        for data in (
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"GET /%2e%2e/health HTTP/1.1\r\nHost: r\r\n\r\n",
+            b"GET * HTTP/1.1\r\n\r\n",
+        ):
+            with connected(url, data + b"\r\n\r\n") as connection:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        assert ask(url, "/health")[0] == 200
+
+
+# The page with the API
+
+
+@pytest.mark.parametrize("command", ["serve", "indexer"])
+def test_the_api_page_loads_nothing_from_elsewhere(worker: str, settings: Path, command: str) -> None:
+    settings.write_text(json.dumps({"workers": [{"url": worker}]}))
+    with service(command, f"--config={settings}", "--port=0", "--log-level=error") as (url, _):
+        for path in ("/docs", "/redoc"):
+            status, page = ask(url, path)
+            assert status in (200, 403, 404)
+            assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", page)
+            assert "cdn" not in page
+        assert ask(url, "/docs", host="evil.example")[0] == 421
+
+
+def test_with_tenants_the_api_page_is_the_operators(worker: str, settings: Path) -> None:
+    tenants = {"named": {"a": {"keys": ["0" * 64]}}}
+    settings.write_text(json.dumps({"workers": [{"url": worker}], "server": {"token": "t"}, "tenants": tenants}))
+    with service("serve", f"--config={settings}", "--port=0", "--log-level=error") as (url, _):
+        for path in ("/docs", "/openapi.json"):
+            assert ask(url, path)[0] == 401
+            assert ask(url, path, authorization="Bearer t")[0] == 200
