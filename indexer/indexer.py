@@ -1,4 +1,7 @@
-"""The indexer: registered workers, their streams, and what they hold, behind one object."""
+"""The indexer: registered workers, their streams, and what they hold, behind one object.
+
+One file: whoever asks about a target asks here, and each answer looks at registrations, streams and index together.
+"""
 
 from __future__ import annotations
 

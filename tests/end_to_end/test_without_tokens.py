@@ -64,6 +64,16 @@ class Fleet:
         return str(answer.worker)
 
 
+async def first_event(routed: RouterUnderTest) -> dict[str, Any]:
+    """What `/live` tells first."""
+    async with routed.request("/live") as response:
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                event: dict[str, Any] = json.loads(line[6:])
+                return event
+    raise AssertionError("nothing was told")
+
+
 @asynccontextmanager
 async def fleet(count: int = 3, most: int = 1000, **sections: Any) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
@@ -122,7 +132,8 @@ async def test_it_is_said_how_prompts_are_known(capsys: pytest.CaptureFixture[st
         health = (await served.routed.call("/health")).json()
         (found,) = health["findings"]
         assert found["finding"] == "prompts_by_text"
-        assert "by their text alone" in health["models"]["m"]["tokens"]
+        told = await first_event(served.routed)
+        assert "by their text alone" in told["about"]["models"]["m"]["tokens"]
         assert "routed by their text alone" in found["detail"]
         assert "models.m.tokenizer" in found["detail"]
         tokenizer = (await served.routed.call("/workers")).json()["tokenizers"]["m"]
