@@ -141,6 +141,7 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/structure/compiles.py
 
 .venv/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where with PYTHON=/path/to/python"; exit 1; }

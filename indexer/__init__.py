@@ -4,7 +4,7 @@ from indexer.cores import core_name, make_index
 from indexer.holdings import Target
 from indexer.index import Index
 from indexer.indexer import DEFAULT_TENANT, Indexer, MatchQuery, Registration, UnknownModelError
-from indexer.matching import Match
+from indexer.matching import Match, RowMatches, TargetRows
 
 __all__ = [
     "DEFAULT_TENANT",
@@ -13,7 +13,9 @@ __all__ = [
     "Match",
     "MatchQuery",
     "Registration",
+    "RowMatches",
     "Target",
+    "TargetRows",
     "UnknownModelError",
     "core_name",
     "make_index",

@@ -8,6 +8,31 @@ def xxh3_64(data: bytes, seed: int) -> int:
 def prefix_hashes(seed: int, tokens: bytes, block_size: int, start: int, end: int) -> bytes:
     """The prefix hashes of blocks `start` to `end` (not included) of a packed prompt, as an `array("Q")` has them."""
 
+def common(one: str | bytes, other: str | bytes) -> int:
+    """How many characters, or bytes, both begin alike. Raises TypeError for one of each kind."""
+
+def spread(matches: bytes, block_size: int, rows: array[int], tokens: array[int]) -> list[tuple[int, int, int]]:
+    """Write the tokens of `Index.match`'s matches where they are more: `tokens` is an `array("I")` by row, `rows` an
+    `array("i")` of each target's row, or -1. The rows, of those written, whose tokens are or were in other tiers than
+    the GPU's, or had any tokens before: with their tokens in CPU memory and on disk."""
+
+def costs(
+    fixed: array[float], per_token: array[float], held: array[int], tokens: int, least: int, costs: array[float]
+) -> None:
+    """Write each row's cost: `fixed + per_token · max(tokens - held, least)`. `held` is an `array("I")`, the others are
+    `array("d")`."""
+
+def lowest(costs: array[float], near: float) -> list[int]:
+    """The rows that cost at most `near` more than the lowest, as a share of it, in order; none that is infinite."""
+
+class JsonCheck:
+    def __init__(self, names: list[str], elements: int, values: int, small: int) -> None:
+        """`names`: fields that are not plain at the top of a body. `elements`: the most that a list there may have, but
+        for one of numbers. `values`: the most that a body may have in all, a list or an object counting as eight, where
+        it has more than `small` bytes."""
+    def plain(self, body: bytes) -> bool:
+        """Whether a body is surely one JSON object that every parser reads alike, with nothing rare in it."""
+
 class Index:
     def __init__(self, secret: str, orphan_blocks: int, most_blocks: int) -> None: ...
     def add(self, model: str, tenant: str, adapter: str | None, capacity: int | None) -> int:

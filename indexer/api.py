@@ -32,6 +32,7 @@ from indexer.indexer import (
     UnknownModelError,
 )
 from indexer.matching import Match
+from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
 from kvevents import EventSource, Tier
 
@@ -111,7 +112,13 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: s
         """How many tokens of a prompt each target would serve from its cache, the best first."""
         query = await read_match(await request.body())
         matches = _ask(indexer.match, query, "token_ids", 2**32 - 1)
-        return _json({"model": query.model, "tokens": len(query.token_ids), "matches": [_match(m) for m in matches]})
+        return _json(
+            {
+                "model": query.model,
+                "tokens": len(query.token_ids),
+                "matches": [_match(indexer.names, m) for m in matches],
+            }
+        )
 
     @routes.post(
         "/register",
@@ -155,14 +162,22 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: s
         """How much of a token sequence each instance holds, its last block too."""
         body = _decode(await request.body(), QueryBody)
         asked = MatchQuery(body.model, body.token_ids, body.lora_name, body.cache_salt, body.tenant_id)
-        return _json({body.tenant_id: _by_instance(_ask(indexer.longest, asked, "token_ids", 2**32 - 1))})
+        return _json(
+            {body.tenant_id: _by_instance(indexer.names, _ask(indexer.longest, asked, "token_ids", 2**32 - 1))}
+        )
 
     @routes.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
     async def query_by_hash(request: Request) -> Response:
         """The same for prefix hashes."""
         body = _decode(await request.body(), HashQueryBody)
         asked = HashQuery(body.model, body.block_hashes, body.block_size, body.tenant_id)
-        return _json({body.tenant_id: _by_instance(_ask(indexer.longest_by_hash, asked, "block_hashes", 2**64 - 1))})
+        return _json(
+            {
+                body.tenant_id: _by_instance(
+                    indexer.names, _ask(indexer.longest_by_hash, asked, "block_hashes", 2**64 - 1)
+                )
+            }
+        )
 
     @routes.get("/dump", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}})
     async def dump() -> StreamingResponse:
@@ -262,22 +277,24 @@ def _ask(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int)
         raise RequestError(str(error), param=_named_first(error)) from error
 
 
-def _match(match: Match) -> dict[str, Any]:
+def _match(names: WorkerNames, match: Match) -> dict[str, Any]:
     return {
-        "worker": match.target.worker,
+        "worker": names.of(match.target.worker),
         "dp_rank": match.target.dp_rank,
         "matched_tokens": match.matched_tokens,
         "tiers": {tier.name.lower(): match.tiers[tier] for tier in Tier},
     }
 
 
-def _by_instance(matches: list[Match]) -> dict[str, Any]:
+def _by_instance(names: WorkerNames, matches: list[Match]) -> dict[str, Any]:
     """RFC 1403's answer: an instance's tiers are those of its rank that holds the most."""
     instances: dict[str, Any] = {}
     for match in matches:
         tiers = {tier.name: match.tiers[tier] for tier in (Tier.GPU, Tier.CPU, Tier.DISK)}
         best = {"longest_matched": match.matched_tokens, **tiers, "DP": {}}
-        instances.setdefault(match.target.worker, best)["DP"][str(match.target.dp_rank)] = match.matched_tokens
+        instances.setdefault(names.of(match.target.worker), best)["DP"][str(match.target.dp_rank)] = (
+            match.matched_tokens
+        )
     return instances
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Index
 
@@ -16,6 +18,11 @@ CORES = ("python", "native") if find_spec("indexer._native") else ("python",)
 def core_name() -> str:
     """`native` or `python`."""
     return os.environ.get(CORE_VARIABLE) or CORES[-1]
+
+
+def native_core() -> ModuleType | None:
+    """The native core's module, where that core is the one in use."""
+    return import_module("indexer._native") if core_name() == "native" else None
 
 
 def make_index(secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks: int = MOST_BLOCKS) -> Index:

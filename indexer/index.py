@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from indexer.dump import DumpedHolder, DumpedRun, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import HoldingsCounters, Target
-from indexer.matching import Match
+from indexer.matching import Match, RowMatches, TargetRows
 from kvevents import EventBatch, RejectedEvent, Tier
 
 # Blocks of a target that may wait for their parent.
@@ -92,6 +92,16 @@ class Index(ABC):
     @abstractmethod
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
         """The same for a prompt whose prefix hashes are known. `block_size` in tokens."""
+
+    def match_rows(
+        self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, rows: TargetRows, found: RowMatches
+    ) -> None:
+        """The same as `match_from`, added to what was found in the rows of some targets."""
+        for match in self.match_from(root, block_size, prompt, blocks):
+            row = rows.row_of.get(match.target)
+            if row is not None:
+                tiers = match.tiers
+                found.better(row, match.matched_tokens, tiers[Tier.CPU], tiers[Tier.DISK] + tiers[Tier.UNKNOWN])
 
     @abstractmethod
     def dump(self, target: Target) -> tuple[list[DumpedRun], list[DumpedHolder]]:

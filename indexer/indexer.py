@@ -14,8 +14,9 @@ from indexer.dump import DumpedStream, DumpError, TargetDump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import Target
 from indexer.index import TargetStatus
-from indexer.matching import Match
-from indexer.sequence import SequenceSettings, StreamSequence, StreamState
+from indexer.matching import Match, RowMatches, TargetRows
+from indexer.names import WorkerNames
+from indexer.sequence import SequenceSettings, StreamSequence
 from indexer.streams import Stream, StreamReader, StreamStatus
 from kvevents import EventBatch, EventSource, Tier, encode_batch
 from kvevents.curve import KeyPair
@@ -106,6 +107,7 @@ class _BlockSizes:
 class Indexer:
     """Follows the streams of registered workers and answers who holds what. `start` and `stop` own its thread.
 
+    `names`: what workers are called where people look, if not what they are registered as.
     `keys`: who it is to the publishers of encrypted streams; without, somebody new.
     """
 
@@ -116,10 +118,11 @@ class Indexer:
         sequence: SequenceSettings | None = None,
         keys: KeyPair | None = None,
     ) -> None:
+        self.names = WorkerNames()
         self.index = make_index(secret, orphan_blocks)
         self._secret = secret
         self._saved: dict[Target, TargetDump] = {}
-        self._reader = StreamReader(self.index, sequence, keys)
+        self._reader = StreamReader(self.index, sequence, keys, self.names)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
         self._registrations = 0
         self._sizes = _BlockSizes(0)
@@ -180,7 +183,7 @@ class Indexer:
                     Registration(target, source, saved.engine, saved.block_size, saved.adapter, saved.capacity)
                 )
             except ValueError as error:
-                log.warning("saved stream not followed", worker=target.worker, reason=str(error))
+                log.warning("saved stream not followed", worker=self.names.of(target.worker), reason=str(error))
 
     def _dump_target(self, registration: Registration) -> TargetDump | None:
         source, target = registration.source, registration.target
@@ -224,7 +227,7 @@ class Indexer:
         try:
             self.index.restore(registration.target, saved)
         except DumpError as error:
-            log.warning("saved holdings not used", worker=registration.target.worker, reason=str(error))
+            log.warning("saved holdings not used", reason=str(error), **self.names.about(registration.target))
             return
         last = EventBatch(saved.stream.last_time, [], registration.target.dp_rank)
         stream.sequence.resume(StreamFrame(saved.stream.last_seq, encode_batch(last)), saved.stream.complete)
@@ -253,6 +256,11 @@ class Indexer:
         """Forget what a target holds and learn it again from its events. False when nobody could replay them."""
         return self._reader.resync(target)
 
+    def suspend(self, targets: Iterable[Target], suspended: bool = True) -> None:
+        """The worker of some targets does not answer: their streams are stale, whatever still comes. Or it does again:
+        then they stand as they do."""
+        self._reader.suspend(targets, suspended)
+
     def stream(self, target: Target) -> Stream | None:
         """A target's stream, to be looked at; None when it has none. A fraction of the cost of `stream_status`."""
         return self._reader.streams.get(target)
@@ -269,9 +277,14 @@ class Indexer:
         """
         return self._matches(query, len(query.token_ids) - 1)
 
-    def held(self, query: MatchQuery) -> dict[Target, Match]:
-        """The same by target, without those that would serve nothing: their number costs nothing."""
-        return _best(self._found(query, len(query.token_ids) - 1))
+    def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
+        """The same of the targets in some rows, in these: however many hold something, nothing is made for each."""
+        found = RowMatches(rows)
+        roots, tokens = self._roots(query), len(query.token_ids) - 1
+        prompt = PackedPrompt.of(query.token_ids)
+        for block_size, root in roots:
+            self.index.match_rows(root, block_size, prompt, tokens // block_size, rows, found)
+        return found
 
     def longest(self, query: MatchQuery) -> list[Match]:
         """How much of a token sequence each registered target holds, the most first. Raises as `match` does."""
@@ -315,7 +328,7 @@ class Indexer:
 
     def _caught_up(self) -> bool:
         streams = (self._reader.status(known.target) for known in self.registered() if known.source is not None)
-        return all(stream and stream.state in (StreamState.LIVE, StreamState.LOST) for stream in streams)
+        return all(stream and not stream.state.waits for stream in streams)
 
     def block_size(self, target: Target) -> int | None:
         """A target's block size in tokens: what its events said, or else its registration."""

@@ -30,6 +30,7 @@ class IndexCollector(Collector):
             "kvrouter_stream_seconds_since_confirmed", "Since nothing was known to be missing", labels=_LABELS
         )
         replays = CounterMetricFamily("kvrouter_stream_replays", "Replays asked for", labels=_LABELS)
+        idle_checks = CounterMetricFamily("kvrouter_stream_idle_checks", "Silences looked into", labels=_LABELS)
         batches = CounterMetricFamily("kvrouter_stream_batches", "Event batches applied", labels=_LABELS)
         gaps = CounterMetricFamily("kvrouter_stream_gaps", "Gaps noticed", labels=_LABELS)
         lost = CounterMetricFamily("kvrouter_stream_lost_batches", "Batches nobody could replay", labels=_LABELS)
@@ -45,7 +46,7 @@ class IndexCollector(Collector):
             report = self._indexer.report(target)
             if report is None:
                 continue
-            labels = [target.worker, str(target.dp_rank), target.model, target.tenant]
+            labels = [self._indexer.names.of(target.worker), str(target.dp_rank), target.model, target.tenant]
             for tier in Tier:
                 blocks.add_metric([*labels, tier.name.lower()], report.holdings.blocks[tier])
             orphans.add_metric(labels, report.holdings.orphans)
@@ -61,6 +62,7 @@ class IndexCollector(Collector):
             if stream.confirmed is not None:
                 confirmed.add_metric(labels, stream.confirmed)
             replays.add_metric(labels, stream.sequence.replays)
+            idle_checks.add_metric(labels, stream.sequence.idle_checks)
             batches.add_metric(labels, stream.sequence.batches)
             gaps.add_metric(labels, stream.sequence.gaps)
             lost.add_metric(labels, stream.sequence.lost_batches)
@@ -70,4 +72,4 @@ class IndexCollector(Collector):
             bad.add_metric([*labels, "frame"], stream.unreadable.bad_frames)
             bad.add_metric([*labels, "event"], stream.unreadable.bad_events)
         yield from (blocks, orphans, state, lag, confirmed, batches, gaps, replays, lost, restarts, resyncs)
-        yield from (snapshots, bad, happened)
+        yield from (idle_checks, snapshots, bad, happened)

@@ -13,11 +13,12 @@ from typing import TypeAlias
 import msgspec
 
 from indexer._native import Index as NativeCore
+from indexer._native import spread
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
 from indexer.holdings import HoldingsCounters, Target
 from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, TargetStatus
-from indexer.matching import Match
+from indexer.matching import Match, RowMatches, TargetRows
 from kvevents import EventBatch, RejectedEvent, Tier, decode_batch
 from kvevents.decode import decode_event
 
@@ -42,12 +43,14 @@ class NativeIndex(Index):
         self._core = NativeCore(secret, orphan_blocks, most_blocks)
         self._numbers: dict[Target, int] = {}
         self._targets: dict[int, Target] = {}
+        self._numbering = 0  # how often a target was added or dropped
 
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
         if target not in self._numbers:
             number = self._core.add(target.model, target.tenant, adapter, capacity)
             self._targets[number] = target
             self._numbers[target] = number
+            self._numbering += 1
 
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         number = self._numbers.get(target)
@@ -90,19 +93,39 @@ class NativeIndex(Index):
 
     def drop(self, target: Target) -> None:
         number = self._numbers.pop(target, None)
+        self._numbering += 1
         self.block_size_changes += 1
         if number is not None:
             self._core.drop(number)
 
     def match_from(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> list[Match]:
+        return self._matches(self._found(root, block_size, prompt, blocks), block_size) if blocks > 0 else []
+
+    def match_rows(
+        self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, rows: TargetRows, found: RowMatches
+    ) -> None:
         if blocks <= 0:
-            return []
+            return
+        matches = self._found(root, block_size, prompt, blocks)
+        if not matches:
+            return
+        if rows.numbering != self._numbering:
+            rows.numbering = self._numbering
+            numbers = {self._numbers[target]: row for target, row in rows.row_of.items() if target in self._numbers}
+            rows.numbers = array("i", [numbers.get(each, -1) for each in range(max(numbers, default=-1) + 1)])
+        for row, cpu, disk in spread(matches, block_size, rows.numbers, found.tokens):
+            if cpu or disk:
+                found.transfers[row] = cpu, disk
+            else:
+                found.transfers.pop(row, None)
+
+    def _found(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> bytes:
         hashes = prompt.hashes(root, block_size)
         known = len(hashes)
         found, made = self._core.match(root, block_size, prompt.tokens, hashes, blocks)
         if made and len(hashes) == known:
             hashes.frombytes(made)
-        return self._matches(found, block_size)
+        return found
 
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
         return self._matches(self._core.match_hashes(hashes), block_size)

@@ -24,12 +24,19 @@ from kvevents.frames import SNAPSHOT_START, StreamFrame
 
 
 class StreamState(StrEnum):
-    """How a stream stands. LOST: reading live, but batches are missing that nobody could replay."""
+    """How a stream stands. LOST: reading live, but batches are missing that nobody could replay. STALE: its publisher
+    was reached and is gone, or its worker is: what it told may hold no longer."""
 
     CONNECTING = "connecting"
     REPLAYING = "replaying"
     LIVE = "live"
     LOST = "lost"
+    STALE = "stale"
+
+    @property
+    def waits(self) -> bool:
+        """Whether what its publisher has told so far is not known yet, but will be."""
+        return self in (StreamState.CONNECTING, StreamState.REPLAYING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +81,15 @@ class SequenceSettings:
 
 @dataclass(slots=True)
 class SequenceCounters:
-    """What happened on a stream since it was registered."""
+    """What happened on a stream since it was registered. `idle_checks`: questions after a silence whether there was
+    something to hear; `replays`: all others."""
 
     batches: int = 0
     duplicates: int = 0
     gaps: int = 0
     lost_batches: int = 0
     replays: int = 0
+    idle_checks: int = 0
     replays_unanswered: int = 0
     restarts: int = 0
     resyncs: int = 0
@@ -324,7 +333,7 @@ class StreamSequence:
             return self._give_up(now)
         if self._can_replay and self.state is not StreamState.CONNECTING and now >= self._check_at:
             self._check_after = min(2 * self._check_after, self._settings.idle_check)
-            return self._ask(now)
+            return self._ask(now, idle=True)
         if self._missing is not None and self._may_ask_snapshot(now):
             return self._ask_snapshot(now)
         return []
@@ -350,7 +359,7 @@ class StreamSequence:
         self._begin_again()
         return [Clear()]
 
-    def _ask(self, now: float, rounds_left: int | None = None) -> list[Action]:
+    def _ask(self, now: float, rounds_left: int | None = None, idle: bool = False) -> list[Action]:
         """Ask for everything from the last batch on: that one again, to see that it is still the same."""
         if self._pending or self.state is StreamState.CONNECTING:
             self.state = StreamState.REPLAYING
@@ -358,7 +367,8 @@ class StreamSequence:
         rounds_left = self._settings.replay_rounds if rounds_left is None else rounds_left
         self._replay = _Replay(known, now, rounds_left)
         self._unended += 1
-        self.counters.replays += 1
+        self.counters.replays += not idle
+        self.counters.idle_checks += idle
         return [AskReplay(known.seq if known else 0)]
 
     def _end_of_round(self, replay: _Replay, now: float, ended: bool) -> list[Action]:

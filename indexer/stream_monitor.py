@@ -10,7 +10,7 @@ from zmq.utils.monitor import recv_monitor_message
 _REASONS: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the stream is encrypted on one side only, or something else listens there",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this subscriber's key",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up, as one does whose stream is encrypted otherwise, or not at all",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hangs up, as one does whose stream is encrypted otherwise, or not at all",
 }
 
 
@@ -20,23 +20,43 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class Reached:
+    """Something accepts connections there; it has said nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The other side is gone. It is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
-    """The other side was reached, and that was all. `final`: ZeroMQ will not try again by itself."""
+    """The other side was reached, and that was all. `final`: it said why, and ZeroMQ will not try again by itself; else
+    it hung up, or said nothing for long."""
 
     reason: str
     final: bool
 
 
+Happened = Connected | Reached | Disconnected | Refused
+_OTHERS: dict[int, Happened] = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: Connected(),
+    zmq.EVENT_CONNECTED: Reached(),
+    zmq.EVENT_DISCONNECTED: Disconnected(),
+}
+
+
 def monitor_of(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """A socket that tells how connecting goes, for `read_monitor`."""
-    events = zmq.EVENT_HANDSHAKE_SUCCEEDED
-    for event in _REASONS:
+    events = 0
+    for event in (*_OTHERS, *_REASONS):
         events |= event
     return socket.get_monitor_socket(events)
 
 
-def read_monitor(monitor: zmq.Socket[bytes]) -> Connected | Refused:
+def read_monitor(monitor: zmq.Socket[bytes]) -> Happened:
     """The next thing that happened; there must be one."""
     event = int(recv_monitor_message(monitor)["event"])
-    reason = _REASONS.get(event)
-    return Connected() if reason is None else Refused(reason, event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    if (happened := _OTHERS.get(event)) is not None:
+        return happened
+    return Refused(_REASONS[event], event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)

@@ -9,7 +9,7 @@ One file, because the sockets, their turns and their ends belong to that one thr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ import zmq
 from indexer.holdings import Target
 from indexer.index import Index
 from indexer.memory import give_back
+from indexer.names import WorkerNames
 from indexer.sequence import (
     Action,
     Apply,
@@ -33,7 +34,7 @@ from indexer.sequence import (
     StreamSequence,
     StreamState,
 )
-from indexer.stream_monitor import Connected, Refused, monitor_of, read_monitor
+from indexer.stream_monitor import Connected, Disconnected, Reached, Refused, monitor_of, read_monitor
 from kvevents import EventSource, MalformedBatchError
 from kvevents.curve import KeyPair, be_client, checked_key, temporary_key_pair
 from kvevents.decode import batch_time
@@ -56,6 +57,9 @@ _MESSAGES_A_TURN = 64  # from one socket before the others have their turn …
 _SECONDS_A_TURN = 0.005  # … and how long they may take
 _ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
 _CONNECT_AGAIN_S = 1.0
+# Who hangs up that often at once does not understand us. One that stops does so once; one that hangs says nothing.
+_HANG_UPS = 3
+_AT_ONCE_S = 5.0
 # What a socket's queue may take. ZeroMQ counts messages, so how many that is follows from the largest one that came;
 # beyond it the publisher has to keep them, or drops some, and the gap is replayed.
 _RECEIVE_BYTES = 16 << 20
@@ -115,12 +119,16 @@ class Stream:
     began_at: float = field(default_factory=time.monotonic)
     complained: bool = False
     refused: bool = False
+    gone: bool = False  # the publisher was reached, and is not there any more
+    suspended: bool = False  # its worker does not answer
+    reached_at: float = 0.0  # (monotonic) the last time that something accepted the connection
+    hang_ups: int = 0  # one after another
     connect_at: float | None = None  # (monotonic) again, because ZeroMQ gave up
     largest_message: int = _USUAL_MESSAGE
 
     def shown(self) -> None:
         """The index shows all that the sequence has seen."""
-        self.state = self.sequence.state
+        self.state = StreamState.STALE if self.gone or self.suspended else self.sequence.state
         self.last_seq = self.sequence.last_seq
         self.confirmed_at = self.sequence.confirmed_at
 
@@ -132,13 +140,20 @@ class StreamReader:
     """Reads the streams of all targets. `start` and `stop` own its thread; the other methods are for any thread.
 
     `streams`: those it follows, by target, to be looked at. `keys`: who it is to the publishers of encrypted streams;
-    without, somebody new.
+    without, somebody new. `names`: what workers are called in the log.
     """
 
-    def __init__(self, index: Index, settings: SequenceSettings | None = None, keys: KeyPair | None = None) -> None:
+    def __init__(
+        self,
+        index: Index,
+        settings: SequenceSettings | None = None,
+        keys: KeyPair | None = None,
+        names: WorkerNames | None = None,
+    ) -> None:
         self._index = index
         self._settings = settings
         self._keys = keys
+        self._names = names or WorkerNames()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 1023, four of which a stream has
         self.streams: dict[Target, Stream] = {}
@@ -221,6 +236,18 @@ class StreamReader:
 
         self._tell(leave)
 
+    def suspend(self, targets: Iterable[Target], suspended: bool) -> None:
+        """The worker of some targets does not answer, or does so again: so do their streams."""
+        affected = list(targets)
+
+        def suspend() -> None:
+            for target in affected:
+                if (stream := self.streams.get(target)) is not None:
+                    stream.suspended = suspended
+                    stream.shown()
+
+        self._tell(suspend)
+
     def resync(self, target: Target) -> bool:
         """Forget what a target's stream told and read it again from its start. False when nobody could replay it."""
         known = self.streams.get(target)
@@ -299,7 +326,8 @@ class StreamReader:
                     if stream.connect_at is not None and now >= stream.connect_at:
                         stream.connect_at = None
                         _connect_again(stream.live, stream.source.endpoint)
-                    self._act(stream, stream.sequence.on_tick(now))
+                    if not stream.gone:  # nobody is there to be asked
+                        self._act(stream, stream.sequence.on_tick(now))
                 self._index.sweep()
 
     def _obey(self) -> None:
@@ -386,16 +414,28 @@ class StreamReader:
             case Connected():
                 if stream.refused and stream.replay is not None and stream.source.replay_endpoint is not None:
                     _connect_again(stream.replay, stream.source.replay_endpoint)  # it was refused as well
-                stream.refused, stream.connect_at = False, None
+                stream.refused, stream.gone, stream.hang_ups, stream.connect_at = False, False, 0, None
                 _discard(stream.replay)
                 self._act(stream, stream.sequence.on_connected(time.monotonic()))
+            case Reached():
+                stream.reached_at = time.monotonic()
+            case Disconnected():
+                stream.gone = stream.sequence.state is not StreamState.CONNECTING
+                stream.shown()
             case Refused(reason, final):
-                if not stream.refused:  # it is tried for ever
-                    log.warning("no agreement with the publisher", reason=reason, **_names(stream.target))
-                stream.refused = True
-                if final:
-                    stream.connect_at = time.monotonic() + _CONNECT_AGAIN_S
+                self._refused(stream, reason, final)
         return True
+
+    def _refused(self, stream: Stream, reason: str, final: bool) -> None:
+        now = time.monotonic()
+        at_once = now - stream.reached_at < _AT_ONCE_S
+        stream.hang_ups = stream.hang_ups + 1 if at_once and not stream.suspended else 0
+        if final:
+            stream.connect_at = now + _CONNECT_AGAIN_S
+        if final or stream.hang_ups >= _HANG_UPS:
+            if not stream.refused:  # it is tried for ever
+                log.warning("no agreement with the publisher", reason=reason, **self._names.about(stream.target))
+            stream.refused = True
 
     def _act(self, stream: Stream, actions: list[Action]) -> None:
         for action in actions:
@@ -403,7 +443,7 @@ class StreamReader:
                 case Apply(frame):
                     self._apply(stream, frame)
                 case Clear():
-                    log.info("event stream read anew", **_names(stream.target))
+                    log.info("event stream read anew", **self._names.about(stream.target))
                     self._index.clear(stream.target)
                     _discard(stream.replay)
                 case AskReplay(start):
@@ -427,7 +467,7 @@ class StreamReader:
         try:
             stream.replay.send_multipart(replay_request(start), zmq.NOBLOCK)
         except zmq.Again:
-            log.debug("replay endpoint not reached", **_names(stream.target))  # its deadline goes on
+            log.debug("replay endpoint not reached", **self._names.about(stream.target))  # its deadline goes on
 
     def _bad_frame(self, stream: Stream, reason: str) -> None:
         stream.counters.bad_frames += 1
@@ -437,7 +477,7 @@ class StreamReader:
         """Log the first unreadable thing of a stream; the counters tell how many there were."""
         if not stream.complained:
             stream.complained = True
-            log.warning(what, reason=reason, **_names(stream.target))
+            log.warning(what, reason=reason, **self._names.about(stream.target))
 
 
 def _connect(socket: zmq.Socket[bytes], endpoint: str, field_name: str) -> None:
@@ -481,7 +521,3 @@ def _drain(read: Callable[[], bool]) -> None:
     for _ in range(_MESSAGES_A_TURN):
         if not read() or time.monotonic() > end:
             return
-
-
-def _names(target: Target) -> dict[str, str | int]:
-    return {"worker": target.worker, "dp_rank": target.dp_rank, "model": target.model}

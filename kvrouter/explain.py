@@ -24,7 +24,8 @@ def print_explanation(url: str, body: dict[str, Any]) -> None:
 
 def _table(answer: dict[str, Any]) -> Table:
     """A row for each candidate: what stays readable in 80 columns, whatever the policy weighs."""
-    table = Table(title=f"{answer['tokens']} tokens for {answer['model'] or 'any model'}", box=SIMPLE_HEAD)
+    title = f"{answer['tokens']} tokens for {answer['model'] or 'any model'}; cost in {answer['unit']}"
+    table = Table(title=title, box=SIMPLE_HEAD)
     longest = max((len(candidate["worker"]) for candidate in answer["candidates"]), default=0)
     table.add_column()
     table.add_column("worker", overflow="fold", no_wrap=longest < 32)

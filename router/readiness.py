@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from indexer import Indexer
-from indexer.sequence import StreamState
 from router.fleet.fleet import Fleet
 
 
@@ -49,4 +48,4 @@ class Readiness:
             for registration in self._indexer.registered()
             if registration.source is not None and registration.target.worker in workers
         )
-        return all(stream and stream.state in (StreamState.LIVE, StreamState.LOST) for stream in followed)
+        return all(stream and not stream.state.waits for stream in followed)

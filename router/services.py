@@ -110,7 +110,9 @@ async def running_services(
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         stack.push_async_callback(source.close)
-        fleet = Fleet(settings.workers, settings.fleet, indexer, session, source.provide, networks)
+        fleet = Fleet(
+            settings.workers, settings.fleet, indexer, session, source.provide, networks, bool(settings.server.token)
+        )
         if worker_processes:
             await worker_processes.catch_up(fleet)
         await fleet.start()
@@ -122,7 +124,7 @@ async def running_services(
         sharing.start()
         stack.push_async_callback(sharing.stop)
         history = RoutingHistory()
-        audit = HitAudit(indexer, history, settings.audit)
+        audit = HitAudit(indexer, history, settings.audit, indexer.names)
         source.audits = audit.audits
         policy = policy_named(settings.policy, Random())
         router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing)
@@ -257,9 +259,14 @@ def _proxy(
         stack.push_async_callback(asyncio.to_thread, tracing.stop)
     proxy_settings = settings.proxy
     upstreams = Upstreams(
-        _client_tls(settings.upstream), proxy_settings.connect_timeout, proxy_settings.idle_timeout, networks.to_connect
+        _client_tls(settings.upstream),
+        proxy_settings.connect_timeout,
+        proxy_settings.idle_timeout,
+        networks.to_connect,
+        fleet.key_of,
     )
     stack.push_async_callback(upstreams.close)
+    fleet.on_key.append(lambda worker: upstreams.show(worker.url, worker.key.authorization))
     fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
     door = Door(settings)
     door.access.share(sharing)

@@ -7,11 +7,12 @@ Environment variables override the file: `KVROUTER_SERVER__PORT=9000`.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -23,10 +24,12 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -38,7 +41,8 @@ from pydantic_settings import (
 from kvevents.curve import load_key_pair, load_public_key
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
-from router.http.worker_url import canonical_url
+from router.http.api_key import checked_key, key_in_environment, key_in_file
+from router.http.worker_url import canonical_url, split_user_info
 
 NonNegative = Annotated[float, Field(ge=0)]
 # Of a model or an adapter, in characters.
@@ -64,7 +68,27 @@ def _network(text: str) -> str:
     return text
 
 
-# They hold passwords.
+# No URL is such a name, and no header or label needs it to be escaped.
+WORKER_NAME = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._:@-]{0,251}[A-Za-z0-9])?$")
+
+
+def _api_key(key: SecretStr) -> SecretStr:
+    if key.get_secret_value():  # else none is sent
+        checked_key(key.get_secret_value(), "api_key")
+    return key
+
+
+def _api_key_file(path: Path) -> Path:
+    key_in_file(path)
+    return path
+
+
+def _api_key_env(variable: str) -> str:
+    key_in_environment(variable)
+    return variable
+
+
+# They hold passwords, and so does every api_key.
 _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
 
 
@@ -169,16 +193,55 @@ class DisaggregationSettings(_Section):
     saturated_tokens: PositiveInt = 65_536
 
 
-class WorkerSettings(_Section):
-    """A worker. Only the URL is needed: the rest is asked of the worker, and what is given here wins."""
+class KeySettings(_Section):
+    """An API key that workers want: itself, a file that has it, or the name of an environment variable that does.
+
+    It is sent as `Authorization: Bearer`, unless it says another scheme itself: `Basic …`.
+    """
+
+    api_key: Annotated[SecretStr, AfterValidator(_api_key)] | None = None
+    api_key_file: Annotated[Path, AfterValidator(_api_key_file)] | None = None
+    api_key_env: Annotated[str, AfterValidator(_api_key_env)] | None = None
+
+    @property
+    def has_key(self) -> bool:
+        """Whether anything is said of a key, if only that there is none."""
+        return self.api_key is not None or self.api_key_file is not None or self.api_key_env is not None
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Self:
+        given = [name for name in KeySettings.model_fields if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: give one of them, and no user info in the URL beside it")
+        return self
+
+
+class WorkerSettings(KeySettings):
+    """A worker. Only the URL is needed: the rest is asked of the worker, and what is given here wins.
+
+    User info in the URL is taken as its API key.
+    """
 
     url: HttpUrl
+    name: Annotated[str, Field(pattern=WORKER_NAME.pattern)] | None = None
     model: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)] | None = None
     block_size: BlockSize | None = None
     streams: list[StreamSettings] | None = None
     weight: PositiveFloat = 1.0
     role: Role | None = None
     bootstrap_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _user_info_is_the_key(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("url"), str):
+            return given
+        url, key = split_user_info(given["url"])
+        if key is None:
+            return given
+        if given.get("api_key") is not None:
+            raise ValueError("api_key: the URL has user info, which is a key too. Give one of them")
+        return given | {"url": url, "api_key": key}
 
 
 class ModelSettings(_Section):
@@ -230,7 +293,7 @@ class EventSettings(_Section):
     curve_secret_key_file: KeyPairFile | None = None
 
 
-class FleetSettings(_Section):
+class FleetSettings(KeySettings):
     """How workers are watched, and when they are left out. Times in seconds."""
 
     probe_interval: PositiveFloat = 5.0
@@ -286,6 +349,18 @@ class EngineFields(StrEnum):
     PASS = "pass"
 
 
+class WorkerKeys(StrEnum):
+    """Whether requests of clients get the worker's API key. Those of tenants and of the operator do.
+
+    AUTO: where they have no `Authorization`, and the router listens on loopback alone. ALWAYS: whoever sends them, and
+    in place of what they have.
+    """
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class ProxySettings(_Section):
     """How requests reach workers. Times in seconds."""
 
@@ -297,6 +372,7 @@ class ProxySettings(_Section):
     retry_minimum: Annotated[int, Field(ge=0)] = 10
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
+    worker_keys: WorkerKeys = WorkerKeys.AUTO
     engine_fields: EngineFields = EngineFields.AUTO
     more_routes: list[Annotated[str, Field(pattern=r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$")]] = []
 
@@ -451,6 +527,15 @@ class Settings(BaseSettings):
     otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
 
+    @field_validator("workers")
+    @classmethod
+    def _names_are_ones_own(cls, workers: list[WorkerSettings]) -> list[WorkerSettings]:
+        places: dict[str, int] = {}
+        for place, worker in enumerate(workers):
+            if worker.name is not None and (first := places.setdefault(worker.name, place)) != place:
+                raise ValueError(f"workers.{place}.name: {worker.name!r} is the name of workers.{first} already")
+        return workers
+
     @model_validator(mode="after")
     def _tenants_need_a_token(self) -> Settings:
         if self.tenants.named and not self.server.token:
@@ -489,9 +574,18 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            found = "what is hidden here" if place in _HIDDEN else repr(first["input"])
-            raise ConfigError(f"{source}: {place}: {first['msg']} (found {found})") from error
+            raise ConfigError(f"{source}: {place}: {first['msg']}{_found(first)}") from error
     return settings
+
+
+def _found(error: ErrorDetails) -> str:
+    """What stands where it is wrong, unless that is secret or may have secrets inside."""
+    given = error["input"]
+    if isinstance(given, dict | list):
+        return ""
+    place = ".".join(map(str, error["loc"]))
+    hidden = place in _HIDDEN or place.endswith("api_key") or "@" in str(given)
+    return " (found what is hidden here)" if hidden else f" (found {given!r})"
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Callable
 from random import Random
 from time import process_time
@@ -54,9 +55,7 @@ def _decider(policy: Policy, among: list[Candidate]) -> Callable[[Request], obje
     """Decides as the router does: by the columns of a linear policy, else with all candidates."""
     if not isinstance(policy, LinearPolicy):
         return lambda request: policy(among, request)
-    columns, overlaps = CostColumns(len(among)), dict[int, int]()
+    columns, held = CostColumns(len(among)), array("I", [candidate.overlap for candidate in among])
     for row, candidate in enumerate(among):
         columns.set(row, *policy.line(candidate))
-        if candidate.overlap:
-            overlaps[row] = candidate.overlap
-    return lambda request: policy.cheapest_row(columns, request.tokens, overlaps, {}, ())
+    return lambda request: policy.cheapest_row(columns, request.tokens, held, {}, ())

@@ -27,6 +27,8 @@ CONFIG = Path(__file__).parents[2] / "config.yaml"
 SECRET_SETTINGS = {
     ("ServerSettings", "token"): "secrets.adminToken",
     ("IndexSettings", "secret"): "secrets.indexSecret",
+    ("FleetSettings", "api_key"): "secrets.workerApiKey",
+    ("WorkerSettings", "api_key"): "api_key_file or api_key_env, or secrets.workerApiKey",
     ("TenantsSettings", "named"): "secrets.tenants",
     ("ReplicasSettings", "redis"): "redis",
 }

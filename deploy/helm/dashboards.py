@@ -96,13 +96,13 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "short",
                     (
                         (
-                            f"sum by (term) (rate(kvrouter_decision_cost_total{_FEW}[$__rate_interval]))"
+                            f"sum by (term, unit) (rate(kvrouter_decision_cost_total{_FEW}[$__rate_interval]))"
                             " / on () group_left "
                             f"sum(rate(kvrouter_decisions_total{_FEW}[$__rate_interval]))",
-                            "{{term}}",
+                            "{{term}}, {{unit}}",
                         ),
                     ),
-                    "In prefill tokens.",
+                    "In the unit that the legend names: prefill tokens, or seconds where workers are unlike.",
                 ),
                 Panel("Time in the router", "s", _quantiles("kvrouter_queue_seconds")),
                 Panel(

@@ -24,7 +24,14 @@ def build(root: Path) -> Path:
         sources=[str(HERE / "module.cpp"), str(parts / "src" / "nb_combined.cpp")],
         include_dirs=[nanobind.include_dir(), str(parts / "ext" / "robin_map" / "include")],
         define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
-        extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing", "-g0"],
+        extra_compile_args=[
+            "-std=c++20",
+            "-O3",
+            "-fvisibility=hidden",
+            "-fno-strict-aliasing",
+            "-ffp-contract=off",
+            "-g0",
+        ],
         language="c++",
     )
     with tempfile.TemporaryDirectory() as objects:

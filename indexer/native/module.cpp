@@ -5,7 +5,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "columns.hpp"
 #include "index.hpp"
+#include "json_check.hpp"
 
 namespace nb = nanobind;
 using namespace kvrouter;
@@ -87,6 +89,77 @@ nb::bytes prefix_hashes(u64 seed, const nb::bytes& tokens, u64 block_size, std::
     return as_bytes({reinterpret_cast<const char*>(hashes.data()), hashes.size() * sizeof(u64)});
 }
 
+// An `array` of Python's, of so many things of one kind.
+template <typename T>
+class Column {
+public:
+    Column(nb::handle array, bool writable, std::size_t rows = 0) {
+        if (PyObject_GetBuffer(array.ptr(), &buffer_, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) throw nb::python_error();
+        if (static_cast<std::size_t>(buffer_.len) < rows * sizeof(T)) {
+            PyBuffer_Release(&buffer_);
+            throw nb::value_error("a column is too short");
+        }
+    }
+    Column(const Column&) = delete;
+    Column& operator=(const Column&) = delete;
+    ~Column() { PyBuffer_Release(&buffer_); }
+
+    std::size_t size() const { return static_cast<std::size_t>(buffer_.len) / sizeof(T); }
+    T* data() const { return static_cast<T*>(buffer_.buf); }
+
+private:
+    Py_buffer buffer_;
+};
+
+nb::list spread(const nb::bytes& matches, u64 block_size, nb::handle rows, nb::handle tokens) {
+    const Column<i32> row_of(rows, false);
+    const Column<u32> column(tokens, true);
+    nb::list others;
+    for_better_rows(
+        view(matches), block_size, {row_of.data(), row_of.size()}, {column.data(), column.size()},
+        [&](u32 row, u64 cpu, u64 disk) { others.append(nb::make_tuple(row, cpu, disk)); });
+    return others;
+}
+
+void costs(nb::handle fixed, nb::handle per_token, nb::handle held, i64 tokens, i64 least, nb::handle costs) {
+    const Column<double> out(costs, true);
+    const std::size_t rows = out.size();
+    const Column<double> fixed_column(fixed, false, rows), per_token_column(per_token, false, rows);
+    const Column<u32> held_column(held, false, rows);
+    write_costs(fixed_column.data(), per_token_column.data(), held_column.data(), tokens, least, {out.data(), rows});
+}
+
+std::vector<u32> lowest(nb::handle costs, double near) {
+    const Column<double> column(costs, false);
+    return lowest_rows({column.data(), column.size()}, near);
+}
+
+// How many bytes two pieces of memory begin alike.
+std::size_t common_bytes(const char* one, const char* other, std::size_t size) {
+    std::size_t at = 0;
+    for (; size - at >= 64 && std::memcmp(one + at, other + at, 64) == 0; at += 64) {}
+    while (at < size && one[at] == other[at]) ++at;
+    return at;
+}
+
+std::size_t common(nb::handle one, nb::handle other) {
+    PyObject *first = one.ptr(), *second = other.ptr();
+    if (PyBytes_Check(first) && PyBytes_Check(second)) {
+        const auto size = std::min(PyBytes_GET_SIZE(first), PyBytes_GET_SIZE(second));
+        return common_bytes(PyBytes_AS_STRING(first), PyBytes_AS_STRING(second), static_cast<std::size_t>(size));
+    }
+    if (!PyUnicode_Check(first) || !PyUnicode_Check(second)) throw nb::type_error("two of str, or two of bytes");
+    const auto size = static_cast<std::size_t>(std::min(PyUnicode_GET_LENGTH(first), PyUnicode_GET_LENGTH(second)));
+    const int kind = PyUnicode_KIND(first);
+    if (kind == PyUnicode_KIND(second)) {
+        const auto* bytes = static_cast<const char*>(PyUnicode_DATA(first));
+        return common_bytes(bytes, static_cast<const char*>(PyUnicode_DATA(second)), size * kind) / kind;
+    }
+    std::size_t at = 0;
+    while (at < size && PyUnicode_READ_CHAR(first, at) == PyUnicode_READ_CHAR(second, at)) ++at;
+    return at;
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -94,6 +167,13 @@ NB_MODULE(_native, module) {
     using Release = nb::call_guard<nb::gil_scoped_release>;
     module.def("xxh3_64", [](const nb::bytes& bytes, u64 seed) { return xxh3::hash(bytes.c_str(), bytes.size(), seed); });
     module.def("prefix_hashes", &prefix_hashes);
+    module.def("common", &common);
+    module.def("spread", &spread);
+    module.def("costs", &costs);
+    module.def("lowest", &lowest);
+    nb::class_<JsonCheck>(module, "JsonCheck")
+        .def(nb::init<std::vector<std::string>, u64, u64, u64>())
+        .def("plain", [](const JsonCheck& check, const nb::bytes& body) { return check.plain(view(body)); });
     nb::class_<Index>(module, "Index")
         .def(nb::init<std::string, std::size_t, u64>())
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())

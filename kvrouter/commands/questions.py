@@ -69,7 +69,9 @@ def top(
 def doctor(
     config: ConfigFile = None,
     worker: WorkerUrls = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The workers' API key.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of workers whose settings have none.")
+    ] = None,
     patience: Annotated[float, typer.Option(min=0.1, help="Seconds that events may take to come.")] = 4.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:

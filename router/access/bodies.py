@@ -8,11 +8,13 @@ goes on as the bytes that came.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 import jiter
 import msgspec
 
+from indexer.cores import native_core
 from indexer.errors import RequestError
 from router.access.forms import form_fields
 from router.access.routes import Route
@@ -35,6 +37,25 @@ _PROMPTS: Final = ("prompt", "text", "input_ids", "token_ids")
 _MESSAGES: Final = ("messages", "input")
 
 
+class PlainCheck:
+    """Knows most bodies for plain at a glance: nothing of them is refused or left out, and they have no priority.
+
+    Without the native core no body is known to be so.
+    """
+
+    def __init__(self, limits: LimitSettings) -> None:
+        native = native_core()
+        names = [*FIELDS, *CARRIERS, "priority"]
+        elements = min(limits.prompts, limits.messages)
+        self.plain: Callable[[bytes], bool] = (
+            _no_body if native is None else native.JsonCheck(names, elements, limits.values, _SMALL).plain
+        )
+
+
+def _no_body(_: bytes) -> bool:
+    return False
+
+
 def checked_body(
     route: Route,
     content_type: bytes,
@@ -42,6 +63,7 @@ def checked_body(
     tenant: Tenant | None,
     limits: LimitSettings,
     engine_fields: EngineFields,
+    check: PlainCheck,
 ) -> bytes:
     """The body to send on. Raises RequestError (400, 413).
 
@@ -49,6 +71,8 @@ def checked_body(
     """
     if not route.json:
         return _checked_other(content_type, body, limits, engine_fields)
+    if check.plain(body):
+        return body if tenant is None else tenant.with_priority(tenant.isolated(route.path, body), None)
     fields = read_object(body, limits.values)
     if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
         if engine_fields is EngineFields.REFUSE:

@@ -10,14 +10,14 @@ from typing import NoReturn
 
 from indexer.errors import RequestError
 from router.access.arrivals import Arrivals
-from router.access.bodies import checked_body
+from router.access.bodies import PlainCheck, checked_body
 from router.access.hosts import check_host, check_site, is_loopback
 from router.access.routes import Access, Route, Routes
 from router.access.steering import refusal, steering_header, without_steering
 from router.access.tenants import AccessControl, Tenant, without_credentials
 from router.http.headers import Headers
 from router.http.target import TargetError, canonical_path
-from router.settings import EngineFields, Settings
+from router.settings import EngineFields, Settings, WorkerKeys
 
 _MODELS = b"/v1/models/"
 # Asked by what stands in front of a router, under whatever name that has.
@@ -27,7 +27,7 @@ _ANY_HOST = frozenset({"/health", "/ready", "/v1/models"})
 class Admitted:
     """What a head asks for, and who asks: a `tenant`, the `operator`, or anyone. The same for the same head."""
 
-    __slots__ = ("content_type", "engine_fields", "keeps_credentials", "route", "tenant")
+    __slots__ = ("content_type", "engine_fields", "keeps_credentials", "keyed", "route", "tenant")
 
     def __init__(
         self,
@@ -36,13 +36,18 @@ class Admitted:
         tenant: Tenant | None,
         engine_fields: EngineFields,
         keeps_credentials: bool,
+        keyed: bool,
     ) -> None:
-        """`engine_fields`: what becomes of those. `keeps_credentials`: the key is meant for workers, not for us."""
+        """`engine_fields`: what becomes of those. `keeps_credentials`: the key is meant for workers, not for us.
+
+        `keyed`: where it has none, the worker is shown its own.
+        """
         self.route = route
         self.content_type = content_type
         self.tenant = tenant
         self.engine_fields = engine_fields
         self.keeps_credentials = keeps_credentials
+        self.keyed = keyed
 
 
 class Door:
@@ -54,11 +59,15 @@ class Door:
         self.arrivals = Arrivals(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
         self._limits = settings.limits
+        self._check = PlainCheck(settings.limits)
         fields = settings.proxy.engine_fields
         if fields is EngineFields.AUTO:
             fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
         self._engine_fields = fields
         self._loopback = is_loopback(server.host)
+        # Workers that want a key are not opened to a network by a router that asks for none, unless that is said.
+        self._always_keyed = settings.proxy.worker_keys is WorkerKeys.ALWAYS
+        self._keyed = settings.proxy.worker_keys is WorkerKeys.AUTO and self._loopback
         self._hosts = frozenset(server.allowed_hosts)
         self._admin_port = server.admin_port
 
@@ -84,7 +93,8 @@ class Door:
         if not route.own and fields is EngineFields.REFUSE and (steering := steering_header(headers)) is not None:
             raise refusal(steering.decode("latin-1"))
         content_type = b"" if route.own or fields is EngineFields.PASS else _content_type(headers)
-        return Admitted(route, content_type, tenant, fields, not access.has_tenants and not operator)
+        ends_here = access.has_tenants or operator or self._always_keyed
+        return Admitted(route, content_type, tenant, fields, not ends_here, ends_here or self._keyed)
 
     def headers_for_workers(self, admitted: Admitted, headers: Headers) -> Headers:
         """A request's headers without those that are the router's to read or to say."""
@@ -94,9 +104,8 @@ class Door:
 
     def body(self, admitted: Admitted, body: bytes) -> bytes:
         """The body to read and to send on. Raises RequestError (400, 413)."""
-        return checked_body(
-            admitted.route, admitted.content_type, body, admitted.tenant, self._limits, admitted.engine_fields
-        )
+        fields, check = admitted.engine_fields, self._check
+        return checked_body(admitted.route, admitted.content_type, body, admitted.tenant, self._limits, fields, check)
 
     def _route(self, method: str, target: bytes) -> Route:
         try:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from indexer.names import WorkerNames
 from router.policies import Candidate, Decision, Policy, Request
-from router.policies.records import cheapest
+from router.policies.records import CostUnit, cheapest
 from router.settings import DisaggregationSettings
 
 # Decides between workers with the same number of requests, and no more.
@@ -34,15 +35,17 @@ class Disaggregation:
     reason: str
     inputs: dict[str, Any]
 
-    def as_json(self) -> dict[str, Any]:
-        """For the explanation of a decision."""
+    def as_json(self, names: WorkerNames) -> dict[str, Any]:
+        """For the explanation of a decision; `names`: what workers are called there."""
         report: dict[str, Any] = {"remote_prefill": self.prefill is not None, "reason": self.reason, **self.inputs}
         if self.prefill is not None:
             target = self.prefill.chosen.target
-            report["prefill"] = {"worker": target.worker, "dp_rank": target.dp_rank}
+            report["prefill"] = {"worker": names.of(target.worker), "dp_rank": target.dp_rank}
+            report["unit"] = self.prefill.unit
             report["prefill_candidates"] = [
-                {"worker": cost.candidate.target.worker, "dp_rank": cost.candidate.target.dp_rank, "terms": cost.terms}
+                {"worker": names.of(each.target.worker), "dp_rank": each.target.dp_rank, "terms": cost.terms}
                 for cost in self.prefill.costs
+                for each in (cost.candidate,)
             ]
         return report
 
@@ -60,7 +63,7 @@ def decode_policy(random: Random) -> Policy:
                 "uncached": _TIE * (1 - candidate.overlap / (request.tokens + 1)),
             }
 
-        return cheapest(candidates, terms, random)
+        return cheapest(candidates, terms, random, unit=CostUnit.REQUESTS)
 
     return choose
 

@@ -19,6 +19,7 @@ from kvevents.curve import load_public_key
 from kvevents.reported import ReportedFields
 from kvevents.sources import MOST_BLOCK_SIZE, ReportedStreams, sglang_sources, vllm_sources
 from router.fleet.answers import read_answer
+from router.fleet.worker_keys import WorkerKey
 from router.http.worker_url import host_of
 from router.settings import LONGEST_NAME, FleetSettings, Role, StreamSettings, WorkerSettings
 
@@ -44,6 +45,10 @@ _NOT_SAID = msgspec.Raw()
 
 class DiscoveryError(Exception):
     """A worker could not be asked, or gave an answer that cannot be used."""
+
+
+class RefusedKeyError(DiscoveryError):
+    """A worker wants an API key, or another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +111,24 @@ class _Card:
 
 
 async def describe_worker(
-    session: aiohttp.ClientSession, worker: WorkerSettings, limits: FleetSettings | None = None
+    session: aiohttp.ClientSession,
+    worker: WorkerSettings,
+    limits: FleetSettings | None = None,
+    key: WorkerKey | None = None,
 ) -> WorkerDescription:
-    """Ask a worker; what its settings say wins. Raises DiscoveryError."""
+    """Ask a worker; what its settings say wins. `key`: what it wants to be shown, if not what its settings say.
+
+    Raises DiscoveryError, RefusedKeyError where it refuses that.
+    """
     url = str(worker.url).rstrip("/")
-    asked = _Asked(session, url, limits or FleetSettings())
+    asked = _Asked(session, url, limits or FleetSettings(), key or WorkerKey(worker.name or url, worker))
     try:
         models = _models(asked.cards(await asked.get("/v1/models")), worker.model)
         description = await _streams(asked, models)
+    except aiohttp.ClientResponseError as error:
+        if asked.key.refuses(error.status):
+            raise RefusedKeyError(asked.key.refusal(error.request_info.url.path, error.status)) from error
+        raise DiscoveryError(f"{url}: {error}") from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise DiscoveryError(f"{url}: {error or type(error).__name__}") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -132,16 +147,18 @@ async def describe_worker(
 class _Asked:
     """A worker that is asked, and what it said that could not be used."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, limits: FleetSettings) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, limits: FleetSettings, key: WorkerKey) -> None:
         self.host = host_of(url)
         self.limits = limits
+        self.key = key
         self.fields = ReportedFields()
         self._session = session
         self._url = url
 
     async def get(self, path: str) -> bytes:
         """What it answers to a path. Raises ClientError for a refusal, ValueError for an answer that is too long."""
-        async with self._session.get(self._url + path, allow_redirects=False) as response:
+        async with self._session.get(self._url + path, headers=self.key.headers, allow_redirects=False) as response:
+            self.key.answered(path, response.status)
             response.raise_for_status()
             return await read_answer(response, self.limits.max_answer_bytes)
 

@@ -19,8 +19,8 @@ from router.fleet.engine_metrics import EngineMetrics
 from router.fleet.health import Health
 from router.fleet.stall_detector import StallDetector
 from router.fleet.stream_addresses import allowed_sources
-from router.fleet.worker import Worker, WorkerState
-from router.http.worker_url import host_of
+from router.fleet.worker import Worker, WorkerState, url_of
+from router.http.worker_url import host_of, split_user_info
 from router.settings import FleetSettings, Role, WorkerSettings
 
 __all__ = ["Fleet", "Worker", "WorkerState", "end_tasks"]
@@ -38,8 +38,9 @@ class Fleet:
 
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
     gone; `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each
-    whose metrics were read. `networks`: where it may connect to on a stranger's word. `peer_load`: the requests that
-    each of some ranks of a worker has from other routers.
+    whose metrics were read; `on_key` for each whose API key is another one. `networks`: where it may connect to on a
+    stranger's word. `keys_for_added`: workers that were added over HTTP get the fleet's key too. `peer_load`: the
+    requests that each of some ranks of a worker has from other routers.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Fleet:
         session: aiohttp.ClientSession,
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
         networks: AllowedNetworks | None = None,
+        keys_for_added: bool = False,
     ) -> None:
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
         self.version = 0  # grows whenever other workers may get requests, or for other names
@@ -57,6 +59,7 @@ class Fleet:
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
+        self.on_key: list[Callable[[Worker], None]] = []
         self.peer_load: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
         self._settings = settings
         self._indexer = indexer
@@ -64,6 +67,7 @@ class Fleet:
         self._on_model = on_model
         self._networks = networks or AllowedNetworks(settings.allowed_networks)
         self._limits = CircuitLimits(settings.failures, settings.backoff, settings.longest_backoff)
+        self._keys_for_added = keys_for_added
         self._configured: dict[str, dict[str, WorkerSettings]] = {source: {} for source in SOURCES}
         self._workers: dict[str, Worker] = {}
         # Lookups in one version.
@@ -80,9 +84,15 @@ class Fleet:
         """All workers, up or not."""
         return list(self._workers.values())
 
-    def find(self, url: str) -> Worker | None:
-        """The worker with this URL."""
-        return self._workers.get(url.rstrip("/"))
+    def find(self, named: str) -> Worker | None:
+        """The worker with this URL or this name."""
+        worker = self._workers.get(split_user_info(named)[0].rstrip("/"))
+        return worker or next((each for each in self._workers.values() if each.name == named), None)
+
+    def key_of(self, url: str) -> bytes | None:
+        """What the worker with this URL wants to be shown, as the value of `authorization`."""
+        worker = self._workers.get(url)
+        return worker.key.authorization if worker else None
 
     async def start(self) -> None:
         """Ask every worker once, then go on watching them."""
@@ -106,10 +116,10 @@ class Fleet:
             self._indexer.unregister(worker.targets)
             for on_removed in self.on_removed:
                 on_removed(worker)
-            log.info("worker removed", worker=worker.url, source=worker.source)
+            log.info("worker removed", worker=worker.name, source=worker.source)
         for worker in self.workers:
             if worker not in self._tasks and self._detecting is not None:  # else `start` does it
-                log.info("worker added", worker=worker.url, source=worker.source)
+                log.info("worker added", worker=worker.name, source=worker.source)
                 self._watch_from_now(worker)
         self._changed()
 
@@ -161,6 +171,7 @@ class Fleet:
     def report_failure(self, worker: Worker, problem: str) -> None:
         """A request could not reach a worker: it gets none until it answers again."""
         worker.problem = problem
+        self._indexer.suspend(worker.targets)
         self.version += 1
         self.look_soon(worker)
 
@@ -170,20 +181,29 @@ class Fleet:
 
     def _configure(self, source: str, workers: Iterable[WorkerSettings]) -> list[Worker]:
         """Set the workers of a source. Returns those that are gone."""
-        self._configured[source] = {Worker(settings).url: settings for settings in workers}
+        self._configured[source] = {url_of(settings): settings for settings in workers}
         wanted: dict[str, tuple[str, WorkerSettings]] = {}
         for name in SOURCES:
             for url, given in self._configured[name].items():
                 wanted.setdefault(url, (name, given))
-        gone = [self._workers.pop(url) for url in list(self._workers) if url not in wanted]
-        for url, (name, given) in wanted.items():
-            worker = self._workers.get(url)
-            if worker is None:
-                self._workers[url] = self._new_worker(given, name)
-            elif worker.settings != given:
+        names = _names(wanted)
+        # Who has another name is another one to all who look: its series end, and new ones begin.
+        gone = [self._workers.pop(url) for url, worker in list(self._workers.items()) if names.get(url) != worker.name]
+        for worker in gone:
+            self._indexer.names.forget(worker.url)
+        for url, (source_name, given) in wanted.items():
+            if url not in self._workers:
+                self._workers[url] = self._new_worker(given, source_name)
+                self._workers[url].call(names[url])
+                self._indexer.names.set(url, names[url])
+            worker = self._workers[url]
+            if worker.settings != given:
                 worker.settle(given)
                 self.look_soon(worker)
-            self._workers[url].source = name
+            worker.source = source_name
+            shares_key = source_name != "api" or self._keys_for_added
+            if worker.key.settle(worker.name, given, self._settings if shares_key else None):
+                self._key_changed(worker)
         hosts = {source: {host_of(url) for url in given} for source, given in self._configured.items()}
         self._networks.guarded = frozenset(hosts["api"] - hosts["config"] - hosts["kubernetes"])
         self.version += 1
@@ -198,8 +218,8 @@ class Fleet:
 
     def _watch_from_now(self, worker: Worker) -> None:
         self._tasks[worker] = [
-            asyncio.create_task(self._watch(worker), name=f"watch {worker.url}"),
-            asyncio.create_task(self._scrape(worker), name=f"scrape {worker.url}"),
+            asyncio.create_task(self._watch(worker), name=f"watch {worker.name}"),
+            asyncio.create_task(self._scrape(worker), name=f"scrape {worker.name}"),
         ]
 
     async def _watch(self, worker: Worker) -> None:
@@ -223,11 +243,14 @@ class Fleet:
             before = self._in_flight(worker)
             worker.metrics.asked()
             try:
-                async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+                async with self._session.get(
+                    url, headers=worker.key.headers, timeout=timeout, allow_redirects=False
+                ) as response:
+                    worker.key.answered("/metrics", response.status)
                     answered = response.status == 200
                     body = await read_answer(response, self._settings.max_answer_bytes) if answered else b""
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                log.debug("no metrics", worker=worker.url, reason=str(error) or type(error).__name__)
+                log.debug("no metrics", worker=worker.name, reason=str(error) or type(error).__name__)
             else:
                 worker.metrics.answered()
                 worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))
@@ -242,15 +265,18 @@ class Fleet:
 
     async def _probe(self, worker: Worker) -> None:
         """Ask a worker what it is, and act on what changed."""
+        if worker.key.read():  # in a file that may have changed
+            self._key_changed(worker)
         try:
             async with asyncio.timeout(self._settings.probe_timeout):
-                description = await describe_worker(self._session, worker.settings, self._settings)
+                description = await describe_worker(self._session, worker.settings, self._settings, worker.key)
                 description = await self._with_allowed_streams(worker, description)
         except (DiscoveryError, TimeoutError) as error:
             worker.failed_probes += 1
             if worker.up and worker.failed_probes < self._settings.failed_probes:
                 return  # a busy worker may be late once
             worker.problem = str(error) or f"no answer within {self._settings.probe_timeout} s"
+            self._indexer.suspend(worker.targets)
             worker.health.give_up_waiting()
             self._changed()
             return
@@ -264,6 +290,8 @@ class Fleet:
             worker.warming_since = None
             self._health_changed()
         worker.failed_probes = 0
+        if not worker.up:
+            self._indexer.suspend(worker.targets, False)
         if not worker.up or description != worker.description:
             worker.describe(description)
             worker.problem = None
@@ -280,8 +308,12 @@ class Fleet:
         own_host = host_of(worker.url) if named_by_operator else None
         allowed, refused = await allowed_sources(self._networks, description.streams, own_host)
         if refused and (worker.description is None or worker.description.refused != description.refused):
-            log.warning("event streams not followed", worker=worker.url, reasons=refused)
+            log.warning("event streams not followed", worker=worker.name, reasons=refused)
         return replace(description, streams=tuple(allowed), refused=(*description.refused, *refused))
+
+    def _key_changed(self, worker: Worker) -> None:
+        for on_key in self.on_key:
+            on_key(worker)
 
     def _forget_lookups(self) -> None:
         self._lookup_version = self.version
@@ -322,7 +354,21 @@ class Fleet:
             try:
                 self._indexer.register(registration)
             except ValueError as error:
-                log.error("event stream not followed", worker=worker.url, reason=str(error))
+                log.error("event stream not followed", worker=worker.name, reason=str(error))
+
+
+def _names(wanted: dict[str, tuple[str, WorkerSettings]]) -> dict[str, str]:
+    """What workers are called, by their URLs. A name that another one has already is not used."""
+    taken: set[str] = set()
+    names: dict[str, str] = {}
+    for url, (source, given) in wanted.items():
+        name = given.name or url
+        if name in taken:
+            log.warning("two workers of one name: the later is called by its URL", name=name, worker=url, source=source)
+            name = url
+        taken.add(name)
+        names[url] = name
+    return names
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:

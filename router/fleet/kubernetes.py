@@ -4,7 +4,8 @@ A watch goes on from a resource version, which bookmarks keep fresh. When the AP
 (410 Gone) everything is listed again, as it is now and then in any case. While it cannot be reached the workers stay as
 they were: whether they answer is for the fleet to find out, and so is whether a pod is ready.
 
-A pod labelled `kvrouter.io/role` prefill or decode has that role. Endpoints of a service have no labels.
+Workers are called as their pods are. A pod labelled `kvrouter.io/role` prefill or decode has that role. Endpoints of a
+service have no labels.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvevents.endpoints import bracketed
 from router.errors import KubernetesError
 from router.fleet.allowed_networks import is_never_allowed
 from router.fleet.fleet import Fleet
-from router.settings import KubernetesSettings, Role, WorkerSettings
+from router.settings import WORKER_NAME, KubernetesSettings, Role, WorkerSettings
 
 log = structlog.get_logger()
 
@@ -45,11 +46,12 @@ Objects = dict[str, dict[str, Any]]
 
 
 class Address(NamedTuple):
-    """Where a worker listens; without a port, where the settings say."""
+    """Where a worker listens; without a port, where the settings say. `name`: its pod's, where that is known."""
 
     host: str
     port: int | None = None
     role: Role | None = None
+    name: str | None = None
 
 
 class _GoneError(Exception):
@@ -187,12 +189,16 @@ async def follow_kubernetes(
 
     async def give(objects: Iterable[dict[str, Any]]) -> None:
         addresses = service_addresses(objects, settings.port) if settings.service else pod_addresses(objects)
-        found = {(address.host, address.port or settings.port): address.role for address in addresses}
+        found = {(address.host, address.port or settings.port): address for address in addresses}
         workers = [
             WorkerSettings.model_validate(
-                {"url": f"http://{bracketed(host)}:{port}", "role": None if role is Role.BOTH else role}
+                {
+                    "url": f"http://{bracketed(host)}:{port}",
+                    "name": address.name,
+                    "role": None if address.role is Role.BOTH else address.role,
+                }
             )
-            for (host, port), role in sorted(found.items())
+            for (host, port), address in sorted(found.items())
         ]
         if workers != fleet.assigned("kubernetes"):
             await fleet.assign("kubernetes", workers)
@@ -223,7 +229,8 @@ def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[Address]:
         status, metadata = pod.get("status") or {}, pod.get("metadata") or {}
         ending = metadata.get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed")
         if status.get("podIP") and not ending and _usable(status["podIP"]):
-            found.append(Address(status["podIP"], role=_role((metadata.get("labels") or {}).get(_ROLE_LABEL))))
+            role = _role((metadata.get("labels") or {}).get(_ROLE_LABEL))
+            found.append(Address(status["podIP"], role=role, name=_worker_name(metadata.get("name"))))
     return found
 
 
@@ -242,8 +249,15 @@ def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[Addre
         for endpoint in each.get("endpoints") or []:
             if not (endpoint.get("conditions") or {}).get("terminating"):
                 addresses = endpoint.get("addresses") or []
-                found += [Address(address, chosen) for address in addresses if _usable(address, chosen)]
+                pod = endpoint.get("targetRef") or {}
+                name = _worker_name(pod.get("name")) if pod.get("kind") == "Pod" else None
+                found += [Address(address, chosen, name=name) for address in addresses if _usable(address, chosen)]
     return found
+
+
+def _worker_name(given: Any) -> str | None:
+    """A pod's name, if a worker can have it: as those of all pods can."""
+    return given if isinstance(given, str) and WORKER_NAME.fullmatch(given) else None
 
 
 def _backoff(failures: int) -> float:

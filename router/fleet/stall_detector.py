@@ -67,7 +67,7 @@ class StallDetector:
             if circuit.state is not CircuitState.OPEN:
                 circuit.open(reason)
             if moved := worker.health.give_up_waiting():
-                log.warning("requests sent elsewhere", worker=worker.url, requests=moved, reason=reason)
+                log.warning("requests sent elsewhere", worker=worker.name, requests=moved, reason=reason)
 
     def eject_stalled_ranks(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of single ranks that hang while others of their worker work."""
@@ -85,7 +85,7 @@ class StallDetector:
                 if reason is not None:
                     health.circuit.open(reason)
                     moved = health.give_up_waiting()
-                    log.warning("rank ejected", worker=worker.url, dp_rank=dp_rank, moved=moved, reason=reason)
+                    log.warning("rank ejected", worker=worker.name, dp_rank=dp_rank, moved=moved, reason=reason)
 
     def eject_outliers(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of workers that are far worse than the others, for a bounded share of the workers."""
@@ -113,7 +113,7 @@ class StallDetector:
             before, state = self._logged.get(worker, WorkerState.NEW), worker.state
             if state is not before:
                 write = log.info if state in _WELL else log.warning
-                write("worker state", worker=worker.url, state=str(state), before=str(before), reason=worker.reason)
+                write("worker state", worker=worker.name, state=str(state), before=str(before), reason=worker.reason)
         self._logged = {worker: worker.state for worker in workers}
 
     def _silence(self, health: Health, progress_at: float, targets: Iterable[Target]) -> float:

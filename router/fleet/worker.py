@@ -13,6 +13,7 @@ from router.fleet.circuit import CircuitState
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.engine_metrics import EngineMetrics
 from router.fleet.health import Health
+from router.fleet.worker_keys import WorkerKey
 from router.settings import Role, WorkerSettings
 
 # The share of its requests that a worker gets at first.
@@ -37,12 +38,17 @@ class WorkerState(StrEnum):
     DRAINED = "drained"  # they have
 
 
+def url_of(settings: WorkerSettings) -> str:
+    """What a worker is known by inside."""
+    return str(settings.url).rstrip("/")
+
+
 @dataclass(eq=False, slots=True)
 class Worker:
     """One server. `problem` says why it cannot be used; None while it answers.
 
-    `url`: the base URL, which is also its name. `source` names where it comes from. `warming_since`: when it came up,
-    for `slow_start` seconds.
+    `url`: the base URL, by which it is known inside. `name`: what it is called where people look. `key`: what it wants
+    to be shown. `source` names where it comes from. `warming_since`: when it came up, for `slow_start` seconds.
     `look_now` is set when it should be asked again soon.
     """
 
@@ -60,11 +66,21 @@ class Worker:
     role: Role = Role.BOTH
     look_now: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = field(init=False)
+    name: str = field(init=False)
+    routing_line: bytes = field(init=False, repr=False)
+    key: WorkerKey = field(init=False, repr=False)
     _targets_made: dict[tuple[int, str], Target] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        # Its base URL, which is also its name.
-        self.url = str(self.settings.url).rstrip("/")
+        self.url = url_of(self.settings)
+        self.call(self.settings.name or self.url)
+        self.key = WorkerKey(self.name, self.settings)
+
+    def call(self, name: str) -> None:
+        """It is called so from now on."""
+        self.name = name
+        # What its answers say of it: every one does.
+        self.routing_line = b"x-kvrouter-worker: %b\r\nx-kvrouter-overlap-tokens: " % name.encode()
 
     @property
     def up(self) -> bool:

@@ -25,7 +25,6 @@ from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.routing_headers import RoutingHeaders
 from router.http.headers import RANK_HEADER, Headers, forwarded_lines
-from router.http.origin import without_credentials
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
 from router.telemetry.spans import Span
@@ -157,14 +156,14 @@ class Attempts:
         self.assignment = assignment
         self._many_ranks = len(worker.ranks()) > 1
         if (span := self._span) is not None:
-            span.set(worker=worker.url, overlap_tokens=assignment.overlap)
+            span.set(worker=worker.name, overlap_tokens=assignment.overlap)
             span.end()
         now = _now()
         tried.append(worker)
         self._sends += 1
         self._span = span = context.trace and context.trace.span("upstream")
         if span is not None:
-            span.set(worker=worker.url)
+            span.set(worker=worker.name)
         if assignment.prefill is not None:
             self._send_to_pair(assignment, assignment.prefill, handler)
         elif self._transport is not None:
@@ -176,7 +175,10 @@ class Attempts:
             else:
                 lines, request_id = context.lines_for_workers(), context.id
             upstream = services.upstreams.of(worker.url)
-            self.sent = upstream.send(handler, head.method, head.target, lines, self._body, request_id, now, self._once)
+            keyed = context.admitted.keyed
+            self.sent = upstream.send(
+                handler, head.method, head.target, lines, self._body, request_id, now, self._once, keyed
+            )
         if assignment is not self.assignment:
             return  # it went wrong at once
         # The rest must not hold it up.
@@ -218,6 +220,7 @@ class Attempts:
             head.target,
             self._headers_to(assignment),
             on_prefilled,
+            self._context.admitted.keyed,
             self._transport,
         )
         pair.start()
@@ -228,7 +231,7 @@ class Attempts:
         assert assignment is not None
         assignment.attempt.end(Outcome.FAILED, "not taken")
         assignment.release()
-        services.metrics.retried.labels(assignment.worker.url).inc()
+        services.metrics.retried.labels(assignment.worker.name).inc()
         services.fleet.look_soon(assignment.worker)
         self.tried.append(worker)
         others = [each for each in services.fleet.workers if each is not worker]
@@ -239,12 +242,11 @@ class Attempts:
         """What an answer says of where it came from."""
         assignment = self.assignment
         assert assignment is not None
-        headers = RoutingHeaders(assignment.target.worker, assignment.overlap)
+        headers = RoutingHeaders(assignment.worker, assignment.overlap)
         if len(self.tried) > 1:
             headers.add(b"x-kvrouter-attempts", b"%d" % len(self.tried))
         if assignment.prefill is not None:
-            prefill = without_credentials(assignment.prefill.target.worker)
-            headers.add(b"x-kvrouter-prefill-worker", prefill.encode())
+            headers.add(b"x-kvrouter-prefill-worker", assignment.prefill.worker.name.encode())
         if self._many_ranks:
             headers.add(b"x-kvrouter-dp-rank", b"%d" % assignment.target.dp_rank)
         if self._context.head.wants_explanation:
@@ -317,7 +319,7 @@ class Attempts:
         assignment.release()
         if self._span is not None:
             self._span.end(problem)
-        self._services.metrics.retried.labels(assignment.worker.url).inc()
+        self._services.metrics.retried.labels(assignment.worker.name).inc()
 
     def end(self, problem: str | None) -> None:
         """The request is over: let go of all that it holds. `problem`: why it failed, if it did."""

@@ -47,11 +47,13 @@ class DisaggregatedRequest(ResponseHandler):
         target: bytes,
         headers: Headers,
         on_prefilled: Callable[[], None],
+        keyed: bool = True,
         transport: Transport | None = None,
     ) -> None:
         """`on_prefilled` is called when the prefill is done, and the decode is what is waited for.
 
-        `transport`: who sends the decode, if not the router itself.
+        `keyed`: where the headers have no `authorization`, each worker is shown its own key. `transport`: who sends
+        the decode, if not the router itself.
         """
         assert assignment.prefill is not None
         self._handler: ResponseHandler | None = handler
@@ -60,6 +62,7 @@ class DisaggregatedRequest(ResponseHandler):
         self._target = target
         self._headers = headers
         self._on_prefilled = on_prefilled
+        self._keyed = keyed
         self._transport = transport
         self._decode_worker = assignment.worker
         self._prefill_assignment = assignment.prefill
@@ -154,7 +157,7 @@ class DisaggregatedRequest(ResponseHandler):
 
     def _send(self, url: str, part: PreparedRequest, handler: ResponseHandler) -> UpstreamRequest:
         lines = forwarded_lines(self._headers_of(part))
-        return self._upstreams.of(url).send(handler, "POST", self._target, lines, part.body)
+        return self._upstreams.of(url).send(handler, "POST", self._target, lines, part.body, keyed=self._keyed)
 
     def _headers_of(self, part: PreparedRequest) -> Headers:
         replaced = {RANK_HEADER, *(name for name, _ in part.headers)}
@@ -202,7 +205,7 @@ class DisaggregatedRequest(ResponseHandler):
         handler, self._handler = self._handler, None
         self._close()
         if handler is not None:
-            problem = f"prefill on {self._prefill_assignment.worker.url}: {reason}"
+            problem = f"prefill on {self._prefill_assignment.worker.name}: {reason}"
             handler.on_failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
 
     def _answer(self, head: ResponseHead, body: bytes) -> None:

@@ -406,7 +406,7 @@ class ProxiedRequest(AttemptHandler):
             recorded.ended(None, None, None, failed=True)
             return
         failed = problem is not None or response.head.status != _OK
-        recorded.ended(attempts.tried[-1].url, response.first_byte_at or None, response.usage, failed)
+        recorded.ended(attempts.tried[-1].name, response.first_byte_at or None, response.usage, failed)
 
     def _crash(self) -> None:
         """Something went wrong that was not foreseen: the request ends, and nothing of it stays."""

@@ -92,7 +92,7 @@ class ProxiedResponse:
         if context.head.path == RESPONSES:
             self._searched = b""
         self._services.metrics.begun(
-            prompt.name or "", assignment.worker.url, head.status, prompt.tokens, assignment.overlap
+            prompt.name or "", assignment.worker.name, head.status, prompt.tokens, assignment.overlap
         )
         self._learn(data, ended)
 
@@ -151,9 +151,9 @@ class ProxiedResponse:
         """The worker broke off its answer."""
         assignment, services = self._assignment, self._services
         assignment.attempt.end(_FAILED, f"answer broken off: {reason}")
-        services.metrics.broken.labels(assignment.worker.url).inc()
+        services.metrics.broken.labels(assignment.worker.name).inc()
         with self._context.logging():
-            log.warning("answer broken off", worker=assignment.worker.url, reason=reason)
+            log.warning("answer broken off", worker=assignment.worker.name, reason=reason)
         services.fleet.look_soon(assignment.worker)
 
     def break_off(self, error: RequestError) -> None:

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import structlog
 
 from indexer import Registration, Target
+from indexer.names import WorkerNames
 from indexer.sequence import StreamState
 from indexer.streams import Stream
 from router.apis.usage import Usage
@@ -165,27 +166,30 @@ class Streams(Protocol):
 class HitAudit:
     """Judges every target by its answers, and chooses what it is predicted from."""
 
-    def __init__(self, indexer: Streams, history: RoutingHistory, settings: AuditSettings) -> None:
+    def __init__(
+        self,
+        indexer: Streams,
+        history: RoutingHistory,
+        settings: AuditSettings,
+        names: WorkerNames | None = None,
+    ) -> None:
+        """`names`: what workers are called where people look."""
+        self.names = names or WorkerNames()
         self._indexer = indexer
         self._history = history
         self._samples = settings.samples
         self._tolerance = settings.tolerance
         self._audits: dict[Target, TargetAudit] = {}
-        self._distrusted: set[Target] = set()
+        self.distrusted: set[Target] = set()  # targets whose events are known to mislead
 
     def forget(self, target: Target) -> None:
         """A target was removed."""
         self._audits.pop(target, None)
-        self._distrusted.discard(target)
-
-    @property
-    def distrusts_any(self) -> bool:
-        """Whether the events of any target are known to mislead."""
-        return bool(self._distrusted)
+        self.distrusted.discard(target)
 
     def distrusts(self, target: Target) -> bool:
         """Whether a target's events are known to mislead."""
-        return target in self._distrusted
+        return target in self.distrusted
 
     def events_complete(self, target: Target) -> bool:
         """Whether a target's events so far were read, as far as they can be had."""
@@ -258,11 +262,13 @@ class HitAudit:
         audit.event_errors.clear()
         audit.errors.clear()
         if audit.basis is Basis.HISTORY:
-            self._distrusted.add(target)
+            self.distrusted.add(target)
         else:
-            self._distrusted.discard(target)
+            self.distrusted.discard(target)
         say, what = (log.info, "are as predicted again") if right else (log.warning, "are not as predicted")
-        say(f"cached tokens {what}", drift=round(drift, 3), predicted_from=audit.basis.value, **_names(target))
+        say(
+            f"cached tokens {what}", drift=round(drift, 3), predicted_from=audit.basis.value, **self.names.about(target)
+        )
 
     def _compare_lengths(self, audit: TargetAudit, prediction: Prediction, usage: Usage) -> None:
         differ = prediction.tokens != usage.prompt
@@ -278,23 +284,19 @@ class HitAudit:
                 share=share,
                 here=prediction.tokens,
                 there=usage.prompt,
-                **_names(prediction.target),
+                **self.names.about(prediction.target),
             )
         else:
-            log.info("prompts are as long as counted here again", share=share, **_names(prediction.target))
+            log.info("prompts are as long as counted here again", share=share, **self.names.about(prediction.target))
 
     def _begin(self, target: Target) -> TargetAudit:
         """Begin to audit a target; those that are gone are forgotten."""
         known = {registration.target for registration in self._indexer.registered()} | {target}
         self._audits = {each: audit for each, audit in self._audits.items() if each in known}
-        self._distrusted &= known
+        self.distrusted &= known
         for each in self._history.targets():
             if each not in known:
                 self._history.forget(each)
         audit = TargetAudit(Errors(self._samples), Errors(self._samples), Errors(self._samples))
         self._audits[target] = audit
         return audit
-
-
-def _names(target: Target) -> dict[str, str | int]:
-    return {"worker": target.worker, "dp_rank": target.dp_rank, "model": target.model}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from base64 import b64encode
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,24 +11,15 @@ _METHODS_WITH_BODY: Final = frozenset(("POST", "PUT", "PATCH"))
 _PORTS = {"http": 80, "https": 443}
 
 
-_CREDENTIALS: Final = re.compile(r'(?<=://)[^/?#\s"]*@')
-
-
-def without_credentials(text: str) -> str:
-    """A text, such as a URL or one that names some, without the passwords that its URLs have."""
-    return _CREDENTIALS.sub("", text) if "@" in text else text
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A worker's address: what its URL says. `path` stands before every target, `authorization` is from user info."""
+    """A worker's address: what its URL says. `path` stands before every target."""
 
     tls: bool
     host: str
     port: int
     path: bytes
     host_header: bytes
-    authorization: bytes | None
 
     @classmethod
     def of(cls, url: str) -> Origin:
@@ -38,20 +27,16 @@ class Origin:
         read = URL(url)
         host, port = read.host or "", read.port or _PORTS[read.scheme]
         named = f"[{host}]" if ":" in host else host
-        userinfo = f"{read.user or ''}:{read.password or ''}".encode() if read.user or read.password else None
         return cls(
             read.scheme == "https",
             host,
             port,
             read.raw_path.rstrip("/").encode(),
             (named if port == _PORTS[read.scheme] else f"{named}:{port}").encode(),
-            b"Basic " + b64encode(userinfo) if userinfo else None,
         )
 
     def opening(self, method: str, target: bytes, lines: bytes) -> bytes:
         """What a request's head begins with. `lines`: the headers that are about the message; more may follow."""
-        if self.authorization is not None and b"\r\nauthorization:" not in b"\r\n" + lines:
-            lines += b"authorization: %b\r\n" % self.authorization
         return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (method.encode(), self.path, target, self.host_header, lines)
 
 

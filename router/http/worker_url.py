@@ -7,6 +7,8 @@ may see another host than whoever connects to it, so what has more than one mean
 from __future__ import annotations
 
 import re
+from base64 import b64encode
+from urllib.parse import unquote
 
 from kvevents.endpoints import bracketed, parse_host
 
@@ -35,6 +37,23 @@ def canonical_url(text: str) -> str:
         raise ValueError(f"{_EXPECTED}; a port is from 1 to 65535")
     named = host if port == _PORTS[scheme] else f"{host}:{port}"
     return f"{scheme}://{read['userinfo'] or ''}{named}{read['path']}"
+
+
+def split_user_info(text: str) -> tuple[str, str | None]:
+    """A worker's URL without its user info, and what that is as an API key; None where there is none.
+
+    `http://KEY@host` has a key; `http://user:password@host` credentials of the kind Basic, as the value of a header. A
+    text that is no such URL comes back as it is.
+    """
+    read = _URL.fullmatch(text) if len(text) <= _LONGEST else None
+    if read is None or not read["userinfo"]:
+        return text, None
+    scheme, _, rest = text.partition("://")
+    given = read["userinfo"].removesuffix("@")
+    user, colon, password = (unquote(part) for part in given.partition(":"))
+    if user and colon:
+        return f"{scheme}://{rest[len(given) + 1 :]}", "Basic " + b64encode(f"{user}:{password}".encode()).decode()
+    return f"{scheme}://{rest[len(given) + 1 :]}", user or password
 
 
 def host_of(url: str) -> str:

@@ -54,8 +54,8 @@ class FleetSnapshot:
         self._admission = admission
         self._audit = audit
         self._series = series
-        self._requests = SeenRequests()
-        self._prefixes = HotPrefixes()
+        self._requests = SeenRequests(names=indexer.names)
+        self._prefixes = HotPrefixes(names=indexer.names)
         self._viewers = 0
         self._wanted = asyncio.Event()  # a viewer came
         self._looked = asyncio.Condition()
@@ -163,11 +163,11 @@ class FleetSnapshot:
             if audit is not None:
                 row |= {"prompt": audit.prompt_tokens, "predicted": audit.predicted_tokens}
                 row |= {"hit": audit.cached_tokens, "wrong": round(audit.errors.share, 4)}
-            rows[f"{target.worker} {target.dp_rank} {target.model}"] = row
+            rows[f"{worker.name} {target.dp_rank} {target.model}"] = row
         known = {row["worker"] for row in rows.values()}
         for worker in workers.values():
-            if worker.url not in known:
-                rows[f"{worker.url} 0"] = self._status(worker, 0, "")
+            if worker.name not in known:
+                rows[f"{worker.name} 0"] = self._status(worker, 0, "")
         self._rows = {key: old if (old := self._rows.get(key)) == row else row for key, row in rows.items()}
         self._looks += 1
 
@@ -175,7 +175,7 @@ class FleetSnapshot:
         load, engine = self._load.of(worker.url, dp_rank), worker.metrics.of(dp_rank)
         others = self._peer_load.of(worker.url, dp_rank)
         return {
-            "worker": worker.url,
+            "worker": worker.name,
             "dp_rank": dp_rank,
             "model": model,
             "state": worker.state,

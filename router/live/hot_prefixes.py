@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from indexer.names import WorkerNames
 from router.holdings.speculation import CHUNK_TOKENS
 from router.policies import Candidate
 
@@ -37,7 +38,9 @@ class _Prefix:
 class HotPrefixes:
     """Counts prefixes; `tree` shows those that count."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, names: WorkerNames | None = None) -> None:
+        """`names`: those of workers."""
+        self._names = names or WorkerNames()
         self._clock = clock
         self._began = clock()
         self._shortest: dict[int, _Prefix] = {}
@@ -59,7 +62,8 @@ class HotPrefixes:
             holders = [each for each in candidates if each.overlap >= prefix.tokens]
             prefix.held_by = len(holders)
             prefix.holders = [
-                {"worker": each.target.worker, "dp_rank": each.target.dp_rank} for each in holders[:_HOLDERS]
+                {"worker": self._names.of(each.target.worker), "dp_rank": each.target.dp_rank}
+                for each in holders[:_HOLDERS]
             ]
             longer = prefix.longer
         if self._known > MAX_PREFIXES:

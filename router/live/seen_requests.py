@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from indexer.names import WorkerNames
 from router.apis.usage import Usage
 from router.policies import Decision
 
@@ -68,9 +69,10 @@ class SeenRequest:
 
 @dataclass(slots=True)
 class SeenRequests:
-    """The last `KEPT` requests of those that are looked at: at most `PER_SECOND`."""
+    """The last `KEPT` requests of those that are looked at: at most `PER_SECOND`. `names`: those of workers."""
 
     clock: Callable[[], float] = time.monotonic
+    names: WorkerNames = field(default_factory=WorkerNames)
     _seen: deque[SeenRequest] = field(default_factory=lambda: deque(maxlen=KEPT))
     _changes: count[int] = field(default_factory=lambda: count(1))
     _numbers: count[int] = field(default_factory=lambda: count(1))
@@ -82,7 +84,7 @@ class SeenRequests:
         if now < self.due:
             return None
         self.due = now + 1 / PER_SECOND
-        costs = _costs_of(decision)
+        costs = _costs_of(decision, self.names)
         seen = SeenRequest(next(self._numbers), model or "", tokens, costs, now, time.time(), self.clock, self._changes)
         seen.changed = next(self._changes)
         self._seen.append(seen)
@@ -93,13 +95,14 @@ class SeenRequests:
         return [seen for seen in self._seen if seen.changed > change]
 
 
-def _costs_of(decision: Decision) -> dict[str, Any]:
+def _costs_of(decision: Decision, names: WorkerNames) -> dict[str, Any]:
     chosen = decision.chosen
     return {
-        "worker": chosen.target.worker,
+        "worker": names.of(chosen.target.worker),
         "dp_rank": chosen.target.dp_rank,
         "overlap": chosen.overlap,
         "best_overlap": max(candidate.overlap for candidate in decision.candidates),
         "candidates": decision.count,
+        "unit": decision.unit,
         "terms": {name: float(f"{amount:.4g}") for name, amount in decision.terms(chosen).items()},
     }

@@ -45,6 +45,7 @@ _DUPLEX: Final = _Mode.FULL_DUPLEX_STREAMED
 _OBSERVED_SECONDS: Final = 0.5
 # What is routed by where the body does not come: any worker will do.
 _UNSEEN_BODY: Final = b"{}"
+_AUTHORIZATION: Final = b"authorization"
 _LATE: Final = ("timeout", "response_timeout", "per_try_timeout")
 
 
@@ -223,7 +224,7 @@ class PickedRequest(ResponseWriter):
         try:
             address = await self._state.addresses.found(worker.url)
         except OSError as error:
-            answer.on_failed(UnreachableError(f"{worker.url}: {error.strerror}"))
+            answer.on_failed(UnreachableError(f"{worker.name}: {error.strerror}"))
         else:
             self._route(worker, answer, address, headers, body)
 
@@ -242,6 +243,9 @@ class PickedRequest(ResponseWriter):
         if body is not None:
             headers = [header for header in headers if header[0] != b"content-length"]
             headers.append((b"content-length", b"%d" % len(data)))
+        key = worker.key.authorization
+        if key is not None and self._context.admitted.keyed and not any(name == _AUTHORIZATION for name, _ in headers):
+            headers = [*headers, (_AUTHORIZATION, key)]
         path = prefix + self._path if prefix else None
         routed = process_responses.Routed(named, self._number, self._came, headers, path)
         if body is None:
@@ -291,7 +295,7 @@ class PickedRequest(ResponseWriter):
         try:
             proxied.moved(worker)
         except RequestError as error:
-            log.warning("served by a worker that is not used", worker=worker.url, reason=str(error))
+            log.warning("served by a worker that is not used", worker=worker.name, reason=str(error))
 
     def _response_body(self, part: pb.HttpBody) -> None:
         response = self._response

@@ -3,7 +3,7 @@
 records      what a policy is given and what it answers
 registry     the policies by name, what each needs and where it comes from
 linear       policies whose cost is a straight line of the uncached tokens: most are
-cost_columns the lines of all targets as columns, for decisions that cost no pass over the fleet
+cost_columns the lines of all targets as columns, which native code goes through
 kv_aware     the default: prefill tokens, load and evictions in one cost
 in_seconds   the same in seconds, for unlike workers whose rates are known
 peers        what other routers do

@@ -23,7 +23,7 @@ from random import Random
 
 from router.policies.in_seconds import SecondsWeights, seconds_cost
 from router.policies.linear import LinearPolicy
-from router.policies.records import Candidate, Decision, Request, cheapest
+from router.policies.records import Candidate, CostUnit, Decision, Request, cheapest
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,13 @@ class KvAware(LinearPolicy):
     def __call__(self, candidates: list[Candidate], request: Request) -> Decision:
         if candidates[0].rates and all(candidate.rates for candidate in candidates):
             in_seconds = self._in_seconds
-            return cheapest(candidates, lambda each: seconds_cost(each, request, in_seconds), self.random, self.near)
+            return cheapest(
+                candidates,
+                lambda each: seconds_cost(each, request, in_seconds),
+                self.random,
+                self.near,
+                CostUnit.SECONDS,
+            )
         return super().__call__(candidates, request)
 
 

@@ -12,7 +12,7 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from router.policies.linear import LinearPolicy
-from router.policies.records import ByTurn, Candidate, Decision, Policy, Request, cheapest, known_usage
+from router.policies.records import ByTurn, Candidate, CostUnit, Decision, Policy, Request, cheapest, known_usage
 
 # sgl-project/sglang, sgl-model-gateway/bindings/python/src/sglang_router/router_args.py at 6614f98405b9: the defaults
 # of cache_threshold, balance_abs_threshold and balance_rel_threshold.
@@ -49,7 +49,7 @@ class RoundRobin(ByTurn):
             place = next(place for place, each in enumerate(candidates) if each is candidate)
             return {"turn": float((place - turn) % len(candidates))}
 
-        return Decision(candidates[turn], candidates, terms, free=True)
+        return Decision(candidates[turn], candidates, terms, free=True, unit=CostUnit.TURNS)
 
 
 class AtRandom(ByTurn):
@@ -62,17 +62,24 @@ class AtRandom(ByTurn):
         return self._random.randrange(candidates)
 
     def decision(self, candidates: list[Candidate], turn: int) -> Decision:
-        return Decision(candidates[turn], candidates, lambda _: {}, free=True)
+        return Decision(candidates[turn], candidates, lambda _: {}, free=True, unit=CostUnit.TURNS)
 
 
 class LeastLoaded(LinearPolicy):
     """The fewest requests in flight; what the caches hold plays no part."""
 
+    def __init__(self, random: Random) -> None:
+        super().__init__(random, unit=CostUnit.REQUESTS)
+
     def line(self, candidate: Candidate) -> tuple[float, float]:
         return float(candidate.requests), 0.0
 
     def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:  # noqa: ARG002
-        return {"requests": candidate.requests}
+        return _requests(candidate)
+
+
+def _requests(candidate: Candidate) -> dict[str, float]:
+    return {"requests": candidate.requests}
 
 
 def session_affinity(random: Random) -> Policy:
@@ -86,7 +93,7 @@ def session_affinity(random: Random) -> Policy:
     def choose(candidates: list[Candidate], request: Request) -> Decision:
         session = request.beginning if request.session is None else request.session
         if session is None:
-            return cheapest(candidates, lambda candidate: {"requests": candidate.requests}, random)
+            return cheapest(candidates, _requests, random, unit=CostUnit.REQUESTS)
         bound = ceil(_BOUND * (sum(c.requests for c in candidates) + 1) / len(candidates))
 
         def terms(candidate: Candidate) -> dict[str, float]:
@@ -94,7 +101,7 @@ def session_affinity(random: Random) -> Policy:
             place = xxh3_64_intdigest(f"{session}\n{target.worker}\n{target.dp_rank}".encode()) / 2**64
             return {"place": place, "over bound": float(candidate.requests >= bound)}
 
-        return cheapest(candidates, terms, random)
+        return cheapest(candidates, terms, random, unit=CostUnit.SCORE)
 
     return choose
 
@@ -109,7 +116,7 @@ def cache_aware(random: Random) -> Policy:
         unbalanced = high - low > _SGLANG_DIFFERENCE and high > _SGLANG_RATIO * low
         longest = max(candidate.overlap for candidate in candidates)
         if unbalanced or longest <= _SGLANG_THRESHOLD * request.tokens:
-            return cheapest(candidates, lambda candidate: {"requests": candidate.requests}, random)
+            return cheapest(candidates, _requests, random, unit=CostUnit.REQUESTS)
         return cheapest(candidates, lambda candidate: {"unmatched": request.tokens - candidate.overlap}, random)
 
     return choose
@@ -152,13 +159,16 @@ def llm_d(random: Random) -> Policy:
                 "uncached": _LLM_D_PREFIX * (1 - candidate.overlap / max(request.tokens, 1)),
             }
 
-        return cheapest(candidates, terms, random)
+        return cheapest(candidates, terms, random, unit=CostUnit.SCORE)
 
     return choose
 
 
 class Lmetric(LinearPolicy):
     """LMetric: the tokens to prefill times the requests there, this one included: https://arxiv.org/abs/2603.15202"""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__(random, unit=CostUnit.TOKEN_REQUESTS)
 
     def line(self, candidate: Candidate) -> tuple[float, float]:
         requests = candidate.requests + 1

@@ -14,8 +14,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from random import Random
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from indexer import Target
 from router.policies.rates import Rates
@@ -111,6 +112,17 @@ class Request:
         self.beginning = beginning
 
 
+class CostUnit(StrEnum):
+    """What a policy counts its costs in. The values are what users see in `/explain`, headers, metrics and the page."""
+
+    TOKENS = "tokens"  # of prefill
+    SECONDS = "seconds"
+    REQUESTS = "requests"
+    TOKEN_REQUESTS = "token_requests"  # tokens of prefill times requests
+    SCORE = "score"  # a sum of weighted shares
+    TURNS = "turns"
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What choosing a candidate would cost, term by term."""
@@ -123,11 +135,16 @@ class Cost:
         return sum(self.terms.values())
 
 
+# Members of an enumeration are looked up in it each time.
+_TOKENS: Final = CostUnit.TOKENS
+
+
 class Decision:
     """The chosen candidate. What every candidate would have cost is worked out when it is asked for.
 
     `candidates`: all of them, or what makes records of them once somebody looks: the chosen one as it was, the others
-    with the load they have then. `count`: how many they are. `free`: what is chosen never costs anything.
+    with the load they have then. `count`: how many they are. `free`: what is chosen never costs anything. `unit`: of
+    all terms.
     """
 
     def __init__(
@@ -137,12 +154,14 @@ class Decision:
         terms: Callable[[Candidate], dict[str, float]],
         free: bool = False,
         count: int = 0,
+        unit: CostUnit = _TOKENS,
     ) -> None:
         self.chosen = chosen
         self.count = len(candidates) if isinstance(candidates, list) else count
         self._candidates = candidates
         self.terms = terms
         self.free = free
+        self.unit = unit
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -158,10 +177,10 @@ class Decision:
         return [Cost(candidate, self.terms(candidate)) for candidate in self.candidates]
 
     def summary(self) -> str:
-        """The chosen one's terms in one line, for a header: `pending=0 prefill=12 total=12 candidates=2`."""
+        """The chosen one's terms in a line, for a header: `pending=0 prefill=12 total=12 unit=tokens candidates=2`."""
         cost = Cost(self.chosen, self.terms(self.chosen))
-        terms = cost.terms | {"total": cost.total, "candidates": self.count}
-        return " ".join(f"{name}={value:.6g}" for name, value in terms.items())
+        terms = " ".join(f"{name}={value:.6g}" for name, value in (*cost.terms.items(), ("total", cost.total)))
+        return f"{terms} unit={self.unit} candidates={self.count}"
 
 
 # Candidates are never empty.
@@ -184,11 +203,15 @@ class ByTurn(ABC):
 
 
 def cheapest(
-    candidates: list[Candidate], terms: Callable[[Candidate], dict[str, float]], random: Random, near: float = 0.0
+    candidates: list[Candidate],
+    terms: Callable[[Candidate], dict[str, float]],
+    random: Random,
+    near: float = 0.0,
+    unit: CostUnit = _TOKENS,
 ) -> Decision:
     """The candidate whose terms add up to the least; ties at random. `near`: as in `one_of_lowest`."""
     totals = [sum(terms(candidate).values()) for candidate in candidates]
-    return Decision(one_of_lowest(candidates, totals, random, near), candidates, terms)
+    return Decision(one_of_lowest(candidates, totals, random, near), candidates, terms, unit=unit)
 
 
 def one_of_lowest(

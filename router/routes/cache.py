@@ -13,6 +13,7 @@ from indexer.openapi import errors
 from router.fleet.worker import Worker
 from router.services import Services
 
+_PATH = "/reset_prefix_cache"
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
@@ -25,14 +26,17 @@ def cache_routes(services: Services) -> APIRouter:
         """Reset the cache of every worker, and forget what they held."""
         workers = services.fleet.workers
         statuses = await asyncio.gather(*(_reset(services, worker) for worker in workers))
-        return {"workers": dict(zip((worker.url for worker in workers), statuses, strict=True))}
+        return {"workers": dict(zip((worker.name for worker in workers), statuses, strict=True))}
 
     return routes
 
 
 async def _reset(services: Services, worker: Worker) -> str:
     try:
-        async with services.session.post(f"{worker.url}/reset_prefix_cache", timeout=_TIMEOUT) as response:
+        async with services.session.post(
+            f"{worker.url}{_PATH}", headers=worker.key.headers, timeout=_TIMEOUT
+        ) as response:
+            worker.key.answered(_PATH, response.status)
             if response.status != 200:
                 return f"refused with status {response.status}"
     except (aiohttp.ClientError, TimeoutError) as error:

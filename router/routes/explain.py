@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, Request
 
 from indexer.errors import RequestError
+from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
 from router.admission.admission import Admission
 from router.apis.endpoints import PROMPTED, Call, read_call
@@ -26,7 +27,8 @@ def explain_routes(services: Services) -> APIRouter:
     @routes.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
     async def explain_decision(request: Request) -> dict[str, Any]:
         """The decision a request would get now, without sending it."""
-        return await explain(services.router, services.admission, await request.body(), request.scope["headers"])
+        body, headers = await request.body(), request.scope["headers"]
+        return await explain(services.router, services.admission, services.indexer.names, body, headers)
 
     return routes
 
@@ -43,7 +45,9 @@ class _ExplainFields(msgspec.Struct):
     path: Any = "/v1/chat/completions"
 
 
-async def explain(router: Router, admission: Admission, body: bytes, headers: HeaderItems) -> dict[str, Any]:
+async def explain(
+    router: Router, admission: Admission, names: WorkerNames, body: bytes, headers: HeaderItems
+) -> dict[str, Any]:
     """The answer to `/explain`, the best candidate first. Raises RequestError naming the field at fault."""
     fields = read_body(body, _ExplainFields)
     if not isinstance(fields.request, dict):
@@ -66,16 +70,17 @@ async def explain(router: Router, admission: Admission, body: bytes, headers: He
         "exact": prompt.exact,
         "session": prompt.session,
         "held": admission.would_hold(prompt),
-        "choice": {"worker": decision.chosen.target.worker, "dp_rank": decision.chosen.target.dp_rank},
-        "candidates": [_candidate(cost) for cost in costs],
-        "disaggregation": selection.disaggregation and selection.disaggregation.as_json(),
+        "choice": {"worker": names.of(decision.chosen.target.worker), "dp_rank": decision.chosen.target.dp_rank},
+        "unit": decision.unit,
+        "candidates": [_candidate(names, cost) for cost in costs],
+        "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
     }
 
 
-def _candidate(cost: Cost) -> dict[str, Any]:
+def _candidate(names: WorkerNames, cost: Cost) -> dict[str, Any]:
     candidate = cost.candidate
     return {
-        "worker": candidate.target.worker,
+        "worker": names.of(candidate.target.worker),
         "dp_rank": candidate.target.dp_rank,
         "overlap": candidate.overlap,
         "load": {"requests": candidate.requests, "pending": candidate.pending, "context": candidate.context},

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from router.http.origin import without_credentials
 from router.routes.findings import findings
 from router.services import Services
 
@@ -31,7 +28,7 @@ def status_routes(services: Services) -> APIRouter:
             "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
             "findings": found,
         }
-        return Response(without_credentials(json.dumps(report)), media_type="application/json")
+        return JSONResponse(report)
 
     @routes.get("/ready")
     async def ready() -> Response:
@@ -42,7 +39,6 @@ def status_routes(services: Services) -> APIRouter:
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        text = generate_latest(services.registry).decode()
-        return Response(without_credentials(text), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(services.registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes

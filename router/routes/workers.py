@@ -1,9 +1,9 @@
 """Workers over HTTP: to see, add, drain and remove them. What changes something wants the admin token.
 
 `GET    /workers`           whether each is used, its load, its streams and what it holds
-`POST   /workers`           {"url", "model"?, "block_size"?, "streams"?, "weight"?, "role"?}
-`DELETE /workers?url=…`     one that was added so
-`POST   /workers/drain`     {"url"}: no new requests          `POST /workers/undrain`   as before
+`POST   /workers`           {"url", "name"?, "api_key"?, "model"?, "block_size"?, "streams"?, "weight"?, "role"?}
+`DELETE /workers?url=…`     one that was added so; or `?name=…`
+`POST   /workers/drain`     {"url"} or {"name"}: no new requests          `POST /workers/undrain`   as before
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from indexer.api import token_check, workers_report
 from indexer.errors import RequestError
@@ -21,16 +22,23 @@ from kvevents import EventSource
 from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
 from router.fleet.fleet import Fleet
 from router.fleet.stream_addresses import allowed_source
-from router.fleet.worker import Worker
-from router.http.worker_url import host_of
+from router.fleet.worker import Worker, url_of
+from router.http.worker_url import host_of, split_user_info
 from router.services import Services
 from router.settings import WorkerSettings
 
 MAX_ADDED = 1024
 
 
+# Over HTTP nobody has the router read its files and its environment.
+_NOT_OVER_HTTP = ("api_key_file", "api_key_env")
+
+
 class _Named(msgspec.Struct):
-    url: str
+    """A worker by its URL or its name: each field takes either."""
+
+    url: str = ""
+    name: str = ""
 
 
 def worker_routes(services: Services) -> APIRouter:
@@ -51,10 +59,10 @@ def _report(services: Services) -> list[dict[str, Any]]:
     report = workers_report(services.indexer)
     for entry in report:
         if worker := by_url.pop(entry["worker"], None):
-            entry |= worker_status(worker)
+            entry |= named(worker) | worker_status(worker)
             for rank in entry["ranks"]:
                 rank |= _rank_load(services, worker, rank["dp_rank"])
-    return report + [{"worker": worker.url, "ranks": []} | worker_status(worker) for worker in by_url.values()]
+    return report + [named(worker) | {"ranks": []} | worker_status(worker) for worker in by_url.values()]
 
 
 def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, Any]:
@@ -85,35 +93,42 @@ def _changes(services: Services) -> APIRouter:
         known = fleet.find(str(settings.url))
         if known is not None and known.source != "api":
             raise _foreign(known)
+        _check_name(fleet, settings)
         if len(added) >= MAX_ADDED:
             raise RequestError(f"There are {MAX_ADDED} added workers. Remove one first.", status=409, param="url")
         await fleet.assign("api", [*added, settings])
-        return {"worker": str(settings.url).rstrip("/")} | worker_status(_find(fleet, str(settings.url)))
+        worker = _find(fleet, str(settings.url))
+        return named(worker) | worker_status(worker)
 
     @routes.delete("/workers", responses=errors(400, 401, 404, 409))
-    async def remove(url: str) -> dict[str, Any]:
+    async def remove(url: str = "", name: str = "") -> dict[str, Any]:
         """Remove a worker that was added. The requests it has go on."""
-        worker = _find(fleet, url)
+        worker = _find(fleet, url or name)
         if worker.source != "api":
             raise _foreign(worker)
         await fleet.assign("api", [known for known in fleet.assigned("api") if known.url != worker.settings.url])
-        return {"worker": worker.url, "removed": True, "requests_in_flight": len(worker.health.attempts)}
+        return {"worker": worker.name, "removed": True, "requests_in_flight": len(worker.health.attempts)}
 
     @routes.post("/workers/drain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
     async def drain(request: Request) -> dict[str, Any]:
         """Send a worker no new requests. When it is `drained`, those it had are done."""
-        worker = _find(fleet, _url(await request.body()))
+        worker = _find(fleet, _which(await request.body()))
         fleet.drain(worker, True)
-        return {"worker": worker.url} | worker_status(worker)
+        return named(worker) | worker_status(worker)
 
     @routes.post("/workers/undrain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
     async def undrain(request: Request) -> dict[str, Any]:
         """Use a worker again."""
-        worker = _find(fleet, _url(await request.body()))
+        worker = _find(fleet, _which(await request.body()))
         fleet.drain(worker, False)
-        return {"worker": worker.url} | worker_status(worker)
+        return named(worker) | worker_status(worker)
 
     return routes
+
+
+def named(worker: Worker) -> dict[str, Any]:
+    """Which worker is meant: its name, and where it is."""
+    return {"worker": worker.name, "url": worker.url}
 
 
 def worker_status(worker: Worker) -> dict[str, Any]:
@@ -131,29 +146,51 @@ def worker_status(worker: Worker) -> dict[str, Any]:
     }
 
 
-def _url(body: bytes) -> str:
+def _which(body: bytes) -> str:
     try:
-        return msgspec.json.decode(body, type=_Named).url
+        given = msgspec.json.decode(body, type=_Named)
+        return given.url or given.name
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RequestError(f'{error}. Send {{"url": "…"}} with the URL of a worker.', param="url") from error
+        raise RequestError(f'{error}. Send {{"url": "…"}} or {{"name": "…"}} of a worker.', param="url") from error
 
 
-def _find(fleet: Fleet, url: str) -> Worker:
-    worker = fleet.find(url)
+def _find(fleet: Fleet, url_or_name: str) -> Worker:
+    if not url_or_name:
+        raise RequestError("Neither url nor name says which worker is meant. Send one of them.", param="url")
+    worker = fleet.find(url_or_name)
     if worker is None:
+        shown = split_user_info(url_or_name)[0]
         raise RequestError(
-            f"There is no worker {url!r}. GET /workers lists them.", status=404, type="not_found_error", param="url"
+            f"There is no worker {shown!r}. GET /workers lists them.", status=404, type="not_found_error", param="url"
         )
     return worker
 
 
+def _check_name(fleet: Fleet, settings: WorkerSettings) -> None:
+    """See that no other worker has the name of one that is added. Raises RequestError."""
+    if settings.name is None:
+        return
+    known = fleet.find(settings.name)
+    if known is not None and known.url != url_of(settings):
+        raise RequestError(
+            f"name: {settings.name!r} is the name of another worker. Choose another one.", status=409, param="name"
+        )
+
+
 def _foreign(worker: Worker) -> RequestError:
     return RequestError(
-        f"The worker {worker.url!r} comes from {worker.source}. Change it there, or drain it.", status=409, param="url"
+        f"The worker {worker.name!r} comes from {worker.source}. Change it there, or drain it.", status=409, param="url"
     )
 
 
 def _worker_settings(body: bytes) -> WorkerSettings:
+    try:
+        given = from_json(body)
+    except ValueError as error:
+        raise RequestError(f'The body is not JSON: {error}. Send {{"url": "http://…"}}.') from error
+    for name in _NOT_OVER_HTTP:
+        if isinstance(given, dict) and given.get(name) is not None:
+            raise RequestError(f"{name} is for the settings file alone. Send api_key.", param=name)
     try:
         return WorkerSettings.model_validate_json(body)
     except ValidationError as error:

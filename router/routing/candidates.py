@@ -47,7 +47,7 @@ class CandidateSet:
         self.view = view
         self.excluded = excluded
         self.hashes: dict[ServedModel, list[array[int]]] = {}
-        self.overlaps = Overlaps()
+        self.overlaps = Overlaps(targets.nothing)
         self.rates: dict[ServedModel, Rates] = {}
 
     @property
@@ -67,8 +67,9 @@ class CandidateSet:
         records = self.view.records.copy()
         if self.rates:
             records = [self._finder.with_rates(self, row, record) for row, record in enumerate(records)]
-        for row in self.overlaps.tokens:
-            records[row] = self.with_overlap(row, records[row])
+        for row, tokens in enumerate(self.overlaps.tokens):
+            if tokens:
+                records[row] = self.with_overlap(row, records[row])
         if chosen is not None:
             records[self.targets.of_target[chosen.target].row] = chosen
         if self.excluded:
@@ -77,8 +78,8 @@ class CandidateSet:
 
     def with_overlap(self, row: int, record: Candidate) -> Candidate:
         """A record with what its target has of the request's prompts."""
-        tokens = self.overlaps.tokens.get(row)
-        if tokens is None:
+        tokens = self.overlaps.tokens[row]
+        if not tokens:
             return record
         record = record.copy()
         record.overlap = tokens
@@ -97,7 +98,11 @@ class CandidateSet:
             return None
         chosen = self.with_overlap(row, self.view.records[row])
         decision = Decision(
-            chosen, lambda: self.records(chosen), lambda each: policy.terms(each, tokens), count=self.count
+            chosen,
+            lambda: self.records(chosen),
+            lambda each: policy.terms(each, tokens),
+            count=self.count,
+            unit=policy.unit,
         )
         return self._selection(decision, self.targets.ranks[row])
 
@@ -108,9 +113,9 @@ class CandidateSet:
     def _selection(self, decision: Decision, rank: RoutableRank) -> Selection:
         overlaps, excluded = self.overlaps, self.excluded
         if excluded:
-            best = max([tokens for row, tokens in overlaps.tokens.items() if row not in excluded], default=0)
+            best = max([tokens for row, tokens in enumerate(overlaps.tokens) if row not in excluded], default=0)
         else:
-            best = max(overlaps.tokens.values(), default=0)
+            best = max(overlaps.tokens, default=0)
         hashes = self.hashes.get(rank.served, NO_HASHES)
         return Selection(decision, rank, hashes, overlaps.events_of(rank.row), best)
 

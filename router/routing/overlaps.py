@@ -7,11 +7,10 @@ history of answers, where events are missing.
 from __future__ import annotations
 
 from array import array
-from typing import Final
+from itertools import chain
 
-from indexer import Indexer, Match, MatchQuery, Target, UnknownModelError
+from indexer import Indexer, MatchQuery, RowMatches, Target, UnknownModelError
 from indexer.hashing import PackedPrompt
-from kvevents import Tier
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings
@@ -20,45 +19,40 @@ from router.routing.routed_prompt import RoutedPrompt
 from router.routing.target_directory import ModelTargets
 from router.sharing import PeerLoad
 
-# Members of an enumeration are looked up in it each time.
-_GPU: Final = Tier.GPU
-_CPU: Final = Tier.CPU
-_DISK: Final = Tier.DISK
-_UNKNOWN: Final = Tier.UNKNOWN
-
 
 class Overlaps:
-    """What targets have of a request's prompts, by row of those that have any. Amounts are in tokens.
+    """What targets have of a request's prompts, by row. Amounts are in tokens.
 
     `tokens`: what counts. `by_events`: by events and prompts in flight, of rows where that is another number.
     `transfers`: how many of them are in CPU memory and on disk, of rows that have any there.
     """
 
-    __slots__ = ("by_events", "tokens", "transfers")
+    __slots__ = ("_empty", "by_events", "tokens", "transfers")
 
-    def __init__(self) -> None:
-        self.tokens: dict[int, int] = {}
+    def __init__(self, nothing: array[int]) -> None:
+        """`nothing`: an `array("I")` of zeros by row, which stays as it is."""
+        self.tokens = nothing
         self.by_events: dict[int, int] = {}
         self.transfers: dict[int, tuple[int, int]] = {}
+        self._empty = True
 
-    def add(self, row: int, tokens: int, by_events: int) -> None:
-        """Count what a target has of one more prompt."""
-        before = self.tokens.get(row, 0)
-        if tokens != by_events or row in self.by_events:
-            self.by_events[row] = self.by_events.get(row, before) + by_events
-        self.tokens[row] = before + tokens
-
-    def add_transfer(self, row: int, tiers: dict[Tier, int]) -> None:
-        """Count what of it has to be loaded."""
-        cpu, disk = tiers[_CPU], tiers[_DISK] + tiers[_UNKNOWN]
-        if cpu or disk:
+    def add(self, found: RowMatches, by_events: dict[int, int]) -> None:
+        """Add what rows have of one more prompt. `by_events`: as above, of that prompt."""
+        if self._empty:
+            self._empty = False
+            self.tokens, self.transfers, self.by_events = found.tokens, found.transfers, by_events
+            return
+        for row in self.by_events.keys() | by_events.keys():
+            self.by_events[row] = self.events_of(row) + by_events.get(row, found.tokens[row])
+        self.tokens = array("I", map(int.__add__, self.tokens, found.tokens))
+        for row, (cpu, disk) in found.transfers.items():
             before = self.transfers.get(row, (0, 0))
             self.transfers[row] = before[0] + cpu, before[1] + disk
 
     def events_of(self, row: int) -> int:
         """What a target has by events and prompts in flight."""
         known = self.by_events.get(row)
-        return self.tokens.get(row, 0) if known is None else known
+        return self.tokens[row] if known is None else known
 
 
 class OverlapFinder:
@@ -88,58 +82,64 @@ class OverlapFinder:
         overlaps: Overlaps,
     ) -> None:
         """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each of the prompts."""
-        of_target = targets.of_target
+        of_target, distrusts = targets.of_target, self._audit.distrusts
         for number, chunks in enumerate(hashes):
-            matches = self._matches(served, prompt.token_ids[number], prompt.cache_salt)
-            own, peers = self._speculation.overlaps(chunks, now), self._peer_load.overlaps(chunks)
+            found = self._matches(targets, served, prompt.token_ids[number], prompt.cache_salt)
+            by_events: dict[int, int] = {}
+            in_flight = self._speculation.overlaps(chunks, now)
+            for target, shared in self._peer_load.overlaps(chunks).items():
+                in_flight[target] = max(in_flight.get(target, 0), shared)
             history = self._history.overlaps(chunks)
-            tokens = len(prompt.identities[number])
-            for target, shared in peers.items():
-                own[target] = max(own.get(target, 0), shared)
-            for target in history:
-                if target not in own:
-                    own[target] = 0
-            simple = not number and not self._audit.distrusts_any
-            for target, match in matches.items():  # there may be thousands
+            for target in chain(history, self._audit.distrusted):
+                if target not in in_flight:
+                    in_flight[target] = 0
+            held, tokens = found.tokens, len(prompt.identities[number])
+            for target, shared in in_flight.items():
                 rank = of_target.get(target)
                 if rank is None or rank.served is not served:
                     continue
-                in_flight = own.pop(target, -1) if own else -1
-                if in_flight >= 0 or not simple:
-                    self._add(overlaps, rank, match, max(in_flight, 0), history.get(target, 0), tokens)
-                    continue
-                overlaps.tokens[rank.row] = match.matched_tokens
-                if match.tiers[_GPU] != match.matched_tokens:
-                    overlaps.add_transfer(rank.row, match.tiers)
-            for target, in_flight in own.items():
-                rank = of_target.get(target)
-                if rank is not None and rank.served is served:
-                    self._add(overlaps, rank, None, in_flight, history.get(target, 0), tokens)
+                sent, trusted = history.get(target, 0), not distrusts(target)
+                if shared >= held[rank.row] or sent or not trusted:
+                    self._correct(found, by_events, rank, shared, sent, trusted, tokens)
+            overlaps.add(found, by_events)
 
-    def _add(
-        self, overlaps: Overlaps, rank: RoutableRank, match: Match | None, in_flight: int, sent: int, tokens: int
+    def _correct(
+        self,
+        found: RowMatches,
+        by_events: dict[int, int],
+        rank: RoutableRank,
+        in_flight: int,
+        sent: int,
+        trusted: bool,
+        tokens: int,
     ) -> None:
-        """Add what a target has of a prompt of `tokens`: by the index, in flight and by what was `sent` there."""
-        target = rank.target
+        """Correct what the index says of a target's share in a prompt of `tokens`: by what of it is `in_flight` there
+        and was `sent` there, and without the index where its events are not `trusted`."""
+        row, target = rank.row, rank.target
         if in_flight:
             in_flight = self._full_blocks(target, in_flight, tokens)
         if sent:
             sent = self._full_blocks(target, sent, tokens)
-        held = match.matched_tokens if match is not None else 0
-        by_events = held if held > in_flight else in_flight
-        overlap = in_flight if self._audit.distrusts(target) else by_events
+        held = found.tokens[row]
+        expected = held if held > in_flight else in_flight
+        overlap = expected if trusted else in_flight
         if sent > overlap:
             overlap = sent
-        overlaps.add(rank.row, overlap, by_events)
-        if match is not None and overlap == held > in_flight:  # else it is being computed there
-            overlaps.add_transfer(rank.row, match.tiers)
+        if not overlap == held > in_flight:  # it is being computed there, or does not count
+            found.transfers.pop(row, None)
+        found.tokens[row] = overlap
+        if overlap != expected:
+            by_events[row] = expected
 
-    def _matches(self, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None) -> dict[Target, Match]:
+    def _matches(
+        self, targets: ModelTargets, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None
+    ) -> RowMatches:
         """What targets hold of a prompt, by the index."""
+        rows = targets.rows_of(served)
         try:
-            return self._indexer.held(MatchQuery(served.model, token_ids, served.adapter, cache_salt))
+            return self._indexer.match_rows(MatchQuery(served.model, token_ids, served.adapter, cache_salt), rows)
         except UnknownModelError:
-            return {}
+            return RowMatches(rows)
 
     def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:
         """What a target reuses of a prompt of `tokens` when it has computed `shared` of them."""

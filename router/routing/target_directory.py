@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
-from indexer import Target
+from indexer import Target, TargetRows
 from router.fleet.discovery import WorkerDescription
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.load import LoadTable
@@ -44,6 +45,8 @@ class ModelTargets:
                 self.of_target[rank.target] = rank
                 rank.row = len(self.ranks)
                 self.ranks.append(rank)
+        self.nothing = array("I", bytes(4 * len(self.ranks)))  # by row, of a prompt that nobody knows
+        self._rows_of: dict[ServedModel, TargetRows] = {}
         self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
 
     def ranks_as_found(self, worker: Worker) -> list[RoutableRank] | None:
@@ -52,6 +55,14 @@ class ModelTargets:
         if settings is not worker.settings or description is not worker.description:
             return None
         return self.of_worker[worker]
+
+    def rows_of(self, served: ServedModel) -> TargetRows:
+        """The rows of the targets that serve a model."""
+        rows = self._rows_of.get(served)
+        if rows is None:
+            row_of = {rank.target: rank.row for rank in self.ranks if rank.served is served}
+            rows = self._rows_of[served] = TargetRows(len(self.ranks), row_of)
+        return rows
 
     def unsettled(self, health_version: int) -> list[Worker]:
         """The workers to which not every request may go: they warm up, or a circuit of theirs is not closed.

@@ -28,5 +28,5 @@ class SharingCollector(Collector):
         requests = GaugeMetricFamily("kvrouter_requests_elsewhere", "In flight from other routers", labels=labels)
         for worker in self._fleet.workers:
             for dp_rank in worker.ranks():
-                requests.add_metric([worker.url, str(dp_rank)], peer_load.of(worker.url, dp_rank).requests)
+                requests.add_metric([worker.name, str(dp_rank)], peer_load.of(worker.url, dp_rank).requests)
         yield from (up, routers, requests)

@@ -142,7 +142,10 @@ class WorkerProcesses:
 
 def api_changes(fleet: Fleet) -> bytes:
     """What changed over the API here, for a process that starts."""
-    added = [worker.model_dump(mode="json") for worker in fleet.assigned("api")]
+    added = [
+        worker.model_dump(mode="json") | {"api_key": worker.api_key and worker.api_key.get_secret_value()}
+        for worker in fleet.assigned("api")
+    ]
     return msgspec.json.encode(_ApiChanges(added, [worker.url for worker in fleet.workers if worker.draining]))
 
 

@@ -14,6 +14,7 @@ from router.fleet.fleet import Fleet, Worker, WorkerState
 from router.fleet.load import LoadTable
 from router.holdings.audit import Basis, HitAudit, Prediction
 from router.policies import Decision
+from router.policies.records import CostUnit
 from router.telemetry.counters import Counter, CounterSeries, Histogram
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -32,7 +33,7 @@ class _OfModel:
         self.prompt_tokens = metrics.prompt_tokens.of(model)
         self.overlap_tokens = metrics.overlap_tokens.of(model)
         self.best_overlap_tokens = metrics.best_overlap_tokens.of(model)
-        self.costs: dict[str, CounterSeries] = {}  # by term
+        self.costs: dict[CostUnit, dict[str, CounterSeries]] = {}  # by unit and term
 
 
 class RequestMetrics:
@@ -66,7 +67,9 @@ class RequestMetrics:
             "kvrouter_best_overlap_tokens", "The most that any worker's cache had", ["model"], registry
         )
         self.decisions = Counter("kvrouter_decisions", "Choices of a worker", ["model"], registry)
-        self.cost = Counter("kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term"], registry)
+        self.cost = Counter(
+            "kvrouter_decision_cost", "Cost of what was chosen, by term", ["model", "term", "unit"], registry
+        )
         self.queue = Histogram(
             "kvrouter_queue_seconds",
             "From the end of a request's body to its sending to a worker",
@@ -104,11 +107,15 @@ class RequestMetrics:
             of_model.best_overlap_tokens.amount += prediction.most
         if decision.free:
             return
+        unit = decision.unit
+        costs = of_model.costs.get(unit)
+        if costs is None:
+            costs = of_model.costs[unit] = {}
         for term, amount in decision.terms(decision.chosen).items():
             if amount:
-                cost = of_model.costs.get(term)
+                cost = costs.get(term)
                 if cost is None:
-                    cost = of_model.costs[term] = self.cost.of(model, term)
+                    cost = costs[term] = self.cost.of(model, term, unit.value)
                 cost.amount += amount
 
     def begun(self, model: str, worker: str, status: int, tokens: int, overlap: int) -> None:
@@ -130,9 +137,9 @@ class RequestMetrics:
 
     def forget(self, worker: Worker) -> None:
         """A worker was removed: its series end."""
-        self.answered.forget(worker.url)
+        self.answered.forget(worker.name)
         for counter in (self.retried, self.broken):
-            counter.remove_by_labels({"worker": worker.url})
+            counter.remove_by_labels({"worker": worker.name})
 
 
 class FleetCollector(Collector):
@@ -151,17 +158,17 @@ class FleetCollector(Collector):
         requests = GaugeMetricFamily("kvrouter_requests_in_flight", "Requests in flight", labels=labels)
         pending = GaugeMetricFamily("kvrouter_prefill_tokens_in_flight", "Uncached tokens to prefill", labels=labels)
         for worker in self._fleet.workers:
-            up.add_metric([worker.url], float(worker.up))
+            up.add_metric([worker.name], float(worker.up))
             for known in WorkerState:
-                state.add_metric([worker.url, known], float(worker.state is known))
+                state.add_metric([worker.name, known], float(worker.state is known))
             for dp_rank in worker.ranks():
                 load = self._load.of(worker.url, dp_rank)
-                requests.add_metric([worker.url, str(dp_rank)], load.requests)
-                pending.add_metric([worker.url, str(dp_rank)], load.pending)
+                requests.add_metric([worker.name, str(dp_rank)], load.requests)
+                pending.add_metric([worker.name, str(dp_rank)], load.pending)
                 engine = worker.metrics.of(dp_rank)
-                unseen.add_metric([worker.url, str(dp_rank)], engine.unseen)
+                unseen.add_metric([worker.name, str(dp_rank)], engine.unseen)
                 if engine.kv_usage is not None:
-                    usage.add_metric([worker.url, str(dp_rank)], engine.kv_usage)
+                    usage.add_metric([worker.name, str(dp_rank)], engine.kv_usage)
         yield from (up, state, requests, pending, unseen, usage)
 
 
@@ -185,7 +192,7 @@ class AuditCollector(Collector):
         drift = GaugeMetricFamily("kvrouter_audit_drift_ratio", "The same for predictions by events", labels=labels)
         basis = GaugeMetricFamily("kvrouter_audit_basis", "1 for what is predicted from", labels=[*labels, "basis"])
         for target, audit in self._audit.audits():
-            values = [target.worker, str(target.dp_rank), target.model]
+            values = [self._audit.names.of(target.worker), str(target.dp_rank), target.model]
             answers.add_metric(values, audit.answers)
             prompt.add_metric(values, audit.prompt_tokens)
             predicted.add_metric(values, audit.predicted_tokens)

@@ -189,8 +189,9 @@ def _mark_end(messages: list[dict[str, Any]], source: str) -> str:
     if isinstance(content, str):
         last["content"] = content + _END_MARK
         return content
-    parts = last["content"] = [dict(part) for part in content]
-    for part in reversed(parts):
+    parts: list[dict[str, Any]] = [dict(part) for part in content]
+    last["content"] = parts
+    for part in parts[::-1]:
         if "text" in part:
             said: str = part["text"]
             part["text"] = said + _END_MARK

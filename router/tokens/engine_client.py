@@ -6,6 +6,7 @@ for chats and texts alone. Older versions and SGLang have only `/tokenize`, SGLa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from indexer.hashing import PackedPrompt
 from router.apis.fields import MAX_TOKEN_ID
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError
+from router.fleet.worker_keys import WorkerKey
 from router.tokens.chat_template import template_variables
 
 _CHAT = "/v1/chat/completions"
@@ -62,15 +64,23 @@ class EngineClient:
     PromptRefusedError (one of those) when it does not take the prompt, NotOfferedError when it has no such endpoint.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, model: str, timeout_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        model: str,
+        timeout_seconds: float = 5.0,
+        key_of: Callable[[str], WorkerKey | None] = lambda _: None,
+    ) -> None:
+        """`key_of`: what the worker with a URL wants to be shown."""
         self.model = model
+        self._key_of = key_of
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
 
     async def rendered(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
         """The token ids of each prompt by the engine's own rendering of the request."""
         path, body = self._request(prompt)
-        found = _decoded(url, _decode_rendered, await self._post(f"{url}{path}/render", body))
+        found = _decoded(url, _decode_rendered, await self._post(url, f"{path}/render", body))
         return [PackedPrompt.of(each.token_ids) for each in (found if isinstance(found, list) else [found])]
 
     async def tokenized(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
@@ -79,7 +89,7 @@ class EngineClient:
             bodies = [_chat_fields(prompt)]
         else:
             bodies = [{"prompt": text, "add_special_tokens": prompt.add_special_tokens} for text in prompt.texts]
-        answers = [await self._post(f"{url}/tokenize", {"model": self.model} | body) for body in bodies]
+        answers = [await self._post(url, "/tokenize", {"model": self.model} | body) for body in bodies]
         prompts = [PackedPrompt.of(_decoded(url, _decode_tokenized, answer).tokens) for answer in answers]
         return [prompt.truncation.of(each) for each in prompts] if prompt.truncation else prompts
 
@@ -91,7 +101,7 @@ class EngineClient:
         body |= {"max_tokens": 1, "max_completion_tokens": 1, "return_token_ids": True}
         if path == _COMPLETIONS:
             del body["max_completion_tokens"]
-        answer = _decoded(url, _decode_answer, await self._post(f"{url}{path}", body))
+        answer = _decoded(url, _decode_answer, await self._post(url, path, body))
         ids = answer.prompt_token_ids or (answer.choices[0].prompt_token_ids if answer.choices else None)
         if ids is None:
             raise NotOfferedError(f"{url}: it does not tell the token ids of a prompt")
@@ -115,9 +125,10 @@ class EngineClient:
             path, body = _COMPLETIONS, {"prompt": texts, "add_special_tokens": prompt.add_special_tokens}
         return path, body | {"model": self.model}
 
-    async def _post(self, url: str, body: dict[str, Any]) -> bytes:
+    async def _post(self, worker: str, path: str, body: dict[str, Any]) -> bytes:
         data = BytesIO(msgspec.json.encode(body))  # aiohttp writes it in pieces
-        headers = {"Content-Type": "application/json"}
+        key, url = self._key_of(worker), worker + path
+        headers = {"Content-Type": "application/json", **(key.headers if key else {})}
         try:
             # A redirect would lead out of the allowed networks.
             async with self._session.post(
@@ -126,6 +137,8 @@ class EngineClient:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TokenizerUnavailableError(f"{url}: {str(error) or type(error).__name__}") from error
+        if key is not None:
+            key.answered(path, status)
         if status == 200:
             return answer
         if status in (400, 413, 422):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.chat_template import ChatTemplate
+from router.tokens.common_start import common_start
 from router.tokens.model_files import ModelFiles
 from router.tokens.prompt_cache import PromptCache
 from router.tokens.text_encoder import TextEncoder
@@ -138,7 +138,7 @@ class LocalTokenizer:
             raise TokenizerUnavailableError("only an engine can tell how much of media a truncation leaves")
         told_apart = self.render(chat, media_as_text=True)
         # Whatever the template does differently for media, up to here it renders the same.
-        return [_common_start(told_apart, self.render(chat)), told_apart]
+        return [told_apart[: common_start(told_apart, self.render(chat))], told_apart]
 
     def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
         """The text that the model's chat template makes of a conversation.
@@ -199,10 +199,6 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     system = "".join(message["content"] for message in messages if message["role"] == "system")
     others = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": system}, *others] if system else others
-
-
-def _common_start(text: str, other: str) -> str:
-    return text[: bisect_left(range(len(text)), True, key=lambda place: not other.startswith(text[: place + 1]))]
 
 
 def _template(files: ModelFiles, *, tools: bool) -> ChatTemplate | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from threading import Lock
-from typing import AnyStr, NamedTuple
+from typing import NamedTuple
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from router.tokens.common_start import common_start
 
 # Texts are remembered by a few of their characters, at these places and then at every so many: the next turn has the
 # same at all places but the last ones.
@@ -65,7 +66,7 @@ class PromptCache:
             known = self._by_place.get((place, text[place - _CHARACTERS : place]))
             if known is None or known in tried:
                 continue
-            common = _common(text, known.text, place)
+            common = common_start(text, known.text)
             if common >= place:
                 with self._lock:
                     if id(known) in self._known:
@@ -82,9 +83,7 @@ class PromptCache:
         if known is None:
             prompt = PackedPrompt(tokens)
         else:
-            before = known.prompt.tokens
-            share = max(begun.common - _FIRST_PLACES[0], 0) / len(known.text)  # its tokens are much the same share
-            common = _common(tokens, before, int(share * len(before)))
+            common = common_start(tokens, known.prompt.tokens)
             prompt = known.prompt.extended(tokens, common // TOKEN_BYTES)
         if len(text) >= _FIRST_PLACES[0]:
             self._put(KnownPrompt(text, prompt), begun)
@@ -122,22 +121,9 @@ class PromptCache:
 
 
 def common_tokens(one: PackedPrompt, other: PackedPrompt) -> int:
-    """How many tokens two prompts begin with alike; the other one likely with most of its own."""
-    return _common(one.tokens, other.tokens, len(other.tokens) * 7 // 8) // TOKEN_BYTES
+    """How many tokens two prompts begin with alike."""
+    return common_start(one.tokens, other.tokens) // TOKEN_BYTES
 
 
 def _places(length: int) -> list[int]:
     return [*_FIRST_PLACES[: bisect_right(_FIRST_PLACES, length)], *range(_STEP, length + 1, _STEP)]
-
-
-def _common(one: AnyStr, other: AnyStr, likely: int) -> int:
-    """How much two texts begin alike: `likely` so much at least. Compared by the C library, and little of it twice."""
-    low, high = 0, min(len(one), len(other))
-    middle = min(likely, high)
-    while low < high:
-        if one.startswith(other[low:middle], low):
-            low = middle
-        else:
-            high = middle - 1
-        middle = (low + high + 1) // 2
-    return low

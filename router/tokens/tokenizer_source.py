@@ -21,6 +21,7 @@ from indexer import Target
 from router.errors import TokenizerUnavailableError
 from router.fleet.discovery import ServedModel, WorkerDescription
 from router.fleet.fleet import Worker, end_tasks
+from router.fleet.worker_keys import WorkerKey
 from router.holdings.audit import TargetAudit
 from router.settings import ModelSettings, TokenizerSettings
 from router.tokens.agreement import Agreement, Trial, Truth, Way
@@ -72,6 +73,11 @@ class _Model:
     def urls(self) -> list[str]:
         """The workers that can be asked."""
         return [worker.url for worker in self.workers.values() if worker.up and worker.trusted]
+
+    def key_of(self, url: str) -> WorkerKey | None:
+        """What a worker wants to be shown."""
+        worker = self.workers.get(url)
+        return worker.key if worker else None
 
     def merged(self) -> Agreement:
         """What was found of all workers: of each shape the worst."""
@@ -185,7 +191,7 @@ class TokenizerSource:
         return found
 
     async def _begin(self, served: ServedModel) -> _Model:
-        client = EngineClient(self._session, served.model, self._settings.timeout)
+        client = EngineClient(self._session, served.model, self._settings.timeout, lambda url: model.key_of(url))
         model = _Model(served.model, client, EngineTokenizer(client, lambda: model.urls(), self._settings.cache_bytes))
         await self._find_files(model, served)
         await self._load_first(model)
@@ -267,7 +273,9 @@ class TokenizerSource:
             try:
                 tried.agreement = await self._tried(model, url, misled)
             except TokenizerUnavailableError as error:
-                log.info("a worker's prompts cannot be compared", worker=url, model=model.name, reason=str(error))
+                log.info(
+                    "a worker's prompts cannot be compared", worker=worker.name, model=model.name, reason=str(error)
+                )
                 continue
             self._use(model, newly_misled and not tried.agreement.of_way(Way.ENGINE, Way.GUESSED, Way.NONE))
 

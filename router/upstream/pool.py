@@ -56,7 +56,9 @@ class Upstream(ConnectionOwner):
         connect_timeout: float,
         idle_timeout: float,
         address_of: AddressOf | None = None,
+        authorization: bytes | None = None,
     ) -> None:
+        """`authorization`: what the worker wants to be shown."""
         super().__init__(idle_timeout)
         self.origin = Origin.of(url)
         self.closing = False
@@ -69,6 +71,9 @@ class Upstream(ConnectionOwner):
         self._connecting: set[asyncio.Task[None]] = set()
         self._sweep = Deadline(self._loop, self._drop_old)
         self._openings: dict[bytes, _Opening] = {}
+        self._bare_openings: dict[bytes, _Opening] = {}
+        self._authorization = b""
+        self.show(authorization)
 
     def send(
         self,
@@ -80,19 +85,21 @@ class Upstream(ConnectionOwner):
         request_id: bytes = b"",
         now: float | None = None,
         once: bool = False,
+        keyed: bool = True,
     ) -> UpstreamRequest:
         """Send a request. `target` is a path with its query; `lines` are the headers that are about the message.
 
         `request_id`: what comes beside them, where the same lines come with many requests. `now`: by `time.monotonic`,
         where it was just read. `once`: over a connection of its own; a kept one may turn out to be closed too late.
+        `keyed`: with the worker's API key, where the lines have no `authorization`.
         """
         end = end_of_head(method, len(body))
         beside = len(body) > _ONE_BUFFER
         behind = b"" if beside else body
         if request_id:
-            request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines), request_id, end, behind)
+            request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines, keyed), request_id, end, behind)
         else:
-            request = b"%b%b%b" % (self.origin.opening(method, target, lines), end, behind)
+            request = b"%b%b%b" % (self._begin(method, target, lines, keyed), end, behind)
         connection = None if once else self._take_idle(_now() if now is None else now)
         sent = UpstreamRequest(handler, method, request, body if beside else b"")
         if connection is None:
@@ -101,15 +108,27 @@ class Upstream(ConnectionOwner):
             connection.send(sent)
         return sent
 
-    def _opening(self, method: str, target: bytes, lines: bytes) -> bytes:
+    def show(self, authorization: bytes | None) -> None:
+        """Show the worker this from now on."""
+        self._authorization = b"authorization: %b\r\n" % authorization if authorization is not None else b""
+        self._openings.clear()
+
+    def _begin(self, method: str, target: bytes, lines: bytes, keyed: bool) -> bytes:
+        """What a request's head begins with."""
+        if keyed and self._authorization and b"\r\nauthorization:" not in b"\r\n" + lines:
+            lines += self._authorization
+        return self.origin.opening(method, target, lines)
+
+    def _opening(self, method: str, target: bytes, lines: bytes, keyed: bool) -> bytes:
         """What a request's head begins with, up to its id."""
-        known = self._openings.get(lines)
+        openings = self._openings if keyed else self._bare_openings
+        known = openings.get(lines)
         if known is not None and known.method == method and known.target == target:
             return known.head
-        if len(self._openings) >= _MOST_OPENINGS:
-            self._openings.clear()
-        head = self.origin.opening(method, target, lines) + b"x-request-id: "
-        self._openings[lines] = _Opening(method, target, head)
+        if len(openings) >= _MOST_OPENINGS:
+            openings.clear()
+        head = self._begin(method, target, lines, keyed) + b"x-request-id: "
+        openings[lines] = _Opening(method, target, head)
         return head
 
     @property
@@ -226,15 +245,21 @@ class Upstream(ConnectionOwner):
 
 
 class Upstreams:
-    """The connections to all workers. `close` ends them."""
+    """The connections to all workers. `close` ends them. `key_of`: what the worker with a URL wants to be shown."""
 
     def __init__(
-        self, tls: ssl.SSLContext, connect_timeout: float, idle_timeout: float, address_of: AddressOf | None = None
+        self,
+        tls: ssl.SSLContext,
+        connect_timeout: float,
+        idle_timeout: float,
+        address_of: AddressOf | None = None,
+        key_of: Callable[[str], bytes | None] = lambda _: None,
     ) -> None:
         self._tls = tls
         self._address_of = address_of
         self._connect_timeout = connect_timeout
         self._idle_timeout = idle_timeout
+        self._key_of = key_of
         self._upstreams: dict[str, Upstream] = {}
         self._retired: list[Upstream] = []
 
@@ -242,9 +267,15 @@ class Upstreams:
         """Those to the worker with this URL."""
         upstream = self._upstreams.get(url)
         if upstream is None:
-            upstream = Upstream(url, self._tls, self._connect_timeout, self._idle_timeout, self._address_of)
+            timeouts = self._connect_timeout, self._idle_timeout
+            upstream = Upstream(url, self._tls, *timeouts, self._address_of, self._key_of(url))
             self._upstreams[url] = upstream
         return upstream
+
+    def show(self, url: str, authorization: bytes | None) -> None:
+        """Show the worker with this URL this from now on."""
+        if url in self._upstreams:
+            self._upstreams[url].show(authorization)
 
     def forget(self, url: str) -> None:
         """A worker was removed: idle connections to it are closed, and others when their requests end."""

@@ -365,6 +365,22 @@ def test_operators_have_a_port_of_their_own() -> None:
     assert env["KVROUTER_INDEX__PEER"] == "http://rel-kvrouter-router-admin.inference.svc:9090"
 
 
+@pytest.mark.parametrize(
+    ("engine", "variable", "argument"),
+    [("vllm", "VLLM_API_KEY", None), ("sglang", "WORKER_API_KEY", True), ("simulated", "WORKER_API_KEY", True)],
+)
+def test_engines_and_router_have_the_same_key(engine: str, variable: str, argument: bool | None) -> None:
+    objects = render(
+        {"secrets": {"workerApiKey": {"name": "a-secret"}}, "workers": {"a": {"engine": engine, "model": "m"}}}
+    )
+    worker = container(objects, "rel-kvrouter-worker-a")
+    for each, name in ((worker, variable), (container(objects, "rel-kvrouter-router"), "KVROUTER_FLEET__API_KEY")):
+        env = {known["name"]: known for known in each["env"]}
+        assert env[name]["valueFrom"]["secretKeyRef"] == {"name": "a-secret", "key": "api-key"}
+    words = worker.get("command", []) + worker.get("args", [])
+    assert ("--api-key=$(WORKER_API_KEY)" in words) is bool(argument)
+
+
 def test_tenants_are_read_from_what_the_secret_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTER_TENANTS__NAMED", json.dumps({"team-a": {"keys": ["a" * 64], "models": ["m"]}}))
     monkeypatch.setenv("KVROUTER_SERVER__TOKEN", "t")
@@ -575,6 +591,8 @@ REFUSED = {
     "a token in plain": ({"config": {"server": {"token": "x"}}}, "token"),
     "an index secret in plain": ({"config": {"index": {"secret": "x"}}}, "secret"),
     "a password in plain": ({"config": {"replicas": {"redis": "redis://:x@host"}}}, "redis"),
+    "a worker's key in plain": ({"config": {"fleet": {"api_key": "x"}}}, "api_key"),
+    "one worker's key in plain": ({"config": {"workers": [{"url": "http://w", "api_key": "x"}]}}, "api_key"),
     "keys in plain": ({"config": {"tenants": {"named": {}}}}, "named"),
     "a name of a worker": ({"workers": {"Upper": {"model": "m"}}}, "Upper"),
     "an engine nobody knows": ({"workers": {"a": {"engine": "llama.cpp", "model": "m"}}}, "workers/a/engine"),

@@ -91,7 +91,8 @@ async def test_each_broken_worker_is_found_to_be_broken_in_its_way(sound: Sound)
             broken.setdefault(cause, []).append({"url": url})
 
         broken[Cause.WORKER_UNREACHABLE] = [{"url": f"http://127.0.0.1:{free_port()}"}]
-        await behind_proxy(Cause.REQUESTS_REFUSED, key="secret")
+        await behind_proxy(Cause.KEY_REFUSED, key="secret")
+        await behind_proxy(Cause.REQUESTS_REFUSED, change=with_fields(max_tokens="many"))
         await behind_proxy(Cause.SALT, change=with_fields(cache_salt="pinch"))
         await behind_proxy(Cause.ADAPTER, change=with_fields(model="tuned"))
         await behind_proxy(Cause.STREAM_BUFFERED, buffered=True)

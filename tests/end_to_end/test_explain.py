@@ -48,12 +48,13 @@ async def test_a_decision_is_told_and_nothing_happens(routed: RouterUnderTest) -
 async def test_what_was_sent_is_explained_by_what_it_left(routed: RouterUnderTest) -> None:
     sent = await routed.call("/v1/chat/completions", CHAT | {"max_tokens": 2}, headers={"x-kvrouter-explain": "1"})
     told = dict(pair.split("=") for pair in sent.headers["x-kvrouter-explain"].split())
-    assert told["candidates"] == "2"
+    assert (told["candidates"], told["unit"]) == ("2", "tokens")
     assert float(told["total"]) == pytest.approx(
-        sum(float(value) for name, value in told.items() if name not in ("total", "candidates")), rel=1e-3
+        sum(float(value) for name, value in told.items() if name not in ("total", "unit", "candidates")), rel=1e-3
     )
     answer = await explained(routed, CHAT)
     assert answer["choice"]["worker"] == sent.worker
+    assert answer["unit"] == "tokens"
     assert answer["candidates"][0]["overlap"] > 0
     assert "x-kvrouter-explain" not in (await routed.call("/v1/chat/completions", CHAT | {"max_tokens": 2})).headers
 
@@ -83,6 +84,7 @@ async def test_the_command_prints_a_table(routed: RouterUnderTest) -> None:
     assert len(re.findall(r"http://127\.0\.0\.1:\d{4,5} ", shown.output)) == 2
     assert "➤" in shown.output
     assert "prefill" in shown.output
+    assert "cost in tokens" in shown.output
     refused = await asyncio.to_thread(CliRunner().invoke, app, [*arguments[:3], "nobody", *arguments[4:]])
     assert refused.exit_code == 1
     assert "does not exist" in refused.output

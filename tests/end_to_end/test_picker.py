@@ -237,6 +237,43 @@ async def test_tenants_are_known_by_their_keys(workers: list[ScriptedWorker]) ->
         assert set_headers(seen[2].immediate_response.headers)["retry-after"]
 
 
+@pytest.mark.parametrize(("sent", "kept"), [("Bearer secret", False), ("Bearer own", True), (None, False)])
+async def test_envoy_shows_workers_their_keys_where_the_clients_own_end_here(sent: str | None, kept: bool) -> None:
+    tenants = {} if kept or sent is None else {"named": {"a": {"keys": [hashed_key("secret")]}}}
+    given = [] if sent is None else [("authorization", sent)]
+    async with (
+        scripted_worker() as first,
+        scripted_worker() as second,
+        scripted_worker() as third,
+        picker(
+            workers=[
+                {"url": first.url, "api_key": "a"},
+                {"url": second.url, "api_key": "a"},
+                {"url": third.url, "api_key": "b"},
+            ],
+            server={"token": "admin"},
+            tenants=tenants,
+            picker={"fallbacks": 3},
+        ) as (side, port),
+        channel_to(port) as channel,
+    ):
+        keys = {
+            url.removeprefix("http://"): key for url, key in ((first.url, "a"), (second.url, "a"), (third.url, "b"))
+        }
+        assert (await side.call("/health")).json()["workers_up"] == 3
+        for _ in range(6):
+            stream = EnvoyStream(channel)
+            await stream.head(PATH, JSON, *given)
+            await stream.body(BODY)
+            mutation = (await stream.hears()).request_headers.response.header_mutation
+            set_ = set_headers(mutation)
+            endpoints = set_[DESTINATION].split(",")
+            assert set_.get("authorization") == (None if kept else f"Bearer {keys[endpoints[0]]}")
+            assert "authorization" not in mutation.remove_headers
+            assert len({keys[endpoint] for endpoint in endpoints}) == 1
+            stream.call.done_writing()
+
+
 # Answers
 
 

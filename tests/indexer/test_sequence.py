@@ -521,3 +521,14 @@ def test_who_never_answers_about_snapshots_is_asked_for_batches_again() -> None:
     sequence = asked_for_a_snapshot()
     assert sequence.on_tick(1.0) == [AskReplay(0)]
     assert sequence.on_tick(2.0) == [Apply(frame(25)), Apply(frame(27))]
+
+
+def test_a_silence_that_is_looked_into_is_no_replay_and_what_it_finds_is() -> None:
+    sequence = live_at(1)
+    replays = sequence.counters.replays
+    assert sequence.on_tick(40.0) == [AskReplay(1)]
+    assert (sequence.counters.idle_checks, sequence.counters.replays) == (1, replays)
+    sequence.on_replay(frame(1), 40.0)
+    sequence.on_replay(frame(3), 40.0)  # 2 got lost on the way
+    end_of_replay(sequence, 40.0)
+    assert (sequence.counters.idle_checks, sequence.counters.replays) == (1, replays + 1)

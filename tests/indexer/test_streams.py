@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, MutableMapping
 from threading import Thread
 from typing import Any, NoReturn
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 import structlog
 import zmq
-from engine_publisher import Publisher, eventually
+from engine_publisher import DEADLINE_S, Publisher, eventually
 from structlog.testing import capture_logs
 
 from indexer import Indexer, MatchQuery, Registration, Target
@@ -413,3 +414,57 @@ def test_many_streams_can_be_followed(
         caught_up(target, 0, StreamState.LIVE)
     assert len(running.match(MatchQuery("m", [7] * 10))) == len(targets)
     running.unregister(targets)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_stream_whose_publisher_is_gone_is_stale_until_it_is_there_again(
+    replay: bool,
+    running: Indexer,
+    publishers: Callable[..., Publisher],
+    register: Callable[..., None],
+    stream: Stream,
+) -> None:
+    publisher = publishers()
+    register(publisher, replay=replay)
+    publisher.publish(block(0))
+    eventually(lambda: stream(TARGET).last_seq == 0 and stream(TARGET).state is StreamState.LIVE)
+    publisher.close()
+    eventually(lambda: stream(TARGET).state is StreamState.STALE)
+    assert matched(running) == 1, "what it held is still known"
+
+
+def test_a_stream_follows_its_worker(
+    running: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
+) -> None:
+    register(publisher)
+    publisher.publish(block(0))
+    caught_up(TARGET, 0, StreamState.LIVE)
+    running.suspend([TARGET])
+    eventually(lambda: stream(TARGET).state is StreamState.STALE)
+    publisher.publish(block(1))
+    caught_up(TARGET, 1, StreamState.STALE)
+    running.suspend([TARGET], False)
+    caught_up(TARGET, 1, StreamState.LIVE)
+
+
+@pytest.mark.parametrize(("hang_ups", "at_once", "told"), [(1, 5.0, False), (4, 5.0, True), (4, 0.0, False)])
+def test_who_hangs_up_again_and_again_at_once_does_not_understand_us(
+    hang_ups: int, at_once: float, told: bool, running: Indexer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.streams._AT_ONCE_S", at_once)
+    with socket.create_server(("127.0.0.1", 0)) as listener, capture_logs() as logs:
+
+        def hang_up() -> None:
+            for _ in range(hang_ups):
+                connection, _ = listener.accept()
+                connection.close()
+            listener.accept()[0].close()  # the ones before were heard of
+
+        thread = Thread(target=hang_up)
+        thread.start()
+        running.register(Registration(TARGET, EventSource(0, f"tcp://127.0.0.1:{listener.getsockname()[1]}")))
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+        if told:
+            eventually(lambda: logs)
+    assert [line["event"] for line in logs] == (["no agreement with the publisher"] if told else [])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
+from math import inf
 from random import Random
 from typing import Any
 
@@ -11,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import Target
+from indexer.cores import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
-from router.policies.cost_columns import BLOCK
+from router.policies.cost_columns import lowest, write_costs
 from router.policies.peers import Dynamo, LeastLoaded, Lmetric
 
 POLICIES: dict[str, Callable[[Random], LinearPolicy]] = {
@@ -52,14 +55,17 @@ def columns_of(policy: LinearPolicy, records: list[Candidate]) -> CostColumns:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("core", CORES)
 @given(data=st.data(), seed=st.integers())
-def test_the_choice_by_columns_is_that_of_the_formula(name: str, data: Any, seed: int) -> None:
-    rows = data.draw(st.sampled_from([1, 2, 5, BLOCK, 2 * BLOCK + 1]))
+def test_the_choice_by_columns_is_that_of_the_formula(core: str, name: str, data: Any, seed: int) -> None:
+    rows = data.draw(st.sampled_from([1, 2, 5, 64, 129]))
     few = data.draw(st.lists(loads, min_size=1, max_size=8))
     random = Random(seed)
     policy, formula = POLICIES[name](Random(seed)), POLICIES[name](Random(seed))
     records = [candidate(row, random.choice(few)) for row in range(rows)]
-    columns = columns_of(policy, records)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CORE_VARIABLE, core)
+        columns = columns_of(policy, records)
     row_numbers = st.integers(0, rows - 1)
     for row, load in data.draw(st.lists(st.tuples(row_numbers, loads), max_size=6)):
         records[row] = candidate(row, load)
@@ -71,7 +77,7 @@ def test_the_choice_by_columns_is_that_of_the_formula(name: str, data: Any, seed
     for row, (overlap, cpu, disk) in holders.items():
         records[row] = records[row].copy()
         records[row].overlap, records[row].cpu, records[row].disk = overlap, min(cpu, overlap), min(disk, overlap)
-    overlaps = {row: records[row].overlap for row in holders}
+    overlaps = array("I", [record.overlap for record in records])
     transfers = {row: (records[row].cpu, records[row].disk) for row in holders if records[row].cpu or records[row].disk}
 
     chosen = policy.cheapest_row(columns, TOKENS, overlaps, transfers, excluded)
@@ -85,14 +91,39 @@ def test_the_choice_by_columns_is_that_of_the_formula(name: str, data: Any, seed
         assert policy.random.random() == formula.random.random()  # both have asked as often
 
 
-@given(st.lists(st.tuples(st.integers(0, 2 * BLOCK - 1), st.integers(0, 5), st.integers(0, 5)), max_size=40))
-def test_no_row_is_missed_whatever_changed_before(changes: list[tuple[int, int, int]]) -> None:
-    columns = CostColumns(2 * BLOCK)
-    lines = [(9.0, 9.0)] * (2 * BLOCK)
-    for row in range(2 * BLOCK):
-        columns.set(row, 9.0, 9.0)
-    for row, fixed, per_token in changes:
-        lines[row] = float(fixed), float(per_token)
-        columns.set(row, *lines[row])
-        costs = [a + 3 * b for a, b in lines]
-        assert columns.cheapest(3, {}, ()) == [each for each, cost in enumerate(costs) if cost == min(costs)]
+finite = st.floats(-1e9, 1e9, allow_subnormal=False)
+counts = st.integers(0, 2**31)
+
+
+@given(
+    rows=st.lists(st.tuples(finite, finite, counts), max_size=70),
+    tokens=counts,
+    least=st.integers(0, 16),
+    near=st.sampled_from([0.0, 0.0, 0.1]),
+    infinite=st.sets(st.integers(0, 69)),
+)
+@pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
+def test_the_native_columns_are_their_twins(
+    rows: list[tuple[float, float, int]], tokens: int, least: int, near: float, infinite: set[int]
+) -> None:
+    from indexer import _native
+
+    fixed, per_token = array("d", [row[0] for row in rows]), array("d", [row[1] for row in rows])
+    held = array("I", [row[2] for row in rows])
+    one, other = array("d", bytes(8 * len(rows))), array("d", bytes(8 * len(rows)))
+    write_costs(fixed, per_token, held, tokens, least, one)
+    _native.costs(fixed, per_token, held, tokens, least, other)
+    assert one == other
+    for row in infinite:
+        if row < len(rows):
+            one[row] = inf
+    assert lowest(one, near) == _native.lowest(one, near)
+
+
+@pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
+def test_a_column_that_is_too_short_is_refused() -> None:
+    from indexer import _native
+
+    two, three = array("d", [0.0] * 2), array("d", [0.0] * 3)
+    with pytest.raises(ValueError, match="too short"):
+        _native.costs(two, three, array("I", [0] * 3), 1, 1, three)

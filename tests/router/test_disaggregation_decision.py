@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from indexer import Target
+from indexer.names import WorkerNames
 from router.disaggregation.decision import Disaggregation, decode_policy, disaggregate, prefill_policy
 from router.policies import Candidate, Request
 from router.settings import DisaggregationSettings
@@ -41,7 +42,7 @@ def test_prefill_goes_where_it_is_done_first() -> None:
     found = decided(worker("d"), queued, cold)
     assert found.prefill is not None
     assert found.prefill.chosen is queued  # 8000 + 1000 against 10000
-    assert found.as_json()["prefill"] == {"worker": "http://queued", "dp_rank": 0}
+    assert found.as_json(WorkerNames())["prefill"] == {"worker": "http://queued", "dp_rank": 0}
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,16 @@ async def test_pods_are_listed_and_then_watched(api: ApiServer) -> None:
     assert api.queries[1]["allowWatchBookmarks"] == "true"
 
 
+async def test_workers_are_called_as_their_pods_are(api: ApiServer) -> None:
+    api.pods = [pod("gpu-a", "127.0.0.2")]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        assert [worker.name for worker in cluster.fleet.workers] == ["gpu-a"]
+        api.push("DELETED", pod("gpu-a", "127.0.0.2", 2))
+        api.push("ADDED", pod("gpu-b", "127.0.0.2", 3))
+        await cluster.until(lambda: [worker.name for worker in cluster.fleet.workers] == ["gpu-b"])
+
+
 async def test_an_address_that_another_pod_has_taken_over_stays(api: ApiServer) -> None:
     api.pods = [pod("a", "127.0.0.2")]
     async with following(api) as cluster:

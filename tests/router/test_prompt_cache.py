@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from itertools import takewhile
 from random import Random
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.hashing import PackedPrompt
+from router.tokens.common_start import common_start, common_start_by_halves
 from router.tokens.prompt_cache import PromptCache, common_tokens
 
 BLOCK = 4
@@ -89,3 +94,15 @@ def test_how_many_tokens_begin_alike(one: list[int], other: list[int]) -> None:
     while alike < min(len(one), len(other)) and one[alike] == other[alike]:
         alike += 1
     assert common_tokens(PackedPrompt.of(one), PackedPrompt.of(other)) == alike
+
+
+pieces = st.lists(st.sampled_from(["a", "ab" * 40, "é", "漢", "🙂"]), max_size=5).map("".join)
+
+
+@pytest.mark.parametrize("common", [common_start, common_start_by_halves])
+@given(start=pieces, one=pieces, other=pieces)
+def test_how_far_texts_begin_alike(common: Callable[[Any, Any], int], start: str, one: str, other: str) -> None:
+    one, other = start + one, start + other
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    assert common(one, other) == alike
+    assert common(one.encode("utf-32-le"), other.encode("utf-32-le")) // 4 == alike

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import yaml
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from router.settings import ConfigError, PolicyName, Settings, load_settings
+from router.settings import ConfigError, PolicyName, Settings, WorkerSettings, load_settings
 
 CONFIG_YAML = Path(__file__).parents[2] / "config.yaml"
 
@@ -19,15 +23,15 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "config.yaml"
 
 
-def listed_fields(section: type[BaseModel], given: dict[str, Any], path: str = "") -> None:
+def listed_fields(section: type[BaseModel], listed: dict[str, Any], path: str = "") -> None:
     """Assert that a mapping names every field of a section, with its default, and no other."""
-    assert set(given) == set(section.model_fields), path
+    assert set(listed) == set(section.model_fields), path
     for name, field in section.model_fields.items():
         default = field.get_default()
         if isinstance(default, BaseModel):
-            listed_fields(type(default), given[name], f"{path}{name}.")
+            listed_fields(type(default), listed[name], f"{path}{name}.")
         else:
-            assert given[name] == default, f"{path}{name}"
+            assert listed[name] == default, f"{path}{name}"
 
 
 def test_config_yaml_lists_every_setting_with_its_default() -> None:
@@ -113,6 +117,12 @@ def test_overrides_win_over_file_and_environment(file: Path, monkeypatch: pytest
         ("workers: [{url: 'http://w:1'}, {model: m}]", "workers.1.url"),
         ("workers: [{url: 'http://w:1', streams: [{dp_rank: -1, endpoint: x}]}]", "workers.0.streams.0.dp_rank"),
         ("workers: http://w:1", "workers"),
+        ("workers: [{url: 'http://w:1', name: a}, {url: 'http://w:2', name: a}]", "workers"),
+        ("workers: [{url: 'http://w:1', name: a/b}]", "workers.0.name"),
+        ("workers: [{url: 'http://w:1', api_key: 1}]", "workers.0.api_key"),
+        ("workers: [{url: 'http://w:1', api_key_file: /nowhere}]", "workers.0.api_key_file"),
+        ("workers: [{url: 'http://w:1', api_key_env: NO_SUCH_VARIABLE}]", "workers.0.api_key_env"),
+        ("fleet: {api_key: a, api_key_env: HOME}", "fleet"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_file(file: Path, text: str, field: str) -> None:
@@ -166,3 +176,56 @@ def test_a_bad_redis_is_named_without_its_password(file: Path, url: str) -> None
     with pytest.raises(ConfigError, match=r"replicas\.redis: ") as refused:
         load_settings(file)
     assert "secret" not in str(refused.value)
+
+
+SECRET = "sk-of-a-worker"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"workers: [{{url: 'http://u:{SECRET}@@w'}}]",
+        f"workers: [{{url: 'http://u:{SECRET}@w', api_key: x}}]",
+        f"workers: [{{url: 'http://u:{SECRET}@w', api_key_file: /nowhere}}]",
+        f"workers: [{{url: 'http://{SECRET}@w', weight: 0}}]",
+        f"workers: [{{url: 'http://w', api_key: '{SECRET} with a space'}}]",
+        f"workers: [{{url: 'http://w', api_key: {SECRET}, nonsense: 1}}]",
+        f"workers: [{{url: 'http://w', api_key: [{SECRET}]}}]",
+        f"workers: [{{url: 'http://w', api_key: {SECRET}, name: a}}, {{url: 'http://v', name: a}}]",
+        f"fleet: {{api_key: {SECRET}, api_key_env: HOME}}",
+        f"fleet: {{api_key: {{a: {SECRET}}}}}",
+        f"fleet: {{api_key: {SECRET}}}\ntenants: {{named: {{a: {{keys: ['{'0' * 64}']}}}}}}",
+    ],
+)
+def test_no_error_has_a_key(file: Path, text: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_settings(file)
+    assert SECRET not in str(refused.value)
+
+
+def test_keys_are_not_in_what_settings_look_like(file: Path) -> None:
+    file.write_text(f"fleet: {{api_key: {SECRET}}}\nworkers: [{{url: 'http://u:{SECRET}@w'}}]")
+    settings = load_settings(file)
+    assert settings.fleet.api_key is not None
+    assert settings.fleet.api_key.get_secret_value() == SECRET
+    shown = f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
+    assert SECRET not in shown
+    assert b64encode(f"u:{SECRET}".encode()).decode() not in shown
+
+
+def test_the_key_of_all_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVROUTER_FLEET__API_KEY", SECRET)
+    key = load_settings(None).fleet.api_key
+    assert key is not None
+    assert key.get_secret_value() == SECRET
+
+
+@given(user=st.text(min_size=1), password=st.text())
+def test_user_info_is_a_basic_key(user: str, password: str) -> None:
+    assume(all(letter < "\ud800" or letter > "\udfff" for letter in user + password))
+    worker = WorkerSettings(url=f"http://{quote(user, safe='')}:{quote(password, safe='')}@w:8000/base")
+    assert str(worker.url) == "http://w:8000/base"
+    assert worker.api_key is not None
+    scheme, _, credentials = worker.api_key.get_secret_value().partition(" ")
+    assert (scheme, b64decode(credentials).decode()) == ("Basic", f"{user}:{password}")

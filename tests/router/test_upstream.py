@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 import struct
@@ -221,12 +222,34 @@ def test_the_head_of_a_request(url: str, host: bytes, target: bytes) -> None:
     assert b"content-length: 0\r\n" in head_of(url, "POST", b"/")
 
 
-def test_who_a_url_names_is_told_unless_the_client_says_otherwise() -> None:
-    url = "http://user:pass@worker"
-    assert b"authorization: Basic dXNlcjpwYXNz\r\n" in head_of(url, "GET", b"/")
-    head = head_of(url, "GET", b"/", b"authorization: Bearer x\r\n")
-    assert head.count(b"authorization") == 1
-    assert b"user" not in head
+@pytest.mark.parametrize("request_id", [b"", b"1"])
+def test_a_workers_key_is_shown_unless_the_request_has_one_or_must_not(request_id: bytes) -> None:
+    heads: list[bytes] = []
+
+    async def remembers(reader: StreamReader, writer: StreamWriter) -> None:
+        while True:
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    async def main() -> None:
+        async with served(remembers) as (upstreams, url):
+            for shown, lines, keyed, expected in (
+                (b"Bearer a", b"x: 1\r\n", True, [b"Bearer a"]),
+                (b"Bearer a", b"x: 1\r\n", False, []),
+                (b"Bearer a", b"x: 1\r\n", True, [b"Bearer a"]),
+                (b"Bearer a", b"authorization: Bearer own\r\n", True, [b"Bearer own"]),
+                (b"Bearer b", b"x: 1\r\n", True, [b"Bearer b"]),
+                (None, b"x: 1\r\n", True, []),
+            ):
+                upstream = upstreams.of(url)
+                upstreams.show(url, shown)
+                handler = Remembering()
+                upstream.send(handler, "GET", b"/", lines, b"", request_id, keyed=keyed)
+                async with asyncio.timeout(10):
+                    await handler.over
+                assert re.findall(rb"authorization: (.*)\r\n", heads[-1]) == expected
+
+    asyncio.run(main())
 
 
 def test_a_stream_whose_chunks_passed_is_still_missed_when_it_stops() -> None:

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from worker.simulated import messages_api, sglang_api
+from worker.simulated.api_key import KeyMiddleware
 from worker.simulated.generate_api import GenerateRequest
 from worker.simulated.messages_api import CountTokensRequest, MessagesRequest
 from worker.simulated.pooling_api import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -44,6 +45,9 @@ def create_app(worker: SimulatedWorker) -> FastAPI:
         from worker.simulated.disaggregation import nixl_api
 
         app.include_router(nixl_api.routes)
+    if worker.settings.api_key:
+        sglang = worker.settings.disaggregation == "sglang"
+        app.add_middleware(KeyMiddleware, api_key=worker.settings.api_key, sglang=sglang)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(RequestValidationError, _unreadable)
     return app

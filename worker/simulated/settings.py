@@ -31,6 +31,7 @@ class SimulatedWorkerSettings:
     model: str = "simulated"
     tokenizer: str = str(BUNDLED_MODEL)  # a model's folder
     adapters: tuple[str, ...] = ()
+    api_key: str = field(default="", repr=False)  # that requests want; "": none
 
     block_size: int = 16  # tokens
     num_blocks: int = 4096  # per DP rank

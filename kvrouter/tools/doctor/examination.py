@@ -21,8 +21,8 @@ from kvrouter.tools.doctor.stream import NoPublisherError, UnreachableError, Wat
 from kvrouter.tools.doctor.tokens import NewPrompt, difference, new_prompt, stored
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet import worker as fleet
-from router.fleet.discovery import DiscoveryError, Engine, WorkerDescription, describe_worker
-from router.settings import WorkerSettings
+from router.fleet.discovery import DiscoveryError, Engine, RefusedKeyError, WorkerDescription, describe_worker
+from router.settings import FleetSettings, WorkerSettings
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
 
@@ -54,9 +54,12 @@ class Examination:
         tokenizers: Tokenizers,
         source: TokenizerSource,
         keys: KeyPair | None,
+        fleet_settings: FleetSettings,
         patience: float,
     ) -> None:
         self.url = str(settings.url).rstrip("/")
+        self.name = settings.name or self.url
+        self._fleet_settings = fleet_settings
         self.findings: list[Finding] = []
         self.passed: list[str] = []
         self._settings = settings
@@ -69,8 +72,13 @@ class Examination:
 
     async def run(self) -> None:
         """Go through all steps."""
+        examined = fleet.Worker(self._settings, problem=None)
+        examined.key.settle(self.name, self._settings, self._fleet_settings)
         try:
-            described = await describe_worker(self._session, self._settings)
+            described = await describe_worker(self._session, self._settings, self._fleet_settings, examined.key)
+        except RefusedKeyError as error:
+            self._found(Cause.KEY_REFUSED, str(error))
+            return
         except DiscoveryError as error:
             self._found(Cause.WORKER_UNREACHABLE, str(error))
             return
@@ -80,16 +88,19 @@ class Examination:
             return
         model = models[0].model
         self.passed.append(f"answers, and serves {model} ({described.engine})")
-        await self._source.provide(fleet.Worker(self._settings, problem=None), models[0])
+        await self._source.provide(examined, models[0])
         await self._source.settled()
         self._examine_tokenizer(model)
-        worker = Worker(self._session, self.url, model)
+        worker = Worker(self._session, self.url, model, examined.key.headers)
         try:
             if await self._caches(worker, described):
                 await self._examine_streams(worker, described, model)
             await self._examine_streaming(worker)
+            if examined.key.problem is not None:  # it was asked beside
+                self._found(Cause.KEY_REFUSED, examined.key.problem)
         except RequestRefusedError as error:
-            self._found(Cause.REQUESTS_REFUSED, str(error))
+            about_key = examined.key.refuses(error.status)
+            self._found(Cause.KEY_REFUSED if about_key else Cause.REQUESTS_REFUSED, str(error))
         except (aiohttp.ClientError, TimeoutError) as error:
             self._found(Cause.REQUESTS_REFUSED, f"a request failed: {str(error) or type(error).__name__}")
 
@@ -327,7 +338,7 @@ class Examination:
         self._found(Cause.STREAM_BUFFERED, evidence)
 
     def _found(self, cause: Cause, evidence: str, dp_rank: int | None = None) -> None:
-        self.findings.append(Finding(cause, self.url, evidence, dp_rank))
+        self.findings.append(Finding(cause, self.name, evidence, dp_rank))
 
 
 def _unused_text(worker: Worker, described: WorkerDescription) -> str:

@@ -10,6 +10,7 @@ class Cause(StrEnum):
     """Why hits are zero or low."""
 
     WORKER_UNREACHABLE = "worker_unreachable"
+    KEY_REFUSED = "key_refused"
     REQUESTS_REFUSED = "requests_refused"
     EVENTS_OFF = "events_off"
     ENDPOINT_UNREACHABLE = "endpoint_unreachable"
@@ -36,7 +37,9 @@ class Cause(StrEnum):
 
 FIXES = {
     Cause.WORKER_UNREACHABLE: "Start the worker, or correct its URL; it must answer GET /v1/models.",
-    Cause.REQUESTS_REFUSED: "Give the worker's key with --api-key, or correct what the answer complains of.",
+    Cause.KEY_REFUSED: "Set api_key, api_key_file or api_key_env of the worker or of fleet:, as the router has it, to "
+    "what the engine was started with (--api-key), or give it with --api-key.",
+    Cause.REQUESTS_REFUSED: "Correct what the answer complains of.",
     Cause.EVENTS_OFF: "Start the engine with --kv-events-config, publisher zmq and events enabled, or name its streams "
     "in the settings, under workers: streams:.",
     Cause.ENDPOINT_UNREACHABLE: "Correct the endpoint (each DP rank has its own port), let the engine bind an address "

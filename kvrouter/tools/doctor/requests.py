@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,11 @@ _RANK_HEADER = "X-data-parallel-rank"
 
 
 class RequestRefusedError(Exception):
-    """A worker did not answer a request as it should; the message says how."""
+    """A worker did not answer a request as it should, but with `status`; the message says how."""
+
+    def __init__(self, problem: str, status: int) -> None:
+        super().__init__(problem)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +42,11 @@ class Timing:
 
 
 class Worker:
-    """Sends requests for one model to the worker at `url`."""
+    """Sends requests for one model to the worker at `url`. `headers`: what it wants to be shown with each."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, headers: Mapping[str, str]) -> None:
         self._session = session
+        self._headers = headers
         self._url = url
         self._model = model
 
@@ -79,19 +85,22 @@ class Worker:
     async def switched_off(self) -> str | None:
         """Where the engine says that it does not cache prefixes; None if it does not say so."""
         for path, sign in _SWITCHED_OFF.items():
-            async with self._session.get(self._url + path) as response:
+            async with self._session.get(self._url + path, headers=self._headers) as response:
                 if response.status == 200 and sign.search(await response.text()):
                     return path
         return None
 
     def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
         data = msgspec.json.encode({"model": self._model, "temperature": 0} | body)
-        return self._session.post(self._url + path, data=data, headers={"Content-Type": "application/json"} | headers)
+        sent = {"Content-Type": "application/json", **self._headers, **headers}
+        return self._session.post(self._url + path, data=data, headers=sent)
 
 
 async def _answer(response: aiohttp.ClientResponse) -> bytes:
     body = await response.read()
     if response.status != 200:
         shown = body[:200].decode(errors="replace")
-        raise RequestRefusedError(f"POST {response.url.path} is answered with {response.status}: {shown}")
+        raise RequestRefusedError(
+            f"POST {response.url.path} is answered with {response.status}: {shown}", response.status
+        )
     return body

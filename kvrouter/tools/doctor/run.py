@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import aiohttp
+from pydantic import SecretStr
 from rich.console import Console
 from rich.markup import escape
 
@@ -26,11 +27,11 @@ async def run_doctor(settings: Settings, api_key: str | None, patience: float, a
     examined = await examine(settings, api_key, patience)
     findings = [finding for each in examined for finding in each.findings]
     if as_json:
-        print(json.dumps({"workers": [each.url for each in examined], "findings": [f.as_json() for f in findings]}))
+        print(json.dumps({"workers": [each.name for each in examined], "findings": [f.as_json() for f in findings]}))
         return not findings
     console = Console(soft_wrap=True, highlight=False)
     for each in examined:
-        console.print(f"[bold]{escape(each.url)}[/bold]")
+        console.print(f"[bold]{escape(each.name)}[/bold]")
         for line in each.passed:
             console.print(f"  [green]ok[/green]  {escape(line)}")
         for found in each.findings:
@@ -42,20 +43,26 @@ async def run_doctor(settings: Settings, api_key: str | None, patience: float, a
 
 
 async def examine(settings: Settings, api_key: str | None, patience: float) -> list[Examination]:
-    """Examine the settings' workers, several at once. `patience`: seconds that events may take to come."""
+    """Examine the settings' workers, several at once. `patience`: seconds that events may take to come.
+
+    `api_key`: of workers for which the settings have none.
+    """
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
     # What the router has saved is not to be read or written here.
     alone = settings.model_copy(update={"index": settings.index.model_copy(update={"snapshot": None, "peer": None})})
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    fleet = settings.fleet
+    if api_key and not fleet.has_key:
+        fleet = fleet.model_copy(update={"api_key": SecretStr(api_key)})
     timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT, sock_connect=settings.proxy.connect_timeout)
     tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
     at_once = asyncio.Semaphore(_AT_ONCE)
     with running_indexer(alone) as indexer:
-        async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout, headers=headers) as session:
+        async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout) as session:
             source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
             examinations = [
-                Examination(worker, session, indexer, tokenizers, source, keys, patience) for worker in settings.workers
+                Examination(worker, session, indexer, tokenizers, source, keys, fleet, patience)
+                for worker in settings.workers
             ]
 
             async def run(each: Examination) -> None:

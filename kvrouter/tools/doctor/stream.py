@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from indexer.stream_monitor import Refused, monitor_of, read_monitor
+from indexer.stream_monitor import Connected, Happened, Reached, Refused, monitor_of, read_monitor
 from kvevents import BlockStored, EventBatch, EventSource, MalformedBatchError, decode_batch
 from kvevents.curve import KeyPair, be_client, temporary_key_pair
 from kvevents.frames import MalformedFrameError, parse_live, parse_replay, replay_request
@@ -84,10 +84,15 @@ class WatchedStream:
         monitor = monitor_of(socket)
         try:
             _connect(socket, endpoint)
-            if not monitor.poll(int(CONNECT_TIMEOUT * 1000)):
-                raise NoPublisherError(f"{endpoint} accepts connections, but takes no subscriber")
-            if isinstance(refused := read_monitor(monitor), Refused):
-                raise NoPublisherError(f"{endpoint} is no publisher: {refused.reason}")
+            happened: Happened = Reached()
+            while isinstance(happened, Reached):
+                if not monitor.poll(int(CONNECT_TIMEOUT * 1000)):
+                    what = "accepts connections, but says nothing: it hangs, or is no publisher"
+                    raise NoPublisherError(f"{endpoint} {what}")
+                happened = read_monitor(monitor)
+            if not isinstance(happened, Connected):
+                reason = happened.reason if isinstance(happened, Refused) else "it hangs up"
+                raise NoPublisherError(f"{endpoint} is no publisher: {reason}")
         except BaseException:
             socket.disable_monitor()
             socket.close(0)

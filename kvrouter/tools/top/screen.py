@@ -15,7 +15,7 @@ from kvrouter.tools.top.feed import Fleet
 Row = dict[str, Any]
 
 _WORST = ("down", "left_out", "trial", "new", "warming", "draining", "drained", "ready")
-_STYLES = dict.fromkeys(("ready", "live"), "green") | dict.fromkeys(("down", "left_out", "lost"), "bold red")
+_STYLES = dict.fromkeys(("ready", "live"), "green") | dict.fromkeys(("down", "left_out", "lost", "stale"), "bold red")
 # Lines beside those of the ranks: totals, the head of the table, requests and keys.
 _OTHER_LINES = 14
 _REQUESTS = 5
@@ -150,6 +150,7 @@ def _requests(fleet: Fleet) -> RenderableType:
         terms = " ".join(f"{name}={amount:.3g}" for name, amount in seen["terms"].items() if amount)
         times = (_milliseconds(seen["first_byte_ms"]), _milliseconds(seen["whole_ms"]))
         counts = (str(seen[name]) for name in ("tokens", "overlap", "best_overlap"))
+        terms = f"{terms} {seen['unit']}" if terms else ""
         table.add_row(*counts, f"{_short(seen['worker'])} {seen['dp_rank']}", *times, terms)
     return table
 

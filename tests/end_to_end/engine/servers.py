@@ -35,12 +35,19 @@ _WORKER_ENVIRONMENT = {
 class VllmWorker:
     """One vLLM on loopback with KV events. Started again, it has the same ports.
 
-    `model`: its folder, if not the usual one's; `flags`: what else it is started with.
+    `model`: its folder, if not the usual one's; `flags`: what else it is started with; `api_key`: what it wants.
     """
 
     def __init__(
-        self, name: str, installation: Installation, logs: Path, model: Path | None = None, flags: Iterable[str] = ()
+        self,
+        name: str,
+        installation: Installation,
+        logs: Path,
+        model: Path | None = None,
+        flags: Iterable[str] = (),
+        api_key: str = "",
     ) -> None:
+        self.api_key = api_key
         self._installation = installation
         self._model = model or installation.model(MODEL)
         self._flags = list(flags)
@@ -69,6 +76,8 @@ class VllmWorker:
         command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", 4096, "--max-num-seqs", 16]
         command += ["--enable-prefix-caching", "--block-size", BLOCK_SIZE, "--num-gpu-blocks-override", 1000]
         command += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)]
+        if self.api_key:
+            command += ["--api-key", self.api_key]
         self._process.start([str(word) for word in [*command, *self._flags]], _WORKER_ENVIRONMENT)
 
     def wait_until_ready(self) -> None:
@@ -93,6 +102,8 @@ class RouterProcess:
         for worker in workers:
             self._command += ["--worker", worker.url]
         self._environment = {} if patience is None else {"KVROUTER_FLEET__STALL_SECONDS": str(patience)}
+        if keys := {worker.api_key for worker in workers} - {""}:
+            (self._environment["KVROUTER_FLEET__API_KEY"],) = keys
         self.url = ""
 
     def __enter__(self) -> RouterProcess:

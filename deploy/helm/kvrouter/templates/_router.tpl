@@ -81,6 +81,9 @@ http://{{ include "kvrouter.adminService" . }}
 {{- with .Values.secrets.tenants }}{{- if .name }}
 {{ include "kvrouter.secretEnv" (list "KVROUTER_TENANTS__NAMED" .) }}
 {{- end }}{{- end }}
+{{- with .Values.secrets.workerApiKey }}{{- if .name }}
+{{ include "kvrouter.secretEnv" (list "KVROUTER_FLEET__API_KEY" .) }}
+{{- end }}{{- end }}
 {{- with .Values.secrets.huggingFaceToken }}{{- if .name }}
 {{ include "kvrouter.secretEnv" (list "HF_TOKEN" .) }}
 {{- end }}{{- end }}

@@ -54,6 +54,9 @@ command:
   {{- with $w.servedModelName }}
   - --served-model-name={{ . }}
   {{- end }}
+  {{- if .root.Values.secrets.workerApiKey.name }}
+  - --api-key=$(WORKER_API_KEY)
+  {{- end }}
   - --enable-cache-report
   - --enable-metrics
   - --tp-size={{ $w.tensorParallelSize }}
@@ -86,6 +89,9 @@ args:
   - --port={{ .root.Values.discovery.port }}
   - --model={{ $w.servedModelName | default $w.model | default "simulated" }}
   - --dp-size={{ $w.dataParallelSize }}
+  {{- if .root.Values.secrets.workerApiKey.name }}
+  - --api-key=$(WORKER_API_KEY)
+  {{- end }}
   {{- with $w.blockSize }}
   - --block-size={{ . }}
   {{- end }}

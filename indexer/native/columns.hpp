@@ -1,0 +1,54 @@
+// Targets in rows: what each holds of a prompt, and what it costs there.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "matching.hpp"
+
+namespace kvrouter {
+
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+
+// Write the tokens of matches where they are more. Calls `other` for rows whose tokens, now or before, are not all in the
+// GPU's memory: with those in CPU memory and on disk.
+template <typename Other>
+void for_better_rows(
+    std::string_view matches, u64 block_size, std::span<const i32> row_of, std::span<u32> tokens, const Other& other) {
+    for (; matches.size() >= sizeof(Match); matches.remove_prefix(sizeof(Match))) {
+        Match match;
+        std::memcpy(&match, matches.data(), sizeof(Match));
+        const i32 row = match.target < row_of.size() ? row_of[match.target] : -1;
+        if (row < 0 || static_cast<std::size_t>(row) >= tokens.size()) continue;
+        const u64 found = match.blocks * block_size, before = tokens[row];
+        if (found <= before) continue;
+        tokens[row] = static_cast<u32>(std::min<u64>(found, ~u32{0}));
+        const u64 cpu = match.tiers[1] * block_size, disk = (match.tiers[2] + u64{match.tiers[3]}) * block_size;
+        if (before > 0 || cpu > 0 || disk > 0) other(static_cast<u32>(row), cpu, disk);
+    }
+}
+
+inline void write_costs(
+    const double* fixed, const double* per_token, const u32* held, i64 tokens, i64 least, std::span<double> costs) {
+    for (std::size_t row = 0; row < costs.size(); ++row)
+        costs[row] = fixed[row] + static_cast<double>(std::max(tokens - i64{held[row]}, least)) * per_token[row];
+}
+
+// The rows that cost at most `near` more than the lowest, as a share of it; none that is infinite.
+inline std::vector<u32> lowest_rows(std::span<const double> costs, double near) {
+    std::vector<u32> rows;
+    if (costs.empty()) return rows;
+    const double lowest = *std::min_element(costs.begin(), costs.end());
+    if (std::isinf(lowest)) return rows;
+    const double most = near > 0 ? lowest * (1 + near) : lowest;
+    for (std::size_t row = 0; row < costs.size(); ++row)
+        if (costs[row] <= most) rows.push_back(static_cast<u32>(row));
+    return rows;
+}
+
+}  // namespace kvrouter

@@ -1,0 +1,104 @@
+"""Workers that die, hang and come back: what is said of their streams meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from typing import Any
+
+import pytest
+from router_under_test import RouterUnderTest, router, until
+from structlog.testing import capture_logs
+
+from kvrouter.processes import KvrouterProcess
+
+pytestmark = pytest.mark.anyio
+
+PROBED = {"probe_interval": 0.2, "retry_interval": 0.1, "probe_timeout": 0.5, "failed_probes": 2}
+PROMPT = {"model": "simulated", "prompt": " ".join(map(str, range(100))), "max_tokens": 1}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+async def states(routed: RouterUnderTest) -> set[str]:
+    return {rank["state"] for worker in await routed.workers() for rank in worker["ranks"]}
+
+
+async def until_streams_are(routed: RouterUnderTest, state: str, seconds: float = 30) -> None:
+    async def reached() -> bool:
+        return await states(routed) == {state}
+
+    await until(reached, seconds)
+
+
+async def row(routed: RouterUnderTest) -> Any:
+    """What the page and `top` are told of the worker's rank."""
+    async with routed.request("/live") as live:
+        while True:
+            line = (await live.content.readline()).decode()
+            if line.startswith("data:"):
+                (rank,) = json.loads(line.removeprefix("data:"))["ranks"].values()
+                return rank
+
+
+async def test_a_killed_workers_stream_is_stale_until_it_comes_back() -> None:
+    port = free_port()
+    arguments = ["simulate", "--port", str(port)]
+    with capture_logs() as logs, KvrouterProcess(arguments) as killed:
+        url = await asyncio.to_thread(killed.wait_until_listening)
+        async with router(workers=[{"url": url, "name": "gpu"}], fleet=PROBED) as routed:
+            await until_streams_are(routed, "live")
+            assert (await routed.call("/v1/completions", PROMPT)).status == 200
+
+            async def heard() -> bool:
+                return await routed.metric("kvrouter_index_blocks", worker="gpu", tier="gpu") > 0
+
+            await until(heard)
+            killed.send_signal(signal.SIGKILL)
+            await until_streams_are(routed, "stale", PROBED["probe_interval"] + 2)
+            assert await routed.metric("kvrouter_stream_state", worker="gpu", state="live") == 0
+            assert await routed.metric("kvrouter_stream_state", worker="gpu", state="stale") == 1
+            told = await row(routed)
+            assert (told["stream"], told["held"]["gpu"] > 0) == ("stale", True)
+
+            with KvrouterProcess(arguments) as another:
+                await asyncio.to_thread(another.wait_until_listening)
+                await until_streams_are(routed, "live")
+                assert (await row(routed))["stream"] == "live"
+    assert not [line for line in logs if "agreement" in line["event"]]
+
+
+async def test_a_stopped_workers_stream_is_stale_and_not_encrypted() -> None:
+    with KvrouterProcess(["simulate"]) as stopped, capture_logs() as logs:
+        url = await asyncio.to_thread(stopped.wait_until_listening)
+        async with router(url, fleet=PROBED) as routed:
+            await until_streams_are(routed, "live")
+            stopped.send_signal(signal.SIGSTOP)
+            try:
+                await until_streams_are(routed, "stale")
+                found = (await routed.call("/health")).json()["findings"]
+                assert {each["finding"] for each in found} == {"worker_down"}
+            finally:
+                stopped.send_signal(signal.SIGCONT)
+            await until_streams_are(routed, "live")
+    assert "encrypted" not in repr(logs)
+
+
+async def test_silences_that_were_looked_into_are_no_replays() -> None:
+    with KvrouterProcess(["simulate"]) as worker:
+        url = await asyncio.to_thread(worker.wait_until_listening)
+        async with router(url, events={"idle_check": 0.2}) as routed:
+            await until_streams_are(routed, "live")
+
+            async def checked() -> bool:
+                return await routed.metric("kvrouter_stream_idle_checks_total") >= 2
+
+            await until(checked)
+            assert await routed.metric("kvrouter_stream_replays_total") == 1
+            ((rank,),) = [each["ranks"] for each in await routed.workers()]
+            assert rank["batches"]["idle_checks"] >= 2
