@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
-from router.http.origin import without_credentials
+_USER_INFO: Final = re.compile(r'(?<=://)[^/?#\s"]*@')
 
 
 def log_to_stderr(level: str = "info") -> None:
@@ -30,13 +31,13 @@ def log_to_stderr(level: str = "info") -> None:
 
 
 def _hide_passwords(_logger: object, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """URLs of workers, peers and Redis may have some, and errors name URLs: whatever is logged goes through here."""
+    """URLs of peers and of Redis may have some, and errors name URLs: whatever is logged goes through here."""
     return {name: _hidden(value) for name, value in line.items()}
 
 
 def _hidden(value: Any) -> Any:
     if isinstance(value, str):
-        return without_credentials(value)
+        return _USER_INFO.sub("", value) if "@" in value else value
     if isinstance(value, list | tuple | set):
         return [_hidden(each) for each in value]
     if isinstance(value, dict):
