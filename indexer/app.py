@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Response
+from fastapi.responses import RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from indexer.api import Admit, ReadMatch, add_error_handlers, index_routes, workers_report
 from indexer.api_page import add_api_page
+from indexer.build_info import add_process_metrics, build_info
 from indexer.indexer import Indexer
 from indexer.metrics import IndexCollector
 
@@ -20,6 +22,11 @@ def indexer_app(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: st
     add_error_handlers(app)
     registry = CollectorRegistry()
     registry.register(IndexCollector(indexer))
+    add_process_metrics(registry)
+
+    @app.get("/", include_in_schema=False)
+    async def start() -> Response:
+        return RedirectResponse("docs")
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
@@ -28,8 +35,8 @@ def indexer_app(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: st
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """200 while the process serves."""
-        return {"status": "ok"}
+        """200 while the process serves; which version it is."""
+        return {"status": "ok", **build_info()}
 
     @app.get("/metrics")
     async def metrics() -> Response:

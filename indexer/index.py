@@ -25,12 +25,16 @@ MOST_BLOCKS = 4_194_304
 
 @dataclass(frozen=True, slots=True)
 class TargetStatus:
-    """What the index knows of one target: blocks by tier, block sizes seen in tokens, orphaned blocks, and counters."""
+    """What the index knows of one target: blocks by tier, block sizes seen in tokens, orphaned blocks, and counters.
+
+    `window`: the fewest last blocks that any of its cache groups keeps, None where all keep a prefix whole.
+    """
 
     blocks: dict[Tier, int]
     block_sizes: frozenset[int]
     orphans: int
     counters: HoldingsCounters
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,14 @@ class Applied:
 class Index(ABC):
     """Prefix holdings of all targets. `secret` makes prefix hashes unpredictable for those who don't know it.
 
-    `block_size_changes` counts how often the block sizes of any target may have changed.
+    `block_size_changes` counts how often the block sizes of any target may have changed, `clears` how often events said
+    that a target holds nothing any more.
     """
 
     def __init__(self, secret: str) -> None:
         self.secret = secret
         self.block_size_changes = 0
+        self.clears = 0
 
     @abstractmethod
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:

@@ -27,6 +27,7 @@ from kvevents.sources import MOST_BLOCK_SIZE, canonical_source
 log = structlog.get_logger()
 
 DEFAULT_TENANT = "default"
+_WINDOW_SECONDS = 0.25  # for so long a target without windows is taken to have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,8 @@ class Indexer:
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
         self._registrations = 0
         self._sizes = _BlockSizes(0)
+        self._windows: dict[Target, int | None] = {}
+        self._windows_until = 0.0
 
     def start(self) -> None:
         """Begin to read the streams."""
@@ -339,6 +342,26 @@ class Indexer:
             registered = registration.block_size if registration else None
             size = known[target] = max(self.index.block_sizes([target]), default=registered)
         return size
+
+    def window(self, target: Target) -> int | None:
+        """The fewest tokens that any cache group of a target keeps of a prompt, by its events; None where all keep all.
+
+        Looked up once in a while: every request asks.
+        """
+        now = time.monotonic()
+        if now >= self._windows_until:
+            self._windows_until = now + _WINDOW_SECONDS
+            self._windows = {known: window for known, window in self._windows.items() if window is not None}
+        if target not in self._windows:
+            status = self.index.status(target)
+            window = status.window if status is not None else None
+            self._windows[target] = None if window is None else window * (self.block_size(target) or 1)
+        return self._windows[target]
+
+    def times_cleared(self, target: Target) -> int:
+        """How often events said that a target holds nothing any more. `index.clears` counts those of all."""
+        status = self.index.status(target)
+        return status.counters.cleared if status is not None else 0
 
     def block_sizes(self, model: str, tenant: str = DEFAULT_TENANT) -> frozenset[int]:
         """The block sizes, in tokens, that the workers of a model use."""

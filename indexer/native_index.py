@@ -81,15 +81,18 @@ class NativeIndex(Index):
         """What the core says of a batch without foreign events."""
         if isinstance(applied, int):
             self.block_size_changes += applied & _NEW_BLOCK_SIZE
+            self.clears += bool(applied & _CLEARED)
             return _CLEAR if applied & _CLEARED else _NOTHING
         _, cleared, new_block_size, rejected, _ = applied
         self.block_size_changes += new_block_size
+        self.clears += cleared
         return Applied([RejectedEvent(index, reason) for index, reason in rejected], cleared)
 
     def clear(self, target: Target) -> None:
         number = self._numbers.get(target)
         if number is not None:
             self._core.clear(number)
+            self.clears += 1
 
     def drop(self, target: Target) -> None:
         number = self._numbers.pop(target, None)
@@ -163,9 +166,9 @@ class NativeIndex(Index):
         status = None if number is None else self._core.status(number)
         if status is None:
             return None
-        blocks, orphans, counters, block_sizes = status
+        blocks, orphans, counters, block_sizes, window = status
         tiers = dict(zip(Tier, blocks, strict=True))
-        return TargetStatus(tiers, frozenset(block_sizes), orphans, HoldingsCounters(*counters))
+        return TargetStatus(tiers, frozenset(block_sizes), orphans, HoldingsCounters(*counters), window)
 
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:
         known = (self.status(target) for target in targets)

@@ -54,6 +54,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         403: "It cannot be changed here.",
         404: "Nothing of this name is known.",
         409: "There is no room for it.",
+        502: "A worker did not do it.",
         503: "No worker can be reached.",
     }
     return {

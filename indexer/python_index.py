@@ -120,7 +120,11 @@ class PythonIndex(Index):
             if holdings is None:
                 return None
             return TargetStatus(
-                holdings.blocks_by_tier(), frozenset(holdings.block_sizes), holdings.orphans, holdings.counters
+                holdings.blocks_by_tier(),
+                frozenset(holdings.block_sizes),
+                holdings.orphans,
+                holdings.counters,
+                min(holdings.windows.values(), default=None),
             )
 
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:
@@ -151,6 +155,7 @@ class PythonIndex(Index):
         new.block_sizes = old.block_sizes
         new.counters = old.counters
         new.counters.cleared += 1
+        self.clears += 1
         self._retire(old)
 
     def _retire(self, holdings: Holdings) -> None:

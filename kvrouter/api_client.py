@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
+
+from router.http.connection_problem import connection_problem
 
 
 def ask(url: str, path: str, body: dict[str, Any]) -> Any:
@@ -21,7 +23,10 @@ def ask(url: str, path: str, body: dict[str, Any]) -> Any:
         except (ValueError, KeyError, TypeError):
             reason = error.reason
         raise ConnectionError(f"{url} answers {error.code}: {reason}") from error
+    except URLError as error:
+        reason = error.reason if isinstance(error.reason, OSError) else error
+        raise ConnectionError(f"{url} {connection_problem(reason)}") from error
     except (OSError, HTTPException) as error:
-        raise ConnectionError(f"{url} cannot be reached: {error}") from error
+        raise ConnectionError(f"{url} {connection_problem(error)}") from error
     except ValueError as error:
         raise ConnectionError(f"{url} is no router: {error}") from error

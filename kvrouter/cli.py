@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+from kvrouter.commands import config
 from kvrouter.commands.keys import hash_key, keygen
 from kvrouter.commands.questions import doctor, explain, match, top
 from kvrouter.commands.recordings import record, replay, replay_trace
 from kvrouter.commands.services import indexer, picker, serve
 from kvrouter.commands.simulations import demo, simulate
-from kvrouter.package_check import ForeignPackageError, check_packages
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from indexer.build_info import build_info
+
+    built = build_info()
+    typer.echo(f"kvrouter {built['version']} (index core: {built['core']}; Python {built['python']})")
+    raise typer.Exit
+
 
 app = typer.Typer(
-    help="Routes LLM requests to the worker whose KV cache already holds their prefix.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+config_commands = typer.Typer(help="Check, show and begin a settings file.", no_args_is_help=True)
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
     serve,
@@ -38,12 +50,15 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
 )
 for _command in _COMMANDS:
     app.command()(_command)
+for _command in (config.check, config.show, config.default):
+    config_commands.command()(_command)
+app.add_typer(config_commands, name="config")
 
 
-def main() -> None:
-    """The entry point of the `kvrouter` command."""
-    try:
-        check_packages()
-    except ForeignPackageError as error:
-        sys.exit(f"kvrouter: {error}")
-    app()
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Routes LLM requests to the worker whose KV cache already holds their prefix."""

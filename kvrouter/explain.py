@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from kvrouter.api_client import ask
+from kvrouter.fitting_table import FittingColumn, FittingTable
 
 
 def print_explanation(url: str, body: dict[str, Any]) -> None:
@@ -22,25 +22,24 @@ def print_explanation(url: str, body: dict[str, Any]) -> None:
         console.print(f"The prompt is computed {where}: {decided['reason']}.")
 
 
-def _table(answer: dict[str, Any]) -> Table:
-    """A row for each candidate: what stays readable in 80 columns, whatever the policy weighs."""
-    title = f"{answer['tokens']} tokens for {answer['model'] or 'any model'}; cost in {answer['unit']}"
-    table = Table(title=title, box=SIMPLE_HEAD)
-    longest = max((len(candidate["worker"]) for candidate in answer["candidates"]), default=0)
-    table.add_column()
-    table.add_column("worker", overflow="fold", no_wrap=longest < 32)
-    for name in ("rank", "overlap", "requests", "cost"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("of it")
-    for candidate in answer["candidates"]:
-        chosen = all(candidate[key] == answer["choice"][key] for key in ("worker", "dp_rank"))
-        table.add_row(
-            "➤" if chosen else "",
-            candidate["worker"],
-            str(candidate["dp_rank"]),
-            str(candidate["overlap"]),
-            str(candidate["load"]["requests"]),
-            f"{candidate['total']:.6g}",
-            ", ".join(f"{term} {figure:.6g}" for term, figure in candidate["terms"].items() if figure),
-        )
-    return table
+def _table(answer: dict[str, Any]) -> FittingTable:
+    """A row for each candidate: what stays readable at any width, whatever the policy weighs."""
+    candidates = answer["candidates"]
+    chosen = [all(each[key] == answer["choice"][key] for key in ("worker", "dp_rank")) for each in candidates]
+    unit = f" ({answer['unit']})" if answer.get("unit") else ""
+    columns = [
+        FittingColumn("", ["➤" if each else "" for each in chosen], 8),
+        FittingColumn("worker", [each["worker"] for each in candidates], 9, left=True),
+        FittingColumn("rank", [str(each["dp_rank"]) for each in candidates], 7),
+        FittingColumn("overlap", [str(each["overlap"]) for each in candidates], 5),
+        FittingColumn("requests", [str(each["load"]["requests"]) for each in candidates], 3),
+        FittingColumn(f"cost{unit}", [f"{each['total']:.6g}" for each in candidates], 6),
+        FittingColumn("of it", [_terms(each) for each in candidates], 4, left=True, wraps=True),
+    ]
+    return FittingTable(
+        columns, title=f"{answer['tokens']} tokens for {answer['model'] or 'any model'}", box=SIMPLE_HEAD
+    )
+
+
+def _terms(candidate: dict[str, Any]) -> str:
+    return ", ".join(f"{term} {figure:.6g}" for term, figure in candidate["terms"].items() if figure)

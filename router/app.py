@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from indexer.api import add_error_handlers, index_routes
@@ -13,6 +14,7 @@ from indexer.api_page import add_api_page
 from router.fleet.config_reload import SettingsFile
 from router.forwarding.proxy import Proxy
 from router.forwarding.request_context import ContextMiddleware
+from router.routes.adapters import adapter_routes
 from router.routes.cache import cache_routes
 from router.routes.explain import explain_routes
 from router.routes.live import live_routes
@@ -25,6 +27,8 @@ from router.settings import Settings
 from router.sharing.all_processes import AllProcesses
 from router.sharing.worker_processes import WorkerProcesses
 
+# What pages of other origins may read beside the body.
+_EXPOSED = ["x-request-id", "x-kvrouter-worker", "x-kvrouter-overlap-tokens", "x-kvrouter-attempts", "retry-after"]
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
@@ -46,6 +50,7 @@ def router_app(services: Services) -> FastAPI:
     app.state.on_shutdown = services.end_streams
     app.state.readiness = services.readiness
     app.state.fleet = services.fleet
+    app.state.about = services.about
     app.state.proxy_context = services.proxy
     token = services.settings.server.token
     app.include_router(
@@ -56,7 +61,15 @@ def router_app(services: Services) -> FastAPI:
             token,
         )
     )
-    for routes in (worker_routes, model_routes, explain_routes, status_routes, cache_routes, live_routes):
+    for routes in (
+        adapter_routes,
+        worker_routes,
+        model_routes,
+        explain_routes,
+        status_routes,
+        cache_routes,
+        live_routes,
+    ):
         app.include_router(routes(services))
     add_api_page(app)
     app.router.routes.append(Route("/{path:path}", Proxy(services.proxy), methods=_METHODS))
@@ -64,4 +77,9 @@ def router_app(services: Services) -> FastAPI:
     app.add_middleware(ContextMiddleware, services.proxy.contexts, services.settings.server)
     if services.worker_processes:
         app.add_middleware(AllProcesses, services.worker_processes, services.fleet)
+    if origins := services.settings.server.cors_origins:
+        # Keys are sent as headers, which pages set themselves: no credentials of the browser's.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=_METHODS, allow_headers=["*"], expose_headers=_EXPOSED
+        )
     return app

@@ -17,11 +17,18 @@ class Readiness:
     """
 
     def __init__(
-        self, fleet: Fleet, indexer: Indexer, patience: float, clock: Callable[[], float] = time.monotonic
+        self,
+        fleet: Fleet,
+        indexer: Indexer,
+        patience: float,
+        without_workers: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`without_workers`: requests are taken in, and wait for the first."""
         self._fleet = fleet
         self._indexer = indexer
         self._patience = patience
+        self._without_workers = without_workers
         self._clock = clock
         self._waiting_since: float | None = None
         self._caught_up = False
@@ -33,7 +40,7 @@ class Readiness:
             return "shutting down"
         up = {worker.url for worker in self._fleet.workers if worker.up}
         if not up:
-            return "no worker answers"
+            return None if self._without_workers else "no worker answers"
         if not self._caught_up:
             if self._waiting_since is None:
                 self._waiting_since = self._clock()

@@ -12,23 +12,28 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import aiohttp
+import structlog
 from prometheus_client import CollectorRegistry
 
 from indexer import Indexer
+from indexer.build_info import add_process_metrics
 from indexer.metrics import IndexCollector
 from router.access import Door
 from router.admission.admission import Admission
-from router.admission.admission_metrics import AdmissionMetrics
+from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.embedded_index import running_indexer
+from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
 from router.fleet.config_reload import SettingsFile, follow_workers
-from router.fleet.fleet import Fleet, end_tasks
+from router.fleet.discovery import ServedModel
+from router.fleet.fleet import Fleet, Worker, end_tasks
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
 from router.fleet.redirects import refuse_redirects
@@ -36,11 +41,14 @@ from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts
+from router.forwarding.stream_failover import StreamFailover
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
 from router.live import FleetSnapshot, RequestStream
+from router.live.about import About
+from router.live.findings import findings
 from router.live.series import Series
 from router.policies import policy_named
 from router.policies.rates import Rates
@@ -58,6 +66,8 @@ from router.tokens.tokenizers import Tokenizers
 from router.upstream import Upstreams
 from router.upstream.pool import KEEPALIVE_SECONDS
 
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -74,6 +84,7 @@ class Services:
     fleet: Fleet
     networks: AllowedNetworks
     registered_streams: RegisteredStreams
+    adapters: Adapters
     load: LoadTable
     sharing: LoadSharing
     audit: HitAudit
@@ -85,6 +96,8 @@ class Services:
     readiness: Readiness
     proxy: ProxyContext
     worker_processes: WorkerProcesses | None
+    about: About
+    findings: Callable[[], list[dict[str, Any]]]
     started: int
 
     async def end_streams(self) -> None:
@@ -103,6 +116,7 @@ async def running_services(
     """
     async with AsyncExitStack() as stack:
         registry = CollectorRegistry()
+        add_process_metrics(registry)
         indexer = stack.enter_context(running_indexer(settings, worker_processes))
         networks = AllowedNetworks(settings.fleet.allowed_networks)
         session = await stack.enter_async_context(_client_session(settings.upstream, networks))
@@ -110,8 +124,23 @@ async def running_services(
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         stack.push_async_callback(source.close)
+        adapters = Adapters(session)
+        stack.push_async_callback(adapters.close)
+
+        async def on_model(worker: Worker, model: ServedModel) -> None:
+            await source.provide(worker, model)
+            adapters.provide(worker, model)
+
         fleet = Fleet(
-            settings.workers, settings.fleet, indexer, session, source.provide, networks, bool(settings.server.token)
+            settings.workers,
+            settings.fleet,
+            indexer,
+            session,
+            on_model,
+            networks,
+            bool(settings.server.token),
+            settings.aliases,
+            settings.models if settings.admission.cold_start_timeout else None,
         )
         if worker_processes:
             await worker_processes.catch_up(fleet)
@@ -127,7 +156,8 @@ async def running_services(
         audit = HitAudit(indexer, history, settings.audit, indexer.names)
         source.audits = audit.audits
         policy = policy_named(settings.policy, Random())
-        router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing)
+        learned = Learned(Rates(**settings.rates.model_dump()))
+        router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing, learned)
         admission = _admission(settings, router, policy, fleet, load, sharing)
         metrics = RequestMetrics(registry)
         AdmissionMetrics(admission, registry)
@@ -137,18 +167,26 @@ async def running_services(
             TokenizerCollector(tokenizers),
             FleetCollector(fleet, load),
             AuditCollector(audit),
+            DemandCollector(fleet, load, admission),
         ):
             registry.register(collector)
-        fleet.on_removed += [router.removed, metrics.forget, source.removed]
+        fleet.on_replaced.append(router.replaced)
+        fleet.on_removed += [router.removed, metrics.forget, source.removed, adapters.removed]
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)
         stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])
 
-        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, Series(metrics, audit))
+        about = About(settings.policy.name, fleet, source)
+
+        def all_findings() -> list[dict[str, Any]]:
+            return findings(fleet, indexer, audit) + source.findings() + sharing.findings()
+
+        series = Series(metrics, audit, admission.waiting_for, learned.seconds_per_token)
+        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings)
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)
-        proxy = _proxy(stack, settings, router, admission, fleet, networks, sharing, metrics, request_stream)
+        proxy = _proxy(stack, settings, router, admission, fleet, networks, sharing, metrics, request_stream, registry)
         yield Services(
             settings,
             indexer,
@@ -158,6 +196,7 @@ async def running_services(
             fleet,
             networks,
             registered_streams,
+            adapters,
             load,
             sharing,
             audit,
@@ -166,9 +205,11 @@ async def running_services(
             registry,
             snapshot,
             request_stream,
-            Readiness(fleet, indexer, settings.events.catch_up_timeout),
+            Readiness(fleet, indexer, settings.events.catch_up_timeout, bool(settings.admission.cold_start_timeout)),
             proxy,
             worker_processes,
+            about,
+            all_findings,
             int(time.time()),
         )
 
@@ -192,6 +233,7 @@ def _router(
     history: RoutingHistory,
     audit: HitAudit,
     sharing: LoadSharing,
+    learned: Learned,
 ) -> Router:
     router = Router(
         fleet,
@@ -200,7 +242,7 @@ def _router(
         policy,
         load,
         SpeculativeHoldings(settings.proxy.speculation_seconds),
-        Learned(Rates(**settings.rates.model_dump())),
+        learned,
         history,
         audit,
         sharing,
@@ -252,6 +294,7 @@ def _proxy(
     sharing: LoadSharing,
     metrics: RequestMetrics,
     request_stream: RequestStream,
+    registry: CollectorRegistry,
 ) -> ProxyContext:
     """What requests for workers need on their way."""
     tracing = tracing_to(settings.otel.endpoint)
@@ -269,9 +312,13 @@ def _proxy(
     fleet.on_key.append(lambda worker: upstreams.show(worker.url, worker.key.authorization))
     fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
     door = Door(settings)
+    if door.withholds_keys and any(known.has_key for known in (settings.fleet, *settings.workers)):
+        log.warning("requests without a key of their own are shown to workers without one", setting="proxy.worker_keys")
     door.access.share(sharing)
     contexts = RequestContexts(door, tracing, metrics, settings.logs.access)
-    services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream)
+    failovers = settings.proxy.stream_failovers
+    failover = StreamFailover(fleet, router, failovers, registry) if failovers else None
+    services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream, failover)
     return ProxyContext(contexts, services, settings.server)
 
 

@@ -7,7 +7,9 @@ Environment variables override the file: `KVROUTER_SERVER__PORT=9000`.
 
 from __future__ import annotations
 
+import os
 import re
+from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
 from ipaddress import ip_network
@@ -29,7 +31,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -42,7 +43,8 @@ from kvevents.curve import load_key_pair, load_public_key
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
 from router.http.api_key import checked_key, key_in_environment, key_in_file
-from router.http.worker_url import canonical_url, split_user_info
+from router.http.worker_url import canonical_url, split_user_info, without_user_info
+from router.setting_mistakes import mistakes
 
 NonNegative = Annotated[float, Field(ge=0)]
 # Of a model or an adapter, in characters.
@@ -68,6 +70,19 @@ def _network(text: str) -> str:
     return text
 
 
+def _root_path(path: str) -> str:
+    root = path.rstrip("/")
+    if root and re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", root) is None:
+        raise ValueError("expected a path such as /llm")
+    return root
+
+
+def _cors_origin(origin: str) -> str:
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin) is None:
+        raise ValueError("expected an origin such as https://chat.example.com, without a path, or *")
+    return origin
+
+
 # No URL is such a name, and no header or label needs it to be escaped.
 WORKER_NAME = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._:@-]{0,251}[A-Za-z0-9])?$")
 
@@ -90,6 +105,9 @@ def _api_key_env(variable: str) -> str:
 
 # They hold passwords, and so does every api_key.
 _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
+# Names that only secrets have, wherever they stand.
+_SECRETS = frozenset({"api_key", "keys", "password", "secret", "token"})
+_PREFIX = "KVROUTER_"
 
 
 class ConfigError(Exception):
@@ -128,6 +146,8 @@ class ServerSettings(_Section):
     token: str = ""
     allowed_hosts: list[str] = []
     admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    root_path: Annotated[str, AfterValidator(_root_path)] = ""
+    cors_origins: list[Annotated[str, AfterValidator(_cors_origin)]] = []
     certificate: Path | None = None
     key: Path | None = None
 
@@ -245,9 +265,13 @@ class WorkerSettings(KeySettings):
 
 
 class ModelSettings(_Section):
-    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub."""
+    """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub.
+
+    `aliases`: other names under which clients may ask for it.
+    """
 
     tokenizer: str | None = None
+    aliases: list[Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]] = []
 
 
 class PolicySettings(_Section):
@@ -370,6 +394,7 @@ class ProxySettings(_Section):
     attempts: PositiveInt = 3
     retry_share: NonNegative = 0.2
     retry_minimum: Annotated[int, Field(ge=0)] = 10
+    stream_failovers: Annotated[int, Field(ge=0)] = 0
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
     worker_keys: WorkerKeys = WorkerKeys.AUTO
@@ -405,6 +430,7 @@ class AdmissionSettings(_Section):
     queue: Annotated[int, Field(ge=0)] = 1000
     queue_bytes: PositiveInt = 256 * 2**20
     timeout: PositiveFloat = 30.0
+    cold_start_timeout: NonNegative = 0.0
 
 
 class TenantSettings(_Section):
@@ -503,7 +529,7 @@ class TokenizerSettings(_Section):
 class Settings(BaseSettings):
     """All settings of `kvrouter serve`."""
 
-    model_config = SettingsConfigDict(env_prefix="KVROUTER_", env_nested_delimiter="__", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True)
 
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
@@ -526,6 +552,19 @@ class Settings(BaseSettings):
     logs: LogSettings = LogSettings()
     otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
+
+    @field_validator("models")
+    @classmethod
+    def _aliases_are_ones_own(cls, models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
+        names = [*models, *(alias for model in models.values() for alias in model.aliases)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))}: an alias stands for one model, and is no model's name")
+        return models
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The models behind the aliases."""
+        return {alias: name for name, model in self.models.items() for alias in model.aliases}
 
     @field_validator("workers")
     @classmethod
@@ -559,7 +598,7 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
     """Read a YAML file (None: the defaults). The environment overrides the file, and `overrides`, in the file's shape,
     override both.
 
-    Raises ConfigError.
+    Raises ConfigError, with a line for each mistake.
     """
     fields: dict[str, Any] = {}
     settings = Settings()
@@ -572,20 +611,29 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         try:
             settings = Settings(**fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{source}: {place}: {first['msg']}{_found(first)}") from error
+            # What sections want of each other may come from a later source.
+            found = mistakes(error, Settings, _HIDDEN, between_sections=source == "options")
+            if not found:
+                continue
+            raise ConfigError("\n".join(f"{source}: {mistake}" for mistake in found)) from error
     return settings
 
 
-def _found(error: ErrorDetails) -> str:
-    """What stands where it is wrong, unless that is secret or may have secrets inside."""
-    given = error["input"]
-    if isinstance(given, dict | list):
-        return ""
-    place = ".".join(map(str, error["loc"]))
-    hidden = place in _HIDDEN or place.endswith("api_key") or "@" in str(given)
-    return " (found what is hidden here)" if hidden else f" (found {given!r})"
+def shown(settings: Settings) -> dict[str, Any]:
+    """All settings as a file would have them, to be shown: what is secret is masked."""
+    masked: dict[str, Any] = _masked(settings.model_dump(mode="json"), "")
+    return masked
+
+
+def _masked(value: Any, place: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _masked(each, f"{place}.{name}" if place else str(name)) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_masked(each, place) for each in value]
+    if not isinstance(value, str):
+        return value
+    secret = place in _HIDDEN or place.rpartition(".")[2] in _SECRETS
+    return "***" if secret and value else without_user_info(value)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -601,6 +649,12 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_environment() -> dict[str, Any]:
+    for variable in os.environ:  # a section's name alone may be a service's, which Kubernetes tells by such variables
+        section, nested, _ = variable.removeprefix(_PREFIX).lower().partition("__")
+        if variable.startswith(_PREFIX) and nested and section not in Settings.model_fields:
+            near = get_close_matches(section, Settings.model_fields, 1)
+            meant = f"; did you mean {_PREFIX}{near[0].upper()}__…?" if near else ""
+            raise ConfigError(f"environment: {variable}: there is no such setting{meant}")
     try:
         return EnvSettingsSource(Settings)()
     except SettingsError as error:

@@ -12,7 +12,7 @@ from benchmarks.policy.decisions import TARGETS, decision_seconds
 from benchmarks.policy.grid import full_grid, play, quick_grid, trace_grid
 from benchmarks.policy.report import CellResult, markdown, verdict
 from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL, Measures
-from kvrouter.tools.simulation.sides import OURS, SIDES
+from kvrouter.tools.simulation.sides import OURS, SIDES, WITHOUT_EVENTS
 
 _HOW = f"""\
 Each policy replays the same requests on the same simulated fleet: paged caches whose leaves are evicted first, chunked
@@ -27,6 +27,9 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Three cells, two seeds: less than a minute.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Replay this trace (Mooncake's format, .gz or not).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each policy in each cell.")] = None,
+    without_events: Annotated[
+        bool, typer.Option(help="Compare what is known of workers by what was sent to them alone.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw TTFT p90 (needs the extra bench).")] = None,
 ) -> None:
@@ -34,15 +37,18 @@ def main(
     begun = time.process_time()
     count = seeds or (2 if quick else 3)
     cells = trace_grid(trace, quick) if trace else quick_grid() if quick else full_grid()
+    sides = WITHOUT_EVENTS if without_events else SIDES
     results: list[CellResult] = []
     for cell in cells:
-        runs: dict[str, list[Measures]] = {side.name: [] for side in SIDES}
+        runs: dict[str, list[Measures]] = {side.name: [] for side in sides}
         for seed in range(count):
             requests = cell.requests(seed)
-            for side in SIDES:
+            for side in sides:
                 runs[side.name].append(play(cell, requests, side, seed))
         results.append(CellResult(cell.name, runs))
         print(results[-1].table(), end="\n\n", flush=True)
+    if without_events:
+        return
     summary = f"{verdict(results)}\n\n{_decisions()}\n\nThe run took {time.process_time() - begun:.0f} s of one core."
     print(summary)
     if output:

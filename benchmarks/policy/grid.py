@@ -62,7 +62,15 @@ def _prices(profile: Profile) -> tuple[float, float]:
 def play(cell: Cell, requests: Sequence[TracedRequest], side: Side, seed: int) -> Measures:
     """One policy in one cell."""
     random = Random(seed)
-    fleet = Fleet(cell.profile, cell.workers, cell.kv_tokens, side.policy_for(random), side.late_binding, random)
+    fleet = Fleet(
+        cell.profile,
+        cell.workers,
+        cell.kv_tokens,
+        side.policy_for(random),
+        side.late_binding,
+        random,
+        knowledge=side.knowledge,
+    )
     return measured(fleet.run(requests))
 
 

@@ -53,6 +53,7 @@ struct Status {
     u64 orphans = 0;
     Counters counters;
     std::vector<u64> block_sizes;
+    std::optional<u64> window;  // the fewest last blocks that a group keeps, where one keeps no more
 };
 
 // What all targets share.
@@ -215,6 +216,8 @@ class Holdings {
         status.orphans = orphans_.size();
         status.counters = counters_;
         status.block_sizes = block_sizes_;
+        for (const Holder* holder : holders_)
+            if (holder->windowed) status.window = std::min(status.window.value_or(holder->window), holder->window);
         return status;
     }
 

@@ -77,7 +77,7 @@ nb::object status(Index& index, u32 number) {
         nb::make_tuple(
             counters.stored, counters.removed, counters.cleared, counters.unknown_removed, counters.orphans_dropped,
             counters.over_capacity, counters.ignored),
-        status->block_sizes);
+        status->block_sizes, status->window ? nb::object(nb::int_(*status->window)) : nb::none());
 }
 
 nb::bytes prefix_hashes(u64 seed, const nb::bytes& tokens, u64 block_size, std::size_t start, std::size_t end) {

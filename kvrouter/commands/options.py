@@ -40,14 +40,14 @@ def of_workers(urls: list[str] | None) -> dict[str, Any]:
     return {"workers": [{"url": url} for url in urls]} if urls else {}
 
 
-def settings_from(config: Path | None, overrides: dict[str, Any]) -> Settings:
+def settings_from(config: Path | None, overrides: dict[str, Any], status: int = 1) -> Settings:
     """The settings of a file, with what was given on the command line. Ends the command when they are wrong."""
     from router.settings import ConfigError, load_settings
 
     try:
         return load_settings(config, overrides)
     except ConfigError as error:
-        fail(str(error))
+        fail(str(error), status)
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

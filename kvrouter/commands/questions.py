@@ -69,6 +69,8 @@ def top(
 def doctor(
     config: ConfigFile = None,
     worker: WorkerUrls = None,
+    url: Annotated[str | None, typer.Option(help="Instead: a router that runs, asked about its fleet.")] = None,
+    token: AdminToken = "",
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of workers whose settings have none.")
     ] = None,
@@ -77,17 +79,32 @@ def doctor(
 ) -> None:
     """Find out why hits are zero or low, by connecting to the workers as the router would.
 
-    Sends a few short requests to each worker. The exit status is 0 when nothing is wrong, 1 when something is, and 2
-    when nothing could be examined.
+    Sends a few short prompts to each worker: those of --worker, of the settings, or of the cluster that the settings
+    name. With --url a router that runs is asked instead, and no worker: what it finds, its streams, its policy and how
+    prompts become tokens. The exit status is 0 when nothing is wrong, 1 when something is, and 2 when nothing could be
+    examined.
     """
-    from kvrouter.tools.doctor import run_doctor
+    from kvrouter.tools.doctor import NoWorkersError, RouterError, run_doctor, run_doctor_on_router
+    from router.errors import KubernetesError
     from router.server.logs import log_to_stderr
 
-    settings = settings_from(config, of_workers(worker))
-    if not settings.workers:
-        fail(NO_WORKERS, status=2)
     log_to_stderr(Level.ERROR)
-    if not asyncio.run(run_doctor(settings, api_key, patience, as_json)):
+    if url is not None:
+        if config or worker:
+            fail("--url asks a router about its own workers: leave out --config and --worker", status=2)
+        examination = run_doctor_on_router(url, token, as_json)
+    else:
+        settings = settings_from(config, of_workers(worker), status=2)
+        if not settings.workers and not settings.kubernetes.used:
+            fail(f"{NO_WORKERS}; or ask a router with --url", status=2)
+        examination = run_doctor(settings, api_key, patience, as_json)
+    try:
+        sound = asyncio.run(examination)
+    except KubernetesError as error:
+        fail(f"{error}; run it in the router's pod, or ask the router with --url", status=2)
+    except (NoWorkersError, RouterError) as error:
+        fail(str(error), status=2)
+    if not sound:
         raise typer.Exit(1)
 
 

@@ -24,14 +24,27 @@ if TYPE_CHECKING:
     from router.settings import Settings
 
 
+def _policies() -> list[str]:
+    from router.settings import PolicyName
+
+    return list(PolicyName)
+
+
+Policy = Annotated[
+    str | None,
+    typer.Option(help="Names are in config.yaml.", show_default="kv_aware", autocompletion=_policies),
+]
+
+
 def serve(
     config: ConfigFile = None,
     worker: WorkerUrls = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="8080")] = None,
-    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.", show_default="kv_aware")] = None,
+    policy: Policy = None,
     processes: Annotated[int | None, typer.Option(help="Processes that share the port.", show_default="1")] = None,
     peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
+    root_path: Annotated[str | None, typer.Option(help="What may stand before every path: /llm.")] = None,
     log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the router, with the index inside."""
@@ -40,7 +53,9 @@ def serve(
     from router.server.supervisor import ProcessFailedError, Supervisor
 
     overrides = of_workers(worker) | given(
-        server=given(host=host, port=port, processes=processes), policy=given(name=policy), index=given(peer=peer)
+        server=given(host=host, port=port, processes=processes, root_path=root_path),
+        policy=given(name=policy),
+        index=given(peer=peer),
     )
     settings = _router_settings(config, overrides)
     file = SettingsFile(config, overrides) if config else None
@@ -64,7 +79,7 @@ def picker(
         int | None, typer.Option(help="Port of HTTP: health, metrics, workers.", show_default="8080")
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Port for Envoy.", show_default="9002")] = None,
-    policy: Annotated[str | None, typer.Option(help="Names are in config.yaml.", show_default="kv_aware")] = None,
+    policy: Policy = None,
     peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
     log_level: LogLevel = Level.INFO,
 ) -> None:

@@ -37,52 +37,47 @@ _PROMPTS: Final = ("prompt", "text", "input_ids", "token_ids")
 _MESSAGES: Final = ("messages", "input")
 
 
-class PlainCheck:
-    """Knows most bodies for plain at a glance: nothing of them is refused or left out, and they have no priority.
+class BodyCheck:
+    """Checks bodies within some limits.
 
-    Without the native core no body is known to be so.
+    `plain`: knows most JSON bodies for plain at a glance: nothing of them is refused or left out, and they have no
+    priority. Without the native core no body is known to be so.
     """
 
     def __init__(self, limits: LimitSettings) -> None:
         native = native_core()
         names = [*FIELDS, *CARRIERS, "priority"]
         elements = min(limits.prompts, limits.messages)
+        self._limits = limits
         self.plain: Callable[[bytes], bool] = (
             _no_body if native is None else native.JsonCheck(names, elements, limits.values, _SMALL).plain
         )
 
+    def checked(
+        self, route: Route, content_type: bytes, body: bytes, tenant: Tenant | None, engine_fields: EngineFields
+    ) -> bytes:
+        """The body to send on. Raises RequestError (400, 413).
+
+        It is the one that came, but for what a tenant may not say, and for what is to be stripped.
+        """
+        if not route.json:
+            return _checked_other(content_type, body, self._limits, engine_fields)
+        if self.plain(body):
+            return body if tenant is None else tenant.isolated(route.path, body)
+        fields = read_object(body, self._limits.values)
+        if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
+            if engine_fields is EngineFields.REFUSE:
+                raise refusal(steering[0])
+            body = _without(body, fields, steering)
+        if route.path in PROMPTED:
+            _check_amounts(fields, self._limits)
+        if tenant is not None:
+            body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
+        return body
+
 
 def _no_body(_: bytes) -> bool:
     return False
-
-
-def checked_body(
-    route: Route,
-    content_type: bytes,
-    body: bytes,
-    tenant: Tenant | None,
-    limits: LimitSettings,
-    engine_fields: EngineFields,
-    check: PlainCheck,
-) -> bytes:
-    """The body to send on. Raises RequestError (400, 413).
-
-    It is the one that came, but for what a tenant may not say, and for what is to be stripped.
-    """
-    if not route.json:
-        return _checked_other(content_type, body, limits, engine_fields)
-    if check.plain(body):
-        return body if tenant is None else tenant.with_priority(tenant.isolated(route.path, body), None)
-    fields = read_object(body, limits.values)
-    if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
-        if engine_fields is EngineFields.REFUSE:
-            raise refusal(steering[0])
-        body = _without(body, fields, steering)
-    if route.path in PROMPTED:
-        _check_amounts(fields, limits)
-    if tenant is not None:
-        body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
-    return body
 
 
 def read_object(body: bytes, most_values: int) -> dict[str, Any]:

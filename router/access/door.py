@@ -10,8 +10,9 @@ from typing import NoReturn
 
 from indexer.errors import RequestError
 from router.access.arrivals import Arrivals
-from router.access.bodies import PlainCheck, checked_body
+from router.access.bodies import BodyCheck
 from router.access.hosts import check_host, check_site, is_loopback
+from router.access.model_aliases import with_served_model
 from router.access.routes import Access, Route, Routes
 from router.access.steering import refusal, steering_header, without_steering
 from router.access.tenants import AccessControl, Tenant, without_credentials
@@ -55,11 +56,11 @@ class Door:
 
     def __init__(self, settings: Settings) -> None:
         server = settings.server
-        self.access = AccessControl(settings.tenants, server.token)
+        self.access = AccessControl(settings.tenants, server.token, settings.aliases)
         self.arrivals = Arrivals(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
-        self._limits = settings.limits
-        self._check = PlainCheck(settings.limits)
+        self._aliases = settings.aliases
+        self._bodies = BodyCheck(settings.limits)
         fields = settings.proxy.engine_fields
         if fields is EngineFields.AUTO:
             fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
@@ -96,6 +97,11 @@ class Door:
         ends_here = access.has_tenants or operator or self._always_keyed
         return Admitted(route, content_type, tenant, fields, not ends_here, ends_here or self._keyed)
 
+    @property
+    def withholds_keys(self) -> bool:
+        """Whether there are neither tenants nor strangers that are let in with the keys of workers."""
+        return not (self.access.has_tenants or self._always_keyed or self._keyed)
+
     def headers_for_workers(self, admitted: Admitted, headers: Headers) -> Headers:
         """A request's headers without those that are the router's to read or to say."""
         if admitted.engine_fields is not EngineFields.PASS:
@@ -104,8 +110,10 @@ class Door:
 
     def body(self, admitted: Admitted, body: bytes) -> bytes:
         """The body to read and to send on. Raises RequestError (400, 413)."""
-        fields, check = admitted.engine_fields, self._check
-        return checked_body(admitted.route, admitted.content_type, body, admitted.tenant, self._limits, fields, check)
+        body = self._bodies.checked(
+            admitted.route, admitted.content_type, body, admitted.tenant, admitted.engine_fields
+        )
+        return with_served_model(body, self._aliases) if self._aliases else body
 
     def _route(self, method: str, target: bytes) -> Route:
         try:

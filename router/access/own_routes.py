@@ -44,6 +44,8 @@ class OwnRoutesMiddleware:
             await send_and_close(refusal)
             await send({"type": "http.response.body", "body": answer})
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server leaves out the body
         try:
             with suppress(ClientDisconnect):
                 await self._app(scope, body, send_and_close)

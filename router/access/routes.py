@@ -57,7 +57,7 @@ _INFERENCE = [
     for path in (*PROMPTED, *BY_LOAD)
 ]
 _OWN = [
-    *(Route("GET", path, Access.ANYONE, own=True) for path in ("/health", "/ready", "/metrics", "/ui")),
+    *(Route("GET", path, Access.ANYONE, own=True) for path in ("/", "/health", "/ready", "/metrics", "/ui")),
     *(Route("GET", path, Access.TENANT, own=True) for path in ("/v1/models", "/v1/models/{name}")),
     *(Route("GET", path, Access.CALLER, own=True) for path in ("/workers", "/dump", "/docs", "/openapi.json")),
     *(Route("GET", path, Access.CALLER, own=True) for path in ("/live", "/requests")),
@@ -65,6 +65,8 @@ _OWN = [
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/register", "/unregister", "/reset_prefix_cache")),
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/workers", "/workers/drain", "/workers/undrain")),
     Route("DELETE", "/workers", Access.OPERATOR, own=True),
+    # They have engines read files and addresses.
+    *(Route("POST", path, Access.ENGINE, own=True) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
 ]
 # Of OpenAI's API and of engines: neither their settings nor anything that would stop or change one for others.
 _PASSED = [

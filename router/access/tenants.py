@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from secrets import compare_digest
 
 import msgspec
@@ -63,12 +63,18 @@ class Tenant:
     """A tenant and what it has left."""
 
     def __init__(
-        self, name: str, settings: TenantSettings, isolate: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        settings: TenantSettings,
+        isolate: bool,
+        clock: Callable[[], float] = time.monotonic,
+        aliases: Mapping[str, str] = {},
     ) -> None:
+        """`aliases`: the models behind names that its settings may have instead."""
         self.name = name
         self.on_spent: Callable[[str, int, int], None] = lambda *_: None
         self.priority = settings.priority
-        self._models = settings.models
+        self._models = settings.models and [aliases.get(model, model) for model in settings.models]
         self._isolate = isolate
         requests, tokens = settings.requests_per_second, settings.tokens_per_minute
         self._requests = Bucket(requests, 1.0, clock) if requests else None
@@ -151,13 +157,15 @@ def without_credentials(headers: Headers) -> Headers:
 class AccessControl:
     """Who may pass, by the key that a request carries."""
 
-    def __init__(self, settings: TenantsSettings, token: str) -> None:
+    def __init__(self, settings: TenantsSettings, token: str, aliases: Mapping[str, str] = {}) -> None:
         self._token = token.encode()
         self._paths = _SALTED | _WITHOUT_CACHE | (frozenset() if settings.isolate else _UNSALTED)
         if settings.salted_messages or not settings.isolate:
             self._paths |= _MESSAGES
         self._tenants: dict[str, Tenant] = {}
-        self._named = {name: Tenant(name, each, settings.isolate) for name, each in settings.named.items()}
+        self._named = {
+            name: Tenant(name, each, settings.isolate, aliases=aliases) for name, each in settings.named.items()
+        }
         for name, each in settings.named.items():
             self._tenants |= dict.fromkeys(each.keys, self._named[name])
 

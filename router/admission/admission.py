@@ -1,17 +1,18 @@
 """Which requests wait in the router, and when they go on.
 
-A request waits for one of two reasons:
+A request waits for one of three reasons:
 
     saturated     every target that could take it is at its limits (`limits`)
     late binding  its target is busy with the prompts of others, and it better chooses again (`late_binding`)
+    no worker     its model is known and has no worker, but one may come (`cold_start_timeout`)
 
-Both wait in one queue (`fair_queue`). Whenever a request ends, or a prefill that others are held for, a worker changes
+All wait in one queue (`fair_queue`). Whenever a request ends, or a prefill that others are held for, a worker changes
 or an engine reports its load, the first of the queue choose again; nothing is polled. Something in flight is what they
-wait for, so there is always a next time. A saturated one that finds no capacity keeps those behind it waiting:
-a large prompt is not overtaken for ever.
+wait for, or a worker that comes, so there is always a next time. A saturated one that finds no capacity keeps those
+behind it waiting: a large prompt is not overtaken for ever.
 
 A request that has waited for `timeout` seconds is sent to its target, however busy, or refused where all are at their
-limits.
+limits. One that waits for a worker is refused after `cold_start_timeout`; such may take half of the queue.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from router.admission.fair_queue import FairQueue, Waiting
 from router.admission.ticket import Ticket, deadline_error
 from router.fleet.fleet import Worker
 from router.routing.assignment import Assignment
+from router.routing.errors import unavailable
 from router.routing.late_binding import held_order
 from router.routing.limits import Limits
 from router.routing.routed_prompt import RoutedPrompt
@@ -46,6 +48,7 @@ class WaitReason(StrEnum):
 
     SATURATED = "saturated"
     LATE_BINDING = "late_binding"
+    NO_WORKER = "no_worker"
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +85,8 @@ class Admission:
         self._router = router
         self.late_binding = settings.late_binding and late_binding
         self._timeout = settings.timeout
+        self._cold_start_timeout = settings.cold_start_timeout
+        self._most_cold = max(settings.queue // 2, 1)
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first request has found no capacity
         self._rate = _DrainRate(clock)
@@ -100,7 +105,12 @@ class Admission:
             first = self.queue.best_priority(prompt.name)
             if first is not None and first <= ticket.priority:
                 return None
-        placed = self._try(prompt, tried, now)
+        try:
+            placed = self._try(prompt, tried, now)
+        except RequestError:
+            if self._awaits_worker(prompt, tried):
+                return None
+            raise
         if isinstance(placed, WaitReason):
             return None
         if self.queue.length:
@@ -114,6 +124,9 @@ class Admission:
         deadline has passed.
         """
         has_capacity = self._router.any_has_capacity(prompt, tried, self.limits, late_binding=False)
+        cold = self._awaits_worker(prompt, tried)
+        if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
+            raise self._no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
         order = held_order(ticket.arrived or now, self._router.prefill_seconds(prompt))
         request = _Request(
@@ -126,7 +139,7 @@ class Admission:
             prompt=prompt,
             tried=tuple(tried),
             ticket=ticket,
-            reason=WaitReason.LATE_BINDING if has_capacity else WaitReason.SATURATED,
+            reason=_reason(has_capacity, cold),
             assignment=loop.create_future(),
             since=now,
         )
@@ -135,7 +148,7 @@ class Admission:
                 return assignment
             raise self._too_many("queue_full", ticket.priority)
         self.queue.add(request)
-        until = now + self._timeout
+        until = now + (self._cold_start_timeout if cold else self._timeout)
         if ticket.place_by is not None and ticket.place_by < until:
             until, request.until_deadline = ticket.place_by, True
         timer = loop.call_later(max(until - now, 0.0), self._time_over, request)
@@ -200,7 +213,7 @@ class Admission:
                 continue
             if isinstance(placed, WaitReason):
                 request.reason = placed
-                if placed is WaitReason.SATURATED and not request.tried and not request.prompt.previous_response:
+                if placed is WaitReason.SATURATED and not request.tried and not request.prompt.stored:
                     self._full.add(request.name)
                 continue
             self._give(request, placed)
@@ -244,6 +257,8 @@ class Admission:
             if request.until_deadline:
                 self._count_refused("deadline")
                 raise deadline_error()
+            if self._awaits_worker(request.prompt, request.tried):
+                raise self._no_worker(request.name)
             assignment = self._force(request)
             if assignment is None:
                 raise self._too_many("queue_timeout", request.priority)
@@ -252,6 +267,13 @@ class Admission:
         else:
             self._give(request, assignment)
         self.wake()
+
+    def _awaits_worker(self, prompt: RoutedPrompt, tried: Collection[Worker]) -> bool:
+        return not tried and self._router.awaits_worker(prompt)
+
+    def _no_worker(self, name: str | None) -> RequestError:
+        self._count_refused("no_worker")
+        return unavailable(f"No worker for model {name!r} has come, and no more requests wait for one.")
 
     def _in_time(self, place_by: float) -> None:
         if self._clock() >= place_by:
@@ -291,6 +313,12 @@ class Admission:
     def _count_refused(self, reason: str) -> None:
         for on_refused in self.on_refused:
             on_refused(reason)
+
+
+def _reason(has_capacity: bool, cold: bool) -> WaitReason:
+    if cold:
+        return WaitReason.NO_WORKER
+    return WaitReason.LATE_BINDING if has_capacity else WaitReason.SATURATED
 
 
 class _DrainRate:

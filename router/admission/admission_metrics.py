@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Count
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -9,6 +10,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.admission.admission import Admission, WaitReason
+from router.fleet.fleet import Fleet
+from router.fleet.load import LoadTable
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Priorities are any integers, and labels must be few.
@@ -55,3 +58,30 @@ class AdmissionMetrics(Collector):
 
     def _refused(self, reason: str) -> None:
         self._refusals.labels(reason).inc()
+
+
+class DemandCollector(Collector):
+    """How many requests there are for each model, wherever they are: what the number of its workers may follow.
+
+    Models are those of workers, those of the settings, and those that requests wait for. What is in flight counts for
+    the first model of its worker.
+    """
+
+    def __init__(self, fleet: Fleet, load: LoadTable, admission: Admission) -> None:
+        self._fleet = fleet
+        self._load = load
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        requests: Count[str] = Count(dict.fromkeys(self._fleet.expected(), 0))
+        for worker in self._fleet.workers:
+            if models := sorted(worker.models()):
+                in_flight = sum(self._load.of(worker.url, dp_rank).requests for dp_rank in worker.ranks())
+                requests[models[0]] += in_flight
+        for waiting in self._admission.queue.in_order():
+            if waiting.name is not None:
+                requests[self._fleet.model_of(waiting.name) or waiting.name] += 1
+        demand = GaugeMetricFamily("kvrouter_model_demand", "Requests that wait or are in flight", labels=["model"])
+        for model, count in requests.items():
+            demand.add_metric([model], count)
+        yield demand

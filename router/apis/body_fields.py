@@ -46,6 +46,9 @@ class GenerationFields(PromptFields):
     max_completion_tokens: Any = None
     n: Any = None
     best_of: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
     priority: Any = None
 
 
@@ -81,6 +84,7 @@ class ResponsesFields(SessionFields, rename={"messages": "input"}):
     reasoning: Any = None
     chat_template_kwargs: Any = None
     previous_response_id: Any = None
+    conversation: Any = None
     cache_salt: Any = None
     stream: Any = None
     max_output_tokens: Any = None

@@ -6,6 +6,7 @@ A path that is not known here is passed through: it goes to the least loaded wor
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from router.apis.generate import decode_generate
 from router.apis.multipart import form_field
 from router.apis.openai_requests import decode_chat, decode_completion
 from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.response_owners import StoredFields, stored_in_path
 from router.apis.responses import decode_responses
 from router.apis.sessions import only_naming, session_of
 from router.http.headers import HeaderItems
@@ -71,6 +73,12 @@ _DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_named)
 _NAMES = _DECODERS | dict.fromkeys((CHAT, COMPLETIONS, ANTHROPIC), decode_named)
 
 
+class _PassedFields(StoredFields):
+    """What is read of a body that goes to any worker, or to the one that has what it names."""
+
+    model: Any = None
+
+
 class Call:
     """A request as it came, but for where it came from. `naming`: those of its headers that may name a session."""
 
@@ -103,13 +111,16 @@ def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = Non
     session = session_of(call.naming, SessionFields())
     content_type = next((value for name, value in call.headers if name == b"content-type"), b"").decode("latin-1")
     if content_type.startswith("multipart/form-data"):
-        return RoutedRequest(form_field(content_type, call.body, "model"), session=session)
+        return RoutedRequest(
+            form_field(content_type, call.body, "model"), session=session, stored=stored_in_path(call.path)
+        )
     try:
-        name = msgspec.json.decode(call.body, type=NamedFields).model
+        fields = msgspec.json.decode(call.body, type=_PassedFields)
+        name, stored = fields.model, fields.named()
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        name = None  # it may carry anything
+        name, stored = None, None  # it may carry anything
     return RoutedRequest(
-        name if isinstance(name, str) else None, session=session, previous_response=_named_response(call.path)
+        name if isinstance(name, str) else None, session=session, stored=stored_in_path(call.path) or stored
     )
 
 
@@ -132,9 +143,3 @@ def error_event(path: str, error: RequestError) -> bytes:
 
 def _is_anthropic(path: str) -> bool:
     return path == ANTHROPIC or path.startswith(ANTHROPIC + "/")
-
-
-def _named_response(path: str) -> str | None:
-    """The response that a path is about: `/v1/responses/{id}`, and what can be done with it."""
-    prefix, _, rest = path.partition(RESPONSES + "/")
-    return rest.partition("/")[0] or None if not prefix else None

@@ -35,6 +35,8 @@ class _GenerateFields(SessionFields):
     cache_salt: Any = None
     stream: Any = None
     priority: Any = None
+    return_logprob: Any = None
+    logprob_start_len: Any = None
 
 
 def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
@@ -52,7 +54,22 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         n=lenient(sampling.get("n", fields.n), int, 1),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
+        reads_cache=not _computes_all(fields, sampling),
     )
+
+
+def _computes_all(fields: _GenerateFields, sampling: dict[str, Any]) -> bool:
+    """Whether an engine computes the whole prompt, to tell the probabilities of its tokens.
+
+    vLLM's SamplingParams.skip_reading_prefix_cache, and SGLang's logprob_start_len, before which it reuses at most.
+    """
+    skips = sampling.get("skip_reading_prefix_cache")
+    if isinstance(skips, bool):
+        return skips
+    if any(sampling.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
+        return True
+    start = lenient(fields.logprob_start_len, int, -1)
+    return lenient(fields.return_logprob, bool, False) and start >= 0
 
 
 def _prompt(fields: _GenerateFields) -> Prompt | None:

@@ -8,8 +8,25 @@ from email.message import Message
 _LONGEST = 4096
 
 
+def boundary_of(body: bytes) -> str | None:
+    """The content type of a form, as its first line has the boundary; None of a body that is no form."""
+    line = body[: body.find(b"\r\n", 0, _LONGEST)] if body.startswith(b"--") else b""
+    return f'multipart/form-data; boundary="{line[2:].decode("latin-1")}"' if len(line) > 2 else None
+
+
 def form_field(content_type: str, body: bytes, name: str) -> str | None:
     """The text of the first field of this name; None where there is none."""
+    place = _place_of(content_type, body, name)
+    return None if place is None else body[place].decode(errors="replace")
+
+
+def with_form_field(content_type: str, body: bytes, name: str, value: str) -> bytes:
+    """The form with this text in the first field of this name, if it has one."""
+    place = _place_of(content_type, body, name)
+    return body if place is None else body[: place.start] + value.encode() + body[place.stop :]
+
+
+def _place_of(content_type: str, body: bytes, name: str) -> slice | None:
     declared = Message()
     declared["content-type"] = content_type
     boundary = declared.get_boundary()
@@ -22,7 +39,7 @@ def form_field(content_type: str, body: bytes, name: str) -> str | None:
         head_end = body.find(b"\r\n\r\n", start, start + _LONGEST)
         end = body.find(b"\r\n" + delimiter, start)
         if head_end >= 0 and head_end < end <= head_end + _LONGEST and _named(body[start:head_end], name):
-            return body[head_end + 4 : end].decode(errors="replace")
+            return slice(head_end + 4, end)
         start = end + 2 if end >= 0 else -1
     return None
 

@@ -26,16 +26,17 @@ def decode_chat(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     fields = read_body(body, GenerationFields)
     _check_chat(fields)
     max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
-    return _request(fields, headers, fields.model, _chat_prompt(fields), max_tokens)
+    # A chat that is echoed asks for its tokens' probabilities, too: its `top_logprobs` are 0 unless it says otherwise.
+    return _request(fields, headers, fields.model, _chat_prompt(fields), max_tokens, bool(fields.echo))
 
 
 def decode_completion(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     """What routing needs of a completion. Raises RequestError (400) naming the field at fault."""
     fields = read_body(body, GenerationFields)
     model = model_name(fields.model)
-    embedded = fields.prompt is None and fields.prompt_embeds is not None
-    prompt = TokenPrompts([]) if embedded else _prompt(fields)
-    return _request(fields, headers, model, prompt, lenient(fields.max_tokens, int, COMPLETION_MAX_TOKENS))
+    prompt = TokenPrompts([]) if fields.prompt_embeds and not fields.prompt else _prompt(fields)
+    max_tokens = lenient(fields.max_tokens, int, COMPLETION_MAX_TOKENS)
+    return _request(fields, headers, model, prompt, max_tokens, bool(fields.echo) and fields.logprobs is not None)
 
 
 def decode_match(body: bytes) -> MatchRequest:
@@ -66,8 +67,17 @@ def decode_match(body: bytes) -> MatchRequest:
 
 
 def _request(
-    fields: GenerationFields, headers: HeaderItems, model: str, prompt: Prompt, max_tokens: int | None
+    fields: GenerationFields,
+    headers: HeaderItems,
+    model: str,
+    prompt: Prompt,
+    max_tokens: int | None,
+    echoes_logprobs: bool,
 ) -> RoutedRequest:
+    """`echoes_logprobs`: the answer has the prompt's tokens with their probabilities.
+
+    For those an engine computes the whole prompt: vLLM's SamplingParams.skip_reading_prefix_cache.
+    """
     return RoutedRequest(
         model=model,
         prompt=prompt,
@@ -77,6 +87,8 @@ def _request(
         n=max(lenient(fields.n, int, 1), lenient(fields.best_of, int, 1)),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
+        reads_cache=fields.prompt_logprobs is None and not echoes_logprobs,
+        other_prompts=bool(fields.prompt_embeds),
     )
 
 

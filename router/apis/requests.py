@@ -111,8 +111,9 @@ class RoutedRequest:
     """A request. Without a `prompt` it goes where the load is least, without a `model` to any worker.
 
     `max_tokens` bounds each of the `n` answers to a prompt; None is no bound. `session` is what the requests of one
-    conversation or user have in common. `previous_response` is the response this one goes on from, which only the
-    worker that made it knows.
+    conversation or user have in common. `stored` is a response, a conversation, a file or the like that it is about,
+    which only the worker that made it has. `reads_cache`: false for one that the engine computes from its start,
+    whatever is cached. `other_prompts`: it has prompts beside these, which have no tokens.
     """
 
     model: str | None
@@ -123,7 +124,9 @@ class RoutedRequest:
     n: int
     priority: int
     session: str | None
-    previous_response: str | None
+    stored: str | None
+    reads_cache: bool
+    other_prompts: bool
 
     def __init__(
         self,
@@ -135,7 +138,9 @@ class RoutedRequest:
         n: int = 1,
         priority: int = 0,
         session: str | None = None,
-        previous_response: str | None = None,
+        stored: str | None = None,
+        reads_cache: bool = True,
+        other_prompts: bool = False,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -145,7 +150,9 @@ class RoutedRequest:
         self.n = n
         self.priority = priority
         self.session = session
-        self.previous_response = previous_response
+        self.stored = stored
+        self.reads_cache = reads_cache
+        self.other_prompts = other_prompts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from indexer.errors import RequestError
 from router.apis.body_fields import ResponsesFields
 from router.apis.fields import kind_of, lenient, optional_string, read_body
 from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.response_owners import StoredFields
 from router.apis.sessions import session_of
 from router.http.headers import HeaderItems
 
@@ -34,8 +35,13 @@ def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         max_tokens=lenient(fields.max_output_tokens, int, None),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
-        previous_response=optional_string(fields.previous_response_id, "previous_response_id"),
+        stored=optional_string(fields.previous_response_id, "previous_response_id") or _conversation(fields),
     )
+
+
+def _conversation(fields: ResponsesFields) -> str | None:
+    """The conversation that the request goes on, by its id or as an object."""
+    return StoredFields(conversation=fields.conversation).named()
 
 
 def _check(found: Any) -> None:

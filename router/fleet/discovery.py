@@ -20,6 +20,7 @@ from kvevents.reported import ReportedFields
 from kvevents.sources import MOST_BLOCK_SIZE, ReportedStreams, sglang_sources, vllm_sources
 from router.fleet.answers import read_answer
 from router.fleet.worker_keys import WorkerKey
+from router.http.connection_problem import connection_problem
 from router.http.worker_url import host_of
 from router.settings import LONGEST_NAME, FleetSettings, Role, StreamSettings, WorkerSettings
 
@@ -121,23 +122,26 @@ async def describe_worker(
     Raises DiscoveryError, RefusedKeyError where it refuses that.
     """
     url = str(worker.url).rstrip("/")
-    asked = _Asked(session, url, limits or FleetSettings(), key or WorkerKey(worker.name or url, worker))
+    key = key or WorkerKey(worker.name or url, worker)
+    name = key.name
+    asked = _Asked(session, url, limits or FleetSettings(), key)
     try:
         models = _models(asked.cards(await asked.get("/v1/models")), worker.model)
         description = await _streams(asked, models)
     except aiohttp.ClientResponseError as error:
         if asked.key.refuses(error.status):
             raise RefusedKeyError(asked.key.refusal(error.request_info.url.path, error.status)) from error
-        raise DiscoveryError(f"{url}: {error}") from error
+        path = error.request_info.url.path
+        raise DiscoveryError(f"{name}: {path} is answered with {error.status} {error.message}") from error
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise DiscoveryError(f"{url}: {error or type(error).__name__}") from error
+        raise DiscoveryError(f"{name}: {connection_problem(error)}") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DiscoveryError(f"{url}: an answer that cannot be read: {error}") from error
+        raise DiscoveryError(f"{name}: an answer that cannot be read: {error}") from error
     if worker.streams is not None:
         try:
             streams = tuple(map(_event_source, worker.streams))
         except ValueError as error:
-            raise DiscoveryError(f"{url}: {error}") from error
+            raise DiscoveryError(f"{name}: {error}") from error
         description = replace(description, streams=streams, ranks=_ranks([source.dp_rank for source in streams]))
     if worker.block_size is not None:
         description = replace(description, block_size=worker.block_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import aiohttp
@@ -20,6 +20,7 @@ from router.fleet.health import Health
 from router.fleet.stall_detector import StallDetector
 from router.fleet.stream_addresses import allowed_sources
 from router.fleet.worker import Worker, WorkerState, url_of
+from router.http.connection_problem import connection_problem
 from router.http.worker_url import host_of, split_user_info
 from router.settings import FleetSettings, Role, WorkerSettings
 
@@ -31,16 +32,19 @@ log = structlog.get_logger()
 SOURCES = ("config", "api", "kubernetes")
 
 _STALE_SCRAPES = 5
+# Names that are remembered after their workers are gone.
+_MOST_EXPECTED = 10_000
 
 
 class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
-    gone; `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each
-    whose metrics were read; `on_key` for each whose API key is another one. `networks`: where it may connect to on a
-    stranger's word. `keys_for_added`: workers that were added over HTTP get the fleet's key too. `peer_load`: the
-    requests that each of some ranks of a worker has from other routers.
+    gone; `on_replaced` for each that serves another model under a name; `on_change` whenever more may be known of a
+    worker, or it may take more than before; `on_scrape` for each whose metrics were read; `on_key` for each whose API
+    key is another one. `networks`: where it may connect to on a stranger's word. `keys_for_added`: workers that were
+    added over HTTP get the fleet's key too. `peer_load`: the requests that each of some ranks of a worker has from
+    other routers. `aliases`: the models behind other names.
     """
 
     def __init__(
@@ -52,12 +56,18 @@ class Fleet:
         on_model: Callable[[Worker, ServedModel], Awaitable[None]],
         networks: AllowedNetworks | None = None,
         keys_for_added: bool = False,
+        aliases: Mapping[str, str] = {},
+        expected: Iterable[str] | None = None,
     ) -> None:
+        """`expected`: models whose requests may wait for a worker; None: none may."""
         self.disaggregated = False  # some workers only compute prompts, or only go on from there
+        self.aliases = aliases
+        self._expected = None if expected is None else set(expected)
         self.version = 0  # grows whenever other workers may get requests, or for other names
         self.health_version = 0  # grows whenever a circuit opens or closes, and when a worker begins or ends to warm up
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
+        self.on_replaced: list[Callable[[Worker], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
         self.on_key: list[Callable[[Worker], None]] = []
         self.peer_load: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
@@ -166,7 +176,16 @@ class Fleet:
 
     def names(self) -> set[str]:
         """Every name a request may use."""
-        return {name for worker in self.workers if worker.description for name in worker.description.models}
+        names = {name for worker in self.workers if worker.description for name in worker.description.models}
+        return names | {alias for alias, name in self.aliases.items() if name in names}
+
+    def awaits(self, name: str) -> bool:
+        """Whether a request for this name may wait for a worker: there is none, and one may come."""
+        return self._expected is not None and name in self._expected and not self.able(name)
+
+    def expected(self) -> set[str]:
+        """The names that requests may wait for."""
+        return set(self._expected or ())
 
     def report_failure(self, worker: Worker, problem: str) -> None:
         """A request could not reach a worker: it gets none until it answers again."""
@@ -174,6 +193,10 @@ class Fleet:
         self._indexer.suspend(worker.targets)
         self.version += 1
         self.look_soon(worker)
+
+    async def probe(self, worker: Worker) -> None:
+        """Ask a worker at once what it is."""
+        await self._probe(worker)
 
     def look_soon(self, worker: Worker) -> None:
         """Something went wrong with a worker: see whether it still answers."""
@@ -250,7 +273,7 @@ class Fleet:
                     answered = response.status == 200
                     body = await read_answer(response, self._settings.max_answer_bytes) if answered else b""
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                log.debug("no metrics", worker=worker.name, reason=str(error) or type(error).__name__)
+                log.debug("no metrics", worker=worker.name, reason=connection_problem(error))
             else:
                 worker.metrics.answered()
                 worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))
@@ -285,6 +308,7 @@ class Fleet:
         if not worker.up and (worker.failed_probes or worker.description is None):
             worker.warming_since = worker.health.clock()
             worker.health.forget()
+            worker.restarted()
             self._health_changed()
         elif worker.warming_since is not None and worker.share >= 1:
             worker.warming_since = None
@@ -293,8 +317,15 @@ class Fleet:
         if not worker.up:
             self._indexer.suspend(worker.targets, False)
         if not worker.up or description != worker.description:
+            changes = len(worker.changed_models), *worker.changed_models.values()
             worker.describe(description)
+            if changes != (len(worker.changed_models), *worker.changed_models.values()):
+                log.warning("another model behind a name", worker=worker.name, models=worker.recent_changes())
+                for on_replaced in self.on_replaced:
+                    on_replaced(worker)
             worker.problem = None
+            if self._expected is not None and len(self._expected) < _MOST_EXPECTED:
+                self._expected.update(description.models)
             self._changed()
         for model in description.base_models():
             await self._on_model(worker, model)

@@ -29,6 +29,7 @@ from kvevents.endpoints import bracketed
 from router.errors import KubernetesError
 from router.fleet.allowed_networks import is_never_allowed
 from router.fleet.fleet import Fleet
+from router.http.connection_problem import connection_problem
 from router.settings import WORKER_NAME, KubernetesSettings, Role, WorkerSettings
 
 log = structlog.get_logger()
@@ -119,7 +120,7 @@ class ResourceWatch:
         while True:
             try:
                 if self._version is None or time.monotonic() - self._listed_at >= self._resync_seconds:
-                    await self._list()
+                    await self.list()
                 began = time.monotonic()
                 await self._watch(self._version or "")
                 failures = failures + 1 if time.monotonic() - began < _SHORT_WATCH else 0
@@ -129,11 +130,12 @@ class ResourceWatch:
                 failures += 1
             except (KubernetesError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 failures += 1
-                log.warning("kubernetes cannot be asked", url=self._url, reason=str(error) or type(error).__name__)
+                log.warning("kubernetes cannot be asked", url=self._url, reason=connection_problem(error))
             if failures > 1:  # after a first one at once
                 await asyncio.sleep(_backoff(failures))
 
-    async def _list(self) -> None:
+    async def list(self) -> None:
+        """List everything once. Raises KubernetesError, aiohttp.ClientError, OSError."""
         async with self._get(aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT)) as response:
             await _check_status(response)
             answer = _decoded(await response.read())
@@ -188,27 +190,58 @@ async def follow_kubernetes(
     """Give the fleet the workers that the cluster has, until cancelled."""
 
     async def give(objects: Iterable[dict[str, Any]]) -> None:
-        addresses = service_addresses(objects, settings.port) if settings.service else pod_addresses(objects)
-        found = {(address.host, address.port or settings.port): address for address in addresses}
-        workers = [
-            WorkerSettings.model_validate(
-                {
-                    "url": f"http://{bracketed(host)}:{port}",
-                    "name": address.name,
-                    "role": None if address.role is Role.BOTH else address.role,
-                }
-            )
-            for (host, port), address in sorted(found.items())
-        ]
+        workers = _workers(settings, objects)
         if workers != fleet.assigned("kubernetes"):
             await fleet.assign("kubernetes", workers)
 
+    await _watch_of(settings, access, session, give).run()
+
+
+async def workers_of_cluster(
+    settings: KubernetesSettings, access: ClusterAccess, session: aiohttp.ClientSession
+) -> list[WorkerSettings]:
+    """The workers that the cluster has now. Raises KubernetesError."""
+    found: list[WorkerSettings] = []
+
+    async def take(objects: Iterable[dict[str, Any]]) -> None:
+        found.extend(_workers(settings, objects))
+
+    watch = _watch_of(settings, access, session, take)
+    try:
+        await watch.list()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise KubernetesError(f"kubernetes: {access.url} {connection_problem(error)}") from error
+    return found
+
+
+def _watch_of(
+    settings: KubernetesSettings,
+    access: ClusterAccess,
+    session: aiohttp.ClientSession,
+    on_change: Callable[[Iterable[dict[str, Any]]], Awaitable[None]],
+) -> ResourceWatch:
+    """A watch of what the settings look for."""
     if settings.service:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{access.namespace}/endpointslices"
         selector = f"kubernetes.io/service-name={settings.service}"
     else:
         path, selector = f"/api/v1/namespaces/{access.namespace}/pods", settings.selector
-    await ResourceWatch(session, access, path, selector, settings.resync, give).run()
+    return ResourceWatch(session, access, path, selector, settings.resync, on_change)
+
+
+def _workers(settings: KubernetesSettings, objects: Iterable[dict[str, Any]]) -> list[WorkerSettings]:
+    addresses = service_addresses(objects, settings.port) if settings.service else pod_addresses(objects)
+    found = {(address.host, address.port or settings.port): address for address in addresses}
+    return [
+        WorkerSettings.model_validate(
+            {
+                "url": f"http://{bracketed(host)}:{port}",
+                "name": address.name,
+                "role": None if address.role is Role.BOTH else address.role,
+            }
+        )
+        for (host, port), address in sorted(found.items())
+    ]
 
 
 def _usable(host: Any, port: Any = 1) -> bool:

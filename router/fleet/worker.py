@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
+from typing import NamedTuple
 
 from indexer import Target
 from router.fleet.circuit import CircuitState
@@ -20,6 +21,23 @@ from router.settings import Role, WorkerSettings
 FIRST_SHARE = 0.1
 _PREFILL = Role.PREFILL
 DEFAULT_BOOTSTRAP_PORT = 8998  # SGLang's, and that of vLLM's Mooncake connector
+
+
+# For so long it is told that a model became another one.
+_CHANGE_SECONDS = 3600.0
+
+
+class ModelChange(NamedTuple):
+    """What a name stood for before it stood for another model, and when that was seen, by the health's clock."""
+
+    before: ServedModel
+    at: float
+
+
+def _weights(served: ServedModel) -> str:
+    """What tells one model from another behind the same name, in words."""
+    context = f", {served.max_model_len} tokens of context" if served.max_model_len is not None else ""
+    return f"{served.root or served.name}{context}"
 
 
 class WorkerState(StrEnum):
@@ -49,6 +67,8 @@ class Worker:
 
     `url`: the base URL, by which it is known inside. `name`: what it is called where people look. `key`: what it wants
     to be shown. `source` names where it comes from. `warming_since`: when it came up, for `slow_start` seconds.
+    `replaced_adapters`: the names of adapters that have other weights than at first. `changed_models`: those that are
+    others than they were, by name.
     `look_now` is set when it should be asked again soon.
     """
 
@@ -64,11 +84,15 @@ class Worker:
     draining: bool = False
     warming_since: float | None = None
     role: Role = Role.BOTH
+    changed_models: dict[str, ModelChange] = field(default_factory=dict)
+    replaced_adapters: set[str] = field(default_factory=set)
     look_now: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = field(init=False)
     name: str = field(init=False)
     routing_line: bytes = field(init=False, repr=False)
     key: WorkerKey = field(init=False, repr=False)
+    _served_before: dict[str, ServedModel] = field(init=False, default_factory=dict, repr=False)
+    _adapter_roots: dict[str, str] = field(init=False, default_factory=dict, repr=False)
     _targets_made: dict[tuple[int, str], Target] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -164,7 +188,29 @@ class Worker:
     def describe(self, description: WorkerDescription) -> None:
         """It answered what it is. What it computes of a request is as the settings say, else as it says itself."""
         self.description = description
+        for name, served in description.models.items():
+            before = self._served_before.get(name)
+            if served.adapter is None and before is not None and _weights(before) != _weights(served):
+                self.changed_models[name] = ModelChange(before, self.health.clock())
+            self._served_before[name] = served
+            root = served.root if served.adapter is not None else None
+            if root is not None and self._adapter_roots.setdefault(name, root) != root:
+                self.replaced_adapters.add(name)
         self.settle(self.settings)
+
+    def recent_changes(self) -> dict[str, tuple[str, str]]:
+        """Of models that became others within the last hour: what they were, and what they are."""
+        now = self.health.clock()
+        return {
+            name: (_weights(change.before), _weights(self._served_before[name]))
+            for name, change in self.changed_models.items()
+            if now - change.at < _CHANGE_SECONDS
+        }
+
+    def restarted(self) -> None:
+        """It was away, and holds nothing of what it held."""
+        self._adapter_roots.clear()
+        self.replaced_adapters.clear()
 
     def settle(self, settings: WorkerSettings) -> None:
         """Its settings are these."""

@@ -90,6 +90,11 @@ class Attempts:
         if context.head.path == RESPONSES:
             self._not_stored = not asks_to_store(body)
 
+    def of_the_rest(self, prompt: RoutedPrompt, body: bytes) -> Attempts:
+        """Those of the request for the rest of an answer, which go to none of these workers."""
+        without = [*self._without, *self.tried]
+        return Attempts(self._services, self._context, prompt, self._ticket, body, self._transport, without)
+
     @property
     def _repeatable(self) -> bool:
         """Whether another worker may be sent it although one was."""

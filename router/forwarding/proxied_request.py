@@ -14,6 +14,8 @@ A request that reached no worker goes to another. As long as nothing of an answe
 generation also does when its worker breaks off, twice at most, and, while the retry budget lasts, when its worker
 refuses it as overloaded or hangs. At any time its client may leave. Its load is released on every path. It waits in a
 task only while its prompt is tokenized or no worker has capacity for it.
+
+One file, because the phases are one machine: what one callback leaves, another finds.
 """
 
 from __future__ import annotations
@@ -181,17 +183,22 @@ class ProxiedRequest(AttemptHandler):
 
     def _read(self, body: bytes) -> None:
         services, context = self._services, self._context
-        body = context.checked(body)
-        # With another transport the answer's bytes are not ours to change.
-        asks = self._transport is None and (services.ask_usage or services.passing.listening)
-        if asks and (asking := asking_for_usage(context.head.path, body)):
-            body, self._hidden = asking, HiddenUsage()
+        body = self._asking(context.checked(body))
         span = context.trace and context.trace.span("tokenize")
         request, prompt = read_prompt(services, context, body, span)
         if prompt is None:
             self._continue_in_task(self._read_aside(request, body, span))
         else:
             self._admit(prompt, body)
+
+    def _asking(self, body: bytes) -> bytes:
+        """The body that is sent, asking for what we want to know of the answer."""
+        services = self._services
+        # With another transport the answer's bytes are not ours to change.
+        asks = self._transport is None and (services.ask_usage or services.passing.listening)
+        if asks and (asking := asking_for_usage(self._context.head.path, body)):
+            body, self._hidden = asking, HiddenUsage()
+        return body
 
     async def _read_aside(self, request: RoutedRequest, body: bytes, span: Span | None) -> None:
         prompt = await read_prompt_aside(self._services, request, body, span)
@@ -306,11 +313,7 @@ class ProxiedRequest(AttemptHandler):
                 self._answer(self._head, data, ended)
                 return
             response.pass_on(data, ended)
-            if ended:
-                attempts.sent = None
-                self._finish()
-            else:
-                response.forward_chunks(attempts.sent)
+            self._passed_on(attempts, response, data, ended)
         except Exception:
             self._crash()
 
@@ -367,10 +370,17 @@ class ProxiedRequest(AttemptHandler):
             return
         self._phase = _ANSWERING
         headers = attempts.routing_headers()
-        self._response = response = ProxiedResponse(
+        self._response = response = self._new_response(attempts, assignment, head)
+        response.start(headers, self._hidden, self._recorded is not None, data, ended)
+        self._passed_on(attempts, response, data, ended)
+
+    def _new_response(self, attempts: Attempts, assignment: Assignment, head: ResponseHead) -> ProxiedResponse:
+        return ProxiedResponse(
             self._services, self._context, self._client, assignment, attempts.prompt, head, self._arrived
         )
-        response.start(headers, self._hidden, self._recorded is not None, data, ended)
+
+    def _passed_on(self, attempts: Attempts, response: ProxiedResponse, data: bytes, ended: bool) -> None:
+        """This was passed on; more may come."""
         if ended:
             attempts.sent = None
             self._finish()

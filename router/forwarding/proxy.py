@@ -13,6 +13,7 @@ from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts, context_of
 from router.forwarding.response_writer import ResponseWriter
+from router.forwarding.resumable_proxied_request import new_proxied_request
 from router.forwarding.routing_headers import RoutingHeaders
 from router.http.response_head import LENGTH, WITHOUT_BODY
 from router.settings import ServerSettings
@@ -39,7 +40,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _Answer()
-        proxied = ProxiedRequest(self._services, context_of(scope), answer)
+        proxied = new_proxied_request(self._services, context_of(scope), answer)
         answer.proxied = proxied
         try:
             body = await _read_body(receive)

@@ -7,6 +7,7 @@ import asyncio
 from router.admission.admission import Admission
 from router.fleet.fleet import Fleet
 from router.fleet.retry_budget import RetryBudget
+from router.forwarding.stream_failover import StreamFailover
 from router.live.request_stream import RequestStream
 from router.routing.router import Router
 from router.settings import ProxySettings
@@ -15,7 +16,8 @@ from router.upstream import Upstreams
 
 
 class ProxyServices:
-    """Where requests may go, how they get there, and what is counted. `passing`: who records requests."""
+    """Where requests may go, how they get there, and what is counted. `passing`: who records requests.
+    `stream_failover`: where streams may go on elsewhere."""
 
     def __init__(
         self,
@@ -26,6 +28,7 @@ class ProxyServices:
         settings: ProxySettings,
         metrics: RequestMetrics,
         passing: RequestStream,
+        stream_failover: StreamFailover | None = None,
     ) -> None:
         self.router = router
         self.admission = admission
@@ -34,6 +37,7 @@ class ProxyServices:
         self.settings = settings
         self.metrics = metrics
         self.passing = passing
+        self.stream_failover = stream_failover
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts
         self.ask_usage = settings.ask_usage

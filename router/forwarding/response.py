@@ -14,8 +14,8 @@ from typing import Final
 import structlog
 
 from indexer.errors import RequestError
-from router.apis.endpoints import RESPONSES, error_event
-from router.apis.response_owners import SEARCHED_BYTES
+from router.apis.endpoints import error_event
+from router.apis.response_owners import SEARCHED_BYTES, is_about_stored
 from router.apis.stream_usage import HiddenUsage
 from router.apis.usage import Usage, UsageTail
 from router.fleet.health import Outcome
@@ -40,6 +40,9 @@ _SUCCEEDED: Final = Outcome.SUCCEEDED
 _FAILED: Final = Outcome.FAILED
 _NEITHER: Final = Outcome.NEITHER
 
+# What a worker serves has changed with them.
+_ADAPTER_CHANGES = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+
 
 class ProxiedResponse:
     """A worker's answer. `first_byte_at`: when its first byte came, of `time.monotonic`; 0 before.
@@ -50,6 +53,7 @@ class ProxiedResponse:
     # What most answers never change stands here, so that it is not made for each.
     usage: Usage | None = None
     first_byte_at = 0.0
+    resumed = False  # another worker began it
     _hidden: HiddenUsage | None = None
     _tail: UsageTail | None = None
     _searched: bytes | None = None  # the beginning of the body, while the answer's id is looked for
@@ -89,7 +93,7 @@ class ProxiedResponse:
         # The client does not wait for the rest.
         if head.is_stream or recorded or context.tenant is not None or assignment.wants_usage:
             self._tail = UsageTail()
-        if context.head.path == RESPONSES:
+        if is_about_stored(context.head.path):
             self._searched = b""
         self._services.metrics.begun(
             prompt.name or "", assignment.worker.name, head.status, prompt.tokens, assignment.overlap
@@ -119,7 +123,8 @@ class ProxiedResponse:
             if not self.first_byte_at:
                 self.first_byte_at = now
                 assignment.first_byte(now)
-                self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
+                if not self.resumed:
+                    self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
             if self._searched is not None:
                 self._searched += data
                 learned = self._services.router.responses.learn(self._searched, assignment.worker.url)
@@ -139,8 +144,12 @@ class ProxiedResponse:
             assignment.attempt.end(_FAILED if status >= 500 else _NEITHER, f"status {status}", now)
         if status != _OK:
             return
+        if self._context.head.path in _ADAPTER_CHANGES:
+            self._services.fleet.look_soon(assignment.worker)
         self.usage = usage = self._tail.usage() if self._tail is not None else None
         self._services.router.answered(assignment, usage)
+        if usage is not None:
+            self._services.metrics.completed(self._prompt.name or "", usage)
         if tenant is not None and usage is not None:
             tenant.spend(usage.completion)
         if self.head.is_stream:

@@ -16,6 +16,11 @@ class RoutingHeaders:
         self._overlap = overlap
         self._more: Headers | None = None
 
+    @property
+    def worker(self) -> str:
+        """Where it went, by name."""
+        return self._worker.name
+
     def add(self, name: bytes, value: bytes) -> None:
         """Say this besides."""
         if self._more is None:

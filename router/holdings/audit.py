@@ -6,7 +6,7 @@ An engine that reports `cached_tokens` shows with every answer how right the pre
         ▲                          └──right──▶ by events                                  │
         └───────────────────────── events are right again ────────────────────────────────┘
 
-A rank without events is predicted by history from the start. What is wrong there is forgotten.
+A rank without events is predicted by history from the start, whose bounds are learned from its answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from indexer.names import WorkerNames
 from indexer.sequence import StreamState
 from indexer.streams import Stream
 from router.apis.usage import Usage
-from router.holdings.history import RoutingHistory
+from router.holdings.history import Retention, RoutingHistory
 from router.settings import AuditSettings
 
 log = structlog.get_logger()
@@ -45,12 +45,19 @@ _LOST: Final = StreamState.LOST
 _EVENTS: Final = Basis.EVENTS
 
 
+# So many answers are enough when they are wrong by so many times the tolerance.
+_FEW = 8
+_FAR = 2
+
+
 class Prediction:
     """What was expected of a rank when a prompt was sent to it, in tokens.
 
     `overlap`: what the decision was made with. `by_events`: the overlap by events and prompts in flight; None while
     events are missing. `comparable`: the engine's count can be compared with it, because the tokens are known and it is
     one prompt with one answer. `capacity`: the tokens that the target can hold. `most`: the most that any target had.
+    `by_text`: tokens are estimated by the prompt's text, so the engine's count is compared as a share of its own.
+    `windowed`: the target does not keep whole prompts, so that what it misses tells nothing of how much it keeps.
     """
 
     def __init__(
@@ -64,6 +71,8 @@ class Prediction:
         capacity: int | None,
         made_at: float | None = None,
         most: int = 0,
+        by_text: bool = False,
+        windowed: bool = False,
     ) -> None:
         self.target = target
         self.hashes = hashes
@@ -74,6 +83,8 @@ class Prediction:
         self.capacity = capacity
         self.made_at = time.monotonic() if made_at is None else made_at
         self.most = most
+        self.by_text = by_text
+        self.windowed = windowed
 
 
 class Errors:
@@ -132,12 +143,13 @@ class TargetAudit:
     """Predicted against actual of one target.
 
     The counters are in tokens, but `answers` and `lengths_wrong`. `errors` are those of what decisions were made with,
-    `event_errors` those of the events, whether or not they were used.
+    `event_errors` those of the events, whether or not they were used; `last_event_errors` the last few of them.
     """
 
     errors: Errors
     event_errors: Errors
     length_errors: Errors
+    last_event_errors: Errors
     basis: Basis = Basis.EVENTS
     lengths_differ: bool = False
     reports_cached: bool = False
@@ -203,6 +215,8 @@ class HitAudit:
         if self.basis(prediction.target) is _EVENTS:
             self._history.forget(prediction.target)
             return
+        if prediction.comparable and usage is not None and usage.prompt and not prediction.windowed:
+            self._teach_history(prediction, usage)
         for hashes in prediction.hashes:
             self._history.remember(prediction.target, hashes, prediction.capacity)
 
@@ -214,6 +228,10 @@ class HitAudit:
         audit = self._audits.get(target)
         return audit.basis if audit is not None else _EVENTS
 
+    def retention(self, target: Target) -> Retention | None:
+        """How much and how long a target was seen to keep what it was sent; None while nothing was learned."""
+        return self._history.learned(target)
+
     def audits(self) -> list[tuple[Target, TargetAudit]]:
         """All targets that were audited."""
         return list(self._audits.items())
@@ -221,24 +239,35 @@ class HitAudit:
     def _compare(self, prediction: Prediction, usage: Usage) -> None:
         target = prediction.target
         audit = self._audits.get(target) or self._begin(target)
-        self._compare_lengths(audit, prediction, usage)
+        if not prediction.by_text:
+            self._compare_lengths(audit, prediction, usage)
         audit.reports_cached |= usage.cached is not None
         if not audit.reports_cached:
             return
         cached = usage.cached or 0  # vLLM leaves it out when nothing was cached
+        overlap = prediction.overlap
+        if prediction.by_text:
+            overlap = round(overlap * usage.prompt / (prediction.tokens or 1))
         audit.answers += 1
         audit.prompt_tokens += usage.prompt
-        audit.predicted_tokens += prediction.overlap
+        audit.predicted_tokens += overlap
         audit.cached_tokens += cached
-        audit.wrong_tokens += abs(prediction.overlap - cached)
-        audit.errors.add(prediction.overlap - cached, usage.prompt)
+        audit.wrong_tokens += abs(overlap - cached)
+        audit.errors.add(overlap - cached, usage.prompt)
         if prediction.by_events is not None and prediction.made_at > self._known_since(target, audit):
             audit.event_errors.add(prediction.by_events - cached, usage.prompt)
-            if audit.event_errors.enough:
-                self._choose_basis(target, audit)
-        if audit.errors.enough and audit.errors.excess > self._tolerance and self.basis(target) is Basis.HISTORY:
-            self._history.forget(target)  # it may have restarted, or holds less than we think
-            audit.errors.clear()
+            audit.last_event_errors.add(prediction.by_events - cached, usage.prompt)
+            self._choose_basis(target, audit)
+
+    def _teach_history(self, prediction: Prediction, usage: Usage) -> None:
+        """Let an answer tell how much and how long its target keeps what it was sent."""
+        audit = self._audits.get(prediction.target)
+        if audit is None or not audit.reports_cached:
+            return
+        cached = usage.cached or 0
+        if prediction.by_text:
+            cached = round(cached * prediction.tokens / usage.prompt)
+        self._history.compare(prediction.target, prediction.hashes[0], cached, prediction.made_at)
 
     def _known_since(self, target: Target, audit: TargetAudit) -> float:
         """Predictions made before this say nothing of the events as they are read now."""
@@ -246,8 +275,18 @@ class HitAudit:
         return max(stream.began_at if stream else 0.0, audit.judged_at)
 
     def _choose_basis(self, target: Target, audit: TargetAudit) -> None:
-        """Choose what a target is predicted from, now that enough is known of its events."""
-        drift = audit.event_errors.share
+        """Choose what a target is predicted from, once enough is known of its events.
+
+        A few answers are enough when they found far less than was promised, which is the worse error; and to go back to
+        events, once these are right.
+        """
+        errors = audit.event_errors
+        if not errors.enough:
+            errors = audit.last_event_errors
+            promised_too_much = errors.excess > _FAR * self._tolerance
+            if not errors.enough or (audit.basis is _EVENTS and not promised_too_much):
+                return
+        drift = errors.share
         right = drift <= self._tolerance
         match audit.basis:
             case Basis.EVENTS if not right:
@@ -260,6 +299,7 @@ class HitAudit:
                 return
         audit.judged_at = time.monotonic()
         audit.event_errors.clear()
+        audit.last_event_errors.clear()
         audit.errors.clear()
         if audit.basis is Basis.HISTORY:
             self.distrusted.add(target)
@@ -296,7 +336,8 @@ class HitAudit:
         self.distrusted &= known
         for each in self._history.targets():
             if each not in known:
-                self._history.forget(each)
-        audit = TargetAudit(Errors(self._samples), Errors(self._samples), Errors(self._samples))
+                self._history.removed(each)
+        samples, few = self._samples, min(_FEW, self._samples)
+        audit = TargetAudit(Errors(samples), Errors(samples), Errors(samples), Errors(few))
         self._audits[target] = audit
         return audit

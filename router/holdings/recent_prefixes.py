@@ -8,35 +8,72 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from itertools import islice
+from typing import NamedTuple
 
 from router.holdings.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
 
+# Looked at, from the last prompt on, to find when a prefix was seen. Those in use are among the last ones.
+_MOST_LOOKED_AT = 256
+
+
+class Seen(NamedTuple):
+    """When a prompt was seen, in seconds, and how many chunks had been new until then."""
+
+    at: float
+    added: int
+
 
 class RecentPrefixes(PrefixHolder):
-    """What one holder in a tree has seen and not forgotten."""
+    """What one holder in a tree has seen and not forgotten. `added`: how many chunks were new to it so far."""
 
-    __slots__ = ("_ends", "_prefixes")
+    __slots__ = ("_ends", "_prefixes", "added")
 
     def __init__(self, prefixes: SharedPrefixes[RecentPrefixes]) -> None:
         super().__init__()
         self._prefixes = prefixes
-        self._ends: OrderedDict[Edge[RecentPrefixes], None] = OrderedDict()  # the least recently seen first
+        self.added = 0
+        self._ends: OrderedDict[Edge[RecentPrefixes], Seen] = OrderedDict()  # the least recently seen first
 
-    def remember(self, hashes: array[int], most: int) -> int:
+    def remember(self, hashes: array[int], most: int, now: float = 0.0) -> int:
         """See a prompt. Of all prefixes `most` are kept. Returns how many of this prompt's were known."""
         if not hashes:
             return 0
         before = self.chunks
         end = self._prefixes.hold(self, hashes)
         known = len(hashes) - (self.chunks - before)
+        self.added += self.chunks - before
         if end in self._ends:
             self._prefixes.let_go(self, end)  # it counts once
-        self._ends[end] = None
+        self._ends[end] = Seen(now, self.added)
         self._ends.move_to_end(end)
         self._forget_ends_before(end)
+        self.keep(most)
+        return known
+
+    def keep(self, most: int) -> None:
+        """Forget all but `most` chunks."""
         while self.chunks > most:
             self._forget_some(self.chunks - most)
-        return known
+
+    def last_seen(self, hashes: array[int]) -> Seen | None:
+        """When the longest known prefix of a prompt was seen last. None when there is none, or that was long ago."""
+        edge = self._prefixes.longest_of(self, hashes)
+        if edge is None:
+            return None
+        for end in islice(reversed(self._ends), _MOST_LOOKED_AT):
+            on_the_way: Edge[RecentPrefixes] | None = end
+            while on_the_way is not None and on_the_way is not edge:
+                on_the_way = on_the_way.parent
+            if on_the_way is edge:
+                return self._ends[end]
+        return None
+
+    def forget_before(self, at: float) -> None:
+        """Forget what was seen before then."""
+        while self._ends and next(iter(self._ends.values())).at < at:
+            end, _ = self._ends.popitem(last=False)
+            self._prefixes.let_go(self, end)
 
     def forget(self) -> None:
         """Nothing is known any more."""
@@ -56,11 +93,11 @@ class RecentPrefixes(PrefixHolder):
 
     def _forget_some(self, chunks: int) -> None:
         """Forget `chunks` at most, of the end that was not seen the longest."""
-        end = next(iter(self._ends))
+        end, seen = next(iter(self._ends.items()))
         before = self._prefixes.split(end, chunks) if chunks < len(end.hashes) else end.parent
         if before is not None and before.counts.get(self) == 1:  # nothing else needs it: it is the next to go
             self._prefixes.hold_edge(self, before)
-            self._ends[before] = None
+            self._ends[before] = seen
             self._ends.move_to_end(before, last=False)
         del self._ends[end]
         self._prefixes.let_go(self, end)

@@ -20,6 +20,9 @@ from typing import Generic, TypeVar
 
 from indexer.tree import common_blocks
 
+# The most that are looked at to find a short prompt.
+_MOST_EDGES = 64
+
 
 class PrefixHolder:
     """Who holds prefixes. `chunks`: how many."""
@@ -112,6 +115,41 @@ class SharedPrefixes(Generic[HolderT]):
             if len(edge.counts) > len(found):  # else they are those of the edge after it
                 found = dict.fromkeys(edge.counts, min(edge.end, shared)) | found
         return found
+
+    def resumable(self, holder: HolderT, hashes: array[int], window: int) -> int:
+        """How many chunks of a prompt a holder can resume at that keeps of each prompt only its last `window` chunks.
+
+        That is where one of its prompts ends or two of them part; and anywhere in prompts within the window.
+        """
+        path, shared = self._walk(hashes)
+        held = [edge for edge in path if holder in edge.counts]
+        if held and shared <= window and self._has_end(holder, held[-1], window):
+            return min(held[-1].end, shared)
+        for edge in reversed(held):
+            going_on = any(holder in longer.counts for longer in edge.longer.values())
+            if edge.end <= shared and not (going_on and edge.counts[holder] == 1):
+                return edge.end
+        return 0
+
+    def _has_end(self, holder: HolderT, edge: Edge[HolderT], most: int) -> bool:
+        """Whether a prompt of a holder that goes along an edge has `most` chunks or fewer."""
+        waiting = [edge]
+        for _ in range(_MOST_EDGES):
+            if not waiting:
+                return False
+            edge = waiting.pop()
+            if edge.end > most:
+                continue
+            longer = [each for each in edge.longer.values() if holder in each.counts]
+            if edge.counts[holder] > len(longer):
+                return True
+            waiting += longer
+        return False
+
+    def longest_of(self, holder: HolderT, hashes: array[int]) -> Edge[HolderT] | None:
+        """The last edge on a prompt's way that a holder has; it may end behind the prompt."""
+        path, _ = self._walk(hashes)
+        return next((edge for edge in reversed(path) if holder in edge.counts), None)
 
     def _join(self, edge: Edge[HolderT]) -> None:
         """Make one edge of this and the one after it, if there is but one and no prompt ends between them."""

@@ -35,6 +35,11 @@ def chunk_root(model: str, adapter: str | None, cache_salt: str | None) -> int:
     return namespace_hash(Namespace(model, DEFAULT_TENANT, adapter, cache_salt, CHUNK_TOKENS))
 
 
+def reusable_hashes(hashes: array[int], tokens: int) -> array[int]:
+    """Those of a prompt's chunk hashes that end before its last token, which is always computed."""
+    return hashes[: max(tokens - 1, 0) // CHUNK_TOKENS]
+
+
 def chunk_hashes(root: int, prompt: PackedPrompt) -> array[int]:
     """The hashes of a prompt's chunks."""
     return prompt.hashes(root, CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
@@ -89,11 +94,29 @@ class SpeculativeHoldings:
         found = self._prefixes.longest(hashes).items()
         return {holder.target: tokens * chunks for holder, chunks in found if not holder.forgotten}
 
+    def resumable(self, target: Target, hashes: array[int], window: int) -> int:
+        """How much of a prompt a target will reuse of those in flight, where groups keep but a `window` of each."""
+        holder = self._targets.get(target)
+        if holder is None or self._stride > 1:
+            return 0
+        return CHUNK_TOKENS * self._prefixes.resumable(holder, hashes, window // CHUNK_TOKENS)
+
     def forget(self, target: Target) -> None:
         """Nothing is expected of a target any more, because its cache was reset."""
         holder = self._targets.pop(target, None)
         if holder is not None:
             holder.forgotten = True
+
+    def forget_ended(self, target: Target) -> None:
+        """A target holds nothing any more; what is in flight to it now it will."""
+        holder = self._targets.get(target)
+        for ended in (self._ended, self._ended_lasting):
+            kept = [each for each in ended if each[1] is not holder]
+            for _, gone, edge in [each for each in ended if each[1] is holder]:
+                self._ended_prefixes -= edge.end
+                self._let_go(gone, edge)
+            ended.clear()
+            ended.extend(kept)
 
     def __len__(self) -> int:
         """The number of held prefixes."""

@@ -24,6 +24,16 @@ class TargetError(ValueError):
     """A target in another form; the message says what is wrong with it."""
 
 
+def without_root(target: bytes, root: bytes) -> bytes:
+    """A target without the path that leads to this service, if it begins with it."""
+    if not target.startswith(root):
+        return target
+    rest = target[len(root) :]
+    if rest[:1] == b"/":
+        return rest
+    return b"/" + rest if rest[:1] in (b"", b"?") else target
+
+
 def canonical_path(target: bytes, encoded_slashes: bool = False) -> str:
     """The decoded path of a target, without its query. Raises TargetError.
 

@@ -19,6 +19,7 @@ _URL = re.compile(
     r"(?::(?P<port>[0-9]{1,5}))?(?P<path>(?:/[A-Za-z0-9._~!$&'()*+,;=:-]+)*)/?",
     re.ASCII,
 )
+_USER_INFO = re.compile(r'(?<=://)[^/?#\s"]*@')
 _PORTS = {"http": 80, "https": 443}
 _EXPECTED = "expected a URL such as http://10.0.0.1:8000, with a path if need be and nothing behind it"
 
@@ -54,6 +55,11 @@ def split_user_info(text: str) -> tuple[str, str | None]:
     if user and colon:
         return f"{scheme}://{rest[len(given) + 1 :]}", "Basic " + b64encode(f"{user}:{password}".encode()).decode()
     return f"{scheme}://{rest[len(given) + 1 :]}", user or password
+
+
+def without_user_info(text: str) -> str:
+    """A text, such as a URL or one that names some, without what its URLs have before an @."""
+    return _USER_INFO.sub("", text) if "@" in text else text
 
 
 def host_of(url: str) -> str:

@@ -30,6 +30,10 @@ class Learned:
         """Watch a streamed answer to a prompt of `tokens` that is sent now."""
         return RequestTiming(self, chosen, tokens, self._clock)
 
+    def seconds_per_token(self) -> float:
+        """What computing a token of a prompt takes: the mean of the workers."""
+        return self.rates.mean_token()
+
     def look_at_evictions(self, indexer: Indexer, now: float | None = None) -> None:
         """Read how much every target that has an event stream has removed, now and then. `now`: the time by the clock,
         where it was just read."""

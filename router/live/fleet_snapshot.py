@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from router.admission.admission import Admission
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.load import LoadTable
 from router.holdings.audit import HitAudit
+from router.live.about import About
 from router.live.hot_prefixes import HotPrefixes
 from router.live.seen_requests import SeenRequest, SeenRequests
 from router.live.series import Series
@@ -29,7 +30,7 @@ from router.sharing.peer_load import PeerLoad
 LOOK_SECONDS = 1.0
 MAX_VIEWERS = 32
 _AT_A_TIME = 64  # targets, before requests have their turn
-_PREFIX_SECONDS = 3.0
+_SELDOM_SECONDS = 3.0  # between prefixes, findings and models
 
 Row = dict[str, Any]
 
@@ -46,6 +47,8 @@ class FleetSnapshot:
         admission: Admission,
         audit: HitAudit,
         series: Series,
+        about: About,
+        findings: Callable[[], list[dict[str, Any]]],
     ) -> None:
         self._fleet = fleet
         self._indexer = indexer
@@ -54,6 +57,8 @@ class FleetSnapshot:
         self._admission = admission
         self._audit = audit
         self._series = series
+        self._about = about
+        self._findings = findings
         self._requests = SeenRequests(names=indexer.names)
         self._prefixes = HotPrefixes(names=indexer.names)
         self._viewers = 0
@@ -110,7 +115,7 @@ class FleetSnapshot:
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
         """What changed, once a second: first everything. Ends with the board."""
         sent: dict[str, Row] = {}
-        change, since, prefixes_at = 0, 0.0, 0.0
+        change, since, seldom_at = 0, 0.0, 0.0
         with self._viewing():
             looks = self._looks
             while not self._ended:
@@ -131,9 +136,11 @@ class FleetSnapshot:
                     "requests": [seen.as_json() for seen in requests],
                 }
                 sent = dict(self._rows)
-                if time.monotonic() - prefixes_at >= _PREFIX_SECONDS:
-                    prefixes_at = time.monotonic()
+                if time.monotonic() - seldom_at >= _SELDOM_SECONDS:
+                    seldom_at = time.monotonic()
                     update["prefixes"] = self._prefixes.tree()
+                    update["findings"] = self._findings()
+                    update["about"] = {**self._about.identity, "models": self._about.models()}
                 yield update
 
     @contextmanager
@@ -208,4 +215,5 @@ class FleetSnapshot:
             "up": sum(worker.up for worker in self._fleet.workers),
             "requests": sum(row["requests"] for row in self._rows.values()),
             "queued": len(self._admission.queue),
+            "waiting": {reason.value: count for reason, count in self._admission.waiting_for().items()},
         }

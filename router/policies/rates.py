@@ -192,6 +192,11 @@ class RateTable:
             learner = workers[worker] = RateLearner(self.start)
         return learner
 
+    def mean_token(self) -> float:
+        """Seconds for a token computed, the mean of the workers that are known well; else as configured."""
+        known = [each.rates.token for workers in self._learners.values() for each in workers.values() if each.learned]
+        return sum(known) / len(known) if known else self.start.token
+
     def forget(self, worker: str) -> None:
         """A worker was removed."""
         for workers in self._learners.values():

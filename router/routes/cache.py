@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends
 from indexer.api import token_check
 from indexer.openapi import errors
 from router.fleet.worker import Worker
+from router.http.connection_problem import connection_problem
 from router.services import Services
 
 _PATH = "/reset_prefix_cache"
@@ -40,6 +41,6 @@ async def _reset(services: Services, worker: Worker) -> str:
             if response.status != 200:
                 return f"refused with status {response.status}"
     except (aiohttp.ClientError, TimeoutError) as error:
-        return str(error) or type(error).__name__
+        return connection_problem(error)
     services.router.forget(worker)
     return "reset"

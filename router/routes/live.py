@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
 from indexer.api import token_check
 from indexer.errors import RequestError
@@ -36,6 +36,10 @@ def live_routes(services: Services) -> APIRouter:
     worker_processes, token = services.worker_processes, services.settings.server.token
     page = _PAGE.read_text()
     others = OtherProcesses(worker_processes, token) if worker_processes else None
+
+    @routes.get("/", include_in_schema=False)
+    async def start() -> RedirectResponse:
+        return RedirectResponse("ui")  # not /ui: a proxy may have put something before
 
     @routes.get("/ui", response_class=HTMLResponse)
     async def ui() -> HTMLResponse:

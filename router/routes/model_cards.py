@@ -33,7 +33,7 @@ def model_routes(services: Services) -> APIRouter:
 
 
 def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dict[str, dict[str, Any]]:
-    """A card for every model and adapter that a worker serves and the tenant may use, by name.
+    """A card for every model and adapter that a worker serves and the tenant may use, by name; for aliases too.
 
     `created`: since when, for all of them.
     """
@@ -56,6 +56,9 @@ def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dic
             )
             lengths = (known["max_model_len"], served.max_model_len)
             known["max_model_len"] = min((length for length in lengths if length is not None), default=None)
+    for alias, name in fleet.aliases.items():
+        if name in cards:
+            cards[alias] = {**cards[name], "id": alias}
     return cards
 
 

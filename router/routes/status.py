@@ -6,7 +6,6 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from router.routes.findings import findings
 from router.services import Services
 
 
@@ -19,14 +18,13 @@ def status_routes(services: Services) -> APIRouter:
     async def health() -> Response:
         """Whether the router runs, how many of its workers answer, and what is wrong."""
         up = sum(worker.up for worker in fleet.workers)
-        found = findings(fleet, services.indexer, services.audit)
-        found += services.tokenizer_source.findings() + services.sharing.findings()
         report = {
             "status": "ok" if up else "no worker answers",
             "workers": len(fleet.workers),
             "workers_up": up,
             "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
-            "findings": found,
+            "findings": services.findings(),
+            **services.about.identity,
         }
         return JSONResponse(report)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jiter
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
-from pydantic_core import from_json
 
+from indexer import Target
 from indexer.api import token_check, workers_report
 from indexer.errors import RequestError
 from indexer.openapi import errors, json_body, schema_body
@@ -62,6 +63,7 @@ def _report(services: Services) -> list[dict[str, Any]]:
             entry |= named(worker) | worker_status(worker)
             for rank in entry["ranks"]:
                 rank |= _rank_load(services, worker, rank["dp_rank"])
+                rank |= _retention(services, worker.target(rank["dp_rank"], entry["model"]))
     return report + [named(worker) | {"ranks": []} | worker_status(worker) for worker in by_url.values()]
 
 
@@ -73,6 +75,14 @@ def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, An
         "saturated": services.admission.saturated(worker, dp_rank),
         "elsewhere": {"requests": peers.requests, "pending": peers.pending, "context": peers.context},
     }
+
+
+def _retention(services: Services, target: Target) -> dict[str, Any]:
+    """What a rank without events was seen to keep of what it was sent; null where no bound is known."""
+    learned = services.audit.retention(target)
+    if learned is None:
+        return {}
+    return {"retention": {"tokens": learned.tokens, "seconds": learned.seconds and round(learned.seconds, 1)}}
 
 
 def _changes(services: Services) -> APIRouter:
@@ -185,7 +195,7 @@ def _foreign(worker: Worker) -> RequestError:
 
 def _worker_settings(body: bytes) -> WorkerSettings:
     try:
-        given = from_json(body)
+        given = jiter.from_json(body, catch_duplicate_keys=True)
     except ValueError as error:
         raise RequestError(f'The body is not JSON: {error}. Send {{"url": "http://…"}}.') from error
     for name in _NOT_OVER_HTTP:

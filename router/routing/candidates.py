@@ -10,7 +10,7 @@ from router.apis.response_owners import ResponseOwners
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.load import LoadTable
 from router.fleet.worker import choosable, takes_its_turn
-from router.holdings.speculation import chunk_hashes, chunk_root
+from router.holdings.speculation import chunk_hashes
 from router.learning.learned import Learned
 from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
@@ -169,18 +169,19 @@ class CandidateFinder:
                 targets.ranks, self._load, self._peer_load, self._learned.pressure, self._policy
             )
         view.update(now)
-        owner = None if by_load or not prompt.previous_response else self.responses.of(prompt.previous_response)
+        owner = self.responses.of(prompt.stored) if prompt.stored else None
         rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
         found = CandidateSet(self, targets, view, rows)
         if by_load:
             return found
         for served in targets.served:
             salt = prompt.cache_salt
-            root = served.root if salt is None else chunk_root(served.model, served.adapter, salt)
+            root = served.root if salt is None else served.root_of(salt)
             hashes = found.hashes[served] = [chunk_hashes(root, identity) for identity in prompt.identities]
             if self._needs_rates and (slowest := self._learned.rates.slowest_if_unlike(served.model, now)):
                 found.rates[served] = slowest
-            self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
+            if prompt.reads_cache:
+                self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
         return found
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet) -> Request:
@@ -230,7 +231,7 @@ class CandidateFinder:
     ) -> Collection[int]:
         """The rows that a request may not go to now: usually none.
 
-        `owner`: the worker that made the response a request goes on from. It goes there, as long as that one is there.
+        `owner`: the worker that has what a request is about. It goes there, as long as that one is there.
         """
         unsettled = targets.unsettled(self._fleet.health_version)
         if not excluded and not unsettled and limits.unlimited and owner is None:

@@ -71,6 +71,8 @@ class OverlapFinder:
         self._peer_load = peer_load
         self._history = history
         self._audit = audit
+        self._clears = 0
+        self._times_cleared: dict[Target, int] = {}
 
     def find(
         self,
@@ -82,6 +84,8 @@ class OverlapFinder:
         overlaps: Overlaps,
     ) -> None:
         """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each of the prompts."""
+        if self._clears != self._indexer.index.clears:
+            self._forget_cleared()
         of_target, distrusts = targets.of_target, self._audit.distrusts
         for number, chunks in enumerate(hashes):
             found = self._matches(targets, served, prompt.token_ids[number], prompt.cache_salt)
@@ -99,6 +103,12 @@ class OverlapFinder:
                 if rank is None or rank.served is not served:
                     continue
                 sent, trusted = history.get(target, 0), not distrusts(target)
+                if shared or sent:
+                    window = self._indexer.window(target)
+                    if window is not None:
+                        # Groups of layers that keep but the last of a prompt: not all in common can be reused.
+                        shared = self._speculation.resumable(target, chunks, window)
+                        sent = self._history.resumable(target, chunks, window)
                 if shared >= held[rank.row] or sent or not trusted:
                     self._correct(found, by_events, rank, shared, sent, trusted, tokens)
             overlaps.add(found, by_events)
@@ -131,11 +141,24 @@ class OverlapFinder:
         if overlap != expected:
             by_events[row] = expected
 
+    def _forget_cleared(self) -> None:
+        """Expect nothing more of targets whose events said that they hold nothing any more."""
+        self._clears = self._indexer.index.clears
+        before, self._times_cleared = self._times_cleared, {}
+        for registration in self._indexer.registered():
+            target = registration.target
+            times = self._times_cleared[target] = self._indexer.times_cleared(target)
+            if times > before.get(target, 0):
+                self._speculation.forget_ended(target)
+                self._history.forget(target)
+
     def _matches(
         self, targets: ModelTargets, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None
     ) -> RowMatches:
         """What targets hold of a prompt, by the index."""
         rows = targets.rows_of(served)
+        if served.replacement is not None:
+            return RowMatches(rows)
         try:
             return self._indexer.match_rows(MatchQuery(served.model, token_ids, served.adapter, cache_salt), rows)
         except UnknownModelError:

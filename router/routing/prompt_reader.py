@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import structlog
@@ -12,7 +13,8 @@ from router.apis.body_cache import BodyCache
 from router.apis.requests import RoutedRequest
 from router.fleet.fleet import Fleet
 from router.routing.errors import unknown_model
-from router.routing.routed_prompt import RoutedPrompt, tokenized_prompt, unread_prompt
+from router.routing.routed_prompt import RoutedPrompt, text_prompt, tokenized_prompt, unread_prompt
+from router.tokens.text_prefixes import text_prefixes
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
 log = structlog.get_logger()
@@ -40,6 +42,7 @@ class PromptReader:
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
         """The model and adapter behind a name. Raises RequestError (404) when no worker serves it."""
+        name = self._fleet.aliases.get(name, name)
         serving = self._fleet.serving(name)
         if serving:
             return serving[0][1].model, serving[0][1].adapter
@@ -57,7 +60,9 @@ class PromptReader:
             return unread_prompt(request, body_bytes)
         try:
             tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)
-        except (TokenizerUnavailableError, RequestError) as error:
+        except TokenizerUnavailableError as error:
+            return self._by_text(model, request, body_bytes, error)
+        except RequestError as error:
             return _routed_by_load(request, body_bytes, error)
         return None if tokenized is None else tokenized_prompt(request, tokenized)
 
@@ -68,9 +73,23 @@ class PromptReader:
             return unread_prompt(request, body_bytes)
         try:
             tokenized = await self._tokenizers.tokenize_aside(model, request.prompt)
-        except (TokenizerUnavailableError, RequestError) as error:
+        except TokenizerUnavailableError as error:
+            return self._by_text(model, request, body_bytes, error)
+        except RequestError as error:
             return _routed_by_load(request, body_bytes, error)
         return tokenized_prompt(request, tokenized)
+
+    def _by_text(self, model: str, request: RoutedRequest, body_bytes: int, error: Exception) -> RoutedPrompt:
+        """A prompt that could not be tokenized: its text has prefixes, too."""
+        begun = time.perf_counter()
+        assert request.prompt is not None
+        try:
+            texts = text_prefixes(request.prompt)
+        except TokenizerUnavailableError:
+            return _routed_by_load(request, body_bytes, error)
+        self._tokenizers.count_text(model, begun)
+        log.debug("routed by its text", model=request.model, reason=str(error))
+        return text_prompt(request, texts)
 
     def _with_model(self, request: RoutedRequest) -> tuple[RoutedRequest, str | None]:
         """A request with the name of its model or adapter, and the model behind it. Without a name any worker does."""
@@ -78,9 +97,12 @@ class PromptReader:
             request = replace(request, model=self._only_model())
         if request.model is None:
             return request, None
-        model = self._fleet.model_of(request.model)
-        if model is None:
-            raise unknown_model(self._fleet, request.model)
+        name = self._fleet.aliases.get(request.model, request.model)
+        if name != request.model:  # of a question about a request, which is not sent
+            request = replace(request, model=name)
+        model = self._fleet.model_of(name)
+        if model is None and not self._fleet.awaits(name):
+            raise unknown_model(self._fleet, name)
         return request, model
 
     def _only_model(self) -> str | None:
@@ -91,6 +113,6 @@ class PromptReader:
 
 
 def _routed_by_load(request: RoutedRequest, body_bytes: int, error: Exception) -> RoutedPrompt:
-    """A prompt that could not be tokenized. Whether it is invalid is for the worker to say."""
+    """A prompt of which nothing can be known. Whether it is invalid is for the worker to say."""
     log.debug("routed by load alone", model=request.model, reason=str(error))
     return unread_prompt(request, body_bytes)

@@ -8,9 +8,9 @@ from indexer import Indexer
 from router.apis.usage import Usage
 from router.fleet.fleet import Worker
 from router.fleet.load import LoadTable, Reservation
-from router.holdings.audit import HitAudit, Prediction
+from router.holdings.audit import Basis, HitAudit, Prediction
 from router.holdings.history import RoutingHistory
-from router.holdings.speculation import SpeculativeHoldings
+from router.holdings.speculation import SpeculativeHoldings, reusable_hashes
 from router.learning.learned import Learned
 from router.policies.rates import prefill_seconds
 from router.routing.assignment import Assignment, RequestSampler
@@ -122,21 +122,28 @@ class Reservations:
             return
         if len(hashes) == 1:
             self._learned.pressure.routed(hashes[0], selection.best_overlap)
+        windowed = self._indexer.window(target) is not None
+        if windowed:
+            hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]
+        by_events = self._audit.basis(target) is Basis.EVENTS
+        untold = prompt.by_text or selection.rank.served.replacement is not None
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         assignment.prediction = Prediction(
             target,
             hashes,
             prompt.tokens,
             chosen.overlap,
-            selection.by_events if self._audit.events_complete(target) else None,
-            one_answer and prompt.exact and whole,
+            selection.by_events if not untold and self._audit.events_complete(target) else None,
+            one_answer and (prompt.exact or prompt.by_text) and whole,
             selection.rank.worker.capacity_tokens,
             now,
             selection.best_overlap,
+            prompt.by_text,
+            windowed,
         )
         for number, chunks in enumerate(hashes):
-            # No event says that a target holds what media stand in: that has to last.
-            lasting = prompt.identities[number] is not prompt.token_ids[number]
+            # No event says that a target holds what media stand in, a text, or a replaced adapter's: that has to last.
+            lasting = by_events and (untold or prompt.identities[number] is not prompt.token_ids[number])
             assignment.when_released(self._speculation.hold(target, chunks, lasting=lasting))
             if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
                 assignment.when_released(on_release)
@@ -156,6 +163,11 @@ class Reservations:
         """A worker's cache was reset. Its events say so late, so what it held is forgotten at once."""
         for target in worker.targets:
             self._indexer.clear(target)
+        self.forget_sent(worker)
+
+    def forget_sent(self, worker: Worker) -> None:
+        """Nothing follows any more from what a worker was sent."""
+        for target in worker.targets:
             self._speculation.forget(target)
             self._sharing.peer_load.forget_prompts(target)
             self._history.forget(target)
@@ -166,5 +178,5 @@ class Reservations:
         self._learned.rates.forget(worker.url)
         for target in worker.targets:
             self._speculation.forget(target)
-            self._history.forget(target)
+            self._history.removed(target)
             self._audit.forget(target)

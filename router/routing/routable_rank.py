@@ -10,12 +10,23 @@ from router.holdings.speculation import chunk_root
 
 class ServedModel:
     """What workers serve under the name a request uses: one object for all of them. `root`: the hash before the first
-    chunk of its prompts, but for those with a salt."""
+    chunk of its prompts, but for those with a salt.
 
-    def __init__(self, model: str, adapter: str | None) -> None:
+    `replacement`: where an adapter's weights come from that took the name of another while the worker ran. The worker
+    uses no block of the other (vLLM hashes an adapter's name and path), but its events do not tell them apart: so what
+    it holds for this one is what was sent there.
+    """
+
+    def __init__(self, model: str, adapter: str | None, replacement: str | None = None) -> None:
         self.model = model
         self.adapter = adapter
-        self.root = chunk_root(model, adapter, None)
+        self.replacement = replacement
+        self.root = self.root_of(None)
+
+    def root_of(self, salt: str | None) -> int:
+        """The hash before the first chunk of its prompts with a salt."""
+        name = self.adapter if self.replacement is None else f"{self.adapter}\0{self.replacement}"
+        return chunk_root(self.model, name, salt)
 
 
 class RoutableRank:

@@ -13,6 +13,7 @@ _BYTES_PER_TOKEN = 4
 
 
 _NO_PROMPTS: list[PackedPrompt] = []
+_NO_TOKENS = PackedPrompt(b"")
 
 
 @dataclass(slots=True, init=False)
@@ -23,8 +24,9 @@ class RoutedPrompt:
     is an estimate when not all is known. `token_ids` are those that the engine will compute for sure; `identities` also
     differ where only the engine knows the tokens, such as those of images, and are otherwise the same.
     `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
-    at most. `previous_response`: it goes on from this response, which the worker that made it knows. `priority`: as the
-    body has it, lower is sooner. `path`: where it was sent.
+    at most. `stored`: a response or another thing it is about, which only the worker that made it has. `priority`: as
+    the body has it, lower is sooner. `path`: where it was sent. `by_text`: text stands for tokens in `identities`.
+    `reads_cache`: false where the engine computes the prompts from their start, whatever it has of them.
     """
 
     name: str | None
@@ -37,9 +39,11 @@ class RoutedPrompt:
     streamed: bool
     session: str | None
     max_tokens: int | None
-    previous_response: str | None
+    stored: str | None
     priority: int
     path: str
+    by_text: bool
+    reads_cache: bool
 
     def __init__(
         self,
@@ -53,9 +57,11 @@ class RoutedPrompt:
         streamed: bool = False,
         session: str | None = None,
         max_tokens: int | None = None,
-        previous_response: str | None = None,
+        stored: str | None = None,
         priority: int = 0,
         path: str = "",
+        by_text: bool = False,
+        reads_cache: bool = True,
     ) -> None:
         self.name = name
         self.tokens = tokens
@@ -67,9 +73,11 @@ class RoutedPrompt:
         self.streamed = streamed
         self.session = session
         self.max_tokens = max_tokens
-        self.previous_response = previous_response
+        self.stored = stored
         self.priority = priority
         self.path = path
+        self.by_text = by_text
+        self.reads_cache = reads_cache
 
 
 def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
@@ -79,9 +87,16 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         body_bytes // _BYTES_PER_TOKEN,
         streamed=request.stream,
         session=request.session,
-        previous_response=request.previous_response,
+        stored=request.stored,
         priority=request.priority,
     )
+
+
+def text_prompt(request: RoutedRequest, texts: list[PackedPrompt]) -> RoutedPrompt:
+    """A prompt of which only the text is known (router/tokens/text_prefixes.py): no event tells who holds it."""
+    prompt = tokenized_prompt(request, Tokenized([_NO_TOKENS] * len(texts), texts))
+    prompt.by_text = True
+    return prompt
 
 
 def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedPrompt:
@@ -92,12 +107,13 @@ def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedProm
         sum([len(identity) for identity in identities]),
         token_ids,
         identities,
-        identities is token_ids and request.previous_response is None,
+        identities is token_ids and request.stored is None and not request.other_prompts,
         request.cache_salt,
         request.n,
         request.stream,
         request.session,
         request.max_tokens,
-        request.previous_response,
+        request.stored,
         request.priority,
+        reads_cache=request.reads_cache,
     )

@@ -144,8 +144,9 @@ class Router:
         (503) when no worker is left.
         """
         by_load = not self._reader.needs_prompts and limits.unlimited
-        if by_load and self._prebuilt is not None and not excluded and not self._fleet.disaggregated:
-            selection = self._prebuilt.choose(prompt.name)
+        prebuilt = self._prebuilt if by_load and not prompt.stored else None
+        if prebuilt is not None and not excluded and not self._fleet.disaggregated:
+            selection = prebuilt.choose(prompt.name)
             if selection is not None:
                 return selection
         if now is None:
@@ -191,6 +192,10 @@ class Router:
         """Whether a rank may get one more request."""
         return self._candidates.capacity.has_capacity(worker, dp_rank, limits, tokens)
 
+    def awaits_worker(self, prompt: RoutedPrompt) -> bool:
+        """Whether a request may wait for the first worker of its model."""
+        return prompt.name is not None and self._fleet.awaits(prompt.name)
+
     def any_has_capacity(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, late_binding: bool
     ) -> bool:
@@ -235,6 +240,10 @@ class Router:
     def forget(self, worker: Worker) -> None:
         """A worker's cache was reset: it holds nothing any more."""
         self._reservations.forget_holdings(worker)
+
+    def replaced(self, worker: Worker) -> None:
+        """A worker serves another model under a name: what it was sent before says nothing."""
+        self._reservations.forget_sent(worker)
 
     def removed(self, worker: Worker) -> None:
         """A worker is gone: nothing of it is kept."""

@@ -30,15 +30,16 @@ class ModelTargets:
         self.view: LoadView | None = None  # what policies see of their load
         self._unsettled: list[Worker] = []
         self._unsettled_version = -1
-        served_of = {(served.model, served.adapter): served for served in before.served} if before is not None else {}
+        served_of: dict[tuple[str, str | None, str | None], ServedModel] = {}
+        for served in before.served if before is not None else ():
+            served_of[served.model, served.adapter, served.replacement] = served
         for worker in workers:
             ranks = before.ranks_as_found(worker) if before is not None else None
             if ranks is None:
-                model, adapter = _served(worker, name)
-                served = served_of.get((model, adapter))
-                if served is None:
-                    served = served_of[model, adapter] = ServedModel(model, adapter)
-                ranks = _ranks(worker, served, load)
+                key = _served(worker, name)
+                if key not in served_of:
+                    served_of[key] = ServedModel(*key)
+                ranks = _ranks(worker, served_of[key], load)
             self._found[worker] = (worker.description, worker.settings)
             self.of_worker[worker] = ranks
             for rank in ranks:
@@ -118,10 +119,12 @@ def _settled(worker: Worker) -> bool:
     return all(rank.circuit.closed for rank in health.ranks.values())
 
 
-def _served(worker: Worker, name: str | None) -> tuple[str, str | None]:
-    """The model and adapter that a worker serves under a name."""
+def _served(worker: Worker, name: str | None) -> tuple[str, str | None, str | None]:
+    """The model and adapter that a worker serves under a name, and where the adapter comes from if it replaced one."""
     known = worker.served(name) if name is not None else None
-    return (known.model, known.adapter) if known else ("", None)
+    if known is None:
+        return "", None, None
+    return known.model, known.adapter, known.root if name in worker.replaced_adapters else None
 
 
 def _ranks(worker: Worker, served: ServedModel, load: LoadTable) -> list[RoutableRank]:

@@ -26,6 +26,7 @@ from router.access import too_large, too_slow
 from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.request_head import RequestHead
+from router.forwarding.resumable_proxied_request import new_proxied_request
 from router.http.cached_head import RecentHeads
 from router.http.deadline import Deadline
 from router.http.response_head import ResponseHead
@@ -77,7 +78,9 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._write_paused = False
         self._deadline = Deadline(self._loop, self._late)
         # What comes.
-        self._reader = RequestReader(self, recent, self._deadline)
+        settings = proxy_context.settings
+        self._reader = RequestReader(self, recent, self._deadline, settings.root_path.encode())
+        self._cors = bool(settings.cors_origins)  # what pages of other origins send goes the ordinary way
         self._intake = _OPEN
         self._problem = ""  # why nothing more can be read
         self._half_closed = False  # nothing more comes
@@ -291,7 +294,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def _serve(self, request: IncomingRequest) -> None:
         """Serve a request that the parser reads, or have it served."""
-        head = request.find_endpoint()
+        head = None if self._cors and request.has_origin() else request.find_endpoint()
         if head is None:
             self._hand_over(request)
             return
@@ -334,7 +337,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         """Send a request on, all of which came."""
         self._end_arrival()
         self._deadline.clear()
-        self._proxied = proxied = ProxiedRequest(self._proxy_context.services, response.context, response)
+        self._proxied = proxied = new_proxied_request(self._proxy_context.services, response.context, response)
         proxied.start(body)
 
     def _refuse(self, response: FramedResponse, error: RequestError) -> None:

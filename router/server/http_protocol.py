@@ -7,6 +7,7 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.http.deadline import Deadline
+from router.http.target import without_root
 from router.server.half_closed import probe
 from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_head
 from router.server.request_parser import RequestParser
@@ -16,6 +17,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes connections whose next request takes too long to say what it is, and refuses heads that are too large."""
 
     _unreadable: str | None = None  # why what follows cannot be read
+    path_prefix = b""  # what may stand before every path
     _running: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the last one that came
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -53,6 +55,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._limiter.end()
+        if self.path_prefix:
+            self.url = without_root(self.url, self.path_prefix)
         check_head(self.url, self.parser.get_http_version(), self.headers)
         last = self.cycle
         super().on_headers_complete()

@@ -61,9 +61,11 @@ class HttpServer(uvicorn.Server):
 
 def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol | FastLaneProtocol]:
     proxy_context: ProxyContext | None = getattr(app.state, "proxy_context", None)
+    root_path = b"" if proxy_context is None else proxy_context.settings.root_path.encode()
+    bounded = type("Bounded", (BoundedHttpProtocol,), {"path_prefix": root_path}) if root_path else BoundedHttpProtocol
     if proxy_context is None or not proxy_context.settings.fast_lane:
-        return BoundedHttpProtocol
+        return bounded
     if not uvicorn_fits():
         log.warning("the fast lane is closed: it does not know this uvicorn", version=uvicorn.__version__)
-        return BoundedHttpProtocol
+        return bounded
     return partial(FastLaneProtocol, proxy_context, RecentHeads())

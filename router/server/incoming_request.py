@@ -54,6 +54,10 @@ class IncomingRequest:
             self.worker_head = RequestHead("POST", path.decode(), target, self.headers)
         return self.worker_head
 
+    def has_origin(self) -> bool:
+        """Whether a browser sends it for a page, and says of which site."""
+        return any(name == b"origin" for name, _ in self.headers)
+
     def announced_size(self) -> int:
         """How long its head says that the body is, in bytes; 0 where it says nothing."""
         for name, value in self.headers:

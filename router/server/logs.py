@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import MutableMapping
-from typing import Any, Final
+from typing import Any
 
 import structlog
 
-_USER_INFO: Final = re.compile(r'(?<=://)[^/?#\s"]*@')
+from router.http.worker_url import without_user_info
 
 
 def log_to_stderr(level: str = "info") -> None:
@@ -31,13 +30,13 @@ def log_to_stderr(level: str = "info") -> None:
 
 
 def _hide_passwords(_logger: object, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """URLs of peers and of Redis may have some, and errors name URLs: whatever is logged goes through here."""
+    """URLs of workers, peers and Redis may have some, and errors name URLs: whatever is logged goes through here."""
     return {name: _hidden(value) for name, value in line.items()}
 
 
 def _hidden(value: Any) -> Any:
     if isinstance(value, str):
-        return _USER_INFO.sub("", value) if "@" in value else value
+        return without_user_info(value)
     if isinstance(value, list | tuple | set):
         return [_hidden(each) for each in value]
     if isinstance(value, dict):

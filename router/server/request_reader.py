@@ -12,6 +12,7 @@ import httptools
 from router.forwarding.request_head import RequestHead
 from router.http.cached_head import CachedHead, RecentHeads
 from router.http.deadline import Deadline
+from router.http.target import without_root
 from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_head
 from router.server.incoming_request import IncomingRequest
 from router.server.request_parser import RequestParser
@@ -40,11 +41,19 @@ class RequestReceiver:
 class RequestReader:
     """Reads one connection. It is httptools' protocol."""
 
-    __slots__ = ("_cached", "_limiter", "_parser", "_receiver", "_recent", "_request")
+    __slots__ = ("_cached", "_limiter", "_parser", "_receiver", "_recent", "_request", "_root_path")
 
-    def __init__(self, receiver: RequestReceiver, recent: RecentHeads[RequestHead], deadline: Deadline) -> None:
-        """`recent`: the heads that other connections' requests had. `deadline`: the connection's."""
+    def __init__(
+        self,
+        receiver: RequestReceiver,
+        recent: RecentHeads[RequestHead],
+        deadline: Deadline,
+        root_path: bytes = b"",
+    ) -> None:
+        """`recent`: the heads that other connections' requests had. `deadline`: the connection's. `root_path`: what may
+        stand before every path."""
         self._receiver = receiver
+        self._root_path = root_path
         self._recent = recent
         self._limiter = HeadLimiter(deadline)
         self._cached: CachedHead[RequestHead] | None = None  # of this connection's last request that came at once
@@ -126,6 +135,8 @@ class RequestReader:
         self._limiter.end()
         request.method = parser.get_method()
         request.version = parser.get_http_version()
+        if self._root_path:
+            request.target = without_root(request.target, self._root_path)
         check_head(request.target, request.version, request.headers)
         request.keep_alive = parser.should_keep_alive() and request.version == "1.1"
         request.expects_continue = any(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import closing
 
@@ -20,6 +19,7 @@ from router.fleet.config_reload import SettingsFile
 from router.fleet.fleet import end_tasks
 from router.fleet.stream_addresses import RegisteredStreams
 from router.routes.match_requests import match_reader
+from router.server.announcements import announce_models, announce_page, announce_start, say
 from router.server.http_server import HttpServer
 from router.server.memory import collect_rarely, keep_freed_memory
 from router.server.signals import stopped_by_signals
@@ -32,6 +32,7 @@ from router.tokens.tokenizer_source import configured_tokenizers
 async def serve_router(settings: Settings, file: SettingsFile | None = None) -> None:
     """Run the router until SIGINT or SIGTERM. Raises OSError when its address cannot be bound."""
     listening = listen_at(settings.server)
+    announce_start(settings, "kvrouter")
     async with running_router(settings, file) as app:
         await _run_app(app, listening, settings.server, "kvrouter")
 
@@ -41,8 +42,9 @@ async def serve_picker(settings: Settings, file: SettingsFile | None = None) -> 
     from router.picker import running_picker  # an extra
 
     listening = listen_at(settings.server)
+    announce_start(settings, "kvrouter picker")
     async with running_router(settings, file) as app, running_picker(app, settings) as port:
-        print(f"kvrouter picker serves Envoy at {settings.server.host}:{port}", file=sys.stderr, flush=True)
+        say(f"kvrouter picker serves Envoy at {settings.server.host}:{port}")
         await _run_app(app, listening, settings.server, "kvrouter picker")
 
 
@@ -68,6 +70,8 @@ async def serve_worker_process(
             with stopped_by_signals(server, app, settings.server.drain_seconds) as stop:
                 loop.add_reader(parent, lambda: (loop.remove_reader(parent), stop()))
                 listening = listen_at(settings.server, port, shared=True)
+                if worker_processes.number == 0 and not worker_processes.again:
+                    announce_models(app.state.about)
                 ready()
                 await server.serve(sockets=listening)
                 loop.remove_reader(parent)
@@ -108,5 +112,8 @@ async def _run_app(app: FastAPI, listening: list[socket.socket], settings: Serve
     with stopped_by_signals(server, app, settings.drain_seconds):
         host, port = listening[0].getsockname()[:2]
         url = url_of(host, port, settings.certificate is not None)
-        print(f"{name} listens on {url}", file=sys.stderr, flush=True)
+        say(f"{name} listens on {url}")
+        if about := getattr(app.state, "about", None):
+            announce_models(about)
+            announce_page(about.identity["policy"], url)
         await server.serve(sockets=listening)

@@ -23,6 +23,7 @@ import uvloop
 
 from router.errors import KubernetesError, TokenizerUnavailableError
 from router.fleet.config_reload import SettingsFile
+from router.server.announcements import announce_page, announce_start, say
 from router.server.logs import log_to_stderr
 from router.server.serving import serve_worker_process
 from router.server.signals import SignalWaiter
@@ -73,11 +74,13 @@ class Supervisor:
             host, port = address.getsockname()[:2]
             signals = stack.enter_context(SignalWaiter())
             stack.callback(self._kill)
+            announce_start(self._settings, "kvrouter")
             for number in range(self._processes):
                 self._start(WorkerProcesses(folder, number, self._processes), port)
             if self._wait_until_ready(signals):
                 url = url_of(host, port, server.certificate is not None)
-                print(f"kvrouter listens on {url} with {self._processes} processes", file=sys.stderr, flush=True)
+                say(f"kvrouter listens on {url} with {self._processes} processes")
+                announce_page(self._settings.policy.name, url)
                 self._supervise(folder, port, signals)
             self._stop(signals)
 

@@ -48,6 +48,14 @@ class Counter(Collector):
         """The sum of all series."""
         return sum(count.amount for count in self._counts.values())
 
+    def by(self, label: str) -> dict[str | int, float]:
+        """The sums of the series with each value of a label."""
+        place = self._labels.index(label)
+        sums: dict[str | int, float] = {}
+        for labels, count in self._counts.items():
+            sums[labels[place]] = sums.get(labels[place], 0.0) + count.amount
+        return sums
+
     def forget(self, value: str) -> None:
         """End the series that have this value for any label. What is counted in them from now on is lost."""
         for labels in [labels for labels in self._counts if value in labels]:

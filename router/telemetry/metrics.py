@@ -24,7 +24,16 @@ _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 class _OfModel:
     """The series of one model, so that no request looks them up."""
 
-    __slots__ = ("best_overlap_tokens", "costs", "decisions", "first_byte", "overlap_tokens", "prompt_tokens", "queue")
+    __slots__ = (
+        "best_overlap_tokens",
+        "completion_tokens",
+        "costs",
+        "decisions",
+        "first_byte",
+        "overlap_tokens",
+        "prompt_tokens",
+        "queue",
+    )
 
     def __init__(self, model: str, metrics: RequestMetrics) -> None:
         self.queue = metrics.queue.of(model)
@@ -33,6 +42,7 @@ class _OfModel:
         self.prompt_tokens = metrics.prompt_tokens.of(model)
         self.overlap_tokens = metrics.overlap_tokens.of(model)
         self.best_overlap_tokens = metrics.best_overlap_tokens.of(model)
+        self.completion_tokens = metrics.completion_tokens.of(model)
         self.costs: dict[CostUnit, dict[str, CounterSeries]] = {}  # by unit and term
 
 
@@ -65,6 +75,9 @@ class RequestMetrics:
         )
         self.best_overlap_tokens = Counter(
             "kvrouter_best_overlap_tokens", "The most that any worker's cache had", ["model"], registry
+        )
+        self.completion_tokens = Counter(
+            "kvrouter_completion_tokens", "Tokens generated, as engines reported them", ["model"], registry
         )
         self.decisions = Counter("kvrouter_decisions", "Choices of a worker", ["model"], registry)
         self.cost = Counter(
@@ -130,16 +143,36 @@ class RequestMetrics:
         of_model = self._of_models.get(model) or self._of(model)
         of_model.first_byte.observe(seconds)
 
+    def completed(self, model: str, usage: Usage) -> None:
+        """An answer ended, and told what it took."""
+        of_model = self._of_models.get(model) or self._of(model)
+        of_model.completion_tokens.amount += usage.completion
+
     def streamed(self, model: str, seconds: float, usage: Usage | None) -> None:
         """A stream ended, so long after its first byte."""
         if usage is not None and usage.completion > 1:
             self.token_time.of(model).observe(seconds / (usage.completion - 1))
+
+    def failures(self) -> dict[str, float]:
+        """What went wrong until now: `errors` of workers, what the router `refused` for want of room, and `retried`."""
+        errors = sum(count for status, count in self.answered.by("status").items() if int(status) >= 500)
+        return {
+            "errors": errors + _total(self.broken),
+            "refused": _total(self.refused, "429", "503"),
+            "retried": _total(self.retried),
+        }
 
     def forget(self, worker: Worker) -> None:
         """A worker was removed: its series end."""
         self.answered.forget(worker.name)
         for counter in (self.retried, self.broken):
             counter.remove_by_labels({"worker": worker.name})
+
+
+def _total(counter: prometheus_client.Counter, *values: str) -> float:
+    """The sum of a counter's series; of those alone that have one of these values for a label, if any are given."""
+    samples = (sample for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total"))
+    return sum(sample.value for sample in samples if not values or not set(values).isdisjoint(sample.labels.values()))
 
 
 class FleetCollector(Collector):
@@ -155,9 +188,13 @@ class FleetCollector(Collector):
         labels = ["worker", "dp_rank"]
         unseen = GaugeMetricFamily("kvrouter_requests_of_others", "Requests that came by other ways", labels=labels)
         usage = GaugeMetricFamily("kvrouter_kv_usage_ratio", "KV memory in use, as the engine tells", labels=labels)
+        serving = GaugeMetricFamily("kvrouter_model_workers", "Workers that are used, by model", labels=["model"])
         requests = GaugeMetricFamily("kvrouter_requests_in_flight", "Requests in flight", labels=labels)
         pending = GaugeMetricFamily("kvrouter_prefill_tokens_in_flight", "Uncached tokens to prefill", labels=labels)
+        of_models: dict[str, int] = {}
         for worker in self._fleet.workers:
+            for model in worker.models():
+                of_models[model] = of_models.get(model, 0) + worker.up
             up.add_metric([worker.name], float(worker.up))
             for known in WorkerState:
                 state.add_metric([worker.name, known], float(worker.state is known))
@@ -169,7 +206,9 @@ class FleetCollector(Collector):
                 unseen.add_metric([worker.name, str(dp_rank)], engine.unseen)
                 if engine.kv_usage is not None:
                     usage.add_metric([worker.name, str(dp_rank)], engine.kv_usage)
-        yield from (up, state, requests, pending, unseen, usage)
+        for model, count in sorted(of_models.items()):
+            serving.add_metric([model], count)
+        yield from (up, state, serving, requests, pending, unseen, usage)
 
 
 class AuditCollector(Collector):

@@ -56,9 +56,10 @@ class ShapeReport:
 
 @dataclass
 class Agreement:
-    """What was found in a trial: by which means, and of each shape."""
+    """What was found in a trial: by which means, and of each shape. `askable`: the engine tells tokens of prompts."""
 
     truth: Truth = Truth.NOTHING
+    askable: bool = False
     shapes: dict[Shape, ShapeReport] = field(default_factory=dict)
 
     def of_way(self, *ways: Way) -> frozenset[Shape]:
@@ -131,7 +132,7 @@ class Trial:
 
     def compare(self, local: LocalTokenizer | None, probes: Iterable[Probe] = PROBES) -> Agreement:
         """What a tokenizer of ours makes of the probes, beside the engine's answers. For a thread."""
-        found = Agreement(self._truth)
+        found = Agreement(self._truth, bool(self._askable))
         for probe in probes:
             found.shapes[probe.shape] = self._report(probe, local)
         return found

@@ -18,6 +18,7 @@ from router.apis.fields import MAX_TOKEN_ID
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError
 from router.fleet.worker_keys import WorkerKey
+from router.http.connection_problem import connection_problem
 from router.tokens.chat_template import template_variables
 
 _CHAT = "/v1/chat/completions"
@@ -91,6 +92,10 @@ class EngineClient:
             bodies = [{"prompt": text, "add_special_tokens": prompt.add_special_tokens} for text in prompt.texts]
         answers = [await self._post(url, "/tokenize", {"model": self.model} | body) for body in bodies]
         prompts = [PackedPrompt.of(_decoded(url, _decode_tokenized, answer).tokens) for answer in answers]
+        texts = prompt.texts if isinstance(prompt, TextPrompts) else [_CHAT]
+        if any(text and not len(found) for text, found in zip(texts, prompts, strict=True)):
+            # llama.cpp's takes another field, and finds nothing in ours.
+            raise NotOfferedError(f"{url}: its /tokenize is another one")
         return [prompt.truncation.of(each) for each in prompts] if prompt.truncation else prompts
 
     async def computed(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
@@ -136,7 +141,7 @@ class EngineClient:
             ) as response:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise TokenizerUnavailableError(f"{url}: {str(error) or type(error).__name__}") from error
+            raise TokenizerUnavailableError(f"{url}: {connection_problem(error)}") from error
         if key is not None:
             key.answered(path, status)
         if status == 200:

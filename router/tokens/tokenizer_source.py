@@ -53,7 +53,8 @@ class _Model:
     """What is known of one model.
 
     `problem`: why no reading of its files is used, or not the likely one. `misled`: the workers whose answers told of
-    other prompts than were read here when they were tried last.
+    other prompts than were read here when they were tried last. `told`: by which way its prompts become tokens, as the
+    log has it.
     """
 
     name: str
@@ -67,12 +68,23 @@ class _Model:
     local: LocalTokenizer | None = None
     problem: str = ""
     misled: set[str] = field(default_factory=set)
+    told: str = ""
     usage: Usage = field(default_factory=Usage)
     task: asyncio.Task[None] | None = None
 
     def urls(self) -> list[str]:
         """The workers that can be asked."""
-        return [worker.url for worker in self.workers.values() if worker.up and worker.trusted]
+        return [url for url, worker in self.workers.items() if worker.up and worker.trusted and self._asks(url)]
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether engines tell the tokens of prompts, as far as is known: not, when each that was tried does not."""
+        return not self.tried or any(map(self._asks, self.tried))
+
+    def _asks(self, url: str) -> bool:
+        """Whether a worker tells tokens, as far as is known."""
+        tried = self.tried.get(url)
+        return tried is None or tried.agreement is None or tried.agreement.askable
 
     def key_of(self, url: str) -> WorkerKey | None:
         """What a worker wants to be shown."""
@@ -174,8 +186,12 @@ class TokenizerSource:
                 detail = (
                     f"{model.problem or 'no files'}: set models.{model.name}.tokenizer to the model's folder or name"
                 )
-                asked = "every prompt is asked of a worker, which takes longer" if model.urls() else "no prompt is read"
-                found.append(_about(model, "tokenizer_missing", f"{asked}: {detail}"))
+                if model.can_ask:
+                    asked = "every prompt is asked of a worker, which takes longer"
+                    found.append(_about(model, "tokenizer_missing", f"{asked}: {detail}"))
+                else:
+                    by_text = "its workers tell no tokens, so prompts are routed by their text alone"
+                    found.append(_about(model, "prompts_by_text", f"{by_text}: {detail}"))
             elif model.problem:
                 found.append(_about(model, "tokenizer_incomplete", model.problem))
             merged = model.merged()
@@ -197,8 +213,6 @@ class TokenizerSource:
         await self._load_first(model)
         self._models[served.model] = model
         self._use(model)
-        if model.local is None:
-            log.info("prompts are tokenized by workers", model=model.name, reason=model.problem)
         return model
 
     async def _find_files(self, model: _Model, served: ServedModel) -> None:
@@ -307,16 +321,30 @@ class TokenizerSource:
     def _use(self, model: _Model, suspect: bool = False) -> None:
         """Use what is known of a model from now on. `suspect`: ask the engine until it was seen to agree."""
         asked = model.merged().of_way(Way.ENGINE)
+        engine = model.engine if model.local is not None or model.can_ask else None
         now = self._tokenizers.by_model().get(model.name)
         suspected = suspect or (now is not None and now.suspected)
-        if now is not None and (now.local, now.asked, now.suspected) == (model.local, asked, suspected):
+        if now is not None and (now.local, now.engine, now.asked, now.suspected) == (
+            model.local,
+            engine,
+            asked,
+            suspected,
+        ):
             return
         if now is not None and now.asked != asked:
             model.engine.forget()
             log.info("prompts are asked of engines by shape", model=model.name, shapes=sorted(asked))
-        self._tokenizers.add(model.name, ModelTokenizer(model.local, model.engine, asked, model.usage, suspected))
+        tokenizer = ModelTokenizer(model.local, engine, asked, model.usage, suspected)
+        self._tokenizers.add(model.name, tokenizer)
+        if model.local is None and model.tried and tokenizer.way != model.told:
+            model.told = tokenizer.way
+            log.info(_TOLD[tokenizer.way], model=model.name, reason=model.problem)
 
 
+_TOLD = {
+    "engine": "every prompt is asked of a worker",
+    "text": "prompts are routed by their text alone: no tokens of them can be had",
+}
 _FINDINGS = {Way.ENGINE: "prompts_asked", Way.GUESSED: "prompts_differ"}
 
 

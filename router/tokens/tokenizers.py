@@ -96,7 +96,9 @@ class Tokenizers:
         if tokenizer.asks(prompt):
             known = tokenizer.engine.known(prompt) if tokenizer.engine is not None else None
             return None if known is None else Tokenized(known, known)
-        if body_bytes > INLINE_BYTES or tokenizer.local is None:
+        if tokenizer.local is None:
+            raise TokenizerUnavailableError(f"neither a tokenizer nor an engine to ask for model {model!r}")
+        if body_bytes > INLINE_BYTES:
             return None
         begun = time.perf_counter()
         try:
@@ -124,6 +126,12 @@ class Tokenizers:
             prompt.tokenized = (tokenizer, tokenized)
         return tokenized
 
+    def count_text(self, model: str, begun: float) -> None:
+        """A prompt of the model could not be tokenized, and is known by its text alone since then."""
+        tokenizer = self._models.get(model)
+        if tokenizer is not None:
+            tokenizer.usage.add(Path.TEXT, begun)
+
     async def close(self) -> None:
         """Stop the threads; what they have begun is finished first."""
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
@@ -142,7 +150,6 @@ class Tokenizers:
             answer = await engine.tokenize(prompt)
         except TokenizerUnavailableError:
             if local is None:
-                tokenizer.usage.add(Path.TEXT, begun)
                 raise
             guessed = await self._in_thread(local, prompt)
             tokenizer.usage.add(Path.LOCAL, begun)

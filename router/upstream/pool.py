@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Final
 
+from router.http.connection_problem import connection_problem
 from router.http.deadline import Deadline
 from router.http.origin import Origin, end_of_head
 from router.upstream.connection import ConnectionOwner, ConnectionState, UpstreamConnection
@@ -239,7 +240,7 @@ class Upstream(ConnectionOwner):
         except TimeoutError:
             request.fail(UnreachableError(f"no connection within {self._connect_timeout:g} s"))
         except (OSError, ValueError) as error:
-            request.fail(UnreachableError(str(error) or type(error).__name__))
+            request.fail(UnreachableError(connection_problem(error)))
         else:
             connection.send(request)
 

@@ -123,7 +123,28 @@ _PROMETHEUS_RULE = _object(
     [], groups=_array(_object(["name"], name={"type": "string", "minLength": 1}, rules=_array(_RULE)))
 )
 
+# keda.sh/v1alpha1, of KEDA 2.17. Metadata of a trigger are texts.
+_SCALED_OBJECT = _object(
+    ["scaleTargetRef", "triggers"],
+    scaleTargetRef=_object(["name"], apiVersion={"type": "string"}, kind={"type": "string"}, name=_HOST),
+    minReplicaCount={"type": "integer", "minimum": 0},
+    maxReplicaCount={"type": "integer", "minimum": 1},
+    pollingInterval={"type": "integer", "minimum": 1},
+    cooldownPeriod={"type": "integer", "minimum": 0},
+    advanced=_object([], horizontalPodAutoscalerConfig=_object([], behavior={"type": "object"})),
+    triggers=_array(
+        _object(
+            ["type", "metadata"],
+            type={"type": "string"},
+            metadata=_STRINGS,
+            authenticationRef=_object(["name"], name=_HOST),
+        ),
+        least=1,
+    ),
+)
+
 SCHEMAS: dict[str, Schema] = {
+    "ScaledObject": _kind("keda.sh/v1alpha1", "ScaledObject", _SCALED_OBJECT),
     "HTTPRoute": _kind("gateway.networking.k8s.io/v1", "HTTPRoute", _HTTP_ROUTE),
     "InferencePool": _kind("inference.networking.k8s.io/v1", "InferencePool", _INFERENCE_POOL),
     "ServiceMonitor": _kind("monitoring.coreos.com/v1", "ServiceMonitor", _SERVICE_MONITOR),

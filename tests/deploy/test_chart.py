@@ -80,6 +80,13 @@ VARIANTS: dict[str, Object] = {
         },
         "workerDefaults": {"engine": "simulated"},
     },
+    "from none": {
+        "workers": {
+            "a": VLLM | {"keda": {"enabled": True, "serverAddress": "http://prometheus:9090"}},
+            "b": {"engine": "sglang", "model": "n", "modelCache": {"enabled": True}},
+        },
+        "workerDefaults": {"lora": {"enabled": True, "adapters": {"poet": "/adapters/poet"}}},
+    },
     "events elsewhere": {"events": {"port": 6000, "replayPort": 5000, "topic": ""}, "workers": {"a": VLLM}},
     "node port": {"envoy": {"enabled": True, "service": {"type": "NodePort", "nodePort": 30080}}},
     "no routes' host": {"ingress": {"enabled": True}, "secrets": {"tls": "tls"}, "envoy": {"enabled": True}},
@@ -350,21 +357,6 @@ def test_secrets_come_by_reference() -> None:
         assert env[name]["valueFrom"]["secretKeyRef"] == {"name": "kvrouter", "key": key}
 
 
-def test_operators_have_a_port_of_their_own() -> None:
-    objects = release("a port for operators")
-    router = container(objects, "rel-kvrouter-router")
-    assert {port["name"]: port["containerPort"] for port in router["ports"]} == {"http": 8080, "admin": 9090}
-    clients, operators = (
-        named(objects, "Service", name) for name in ("rel-kvrouter-router", "rel-kvrouter-router-admin")
-    )
-    assert [port["targetPort"] for port in clients["spec"]["ports"]] == ["http"]
-    assert [port["targetPort"] for port in operators["spec"]["ports"]] == ["admin"]
-    monitor = named(objects, "ServiceMonitor", "rel-kvrouter-router")
-    assert [endpoint["port"] for endpoint in monitor["spec"]["endpoints"]] == ["admin"]
-    env = {variable["name"]: variable.get("value") for variable in router["env"]}
-    assert env["KVROUTER_INDEX__PEER"] == "http://rel-kvrouter-router-admin.inference.svc:9090"
-
-
 @pytest.mark.parametrize(
     ("engine", "variable", "argument"),
     [("vllm", "VLLM_API_KEY", None), ("sglang", "WORKER_API_KEY", True), ("simulated", "WORKER_API_KEY", True)],
@@ -379,6 +371,21 @@ def test_engines_and_router_have_the_same_key(engine: str, variable: str, argume
         assert env[name]["valueFrom"]["secretKeyRef"] == {"name": "a-secret", "key": "api-key"}
     words = worker.get("command", []) + worker.get("args", [])
     assert ("--api-key=$(WORKER_API_KEY)" in words) is bool(argument)
+
+
+def test_operators_have_a_port_of_their_own() -> None:
+    objects = release("a port for operators")
+    router = container(objects, "rel-kvrouter-router")
+    assert {port["name"]: port["containerPort"] for port in router["ports"]} == {"http": 8080, "admin": 9090}
+    clients, operators = (
+        named(objects, "Service", name) for name in ("rel-kvrouter-router", "rel-kvrouter-router-admin")
+    )
+    assert [port["targetPort"] for port in clients["spec"]["ports"]] == ["http"]
+    assert [port["targetPort"] for port in operators["spec"]["ports"]] == ["admin"]
+    monitor = named(objects, "ServiceMonitor", "rel-kvrouter-router")
+    assert [endpoint["port"] for endpoint in monitor["spec"]["endpoints"]] == ["admin"]
+    env = {variable["name"]: variable.get("value") for variable in router["env"]}
+    assert env["KVROUTER_INDEX__PEER"] == "http://rel-kvrouter-router-admin.inference.svc:9090"
 
 
 def test_tenants_are_read_from_what_the_secret_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -714,3 +721,60 @@ def test_the_chart_can_be_packaged(tmp_path: Path) -> None:
         files = {found["name"] for found in chart.files}
     assert {"README.md", "files/alerts.yaml", "dashboards/router.json"} <= files
     assert not any(name.startswith("ci/") for name in files)
+
+
+KEDA = {"enabled": True, "serverAddress": "http://prometheus:9090"}
+
+
+def test_a_model_scales_down_to_none_and_its_requests_wait() -> None:
+    worker = {"engine": "simulated", "servedModelName": "m", "keda": KEDA | {"authenticationRef": "prometheus"}}
+    objects = render({"workers": {"a": worker, "b": worker | {"servedModelName": "n"}}})
+    scaled = named(objects, "ScaledObject", "rel-kvrouter-worker-a")["spec"]
+    deployment = named(objects, "Deployment", scaled["scaleTargetRef"]["name"])
+    assert "replicas" not in deployment["spec"]
+    assert scaled["minReplicaCount"] == 0
+    trigger = scaled["triggers"][0]
+    expected = 'sum(kvrouter_model_demand{namespace="inference",model="m"}) or vector(0)'
+    assert trigger["metadata"]["query"] == expected
+    assert trigger["authenticationRef"] == {"name": "prometheus"}
+    settings = yaml.safe_load(named(objects, "ConfigMap", "rel-kvrouter-config")["data"]["config.yaml"])
+    assert settings["models"] == {"m": {}, "n": {}}
+    assert settings["admission"]["cold_start_timeout"] == 900
+
+
+def test_weights_are_kept_in_a_claim_that_outlives_the_release() -> None:
+    cache = {"enabled": True, "size": "1Ti", "storageClass": "fast"}
+    objects = render({"workers": {"a": VLLM | {"modelCache": cache}}})
+    claim = named(objects, "PersistentVolumeClaim", "rel-kvrouter-worker-a-models")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "1Ti"
+    pod = named(objects, "Deployment", "rel-kvrouter-worker-a")["spec"]["template"]["spec"]
+    home = next(volume for volume in pod["volumes"] if volume["name"] == "home")
+    assert home["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    objects = render({"workers": {"a": VLLM | {"modelCache": cache | {"existingClaim": "mine"}}}})
+    assert not of_kind(objects, "PersistentVolumeClaim")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "simulated"])
+def test_adapters_are_loaded_at_the_start(engine: str) -> None:
+    lora = {"enabled": True, "adapters": {"poet": "/adapters/poet"}}
+    ran = container(render({"workers": {"a": {"engine": engine, "model": "m", "lora": lora}}}), "rel-kvrouter-worker-a")
+    arguments = ran.get("command") or ran["args"]
+    assert ("--adapter=poet" if engine == "simulated" else "poet=/adapters/poet") in arguments
+    if engine != "simulated":
+        assert "--enable-lora" in arguments
+    assert any(each["name"] == "VLLM_ALLOW_RUNTIME_LORA_UPDATING" for each in ran["env"]) is (engine == "vllm")
+
+
+@pytest.mark.parametrize(
+    ("worker", "word"),
+    [
+        ({"keda": {"enabled": True}}, "serverAddress"),
+        ({"keda": KEDA, "autoscaling": {"enabled": True, "metrics": [{}]}}, "enable one of them"),
+        ({"keda": KEDA | {"minReplicas": 5}}, "more than maxReplicas"),
+        ({"lora": {"adapters": {"a": "b"}}}, "lora.enabled"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(worker: Object, word: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=word):
+        render({"workers": {"a": VLLM | worker}})

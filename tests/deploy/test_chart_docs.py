@@ -115,7 +115,7 @@ def test_alerts_ask_for_metrics_that_exist(exported: set[str]) -> None:
     assert len(queries) >= 10
     for rule in (rule for group in groups for rule in group["rules"]):
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
     assert all(asked_for([query]) for query in queries)
     assert asked_for(queries) <= exported
 
@@ -124,6 +124,7 @@ def test_alerts_ask_for_metrics_that_exist(exported: set[str]) -> None:
 def test_dashboards_ask_for_metrics_that_exist(name: str, exported: set[str]) -> None:
     document = json.loads(dashboards.dashboard(name))
     panels = [panel for panel in document["panels"] if panel["type"] != "row"]
+    assert all(panel["description"] for panel in panels)
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     variables = [variable["query"] for variable in document["templating"]["list"] if variable["type"] == "query"]
     assert all(asked_for([query]) for query in queries)

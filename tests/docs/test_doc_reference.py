@@ -12,7 +12,6 @@ import pytest
 from doc_pages import DOCS, ROOT, inline_code
 from pydantic import BaseModel
 
-from kvrouter.cli import app
 from router.settings import Settings
 
 
@@ -68,8 +67,8 @@ def test_metrics_that_are_named_exist() -> None:
     assert {name for name in named if name not in metrics} == set()
 
 
-def test_commands_that_are_named_exist() -> None:
-    names = {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
+def test_commands_that_are_named_exist(script: ModuleType) -> None:
+    names = {name.partition(" ")[0] for name, _ in script.registered_commands()}
     named = {found[1] for code in inline_code() if (found := re.match(r"kvrouter ([a-z][\w-]*)", code))}
     assert len(named) > 8
     assert named <= names

@@ -269,7 +269,7 @@ async def test_a_worker_far_worse_than_the_others_is_left_out(script: Script, re
 
         await until(left_out_after_more, 30)
         found = (await routed.call("/health")).json()["findings"]
-        found = [finding for finding in found if finding["finding"] != "tokenizer_missing"]
+        found = [finding for finding in found if finding["finding"] != "prompts_by_text"]
         assert [(each["finding"], each["worker"]) for each in found] == [("worker_left_out", worse.url)]
         assert reason in found[0]["detail"]
         replies = [await routed.call(PATH, BODY) for _ in range(8)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -55,6 +55,53 @@ async def test_a_viewer_is_told_everything_and_then_what_changes(worker: str) ->
         assert seen["first_byte_ms"] <= seen["whole_ms"]
         assert prefixes[0]["share"] == 1
         assert "a prompt" not in json.dumps([seen, prefixes])
+
+
+async def seen(told: AsyncIterator[dict[str, Any]], condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """The first point of the series for which a condition holds."""
+    async for update in told:
+        for point in update["series"]:
+            if condition(point):
+                return point
+    raise AssertionError("the feed ended")
+
+
+async def test_tokens_and_what_the_cache_saved_are_drawn(worker: str) -> None:
+    async with router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(30):
+        for _ in range(2):
+            await routed.call("/v1/chat/completions", CHAT)
+        point = await seen(told, lambda point: point["generated"])
+        assert point["prompt"] > 0
+        assert (point["errors"], point["refused"], point["retried"]) == (0, 0, 0)
+        while True:  # what the second one found is in the index
+            await routed.call("/v1/chat/completions", CHAT)
+            point = await seen(told, lambda point: point["requests"])
+            if point["overlap"]:
+                break
+        assert point["saved"] > 0
+        assert await routed.metric("kvrouter_completion_tokens_total", model="simulated") >= 4
+
+
+async def test_refusals_are_drawn_and_a_model_without_workers_is_counted() -> None:
+    async with running(SimulatedWorkerSettings()) as gone, router(gone) as routed:
+        assert await routed.metric("kvrouter_model_workers", model="simulated") == 1
+        async with aclosing(updates(routed)) as told, asyncio.timeout(30):
+            await routed.call("/workers/drain", {"url": gone})
+            assert (await routed.call("/v1/chat/completions", CHAT)).status == 503
+            point = await seen(told, lambda point: point["refused"])
+            assert point["errors"] == 0
+
+
+async def test_a_viewer_is_told_who_answers_and_what_is_wrong(worker: str) -> None:
+    async with router(worker, "http://127.0.0.1:9") as routed, aclosing(updates(routed)) as told, asyncio.timeout(20):
+        first = await anext(told)
+        health = (await routed.call("/health")).json()
+        assert {name: first["about"][name] for name in ("version", "core", "policy")} == {
+            name: health[name] for name in ("version", "core", "policy")
+        }
+        assert first["about"]["models"]["simulated"]["workers"] == 1
+        assert first["about"]["models"]["simulated"]["tokens"].startswith("made here by ")
+        assert [found["worker"] for found in first["findings"]] == ["http://127.0.0.1:9"]
 
 
 async def test_nothing_is_told_without_the_token(worker: str) -> None:

@@ -287,8 +287,9 @@ async def test_a_prefill_is_pending_until_the_first_byte(worker: ScriptedWorker,
         await exchange.chunk(b"")
 
     worker.script = script
-    tokens = len(BODY) // 4
-    async with routed.request(PATH, BODY) as response:
+    prompt = "What holds the cache? " * 8
+    tokens = len(prompt) // 4  # as text, since nobody tells them
+    async with routed.request("/v1/completions", {"model": "m", "prompt": prompt}) as response:
         assert await routed.loads() == [{"requests": 1, "pending": tokens, "context": tokens}]
         first.set()
         await response.content.readany()

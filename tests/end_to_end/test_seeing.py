@@ -81,7 +81,7 @@ async def test_every_metric_is_there_and_says_what_it_is(routed: RouterUnderTest
     text = (await routed.call("/metrics")).body.decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert all(family.documentation for family in families.values())
-    named = set(re.findall(r"`(kvrouter_[a-z_]+)[`{]", METRICS.read_text()))
+    named = set(re.findall(r"`((?:kvrouter|process)_[a-z_]+)[`{]", METRICS.read_text()))
     named |= {f"kvrouter_stream{rest}" for rest in re.findall(r"`(_[a-z_]+)`", METRICS.read_text())}
     only_with_processes = {"kvrouter_process_up"}
     assert {name.removesuffix("_total") for name in named} - only_with_processes == {
@@ -145,7 +145,7 @@ async def test_a_router_with_a_worker_is_ready(worker: ScriptedWorker, routed: R
     assert (reply.status, reply.json()) == (503, {"status": "no worker answers"})
     health = await routed.call("/health")
     assert (health.status, health.json()["status"]) == (200, "no worker answers")
-    assert {found["finding"] for found in health.json()["findings"]} == {"worker_down", "tokenizer_missing"}
+    assert {found["finding"] for found in health.json()["findings"]} == {"worker_down", "prompts_by_text"}
 
 
 async def test_a_router_is_not_ready_until_the_index_has_caught_up_or_was_waited_for(worker: ScriptedWorker) -> None:

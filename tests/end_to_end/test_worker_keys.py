@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -240,12 +240,15 @@ async def test_the_keys_of_tenants_and_the_operators_token_end_at_the_router(fas
 async def test_a_router_without_tenants_opens_workers_to_a_network_only_where_that_is_said(
     host: str, keys: str, own: str | None, status: int
 ) -> None:
-    async with (
-        keyed_worker() as worker,
-        router(
-            workers=[{"url": worker.url, "api_key": KEY}], server={"host": host}, proxy={"worker_keys": keys}
-        ) as routed,
-    ):
+    with capture_logs() as logs:
+        stack = AsyncExitStack()
+        worker = await stack.enter_async_context(keyed_worker())
+        known = [{"url": worker.url, "api_key": KEY}]
+        sections = {"server": {"host": host}, "proxy": {"worker_keys": keys}}
+        routed = await stack.enter_async_context(router(workers=known, **sections))
+    withheld = keys == "never" or (host == "0.0.0.0" and keys == "auto")
+    assert ("proxy.worker_keys" in {line.get("setting") for line in logs}) is withheld
+    async with stack:
         await until_up(routed)
         headers = {"authorization": own} if own else {}
         assert (await routed.call(CHAT_PATH, CHAT, headers=headers)).status == status

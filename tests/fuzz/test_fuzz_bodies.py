@@ -11,7 +11,7 @@ from differential import strict_json
 from generated_requests import json_body
 
 from indexer.errors import RequestError
-from router.access.bodies import PlainCheck, checked_body, read_object
+from router.access.bodies import BodyCheck, read_object
 from router.access.routes import Routes
 from router.access.steering import steering_fields
 from router.settings import EngineFields, LimitSettings
@@ -24,7 +24,7 @@ ROUTE = Routes().find("POST", "/v1/completions")
 
 def test_a_body_that_is_accepted_has_one_meaning() -> None:
     random, limits = Random(SEED), LimitSettings()
-    plain = PlainCheck(limits)
+    check = BodyCheck(limits)
     ends, count, accepted, plain_ones = time.monotonic() + SECONDS, 0, 0, 0
     while time.monotonic() < ends if SECONDS else count < FEW:
         body = json_body(random)
@@ -32,22 +32,22 @@ def test_a_body_that_is_accepted_has_one_meaning() -> None:
         try:
             fields = read_object(body, limits.values)
         except RequestError:
-            assert not plain.plain(body), body
+            assert not check.plain(body), body
             continue
-        if plain.plain(body):
+        if check.plain(body):
             plain_ones += 1
             assert steering_fields(fields) == [], body
             assert "priority" not in fields, body
         accepted += 1
         assert strict_json(body) == fields, body
-        stripped = checked_body(ROUTE, b"", body, None, limits, EngineFields.STRIP, plain)
+        stripped = check.checked(ROUTE, b"", body, None, EngineFields.STRIP)
         read = strict_json(stripped)
         assert steering_fields(read) == [], body
         kept = {name for name in fields if not steering_fields({name: fields[name]})}
         assert all(read[name] == fields[name] for name in kept), body
         if not steering_fields(fields):
             assert stripped is body
-            assert checked_body(ROUTE, b"", body, None, limits, EngineFields.REFUSE, plain) is body
+            assert check.checked(ROUTE, b"", body, None, EngineFields.REFUSE) is body
         msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     assert accepted > count / 10
     print(f"seed {SEED}: {count} bodies, {accepted} accepted, {plain_ones} of these plain")

@@ -40,5 +40,8 @@ def test_series_end() -> None:
     counter = Counter("answers", "Answers", LABELS, CollectorRegistry())
     counter.of("a", 200).amount += 2
     counter.of("b", 200).amount += 3
+    counter.of("b", 500).amount += 1
+    assert counter.by("status") == {200: 5, 500: 1}
+    counter.of("b", 500).amount -= 1
     counter.forget("a")
     assert counter.total == 3

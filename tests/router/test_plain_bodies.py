@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from indexer.cores import CORES
 from indexer.errors import RequestError
-from router.access.bodies import PlainCheck, checked_body, read_object
+from router.access.bodies import BodyCheck, read_object
 from router.access.routes import Routes
 from router.access.steering import CARRIERS, FIELDS
 from router.settings import EngineFields, LimitSettings
@@ -19,7 +19,7 @@ from router.settings import EngineFields, LimitSettings
 pytestmark = pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
 
 LIMITS = LimitSettings(prompts=6, messages=6, values=20_000)
-CHECK = PlainCheck(LIMITS)
+CHECK = BodyCheck(LIMITS)
 CHAT = Routes().find("POST", "/v1/chat/completions")
 
 names = st.sampled_from(
@@ -36,18 +36,14 @@ objects = st.dictionaries(names, values, max_size=5)
 def is_accepted_as_it_is(body: bytes) -> bool:
     try:
         read = read_object(body, LIMITS.values)
-        whole = checked_body(CHAT, body, None, LIMITS, EngineFields.REFUSE, _NEVER)
+        whole = _WHOLE.checked(CHAT, b"", body, None, EngineFields.REFUSE)
     except RequestError:
         return False
     return whole is body and "priority" not in read
 
 
-class _Never(PlainCheck):
-    def __init__(self) -> None:
-        self.plain = lambda _: False
-
-
-_NEVER = _Never()
+_WHOLE = BodyCheck(LIMITS)
+_WHOLE.plain = lambda _: False
 
 
 @given(

@@ -35,7 +35,7 @@ def test_a_string_is_what_the_user_says() -> None:
 def test_what_else_decides() -> None:
     request = responses(stream=True, max_output_tokens=5, cache_salt="s", priority=2, previous_response_id="resp_1")
     assert (request.model, request.stream, request.max_tokens, request.cache_salt) == ("m", True, 5, "s")
-    assert (request.priority, request.previous_response) == (2, "resp_1")
+    assert (request.priority, request.stored) == (2, "resp_1")
     assert responses(model=None).model is None
 
 

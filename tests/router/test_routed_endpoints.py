@@ -77,8 +77,8 @@ def test_any_other_path_may_carry_anything(body: Any) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/responses/resp_1", "/v1/responses/resp_1/cancel"])
 def test_what_is_done_with_a_response_names_it(path: str) -> None:
-    assert read(path, method="GET").previous_response == "resp_1"
-    assert read("/v1/responses", method="GET").previous_response is None
+    assert read(path, method="GET").stored == "resp_1"
+    assert read("/v1/responses", method="GET").stored is None
 
 
 @pytest.mark.parametrize(

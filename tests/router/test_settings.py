@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,53 @@ def test_a_bad_setting_is_named_with_its_file(file: Path, text: str, field: str)
     assert str(refused.value).startswith(f"{file}: {field}: ")
 
 
+def test_what_a_section_wants_of_another_may_come_from_the_environment(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(f"tenants: {{named: {{team: {{keys: ['{'ab' * 32}']}}}}}}")
+    with pytest.raises(ConfigError, match=r"tenants: set server\.token too"):
+        load_settings(file)
+    monkeypatch.setenv("KVROUTER_SERVER__TOKEN", "t")
+    assert load_settings(file).tenants.named["team"].priority == 0
+
+
+def test_all_mistakes_of_a_file_are_told_at_once(file: Path) -> None:
+    file.write_text("server: {prot: 1, host: 7}\npolicy: {name: best}\nworkers: [{url: 'http://w:1', wieght: 2}]")
+    with pytest.raises(ConfigError) as refused:
+        load_settings(file)
+    lines = str(refused.value).splitlines()
+    assert sorted(line.removeprefix(f"{file}: ").split(":")[0] for line in lines) == [
+        "policy.name",
+        "server.host",
+        "server.prot",
+        "workers.0.wieght",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("sever: {port: 1}", "server"),
+        ("server: {prot: 1}", "server.port"),
+        ("port: 1", "server.port"),
+        ("workers: [{url: 'http://w:1', wieght: 2}]", "workers.0.weight"),
+        ("workers: [{url: 'http://w:1', streams: [{endpiont: 'tcp://w:1'}]}]", "workers.0.streams.0.endpoint"),
+        ("models: {m: {tokeniser: x}}", "models.m.tokenizer"),
+        ("tenants: {named: {t: {keys: [], model: x}}}", "tenants.named.t.models"),
+    ],
+)
+def test_a_name_that_is_none_is_met_with_the_nearest(file: Path, text: str, meant: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"there is no such setting; did you mean {re.escape(meant)}\?"):
+        load_settings(file)
+
+
+def test_a_name_near_none_is_met_with_what_there_is(file: Path) -> None:
+    file.write_text("logs: {zzzzzz: 1}")
+    with pytest.raises(ConfigError, match=r"logs\.zzzzzz: there is no such setting; there are access"):
+        load_settings(file)
+
+
 @pytest.mark.parametrize("text", ["- a list", "just words", "8080: {port: 1}", "server: {port: 1", "\x00"])
 def test_a_file_that_is_no_mapping_is_refused(file: Path, text: str) -> None:
     file.write_text(text)
@@ -176,6 +224,24 @@ def test_a_bad_redis_is_named_without_its_password(file: Path, url: str) -> None
     with pytest.raises(ConfigError, match=r"replicas\.redis: ") as refused:
         load_settings(file)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("models", ["{a: {aliases: [b]}, b: {}}", "{a: {aliases: [c]}, b: {aliases: [c]}}"])
+def test_an_alias_stands_for_one_model(models: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"models: {models}")
+    with pytest.raises(ConfigError, match=r"models.*an alias stands for one model"):
+        load_settings(file)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("root_path", "llm"), ("root_path", "/a b"), ("cors_origins", "['https://a.example/path']")]
+)
+def test_paths_and_origins_that_are_none(setting: str, value: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"server: {{{setting}: {value}}}")
+    with pytest.raises(ConfigError, match=rf"server\.{setting}"):
+        load_settings(file)
 
 
 SECRET = "sk-of-a-worker"

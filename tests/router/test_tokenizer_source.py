@@ -206,7 +206,7 @@ async def test_workers_that_differ_are_all_asked_right(local: LocalTokenizer, tm
 
 
 async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(local: LocalTokenizer) -> None:
-    audit = TargetAudit(Errors(1), Errors(1), Errors(1))
+    audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
     async with playing(local, check_interval=1e-6) as played:
         played.source.audits = lambda: [(Target(played.workers[0].url, 0, "m"), audit)]
         await played.answers(root=str(MODEL_FOLDER))
@@ -223,7 +223,7 @@ async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(loca
 
 
 async def test_an_engine_that_renders_nothing_computes_the_probes_when_it_is_suspected(local: LocalTokenizer) -> None:
-    audit = TargetAudit(Errors(1), Errors(1), Errors(1))
+    audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
     async with playing(local, check_interval=1e-6) as played:
         played.source.audits = lambda: [(Target(played.workers[0].url, 0, "m"), audit)]
         engine = played.engines[0]

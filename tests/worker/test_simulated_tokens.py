@@ -139,3 +139,17 @@ def test_the_script_that_made_the_tokenizer_is_beside_it():
     namespace: dict[str, object] = {"__name__": "train"}
     exec(Path(BUNDLED_MODEL / "train.py").read_text(), namespace)
     assert namespace["CHAT_TEMPLATE"] == template
+
+
+def test_an_answer_that_was_begun_goes_on_as_it_would_have(writer, tokenizer):
+    prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    for adapter in (None, "poet"):
+        whole = writer.answer(prompt, max_tokens=1000, adapter=adapter)
+        cut = writer.answer(prompt, max_tokens=9, adapter=adapter)
+        for begun in range(len(whole.tokens)):
+            begun_prompt = prompt + whole.tokens[:begun]
+            rest = writer.answer(begun_prompt, max_tokens=1000 - begun, adapter=adapter)
+            assert (rest.tokens, rest.finish_reason) == (whole.tokens[begun:], whole.finish_reason)
+            if begun < 9:
+                rest = writer.answer(begun_prompt, max_tokens=9 - begun, adapter=adapter)
+                assert (rest.tokens, rest.finish_reason) == (cut.tokens[begun:], "length")

@@ -20,7 +20,14 @@ from worker.simulated.engine import Output, QueueFullError, SimulatedEngine
 from worker.simulated.generate_api import GenerateReply, GenerateRequest
 from worker.simulated.messages_api import MessageReply, MessagesRequest
 from worker.simulated.metrics import WorkerMetrics
-from worker.simulated.protocol import ApiError, ChatRequest, CompletionRequest, Conversation, GenerationRequest
+from worker.simulated.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    GenerationRequest,
+    StreamOptions,
+)
 from worker.simulated.replies import Choice, CompletionReply, Reply
 from worker.simulated.responses_api import ResponseReply, ResponsesRequest, StoredResponses
 from worker.simulated.settings import SimulatedWorkerSettings
@@ -49,6 +56,7 @@ class Completions:
         self._engines = engines
         self._metrics = metrics
         self.responses = StoredResponses()
+        self.adapters = list(settings.adapters)
 
     async def complete(self, http: Request, body: CompletionRequest) -> Response:
         """Answer a completion request. Raises ApiError."""
@@ -63,7 +71,9 @@ class Completions:
         if highest >= self._tokenizer.vocabulary_size:
             raise ApiError(HTTPStatus.BAD_REQUEST, f"prompt: token {highest} is not in the vocabulary.", "prompt")
         max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        return await self._reply(http, body, prompts, max_tokens, "max_tokens", self._openai("cmpl", "text", body))
+        return await self._reply(
+            http, body, prompts, max_tokens, "max_tokens", self._openai("cmpl", "text", body, prompts)
+        )
 
     async def chat(self, http: Request, body: ChatRequest) -> Response:
         """Answer a chat request. Raises ApiError."""
@@ -71,7 +81,8 @@ class Completions:
         prompt = await asyncio.to_thread(self.chat_tokens, body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-        return await self._reply(http, body, [prompt], max_tokens, field, self._openai("chatcmpl", "chat", body))
+        reply = self._openai("chatcmpl", "chat", body, [prompt])
+        return await self._reply(http, body, [prompt], max_tokens, field, reply)
 
     async def respond(self, http: Request, body: ResponsesRequest) -> Response:
         """Answer a request for a response. Raises ApiError."""
@@ -135,7 +146,7 @@ class Completions:
         budgets = [self._answer_budget(prompt, max_tokens) for prompt in prompts]
         rank = self._requested_rank(http)
         parts = self._role.parts(body, len(prompts)) if self._role else [None] * len(prompts)
-        adapter = body.model if body.model in self._settings.adapters else None
+        adapter = body.model if body.model in self.adapters else None
         outputs = _Outputs(self._metrics)
         try:
             for prompt, budget, part in zip(prompts, budgets, parts, strict=True):
@@ -179,11 +190,22 @@ class Completions:
             self._by_rid.pop(rid, None)
 
     def _openai(
-        self, prefix: str, kind: Literal["chat", "text"], body: CompletionRequest | ChatRequest
+        self,
+        prefix: str,
+        kind: Literal["chat", "text"],
+        body: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
     ) -> Callable[[list[int], list[Choice]], Reply]:
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        name = f"{prefix}-{secrets.token_hex(8)}"
-        return partial(CompletionReply, name, self._model(body), kind=kind, include_usage=include_usage)
+        options = body.stream_options or StreamOptions()
+        return partial(
+            CompletionReply,
+            f"{prefix}-{secrets.token_hex(8)}",
+            self._model(body),
+            kind=kind,
+            include_usage=options.include_usage,
+            continuous_usage=options.include_usage and options.continuous_usage_stats,
+            prompts=prompts if body.return_token_ids else None,
+        )
 
     def _model(self, body: GenerationRequest) -> str:
         return body.model or self._settings.model
@@ -237,7 +259,7 @@ class Completions:
         return text
 
     def _check_model(self, model: str | None) -> None:
-        known = (self._settings.model, *self._settings.adapters)
+        known = (self._settings.model, *self.adapters)
         if model is not None and model not in known:
             message = f"The model `{model}` does not exist. Known models: {', '.join(known)}."
             raise ApiError(HTTPStatus.NOT_FOUND, message, "model")

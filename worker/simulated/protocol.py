@@ -31,6 +31,7 @@ def error_body(status: HTTPStatus, message: str, param: str | None = None) -> di
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class TextPart(BaseModel):
@@ -59,6 +60,7 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     cache_salt: str | None = None
+    return_token_ids: bool = False
 
     # What prefill and decode workers are told: SGLang's fields, a list where there are several prompts; and vLLM's.
     rid: str | list[str] | None = None
@@ -117,6 +119,13 @@ class TokenizeChatRequest(Conversation):
     model: str | None = None
     add_special_tokens: bool = False
     return_token_strs: bool = False
+
+
+class AdapterRequest(BaseModel):
+    """The body of POST /v1/load_lora_adapter, and without a path of /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_path: str = ""
 
 
 class DetokenizeRequest(BaseModel):

@@ -72,10 +72,12 @@ class Reply(ABC):
 
 @dataclass(slots=True)
 class CompletionReply(Reply):
-    """A chat completion or a text completion."""
+    """A chat completion or a text completion. `prompts`: in tokens, where the request wants ids."""
 
     kind: Literal["chat", "text"]
     include_usage: bool = False
+    continuous_usage: bool = False
+    prompts: list[list[int]] | None = None
 
     def body(self) -> dict[str, Any]:
         return {
@@ -94,14 +96,24 @@ class CompletionReply(Reply):
         if self.kind == "text":
             return ""
         delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        more = {"prompt_token_ids": self.prompts[0]} if self.prompts else {}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice], **more, **self._usage_so_far())
 
     def piece(self, index: int, text: str, finish_reason: str | None) -> str:
         content: dict[str, Any] = {"delta": {"content": text}} if self.kind == "chat" else {"text": text}
         choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
         if finish_reason is not None or self.kind == "text":
             choice["stop_reason"] = None
-        return self._chunk([choice])
+        if self.prompts:
+            output_ids = self.choices[index].output_ids
+            choice["token_ids"] = output_ids[-1:]
+            if self.kind == "text" and len(output_ids) == 1:
+                choice["prompt_token_ids"] = self.prompts[index // (len(self.choices) // len(self.prompts))]
+        return self._chunk([choice], **self._usage_so_far())
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        return {"usage": self._usage()} if self.continuous_usage else {}
 
     def end(self) -> str:
         usage = self._chunk([], usage=self._usage(), system_fingerprint=FINGERPRINT) if self.include_usage else ""

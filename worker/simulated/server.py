@@ -20,6 +20,7 @@ from worker.simulated.generate_api import GenerateRequest
 from worker.simulated.messages_api import CountTokensRequest, MessagesRequest
 from worker.simulated.pooling_api import EmbeddingRequest, RerankRequest, ScoreRequest
 from worker.simulated.protocol import (
+    AdapterRequest,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -192,9 +193,30 @@ async def models(request: Request) -> dict[str, Any]:
     }
     adapters = [
         {**base, "id": adapter, "root": adapter, "parent": settings.model, "max_model_len": None}
-        for adapter in settings.adapters
+        for adapter in _worker(request).completions.adapters
     ]
     return {"object": "list", "data": [base, *adapters]}
+
+
+@_vllm_routes.post("/v1/load_lora_adapter")
+async def load_lora_adapter(body: AdapterRequest, request: Request) -> Response:
+    """Serve an adapter. Nothing is read from its path, but there must be one."""
+    worker = _worker(request)
+    if not body.lora_name or not body.lora_path:
+        raise ApiError(HTTPStatus.BAD_REQUEST, "Both 'lora_name' and 'lora_path' must be provided.")
+    if body.lora_name in (worker.settings.model, *worker.completions.adapters):
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"The lora adapter '{body.lora_name}' has already been loaded.")
+    worker.completions.adapters.append(body.lora_name)
+    return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@_vllm_routes.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(body: AdapterRequest, request: Request) -> Response:
+    adapters = _worker(request).completions.adapters
+    if body.lora_name not in adapters:
+        raise ApiError(HTTPStatus.NOT_FOUND, f"The lora adapter '{body.lora_name}' cannot be found.")
+    adapters.remove(body.lora_name)
+    return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 @_routes.get("/metrics")

@@ -21,6 +21,7 @@ from kvrouter.tools.demo.disaggregated_play import Request, play
 from kvrouter.tools.demo.run import MODEL, TURNS, DemoError
 from kvrouter.tools.demo.workload import make_conversations
 from router.fleet.redirects import refuse_redirects
+from router.http.connection_problem import connection_problem
 
 AT_ONCE = 8
 _STYLES = {"sglang": "SGLang", "nixl": "vLLM NIXL"}
@@ -61,7 +62,7 @@ def run_disaggregated_demo(conversations: int) -> bool:
             console.print(f"{name}: starting 2 prefill and 2 decode workers and a router …")
             played[style] = _play_style(style, conversations, console)
     except (ProcessError, aiohttp.ClientError, TimeoutError) as error:
-        raise DemoError(str(error) or type(error).__name__) from error
+        raise DemoError(connection_problem(error)) from error
     console.print(_table(list(played.values())))
     for name, run in zip(_STYLES.values(), played.values(), strict=True):
         problems = [request.error for request in run.requests if request.error is not None]

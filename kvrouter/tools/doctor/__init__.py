@@ -1,5 +1,9 @@
-"""`kvrouter doctor`: connects to workers as the router would, and names why their hits are zero or low."""
+"""`kvrouter doctor`: connects to workers as the router would, and names why their hits are zero or low.
 
-from kvrouter.tools.doctor.run import run_doctor
+Or it asks a router that runs.
+"""
 
-__all__ = ["run_doctor"]
+from kvrouter.tools.doctor.run import NoWorkersError, run_doctor, run_doctor_on_router
+from kvrouter.tools.doctor.running_fleet import RouterError
+
+__all__ = ["NoWorkersError", "RouterError", "run_doctor", "run_doctor_on_router"]

@@ -22,6 +22,7 @@ from kvrouter.tools.doctor.tokens import NewPrompt, difference, new_prompt, stor
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet import worker as fleet
 from router.fleet.discovery import DiscoveryError, Engine, RefusedKeyError, WorkerDescription, describe_worker
+from router.http.connection_problem import connection_problem
 from router.settings import FleetSettings, WorkerSettings
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
@@ -34,8 +35,10 @@ _STREAMS = 3
 _INSTRUCTION = {"role": "system", "content": "Be brief."}
 
 
+_WAYS = {"text": "not at all, they are routed by their text alone"}
 _CAUSES = {
     "tokenizer_missing": Cause.TOKENIZER_MISSING,
+    "prompts_by_text": Cause.PROMPTS_BY_TEXT,
     "tokenizer_incomplete": Cause.TOKENIZER_MISSING,
     "prompts_asked": Cause.PROMPTS_DIFFER,
     "prompts_differ": Cause.PROMPTS_DIFFER,
@@ -84,7 +87,7 @@ class Examination:
             return
         models = described.base_models()
         if not models:
-            self._found(Cause.WORKER_UNREACHABLE, f"{self.url}/v1/models names no model")
+            self._found(Cause.NO_MODELS, f"{self.url}/v1/models names no model")
             return
         model = models[0].model
         self.passed.append(f"answers, and serves {model} ({described.engine})")
@@ -102,7 +105,7 @@ class Examination:
             about_key = examined.key.refuses(error.status)
             self._found(Cause.KEY_REFUSED if about_key else Cause.REQUESTS_REFUSED, str(error))
         except (aiohttp.ClientError, TimeoutError) as error:
-            self._found(Cause.REQUESTS_REFUSED, f"a request failed: {str(error) or type(error).__name__}")
+            self._found(Cause.REQUESTS_REFUSED, f"a request failed: {connection_problem(error)}")
 
     def _examine_tokenizer(self, model: str) -> None:
         """How the model's prompts become tokens, as the probes showed."""
@@ -116,7 +119,7 @@ class Examination:
         exact = sum(way == "local" for way in shapes.values())
         reading = f", by {report['reading']}" if report["reading"] else ""
         compared = f"; {exact} of {len(shapes)} probes as the engine reads them" if exact else ""
-        self.passed.append(f"prompts become tokens: {report['way']}{reading}{compared}")
+        self.passed.append(f"prompts become tokens: {_WAYS.get(report['way'], report['way'])}{reading}{compared}")
 
     async def _caches(self, worker: Worker, described: WorkerDescription) -> bool:
         """Whether a prompt that is sent twice is cached the second time, as far as the worker tells."""

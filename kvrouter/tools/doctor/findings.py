@@ -10,6 +10,7 @@ class Cause(StrEnum):
     """Why hits are zero or low."""
 
     WORKER_UNREACHABLE = "worker_unreachable"
+    NO_MODELS = "no_models"
     KEY_REFUSED = "key_refused"
     REQUESTS_REFUSED = "requests_refused"
     EVENTS_OFF = "events_off"
@@ -22,6 +23,7 @@ class Cause(StrEnum):
     BLOCK_SIZE = "block_size"
     TOKENIZER = "tokenizer"
     TOKENIZER_MISSING = "tokenizer_missing"
+    PROMPTS_BY_TEXT = "prompts_by_text"
     PROMPTS_DIFFER = "prompts_differ"
     CHAT_TEMPLATE = "chat_template"
     SALT = "salt"
@@ -37,6 +39,7 @@ class Cause(StrEnum):
 
 FIXES = {
     Cause.WORKER_UNREACHABLE: "Start the worker, or correct its URL; it must answer GET /v1/models.",
+    Cause.NO_MODELS: "Set model: for the worker, under workers: in the settings, to the name that requests use.",
     Cause.KEY_REFUSED: "Set api_key, api_key_file or api_key_env of the worker or of fleet:, as the router has it, to "
     "what the engine was started with (--api-key), or give it with --api-key.",
     Cause.REQUESTS_REFUSED: "Correct what the answer complains of.",
@@ -55,7 +58,9 @@ FIXES = {
     Cause.BLOCK_SIZE: "Remove block_size from the worker's settings, or set it to what the engine uses.",
     Cause.TOKENIZER: "Set models: NAME: tokenizer: to the folder of the very model that the worker serves.",
     Cause.TOKENIZER_MISSING: "Set models: NAME: tokenizer: to the folder of the model or its name on the Hub, or "
-    "install the extra that the evidence names; until then the engine is asked, or prompts are routed by load.",
+    "install the extra that the evidence names; until then the engine is asked about every prompt.",
+    Cause.PROMPTS_BY_TEXT: "Set models: NAME: tokenizer: to the folder of the model or its name on the Hub: prompts "
+    "are then compared by their tokens. Until then those that begin with the same text go together.",
     Cause.PROMPTS_DIFFER: "Nothing must be done where the engine can be asked, which takes some milliseconds a prompt. "
     "To save those, give the router the files and the chat template that the engine was started with.",
     Cause.CHAT_TEMPLATE: "Give the router's tokenizer folder the chat template that the worker is started with.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 from pydantic import SecretStr
@@ -12,9 +13,11 @@ from rich.markup import escape
 
 from kvevents.curve import load_key_pair
 from kvrouter.tools.doctor.examination import Examination
+from kvrouter.tools.doctor.running_fleet import examine_running
 from router.embedded_index import running_indexer
+from router.fleet.kubernetes import ClusterAccess, workers_of_cluster
 from router.fleet.redirects import refuse_redirects
-from router.settings import Settings
+from router.settings import Settings, WorkerSettings
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
 
@@ -22,24 +25,57 @@ _AT_ONCE = 16  # workers
 _REQUEST_TIMEOUT = 60.0  # seconds
 
 
+class NoWorkersError(Exception):
+    """There is nothing to examine; the message says why."""
+
+
 async def run_doctor(settings: Settings, api_key: str | None, patience: float, as_json: bool) -> bool:
-    """Examine the settings' workers and print what was found. Whether the fleet is sound."""
+    """Examine the settings' workers and print what was found. Whether the fleet is sound.
+
+    Raises NoWorkersError, and KubernetesError where the settings look for workers in a cluster.
+    """
+    if settings.kubernetes.used:
+        settings = settings.model_copy(update={"workers": [*settings.workers, *await _of_the_cluster(settings)]})
     examined = await examine(settings, api_key, patience)
-    findings = [finding for each in examined for finding in each.findings]
-    if as_json:
-        print(json.dumps({"workers": [each.name for each in examined], "findings": [f.as_json() for f in findings]}))
-        return not findings
-    console = Console(soft_wrap=True, highlight=False)
-    for each in examined:
-        console.print(f"[bold]{escape(each.name)}[/bold]")
-        for line in each.passed:
-            console.print(f"  [green]ok[/green]  {escape(line)}")
-        for found in each.findings:
-            rank = "" if found.dp_rank is None else f"rank {found.dp_rank}: "
-            console.print(f"  [red]{found.cause}[/red]  {rank}{escape(found.evidence)}")
-            console.print(f"      {escape(found.fix)}")
-    console.print(f"{len(findings)} findings" if findings else "nothing is wrong")
+    findings = [finding.as_json() for each in examined for finding in each.findings]
+    _print({each.name: each.passed for each in examined}, findings, as_json)
     return not findings
+
+
+async def run_doctor_on_router(url: str, token: str, as_json: bool) -> bool:
+    """Ask a router about its fleet and print what was found. Whether all is well. Raises RouterError."""
+    fleet = await examine_running(url, token)
+    _print(fleet.passed, fleet.findings, as_json)
+    return not fleet.findings
+
+
+async def _of_the_cluster(settings: Settings) -> list[WorkerSettings]:
+    access = ClusterAccess.in_cluster(settings.kubernetes.namespace)
+    async with aiohttp.ClientSession(middlewares=(refuse_redirects,)) as session:
+        found = await workers_of_cluster(settings.kubernetes, access, session)
+    if not found and not settings.workers:
+        looked_for = settings.kubernetes.selector or settings.kubernetes.service
+        raise NoWorkersError(f"kubernetes: namespace {access.namespace} has no workers for {looked_for!r}")
+    return found
+
+
+def _print(passed: dict[str, list[str]], findings: list[dict[str, Any]], as_json: bool) -> None:
+    """Print what was seen, by where."""
+    if as_json:
+        print(json.dumps({"workers": list(passed), "findings": findings}))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for place in dict.fromkeys([*passed, *(found["worker"] for found in findings)]):
+        console.print(f"[bold]{escape(place)}[/bold]")
+        for line in passed.get(place, ()):
+            console.print(f"  [green]ok[/green]  {escape(line)}")
+        for found in findings:
+            if found["worker"] == place:
+                rank = "" if found["dp_rank"] is None else f"rank {found['dp_rank']}: "
+                console.print(f"  [red]{found['cause']}[/red]  {rank}{escape(found['evidence'])}")
+                console.print(f"      {escape(found['fix'])}")
+    count = len(findings)
+    console.print(f"{count} finding{'s' * (count != 1)}" if findings else "nothing is wrong")
 
 
 async def examine(settings: Settings, api_key: str | None, patience: float) -> list[Examination]:

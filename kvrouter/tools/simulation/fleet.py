@@ -7,6 +7,7 @@ flight, and first bytes and ends as they come. It chooses by the policies of `ro
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,8 +20,11 @@ from random import Random
 from indexer import Target
 from kvrouter.tools.simulation.engine import Engine, Progress
 from kvrouter.tools.simulation.profiles import Profile
+from kvrouter.tools.simulation.sides import Knowledge
 from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TracedRequest
 from router.fleet.load import Reservation, TargetLoad
+from router.holdings.history import RoutingHistory
+from router.holdings.speculation import CHUNK_TOKENS
 from router.learning.eviction_pressure import EvictionPressure
 from router.policies import Candidate, Policy, Request
 from router.policies.rates import prefill_seconds
@@ -93,6 +97,9 @@ class _View:
                 if not self._expected[block]:
                     del self._expected[block]
 
+    def answered(self, worker: int, blocks: tuple[int, ...], cached: int, sent: float) -> None:
+        """A prompt was answered: its events have told, or will."""
+
     def overlaps(self, blocks: tuple[int, ...]) -> dict[int, int]:
         """How many leading blocks each worker holds or will hold soon; those that hold none are left out."""
         found: dict[int, int] = {}
@@ -106,6 +113,40 @@ class _View:
             if not still:
                 return found
         _note(found, following, len(blocks))
+        return found
+
+
+class _SentView(_View):
+    """The same by what was sent to workers, for those without events, as `router.holdings.history` has it.
+
+    `learns`: their answers tell how much of a prompt was found.
+    """
+
+    def __init__(self, targets: list[Target], learns: bool, clock: Callable[[], float]) -> None:
+        super().__init__(len(targets))
+        self._targets = targets
+        self._numbers = {target: number for number, target in enumerate(targets)}
+        self._learns = learns
+        self._history = RoutingHistory(clock)
+
+    def stored(self, worker: int, blocks: list[int]) -> None:
+        """No event tells."""
+
+    def removed(self, worker: int, blocks: list[int]) -> None:
+        """No event tells."""
+
+    def answered(self, worker: int, blocks: tuple[int, ...], cached: int, sent: float) -> None:
+        """A prompt was answered, of which so many blocks were cached."""
+        target, hashes = self._targets[worker], array("Q", blocks)
+        if self._learns:
+            self._history.compare(target, hashes, cached * CHUNK_TOKENS, sent)
+        self._history.remember(target, hashes, None)
+
+    def overlaps(self, blocks: tuple[int, ...]) -> dict[int, int]:
+        found = super().overlaps(blocks)
+        for target, tokens in self._history.overlaps(array("Q", blocks)).items():
+            number = self._numbers[target]
+            found[number] = max(found.get(number, 0), tokens // CHUNK_TOKENS)
         return found
 
 
@@ -128,6 +169,7 @@ class Fleet:
         late_binding: bool,
         random: Random,
         block_tokens: int = BLOCK_TOKENS,
+        knowledge: Knowledge = Knowledge.EVENTS,
     ) -> None:
         self._now = 0.0
         self._profile = profile
@@ -138,7 +180,11 @@ class Fleet:
         self._engines = [Engine(profile, kv_tokens, block_tokens) for _ in range(workers)]
         self._targets = [Target(f"w{number}", 0, "m") for number in range(workers)]
         self._loads = [TargetLoad(clock=self._clock) for _ in range(workers)]
-        self._view = _View(workers)
+        self._view = (
+            _View(workers)
+            if knowledge is Knowledge.EVENTS
+            else _SentView(self._targets, knowledge is Knowledge.REPORTED, self._clock)
+        )
         self._known_at = [0.0] * workers  # until when each worker's events are on their way, in order
         self._pressure = EvictionPressure(block_tokens, stride=1, clock=self._clock)
         self._removed = [0] * workers
@@ -203,6 +249,8 @@ class Fleet:
         for sequence in progress.ended:
             flight = self._in_flight.pop(id(sequence.request))
             flight.outcome.ended = self._now
+            cached = flight.outcome.cached // self._block_tokens
+            self._view.answered(worker, sequence.request.blocks, cached, flight.outcome.sent)
             flight.reservation.release()
             self._later(LINGER, worker, sequence.request.blocks)
         if progress.stored or progress.removed:

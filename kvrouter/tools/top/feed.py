@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from router.fleet.redirects import refuse_redirects
+from router.http.connection_problem import connection_problem
 
 SILENCE = 10.0  # seconds without an update, which otherwise comes every second
 _MAX_LINE = 64 * 2**20  # the first update has all ranks
@@ -27,6 +28,8 @@ class Fleet:
     totals: dict[str, Any] = field(default_factory=dict)
     point: dict[str, Any] = field(default_factory=dict)
     requests: dict[int, dict[str, Any]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    findings: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, update: dict[str, Any]) -> None:
         """Take in an update."""
@@ -34,6 +37,8 @@ class Fleet:
             self.ranks.pop(key, None)
         self.ranks |= update["ranks"]
         self.totals = update["totals"]
+        self.about = update.get("about", self.about)
+        self.findings = update.get("findings", self.findings)
         if update["series"]:
             self.point = update["series"][-1]
         self.requests |= {seen["number"]: seen for seen in update["requests"]}
@@ -60,4 +65,4 @@ async def follow(url: str, token: str) -> AsyncIterator[Fleet]:
                     fleet.take(msgspec.json.decode(line[6:]))
                     yield fleet
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise FeedError(f"{url}: {str(error) or type(error).__name__}") from error
+        raise FeedError(f"{url}: {connection_problem(error)}") from error

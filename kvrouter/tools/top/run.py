@@ -17,11 +17,14 @@ from kvrouter.tools.top.feed import Fleet, follow
 from kvrouter.tools.top.screen import View, screen
 
 _ALL_LINES = 100_000
+_ANY_WIDTH = 240
 
 
 async def run_top(url: str, token: str, once: bool) -> None:
     """Show the fleet until `q` is pressed; `once` prints it and ends. Raises FeedError."""
     console = Console()
+    if once and not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_ANY_WIDTH)  # of a file nobody knows how wide it may be
     if once:
         async for fleet in follow(url, token):
             console.print(screen(fleet, View(), _ALL_LINES))

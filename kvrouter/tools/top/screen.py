@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from kvrouter.fitting_table import FittingColumn, FittingTable
 from kvrouter.tools.top.feed import Fleet
 
 Row = dict[str, Any]
@@ -17,18 +17,22 @@ Row = dict[str, Any]
 _WORST = ("down", "left_out", "trial", "new", "warming", "draining", "drained", "ready")
 _STYLES = dict.fromkeys(("ready", "live"), "green") | dict.fromkeys(("down", "left_out", "lost", "stale"), "bold red")
 # Lines beside those of the ranks: totals, the head of the table, requests and keys.
-_OTHER_LINES = 14
+_OTHER_LINES = 16
 _REQUESTS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column and the key that sorts by it. `largest`: the largest values come first."""
+    """A column and the key that sorts by it; those that matter less are left out where there is no room.
+
+    `largest`: the largest values come first.
+    """
 
     key: str
     title: str
     value: Callable[[Row], Any]
-    shown: Callable[[Row], RenderableType]
+    shown: Callable[[Row], str | Text]
+    matters: int
     largest: bool = True
 
 
@@ -52,22 +56,23 @@ def _gaps(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("w", "worker", lambda row: row["worker"], lambda row: _short(row["worker"]), largest=False),
-    Column("d", "rank", lambda row: row["dp_rank"], lambda row: str(row["dp_rank"]), largest=False),
-    Column("s", "state", lambda row: _WORST.index(row["state"]), lambda row: _state(row["state"]), largest=False),
-    Column("e", "events", lambda row: row.get("stream") or "", lambda row: _state(row.get("stream")), largest=False),
-    Column("h", "held", _held, lambda row: _count(_held(row))),
-    Column("r", "requests", lambda row: row["requests"], lambda row: str(row["requests"])),
-    Column("p", "to prefill", lambda row: row["pending"], lambda row: _count(row["pending"])),
+    Column("w", "worker", lambda row: row["worker"], lambda row: _short(row["worker"]), 10, largest=False),
+    Column("d", "rank", lambda row: row["dp_rank"], lambda row: str(row["dp_rank"]), 8, largest=False),
+    Column("s", "state", lambda row: _WORST.index(row["state"]), lambda row: _state(row["state"]), 9, largest=False),
+    Column("e", "events", lambda row: row.get("stream") or "", lambda row: _state(row.get("stream")), 5, largest=False),
+    Column("h", "held", _held, lambda row: _count(_held(row)), 4),
+    Column("r", "requests", lambda row: row["requests"], lambda row: str(row["requests"]), 7),
+    Column("p", "to prefill", lambda row: row["pending"], lambda row: _count(row["pending"]), 6),
     Column(
         "k",
         "KV",
         lambda row: -1 if row["kv_usage"] is None else row["kv_usage"],
         lambda row: "-" if row["kv_usage"] is None else f"{row['kv_usage']:.0%}",
+        3,
     ),
-    Column("a", "predicted / actual", lambda row: row.get("wrong", -1), _hit),
-    Column("l", "lag", lambda row: row.get("lag_ms") or -1, lambda row: _milliseconds(row.get("lag_ms"))),
-    Column("g", "gaps / replays", lambda row: row.get("gaps") or -1, _gaps),
+    Column("a", "predicted / actual", lambda row: row.get("wrong", -1), _hit, 2),
+    Column("l", "lag", lambda row: row.get("lag_ms") or -1, lambda row: _milliseconds(row.get("lag_ms")), 1),
+    Column("g", "gaps / replays", lambda row: row.get("gaps") or -1, _gaps, 0),
 )
 KEYS = {column.key: column for column in COLUMNS}
 
@@ -113,7 +118,7 @@ def ordered(ranks: list[Row], view: View) -> list[Row]:
 
 
 def _totals(fleet: Fleet) -> RenderableType:
-    totals, point = fleet.totals, fleet.point
+    totals, point, about = fleet.totals, fleet.point, fleet.about
     shown = (
         ("workers up", f"{totals.get('up', 0)} of {totals.get('workers', 0)}"),
         ("in flight", str(totals.get("requests", 0))),
@@ -123,36 +128,52 @@ def _totals(fleet: Fleet) -> RenderableType:
         ("cached", _share(point.get("cached"))),
         ("first byte p50", _seconds(point.get("ttft_p50"))),
         ("p90", _seconds(point.get("ttft_p90"))),
+        ("tokens/s", _count(point.get("prompt", 0) + point.get("generated", 0))),
+        ("errors/s", f"{point.get('errors', 0):.1f}"),
+        ("429 and 503/s", f"{point.get('refused', 0):.1f}"),
+        ("findings", str(len(fleet.findings))),
     )
     line = Text()
     for name, value in shown:
         line.append(f"{name} ", "dim").append(f"{value}   ", "bold")
+    if about:
+        line.append(f"kvrouter {about['version']}, policy {about['policy']}", "dim")
     return line
 
 
 def _ranks(rows: list[Row], view: View) -> RenderableType:
-    table = Table(box=None, expand=True, pad_edge=False, header_style="bold")
-    for column in COLUMNS:
-        sign = " ▾" if column.key == view.key else ""
-        left = column.key in "wse"
-        table.add_column(column.title + sign, justify="left" if left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(column.shown(row) for column in COLUMNS))
-    return table
+    columns = [
+        FittingColumn(
+            column.title + (" ▾" if column.key == view.key else ""),
+            [column.shown(row) for row in rows],
+            # What sorts the rows is to be seen.
+            column.matters if column.key != view.key else 9,
+            left=column.key in "wse",
+        )
+        for column in COLUMNS
+    ]
+    return FittingTable(columns, box=None, expand=True, pad_edge=False, header_style="bold")
 
 
 def _requests(fleet: Fleet) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="dim", title="latest requests", title_justify="left")
-    for name in ("tokens", "cached", "best", "worker", "first byte", "whole", "cost"):
-        table.add_column(name, justify="left" if name in ("worker", "cost") else "right", no_wrap=True)
-    for number in sorted(fleet.requests)[-_REQUESTS:]:
-        seen = fleet.requests[number]
-        terms = " ".join(f"{name}={amount:.3g}" for name, amount in seen["terms"].items() if amount)
-        times = (_milliseconds(seen["first_byte_ms"]), _milliseconds(seen["whole_ms"]))
-        counts = (str(seen[name]) for name in ("tokens", "overlap", "best_overlap"))
-        terms = f"{terms} {seen['unit']}" if terms else ""
-        table.add_row(*counts, f"{_short(seen['worker'])} {seen['dp_rank']}", *times, terms)
-    return table
+    latest = [fleet.requests[number] for number in sorted(fleet.requests)[-_REQUESTS:]]
+    columns = [
+        FittingColumn("tokens", [str(seen["tokens"]) for seen in latest], 6),
+        FittingColumn("cached", [str(seen["overlap"]) for seen in latest], 5),
+        FittingColumn("best", [str(seen["best_overlap"]) for seen in latest], 2),
+        FittingColumn("worker", [f"{_short(seen['worker'])} {seen['dp_rank']}" for seen in latest], 7, left=True),
+        FittingColumn("first byte", [_milliseconds(seen["first_byte_ms"]) for seen in latest], 4),
+        FittingColumn("whole", [_milliseconds(seen["whole_ms"]) for seen in latest], 3),
+        FittingColumn("cost", [_cost(seen) for seen in latest], 1, left=True),
+    ]
+    return FittingTable(
+        columns, box=None, pad_edge=False, header_style="dim", title="latest requests", title_justify="left"
+    )
+
+
+def _cost(seen: Row) -> str:
+    terms = " ".join(f"{name}={amount:.3g}" for name, amount in seen["terms"].items() if amount)
+    return f"{terms} {seen.get('unit', '')}".strip() if terms else ""
 
 
 def _short(url: str) -> str:

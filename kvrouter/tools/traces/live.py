@@ -19,6 +19,7 @@ from kvrouter.tools.simulation.trace import Trace, TraceLine
 from kvrouter.tools.traces.prompts import Prompts
 from kvrouter.tools.traces.results import Answer, Run
 from router.fleet.redirects import refuse_redirects
+from router.http.connection_problem import connection_problem
 
 AT_ONCE = 2048  # requests; more wait here, and the report says so
 ANSWER_SECONDS = 600.0
@@ -67,7 +68,7 @@ async def _only_model(session: aiohttp.ClientSession, url: str) -> str:
             response.raise_for_status()
             models = [each["id"] for each in (await response.json())["data"]]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-        raise ReplayError(f"{url} does not tell its models: {str(error) or type(error).__name__}") from error
+        raise ReplayError(f"{url} does not tell its models: {connection_problem(error)}") from error
     if len(models) != 1:
         raise ReplayError(f"{url} serves {', '.join(models) or 'no model'}: name one with --model")
     return str(models[0])
@@ -155,7 +156,7 @@ class _Sender:
                     if answer.ttft is None and not answer.error:
                         answer.error = "the answer is empty"
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            answer.error = str(error) or type(error).__name__
+            answer.error = connection_problem(error)
         answer.seconds = time.monotonic() - due
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TraceHead, TraceLine
 from router.fleet.redirects import refuse_redirects
+from router.http.connection_problem import connection_problem
 
 SILENCE = 15.0  # seconds after which the router is taken to be gone; it says something every second
 LAST_SECONDS = 0.3  # of reading, after the end was asked for
@@ -136,7 +137,7 @@ async def _lines(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict
             async for line in response.content:
                 yield msgspec.json.decode(line)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise RecordingError(f"{url}: {str(error) or type(error).__name__}") from error
+        raise RecordingError(f"{url}: {connection_problem(error)}") from error
 
 
 async def _said(response: aiohttp.ClientResponse) -> str:

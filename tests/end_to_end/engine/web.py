@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from email.message import Message
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -16,6 +17,13 @@ def get_json(url: str) -> Any:
 def post_json(url: str, body: Any = None) -> Any:
     """What a URL answers to a JSON body. Raises HTTPError, OSError."""
     return _json(Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"))
+
+
+def post_reply(url: str, body: Any) -> tuple[Message, Any]:
+    """The headers and the JSON that a URL answers to a JSON body. Raises HTTPError, OSError."""
+    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST")
+    with urlopen(request, timeout=60) as response:
+        return response.headers, json.loads(response.read())
 
 
 def answers(url: str) -> bool:

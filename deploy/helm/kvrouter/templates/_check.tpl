@@ -39,6 +39,21 @@
 {{- if and $worker.autoscaling.enabled (not $worker.autoscaling.metrics) -}}
 {{- fail (printf "workers.%s.autoscaling.metrics: say what to scale by" $name) -}}
 {{- end -}}
+{{- if and $worker.keda.enabled $worker.autoscaling.enabled -}}
+{{- fail (printf "workers.%s.keda: it scales instead of autoscaling; enable one of them" $name) -}}
+{{- end -}}
+{{- if and $worker.keda.enabled (not $worker.keda.serverAddress) -}}
+{{- fail (printf "workers.%s.keda.serverAddress: say where Prometheus answers" $name) -}}
+{{- end -}}
+{{- if and $worker.keda.enabled (not $v.router.enabled) -}}
+{{- fail (printf "workers.%s.keda: wants router.enabled, where requests wait" $name) -}}
+{{- end -}}
+{{- if and $worker.keda.enabled (gt (int $worker.keda.minReplicas) (int $worker.keda.maxReplicas)) -}}
+{{- fail (printf "workers.%s.keda.minReplicas: more than maxReplicas" $name) -}}
+{{- end -}}
+{{- if and $worker.lora.adapters (not $worker.lora.enabled) -}}
+{{- fail (printf "workers.%s.lora.adapters: wants lora.enabled" $name) -}}
+{{- end -}}
 {{- if and (eq $v.discovery.mode "service") (ne $worker.role "both") -}}
 {{- fail (printf "workers.%s.role: endpoints of a service do not tell roles; set discovery.mode: pods" $name) -}}
 {{- end -}}

@@ -18,6 +18,11 @@
 {{- .Values.serviceAccount.name | default (ternary (include "kvrouter.fullname" .) "default" .Values.serviceAccount.create) -}}
 {{- end -}}
 
+{{/* The name of the model that a worker serves. */}}
+{{- define "kvrouter.servedModel" -}}
+{{- .servedModelName | default .model | default "simulated" -}}
+{{- end -}}
+
 {{/* The name of a worker's objects: list of root and worker. */}}
 {{- define "kvrouter.workerName" -}}
 {{- printf "%s-worker-%s" (include "kvrouter.fullname" (index . 0)) (index . 1) -}}
@@ -62,9 +67,11 @@ annotations:
 {{/* An image: list of its values and the tag where they have none. */}}
 {{- define "kvrouter.image" -}}
 {{- $image := index . 0 -}}
+{{- $name := $image.repository -}}
+{{- with $image.registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
 {{- if $image.digest -}}
-{{ $image.repository }}@{{ $image.digest }}
+{{ $name }}@{{ $image.digest }}
 {{- else -}}
-{{ $image.repository }}:{{ $image.tag | default (index . 1) }}
+{{ $name }}:{{ $image.tag | default (index . 1) }}
 {{- end -}}
 {{- end -}}

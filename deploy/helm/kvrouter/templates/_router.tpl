@@ -28,6 +28,17 @@
 {{- if .Values.secrets.upstreamTls -}}
 {{- $_ := set $settings "upstream" (dict "ca" "/etc/kvrouter/upstream/ca.crt") -}}
 {{- end -}}
+{{- /* Workers that there may be none of: their requests wait for the first. */}}
+{{- range .Values.workers -}}
+{{- $worker := mergeOverwrite (deepCopy $.Values.workerDefaults) (deepCopy .) -}}
+{{- if $worker.keda.enabled -}}
+{{- $longest := max (int (dig "admission" "cold_start_timeout" 0 $settings)) (int $worker.keda.coldStartTimeout) -}}
+{{- $_ := set $settings "admission" (dict "cold_start_timeout" $longest) -}}
+{{- $models := $settings.models | default dict -}}
+{{- $_ := set $models (include "kvrouter.servedModel" $worker) dict -}}
+{{- $_ := set $settings "models" $models -}}
+{{- end -}}
+{{- end -}}
 {{- toYaml (mergeOverwrite $settings (deepCopy .Values.config)) -}}
 {{- end -}}
 

@@ -33,6 +33,17 @@ command:
   {{- with $w.gpuMemoryUtilization }}
   - --gpu-memory-utilization={{ . }}
   {{- end }}
+  {{- if $w.lora.enabled }}
+  - --enable-lora
+  - --max-loras={{ $w.lora.maxLoras }}
+  - --max-lora-rank={{ $w.lora.maxRank }}
+  {{- with $w.lora.adapters }}
+  - --lora-modules
+  {{- range $name, $path := . }}
+  - {{ printf "%s=%s" $name $path | quote }}
+  {{- end }}
+  {{- end }}
+  {{- end }}
   - {{ printf "--kv-events-config=%s" (include "kvrouter.publisher" .) | quote }}
   {{- if ne $w.role "both" }}
   - {{ printf "--kv-transfer-config=%s" (toJson (dict "kv_connector" $w.disaggregation.connector "kv_role" "kv_both")) | quote }}
@@ -70,6 +81,19 @@ command:
   {{- with $w.gpuMemoryUtilization }}
   - --mem-fraction-static={{ . }}
   {{- end }}
+  {{- if $w.lora.enabled }}
+  - --enable-lora
+  - --max-loras-per-batch={{ $w.lora.maxLoras }}
+  - --max-lora-rank={{ $w.lora.maxRank }}
+  {{- /* Without adapters at the start it wants to be told which modules later ones have. */}}
+  - --lora-target-modules=all
+  {{- with $w.lora.adapters }}
+  - --lora-paths
+  {{- range $name, $path := . }}
+  - {{ printf "%s=%s" $name $path | quote }}
+  {{- end }}
+  {{- end }}
+  {{- end }}
   - {{ printf "--kv-events-config=%s" (include "kvrouter.publisher" .) | quote }}
   {{- if ne $w.role "both" }}
   - --disaggregation-mode={{ $w.role }}
@@ -97,6 +121,9 @@ args:
   {{- end }}
   {{- with $w.maxModelLen }}
   - --max-model-len={{ int . }}
+  {{- end }}
+  {{- range $name, $path := $w.lora.adapters }}
+  - --adapter={{ $name }}
   {{- end }}
   - {{ printf "--kv-events=%s" (include "kvrouter.publisher" .) | quote }}
   {{- range $w.extraArgs }}

@@ -30,6 +30,20 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         if worker.description is not None and worker.description.refused
     ]
     found += [
+        {
+            "finding": "no_models",
+            "worker": worker.name,
+            "detail": "its /v1/models is empty, so nothing can be asked of it: set model: for it, under workers:",
+        }
+        for worker in fleet.workers
+        if worker.up and worker.description is not None and not worker.description.models
+    ]
+    found += [
+        {"finding": "model_changed", "worker": worker.name, "model": name, "detail": f"it was {before}, and is {now}"}
+        for worker in fleet.workers
+        for name, (before, now) in worker.recent_changes().items()
+    ]
+    found += [
         {"finding": "worker_left_out", "worker": worker.name, "detail": worker.reason}
         for worker in fleet.workers
         if worker.state in (WorkerState.EJECTED, WorkerState.HALF_OPEN)

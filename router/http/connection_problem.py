@@ -1,0 +1,47 @@
+"""Why a server could not be asked, in the words of the one who asked."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from errno import ECONNREFUSED, ECONNRESET, EHOSTUNREACH, ENETUNREACH, EPIPE, ETIMEDOUT
+from socket import gaierror
+
+import aiohttp
+
+_SAID = {
+    ECONNREFUSED: "refused the connection",
+    ECONNRESET: "closed the connection",
+    EPIPE: "closed the connection",
+    EHOSTUNREACH: "cannot be reached: no route to it",
+    ENETUNREACH: "cannot be reached: no route to it",
+    ETIMEDOUT: "did not answer in time",
+}
+
+
+def connection_problem(error: BaseException) -> str:
+    """What went wrong, to be said after the server's address or name."""
+    inner = error
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        inner = error.certificate_error
+    elif isinstance(error, aiohttp.ClientConnectorError):
+        inner = error.os_error
+    if isinstance(inner, ssl.SSLCertVerificationError):
+        return f"has a certificate that is not trusted: {inner.verify_message}"
+    if isinstance(inner, gaierror):
+        return "has a name that no address is known for"
+    if isinstance(inner, aiohttp.ServerDisconnectedError):
+        return "closed the connection"
+    if isinstance(inner, aiohttp.ClientResponseError):
+        return f"answers {inner.status} {inner.message}".rstrip()
+    if isinstance(inner, OSError) and (said := _SAID.get(_errno(inner))):
+        return said
+    if isinstance(inner, TimeoutError):
+        return "did not answer in time"
+    return str(inner) or type(inner).__name__
+
+
+def _errno(error: OSError) -> int:
+    """Its number. An error of several addresses has none of its own, but tells those of each."""
+    several = re.match(r"Multiple exceptions: \[Errno (\d+)\]", str(error))
+    return error.errno or (int(several[1]) if several else 0)

@@ -1,0 +1,74 @@
+"""Prompts whose tokens cannot be had: what they have in common from their start on is found by their text.
+
+The text is that of the messages, each with its role, in the order in which a chat template has them: tools and settings
+first. So a conversation's next turn begins with all of the turn before. Its bytes take the place of tokens, four for
+one, which is about what English text has. Chunks of prompts (16 tokens) are then steps of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_128_digest
+
+from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from router.apis.requests import ChatPrompt, Prompt, TextPrompts
+from router.errors import TokenizerUnavailableError
+
+_encode = msgspec.json.Encoder(order="sorted").encode
+# What a template shows of a message beside its role and content.
+_SHOWN = ("name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
+
+
+def text_prefixes(prompt: Prompt) -> list[PackedPrompt]:
+    """Each prompt as if its text were tokens.
+
+    Raises TokenizerUnavailableError for what has no text, or none that begins where the prompt does.
+    """
+    try:
+        if isinstance(prompt, ChatPrompt) and (prompt.truncation is None or prompt.truncation.side == "right"):
+            return [_packed(_chat_text(prompt))]
+        if isinstance(prompt, TextPrompts) and (prompt.truncation is None or prompt.truncation.side == "right"):
+            return [_packed(text.encode()) for text in prompt.texts]
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise TokenizerUnavailableError(f"its text cannot be read: {error}") from error
+    raise TokenizerUnavailableError("its text does not begin as the prompt does")
+
+
+def _packed(text: bytes) -> PackedPrompt:
+    return PackedPrompt(text[: len(text) - len(text) % TOKEN_BYTES])
+
+
+def _chat_text(prompt: ChatPrompt) -> bytes:
+    pieces: list[bytes] = []
+    settings = (
+        prompt.tools,
+        prompt.documents,
+        prompt.chat_template,
+        prompt.chat_template_kwargs,
+        prompt.reasoning_effort,
+    )
+    if any(settings):
+        pieces.append(_encode(settings))
+    for message in prompt.messages:
+        pieces += (b"\n\n", _text(message.get("role")), b"\n")
+        content = message.get("content")
+        if isinstance(content, list):
+            pieces += map(_part, content)
+        elif content is not None:
+            pieces.append(_text(content))
+        pieces += (_encode(message[field]) for field in _SHOWN if message.get(field) is not None)
+    return b"".join(pieces)
+
+
+def _part(part: Any) -> bytes:
+    """A part of a content: its text, or what tells it apart from others."""
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+        return _text(part.get("text"))
+    return _text(part) if isinstance(part, str) else xxh3_128_digest(_encode(part))
+
+
+def _text(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else _encode(value)

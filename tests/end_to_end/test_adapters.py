@@ -1,0 +1,120 @@
+"""LoRA adapters loaded and unloaded through the router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from router_under_test import QUICK, Reply, RouterUnderTest, router, until
+
+from worker.simulated import SimulatedWorkerSettings, running
+
+pytestmark = pytest.mark.anyio
+
+TOKEN = {"authorization": "Bearer t"}
+ADAPTER = {"lora_name": "poet", "lora_path": "/adapters/poet"}
+
+
+@pytest.fixture
+async def urls() -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(running(SimulatedWorkerSettings())) for _ in range(2)]
+
+
+@pytest.fixture
+async def routed(urls: list[str]) -> AsyncIterator[RouterUnderTest]:
+    async with router(*urls, server={"token": "t"}) as routed:
+        yield routed
+
+
+async def load(routed: RouterUnderTest, **more: Any) -> Reply:
+    return await routed.call("/v1/load_lora_adapter", ADAPTER | more, headers=TOKEN)
+
+
+async def unload(routed: RouterUnderTest, **more: Any) -> Reply:
+    return await routed.call("/v1/unload_lora_adapter", {"lora_name": "poet"} | more, headers=TOKEN)
+
+
+async def names(routed: RouterUnderTest, url: str) -> set[str]:
+    async with routed.session.get(f"{url}/v1/models") as response:
+        return {model["id"] for model in (await response.json())["data"]}
+
+
+async def ask(routed: RouterUnderTest) -> Reply:
+    return await routed.call("/v1/completions", {"model": "poet", "prompt": "x", "max_tokens": 1})
+
+
+async def test_all_workers_load_it_and_it_can_be_asked_at_once(routed: RouterUnderTest, urls: list[str]) -> None:
+    assert (await ask(routed)).status == 404
+    reply = await load(routed)
+    assert reply.status == 200, reply.body
+    assert [(each["worker"], each["status"]) for each in reply.json()["workers"]] == [(url, 200) for url in urls]
+    assert [await names(routed, url) for url in urls] == [{"simulated", "poet"}] * 2
+    assert (await ask(routed)).status == 200
+    assert (await unload(routed)).status == 200
+    assert [await names(routed, url) for url in urls] == [{"simulated"}] * 2
+    assert (await ask(routed)).status == 404
+
+
+async def test_only_some_of_them(routed: RouterUnderTest, urls: list[str]) -> None:
+    assert (await load(routed, workers=urls[1:])).status == 200
+    assert [await names(routed, url) for url in urls] == [{"simulated"}, {"simulated", "poet"}]
+    assert (await ask(routed)).worker == urls[1]
+    reply = await load(routed)  # one has it already
+    assert (reply.status, reply.error["code"]) == (502, "adapter")
+    assert [each["status"] for each in reply.json()["workers"]] == [200, 400]
+    assert "already been loaded" in reply.json()["workers"][1]["message"]
+
+
+async def test_what_is_asked_wrongly(routed: RouterUnderTest) -> None:
+    for body, field in (
+        ({"lora_name": "poet"}, "lora_path"),
+        ({"lora_path": "x"}, "lora_name"),
+        (ADAPTER | {"workers": []}, "workers"),
+        (ADAPTER | {"workers": ["http://nobody"]}, "workers"),
+        (ADAPTER | {"model": "unknown"}, "model"),
+    ):
+        reply = await routed.call("/v1/load_lora_adapter", body, headers=TOKEN)
+        assert reply.status in (400, 404)
+        assert reply.error["param"] == field
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+async def test_it_wants_the_operators_token(routed: RouterUnderTest, path: str, urls: list[str]) -> None:
+    assert (await routed.call(path, ADAPTER)).status == 401
+    async with router(*urls) as open_to_all:
+        assert (await open_to_all.call(path, ADAPTER)).status == 403
+    assert await names(routed, urls[0]) == {"simulated"}
+
+
+async def test_a_worker_that_comes_later_loads_it_too(urls: list[str]) -> None:
+    async with router(urls[0], server={"token": "t"}, fleet=QUICK) as routed:
+        assert (await load(routed)).status == 200
+        assert (await routed.call("/workers", {"url": urls[1]}, headers=TOKEN)).status == 201
+
+        async def loaded() -> bool:
+            return "poet" in await names(routed, urls[1])
+
+        await until(loaded)
+        await unload(routed)
+        async with running(SimulatedWorkerSettings()) as third:
+            await routed.call("/workers", {"url": third}, headers=TOKEN)
+
+            async def up() -> bool:
+                return all(each["up"] for each in await routed.workers()) and len(await routed.workers()) == 3
+
+            await until(up)
+            assert await names(routed, third) == {"simulated"}
+
+
+async def test_a_fleet_of_several_models_has_to_be_told_which() -> None:
+    async with (
+        running(SimulatedWorkerSettings(model="a")) as first,
+        running(SimulatedWorkerSettings(model="b")) as second,
+        router(first, second, server={"token": "t"}) as routed,
+    ):
+        assert (await load(routed)).error["param"] == "model"
+        reply = await load(routed, model="b")
+        assert [each["worker"] for each in reply.json()["workers"]] == [second]

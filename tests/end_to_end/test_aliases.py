@@ -1,0 +1,96 @@
+"""Other names for models: what clients ask for, and what workers are asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+from router_under_test import RouterUnderTest, router
+from scripted_worker import Exchange, ScriptedWorker, scripted_worker
+
+from worker.simulated import SimulatedWorkerSettings, running
+
+pytestmark = pytest.mark.anyio
+
+MODELS = {"simulated": {"aliases": ["gpt-4o", "default"]}, "poet": {"aliases": ["bard"]}}
+
+
+@pytest.fixture(params=[True, False], ids=["fast lane", "asgi"])
+async def routed(request: pytest.FixtureRequest) -> AsyncIterator[RouterUnderTest]:
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(running(SimulatedWorkerSettings(adapters=("poet",))))
+        server = {"fast_lane": request.param}
+        yield await stack.enter_async_context(router(url, models=MODELS, server=server))
+
+
+async def test_clients_ask_for_an_alias(routed: RouterUnderTest) -> None:
+    message = [{"role": "user", "content": "Hello"}]
+    for alias, name in (("gpt-4o", "simulated"), ("default", "simulated"), ("bard", "poet")):
+        answers = [
+            await routed.openai.chat.completions.create(model=model, messages=message, max_tokens=4)  # type: ignore[arg-type]
+            for model in (alias, name)
+        ]
+        assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+        assert answers[0].model == name
+
+
+async def test_models_are_listed_with_their_aliases(routed: RouterUnderTest) -> None:
+    models = {model.id: model async for model in routed.openai.models.list()}
+    assert set(models) == {"simulated", "poet", "gpt-4o", "default", "bard"}
+    assert models["bard"].parent == "simulated"  # type: ignore[attr-defined]
+    assert (await routed.openai.models.retrieve("gpt-4o")).id == "gpt-4o"
+
+
+async def test_questions_about_an_alias_are_about_its_model(routed: RouterUnderTest) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hello " * 50}], "max_tokens": 1}
+    await routed.call("/v1/chat/completions", {"model": "simulated", **chat})
+    explained = (await routed.call("/explain", {"request": {"model": "gpt-4o", **chat}})).json()
+    assert explained["model"] == "simulated"
+    by_name, by_alias = [
+        (await routed.call("/match", {"model": name, **chat})).json() for name in ("simulated", "default")
+    ]
+    assert by_alias == by_name
+    error = (await routed.call("/v1/chat/completions", {"model": "gpt-5", **chat})).error
+    assert "default, gpt-4o" in error["message"]
+
+
+async def test_tenants_may_be_given_an_alias() -> None:
+    key = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
+    tenants = {"named": {"a": {"keys": [key], "models": ["gpt-4o"]}}}
+    async with (
+        running(SimulatedWorkerSettings(adapters=("poet",))) as url,
+        router(url, models=MODELS, tenants=tenants, server={"token": "t"}) as routed,
+    ):
+        headers = {"authorization": "Bearer secret"}
+        body = {"model": "default", "prompt": "x", "max_tokens": 1}
+        assert (await routed.call("/v1/completions", body, headers=headers)).status == 200
+        assert (await routed.call("/v1/completions", body | {"model": "bard"}, headers=headers)).status == 403
+
+
+async def served(exchange: Exchange) -> None:
+    await exchange.answer(exchange.body)
+
+
+@pytest.mark.parametrize("fast_lane", [True, False])
+async def test_all_else_of_a_body_stays_as_it_came(fast_lane: bool) -> None:
+    aliases = {"models": {"m": {"aliases": ["x"]}}, "server": {"fast_lane": fast_lane}}
+    async with scripted_worker(served) as worker, router(worker.url, **aliases) as routed:
+        body = b'{ "input": "\\u00e9",  "model" : "x", "float": 1.0e5 }'
+        await routed.call("/v1/embeddings", body)
+        assert worker.last.body == body.replace(b'"x"', b'"m"')
+        form = (
+            b'--edge\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n\x00\xff\r\n'
+            b'--edge\r\nContent-Disposition: form-data; name="model"\r\n\r\nx\r\n--edge--\r\n'
+        )
+        headers = {"content-type": "multipart/form-data; boundary=edge"}
+        await routed.call("/v1/audio/transcriptions", form, headers=headers)
+        assert worker.last.body == form.replace(b"\r\n\r\nx\r\n", b"\r\n\r\nm\r\n")
+        assert await _asked_for(worker, routed, "m") == "m"
+
+
+async def _asked_for(worker: ScriptedWorker, routed: RouterUnderTest, name: str) -> str:
+    await routed.call("/v1/completions", {"model": name, "prompt": "x"})
+    model: str = json.loads(worker.last.body)["model"]
+    return model

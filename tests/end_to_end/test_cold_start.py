@@ -1,0 +1,108 @@
+"""Models without workers: requests wait for the first, within bounds, and are counted meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from router_under_test import RouterUnderTest, router, until
+
+from worker.simulated import SimulatedWorkerSettings, running
+
+pytestmark = pytest.mark.anyio
+
+BODY = {"model": "simulated", "prompt": "x", "max_tokens": 2}
+MODELS = {"simulated": {"aliases": ["small"]}}
+
+
+def cold(seconds: float = 20, **more: Any) -> dict[str, Any]:
+    return {"models": MODELS, "admission": {"cold_start_timeout": seconds, **more}}
+
+
+async def demand(routed: RouterUnderTest) -> float:
+    return await routed.metric("kvrouter_model_demand", model="simulated")
+
+
+@pytest.mark.parametrize("fast_lane", [True, False])
+async def test_requests_wait_for_the_first_worker_of_a_model(fast_lane: bool) -> None:
+    async with router(**cold(), server={"fast_lane": fast_lane}) as routed:
+        assert (await routed.call("/ready")).status == 200
+        assert await demand(routed) == 0
+        models = ("simulated", "small", "simulated")
+        waiting = [asyncio.create_task(routed.call("/v1/completions", BODY | {"model": each})) for each in models]
+
+        async def all_wait() -> bool:
+            return await demand(routed) == len(models)
+
+        await until(all_wait)
+        assert (await routed.call("/health")).json()["queue"] == {"no_worker": len(models)}
+        async with running(SimulatedWorkerSettings()) as url:
+            assert (await routed.call("/workers", {"url": url})).status == 201
+            assert {reply.status for reply in await asyncio.gather(*waiting)} == {200}
+            await routed.until_released()
+            assert await demand(routed) == 0
+            assert await routed.metric("kvrouter_admission_wait_seconds_count", reason="no_worker") == len(models)
+
+
+async def test_a_model_whose_workers_are_gone_is_waited_for_too() -> None:
+    async with router(admission={"cold_start_timeout": 20}) as routed:
+        async with running(SimulatedWorkerSettings()) as url:
+            await routed.call("/workers", {"url": url})
+
+            async def answered() -> bool:
+                return (await routed.call("/v1/completions", BODY)).status == 200
+
+            await until(answered)
+        await routed.call(f"/workers?url={url}", method="DELETE")
+        waiting = asyncio.create_task(routed.call("/v1/completions", BODY))
+
+        async def waits() -> bool:
+            return await demand(routed) == 1
+
+        await until(waits)
+        async with running(SimulatedWorkerSettings()) as url:
+            await routed.call("/workers", {"url": url})
+            assert (await waiting).status == 200
+
+
+async def test_nobody_waits_for_a_name_that_nobody_knows() -> None:
+    async with router(**cold()) as routed:
+        reply = await routed.call("/v1/completions", BODY | {"model": "made up"})
+        assert reply.status == 503
+        assert await routed.metric("kvrouter_requests_refused_total", status="503") == 1
+        assert "made up" not in (await routed.call("/metrics")).body.decode()
+
+
+async def test_the_wait_has_an_end() -> None:
+    async with router(**cold(0.2)) as routed:
+        reply = await routed.call("/v1/completions", BODY)
+        assert (reply.status, reply.error["code"]) == (503, "no_worker_available")
+        assert await routed.metric("kvrouter_admission_refused_total", reason="no_worker") == 1
+        deadline = await routed.call("/v1/completions", BODY, headers={"x-request-timeout": "0.05"})
+        assert deadline.status == 504
+
+
+async def test_so_has_their_number() -> None:
+    async with router(**cold(queue=4)) as routed:
+        waiting = [asyncio.create_task(routed.call("/v1/completions", BODY)) for _ in range(2)]
+
+        async def both_wait() -> bool:
+            return await demand(routed) == 2
+
+        await until(both_wait)
+        assert (await routed.call("/v1/completions", BODY)).status == 503
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+        async def none_waits() -> bool:
+            return await demand(routed) == 0
+
+        await until(none_waits)
+
+
+async def test_without_the_setting_they_are_refused_at_once() -> None:
+    async with router(models=MODELS) as routed:
+        assert (await routed.call("/ready")).status == 503
+        assert (await routed.call("/v1/completions", BODY)).status == 503

@@ -1,0 +1,387 @@
+"""Streams whose worker dies in them, and that go on at another: the client's text is that of one worker alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from router_under_test import RouterUnderTest, router, until
+from scripted_worker import Exchange, ScriptedWorker, scripted_worker
+
+from worker.simulated import SimulatedWorkerSettings, running
+
+pytestmark = pytest.mark.anyio
+
+MODEL = "simulated"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
+# Workers that break off stay in use, so that the next stream begins there too.
+TURNS: dict[str, Any] = {
+    "policy": {"name": "round_robin"},
+    "proxy": {"stream_failovers": 2},
+    "fleet": {"probe_interval": 0.2, "retry_interval": 0.1, "failures": 1000},
+}
+USAGE = {"include_usage": True}
+
+
+def chat(number: object, **more: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": f"Tell story {number}"}
+    return {"model": MODEL, "messages": [message], "stream": True, **more}
+
+
+def completion(number: object, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": f"The story {number} begins", "stream": True, **more}
+
+
+# Workers
+
+
+@asynccontextmanager
+async def worker_process(step_s: float) -> AsyncIterator[tuple[Process, str]]:
+    """A simulated worker in a process of its own, and its URL."""
+    settings = json.dumps({"base_step_s": step_s})
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "worker.simulated", settings, stdout=PIPE)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            line = (await process.stdout.readline()).decode()
+        yield process, line.split()[-1]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+class CutWorker:
+    """A sound worker seen through a connection that breaks after `cut` bytes of a stream's body; None: never.
+
+    `hangs`: it does not answer. `forgets`: fields that it takes out of requests, as an engine that does not know them.
+    `bodies`: of the streams.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, forgets: tuple[str, ...] = ()) -> None:
+        self.cut: int | None = None
+        self.hangs = False
+        self.bodies: list[dict[str, Any]] = []
+        self._url = url
+        self._session = session
+        self._forgets = forgets
+
+    async def forward(self, exchange: Exchange) -> None:
+        body = exchange.body
+        if exchange.target in (CHAT, COMPLETIONS):
+            self.bodies.append(json.loads(body))
+            if self.hangs:
+                await exchange.left()
+                return
+            body = json.dumps({k: v for k, v in self.bodies[-1].items() if k not in self._forgets}).encode()
+        headers = {"content-type": "application/json"}
+        async with self._session.request(
+            exchange.method, self._url + exchange.target, data=body, headers=headers
+        ) as answer:
+            if not answer.content_type.startswith("text/event-stream"):
+                data = await answer.read()
+                await exchange.answer(data, f"{answer.status} {answer.reason}")
+                return
+            await exchange.begin_chunks()
+            left = self.cut
+            async for chunk in answer.content.iter_any():
+                part = chunk if left is None else chunk[:left]
+                if part:
+                    await exchange.chunk(part)
+                if left is not None:
+                    left -= len(part)
+                    if not left:
+                        await exchange.hang_up()
+                        return
+            await exchange.chunk(b"")
+
+
+@asynccontextmanager
+async def cut_fleet(
+    forgets: tuple[str, ...] = (), worker: dict[str, Any] = FAST, **sections: Any
+) -> AsyncIterator[tuple[RouterUnderTest, CutWorker, CutWorker, ScriptedWorker]]:
+    """A router in front of a worker that is cut, and one that is not."""
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        url = await stack.enter_async_context(running(SimulatedWorkerSettings(**worker)))
+        cut, sound = (CutWorker(url, session, forgets) for _ in range(2))
+        servers = []
+        for each in (cut, sound):
+            server = await stack.enter_async_context(scripted_worker(each.forward))
+            server.answers_questions = False
+            servers.append(server)
+        routed = await stack.enter_async_context(router(*(server.url for server in servers), **TURNS | sections))
+        yield routed, cut, sound, servers[0]
+
+
+async def begun_at(routed: RouterUnderTest, server: ScriptedWorker, path: str, body: dict[str, Any]) -> bytes:
+    """The stream of a request that began at a worker."""
+    for _ in range(4):
+        reply = await routed.call(path, body)
+        assert reply.status == 200, reply.body
+        if reply.worker == server.url:
+            return reply.body
+    raise AssertionError("no request began there")
+
+
+def events(stream: bytes) -> list[dict[str, Any]]:
+    """What the chunks of a stream say, without what names it; it must be whole."""
+    assert stream.endswith(b"data: [DONE]\n\n"), stream
+    found = [line[5:].strip() for line in stream.splitlines() if line.startswith(b"data:")]
+    chunks = [json.loads(each) for each in found if each != b"[DONE]"]
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    return [{k: v for k, v in chunk.items() if k not in ("id", "created", "system_fingerprint")} for chunk in chunks]
+
+
+def told(stream: bytes) -> tuple[str, list[Any], list[Any], int]:
+    """A stream's text, its reasons to end, its usage, and how many chunks had a role."""
+    text, reasons, usage, roles = "", [], [], 0
+    for chunk in events(stream):
+        if chunk.get("usage"):
+            tokens = dict(chunk["usage"])
+            tokens.pop("prompt_tokens_details", None)  # what the second worker had cached is its own
+            usage.append(tokens)
+        for choice in chunk["choices"]:
+            delta = choice.get("delta", {})
+            text += choice.get("text", delta.get("content", ""))
+            roles += "role" in delta
+            if choice["finish_reason"]:
+                reasons.append(choice["finish_reason"])
+    return text, reasons, usage, roles
+
+
+# The same text, wherever the worker dies
+
+
+@pytest.mark.parametrize("fast_lane", [True, False])
+async def test_streams_of_a_killed_worker_go_on_elsewhere(fast_lane: bool) -> None:
+    """At every point of their way at once: they began one after the other."""
+    async with (
+        worker_process(0.02) as (killed, victim),
+        worker_process(0.02) as (_, survivor),
+        router(victim, survivor, **TURNS, server={"fast_lane": fast_lane}) as routed,
+        openai.AsyncOpenAI(base_url=f"{survivor}/v1", api_key="none", max_retries=0) as alone,
+    ):
+        begun = 0
+
+        async def texts(client: openai.AsyncOpenAI, number: int) -> tuple[list[str], list[Any]]:
+            nonlocal begun
+            parts, ids, usage = [], set(), None
+            if number % 2:
+                stream = await client.chat.completions.create(**chat(number, max_tokens=40, stream_options=USAGE))
+            else:
+                stream = await client.completions.create(**completion(number, max_tokens=40, stream_options=USAGE))
+            async for chunk in stream:
+                ids.add(chunk.id)
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    if not parts:
+                        begun += 1
+                    parts.append((choice.delta.content if number % 2 else choice.text) or "")
+                    parts.append(choice.finish_reason or "")
+            assert len(ids) == 1
+            return parts, [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens]
+
+        async def later(number: int) -> tuple[list[str], list[Any]]:
+            await asyncio.sleep(0.02 * number)
+            return await texts(routed.openai, number)
+
+        numbers = range(24)
+        streams = [asyncio.create_task(later(number)) for number in numbers]
+
+        async def all_begun() -> bool:
+            return begun == len(numbers)
+
+        await until(all_begun)
+        killed.send_signal(signal.SIGKILL)
+        got = await asyncio.gather(*streams)
+        expected = await asyncio.gather(*(texts(alone, number) for number in numbers))
+        assert [("".join(parts), usage) for parts, usage in got] == [
+            ("".join(parts), usage) for parts, usage in expected
+        ]
+        assert await routed.metric("kvrouter_stream_failovers_total", worker=victim, outcome="resumed") >= 6
+        assert await routed.metric("kvrouter_stream_failovers_total", outcome="ended") == 0
+        await routed.until_released()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("fast_lane", [True, False])
+@pytest.mark.parametrize("forgets", [(), ("return_token_ids",), ("return_token_ids", "stream_options")])
+async def test_a_stream_that_is_cut_anywhere_is_told_as_a_whole(
+    path: str, fast_lane: bool, forgets: tuple[str, ...]
+) -> None:
+    """Also by engines that tell no token ids, and no usage with each chunk."""
+    body = chat("x", max_tokens=5) if path == CHAT else completion("x", max_tokens=5)
+    if "stream_options" not in forgets:
+        body["stream_options"] = USAGE
+    async with cut_fleet(forgets, server={"fast_lane": fast_lane}) as (routed, cut, sound, server):
+        expected = await begun_at(routed, server, path, body)
+        asked = cut.bodies[-1]
+        whole = len(expected) + 100 * expected.count(b"data:")  # with what is asked for, and not passed on
+        points = [1, *range(50, whole, 97)]
+        for point in points:
+            cut.cut = point
+            stream = await begun_at(routed, server, path, body)
+            assert told(stream) == told(expected), point
+        assert asked["max_tokens"] == 5
+        resumed = [each for each in sound.bodies if each["max_tokens"] < 5]
+        assert {each["max_tokens"] for each in resumed} == {1, 2, 3, 4}
+        if path == CHAT:
+            assert all(each["continue_final_message"] for each in resumed)
+            assert not any(each["add_generation_prompt"] for each in resumed)
+            assert all(each["messages"][-1]["role"] == "assistant" for each in resumed)
+        else:
+            assert all(isinstance(each["prompt"], str) is bool(forgets) for each in resumed)
+        await routed.until_released()
+
+
+async def test_the_client_is_told_by_a_comment() -> None:
+    async with cut_fleet() as (routed, cut, _, server):
+        cut.cut = 1500
+        stream = await begun_at(routed, server, CHAT, chat("x", max_tokens=20))
+        comments = [line for line in stream.splitlines() if line.startswith(b":")]
+        assert len(comments) == 1
+        assert b"goes on after" in comments[0]
+        assert server.url.encode() not in comments[0]
+
+
+async def test_a_chat_that_ends_by_itself_goes_on_too() -> None:
+    async with cut_fleet() as (routed, cut, _, server):
+        body = chat("without a limit")
+        expected = await begun_at(routed, server, CHAT, body)
+        for cut.cut in (2000, len(expected) - 300, len(expected) + 1000):
+            assert told(await begun_at(routed, server, CHAT, body)) == told(expected)
+        assert told(expected)[1] == ["stop"]
+
+
+async def test_what_the_client_asks_for_it_gets_of_the_whole() -> None:
+    async with cut_fleet() as (routed, cut, _, server):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = chat("x", max_tokens=6, stream_options=options, return_token_ids=True)
+        expected = await begun_at(routed, server, CHAT, body)
+        cut.cut = 2600
+        stream = await begun_at(routed, server, CHAT, body)
+        assert told(stream) == told(expected)
+        assert [each["choices"][0]["token_ids"] for each in events(stream)[1:-1]] == [
+            each["choices"][0]["token_ids"] for each in events(expected)[1:-1]
+        ]
+        assert sum("prompt_token_ids" in each for each in events(stream)) == 1
+
+
+async def test_it_is_off_unless_it_is_wanted() -> None:
+    async with cut_fleet(proxy={}) as (routed, cut, sound, server):
+        cut.cut = 1500
+        body = chat("x", max_tokens=20)
+        stream = await begun_at(routed, server, CHAT, body)
+        assert b"broke off" in stream
+        assert cut.bodies[-1] == body
+        assert not any("continue_final_message" in each for each in sound.bodies)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+        {"logprobs": True},
+        {"n": 2},
+        {"seed": 1},
+        {"stop": ["x"]},
+        {"presence_penalty": 0.5},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"vllm_xargs": {"x": 1}},
+        {"bad_words": ["x"]},
+    ],
+)
+async def test_what_cannot_be_gone_on_with_exactly_ends_as_ever(field: dict[str, Any]) -> None:
+    async with cut_fleet() as (routed, cut, sound, server):
+        cut.cut = 1200
+        body = chat("x", max_tokens=20, **field)
+        stream = await begun_at(routed, server, CHAT, body)
+        assert b"broke off" in stream
+        assert b"DONE" not in stream
+        assert cut.bodies[-1] == body  # and is sent as it came
+        assert not any("continue_final_message" in each for each in sound.bodies)
+
+
+async def test_a_seed_that_nothing_draws_on_does_not_matter() -> None:
+    async with cut_fleet() as (routed, cut, _, server):
+        cut.cut = 1500
+        stream = await begun_at(routed, server, CHAT, chat("x", max_tokens=20, seed=1, temperature=0))
+        assert told(stream)[1] == ["length"]
+
+
+async def test_a_stream_ends_where_no_worker_is_left() -> None:
+    async with cut_fleet() as (routed, cut, sound, server):
+        cut.cut, sound.cut = 1500, 500
+        stream = await begun_at(routed, server, CHAT, chat("x", max_tokens=20))
+        assert stream.count(b'"error"') == 1
+        assert b"DONE" not in stream
+        assert await routed.metric("kvrouter_stream_failovers_total", outcome="resumed") == 1
+        await routed.until_released()
+
+
+@pytest.mark.parametrize("code", [500, 503])
+async def test_an_engine_that_says_it_died_is_one_that_died(code: int) -> None:
+    error = {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": None, "code": code}}
+    chunks = [
+        {"delta": {"role": "assistant", "content": ""}, "finish_reason": None},
+        {"delta": {"content": "Once"}, "token_ids": [3000], "finish_reason": None},
+    ]
+
+    async def dies(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        for choice in chunks:
+            data = {"id": "a", "created": 1, "model": MODEL, "choices": [{"index": 0, **choice}]}
+            await exchange.chunk(b"data: %b\n\n" % json.dumps(data).encode())
+        await exchange.chunk(b"data: %b\n\ndata: [DONE]\n\n" % json.dumps(error).encode())
+        await exchange.chunk(b"")
+
+    async with cut_fleet() as (routed, cut, sound, server):
+        forward = server.script
+
+        async def script(exchange: Exchange) -> None:
+            await (dies if exchange.target == COMPLETIONS or exchange.target == CHAT else forward)(exchange)
+
+        server.script = script
+        stream = await begun_at(routed, server, CHAT, chat("x"))
+        # The tokens it told are none that this text has: no other worker could go on exactly, and the client hears why.
+        assert b"EngineCore died" in stream
+        chunks[1] = {"delta": {}, "finish_reason": None}
+        stream = await begun_at(routed, server, CHAT, chat("x"))
+        assert told(stream)[1] == ["stop"]
+        assert not cut.bodies
+        assert sound.bodies
+
+
+async def test_a_client_that_leaves_between_two_workers_leaves_nothing() -> None:
+    async with cut_fleet() as (routed, cut, sound, server):
+        cut.cut, sound.hangs = 1500, True
+        body = chat("x", max_tokens=20)
+        async with routed.request(CHAT, body) as reply:
+            if reply.headers["x-kvrouter-worker"] == server.url:
+
+                async def goes_on() -> bool:
+                    return bool(sound.bodies)
+
+                await until(goes_on)
+        await routed.until_released()
+        assert "continue_final_message" in sound.bodies[-1]
+
+
+async def test_it_goes_on_at_workers_with_several_ranks() -> None:
+    async with cut_fleet(worker=FAST | {"dp_size": 2}) as (routed, cut, _, server):
+        body = chat("x", max_tokens=12)
+        expected = await begun_at(routed, server, CHAT, body)
+        cut.cut = 1500
+        assert told(await begun_at(routed, server, CHAT, body)) == told(expected)

@@ -1,0 +1,101 @@
+"""`kvrouter config`: whether a settings file can be used, what comes of it, and one to begin with."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from kvrouter.cli import app
+from router.settings import Settings, load_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["config", *arguments])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "config.yaml"
+
+
+def test_a_good_file_is_said_to_be(file: Path) -> None:
+    file.write_text("workers: [{url: 'http://w:1'}]\nkubernetes: {selector: app=vllm}\npolicy: {name: random}")
+    checked = config("check", str(file))
+    assert checked.exit_code == 0
+    assert checked.stdout == f"{file}: no mistakes; 1 worker and those of the cluster, policy random\n"
+
+
+def test_all_mistakes_are_told_at_once(file: Path) -> None:
+    file.write_text("server: {prot: 1}\npolcy: {name: random}\nproxy: {attempts: 0}")
+    checked = config("check", str(file))
+    assert checked.exit_code == 1
+    for told in ("did you mean server.port?", "did you mean policy?", "proxy.attempts: "):
+        assert told in checked.stderr
+    assert len(checked.stderr.splitlines()) == 3
+
+
+def test_the_environment_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVROUTER_SEVER__PORT", "1")
+    checked = config("check")
+    assert checked.exit_code == 1
+    assert "KVROUTER_SEVER__PORT: there is no such setting; did you mean KVROUTER_SERVER__…?" in checked.stderr
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVROUTER_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KVROUTER_PORT_8080_TCP", "tcp://10.0.0.1:8080")
+    assert config("check").exit_code == 0
+
+
+def test_what_is_used_is_shown_without_secrets(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text(
+        "server: {port: 9000}\nreplicas: {redis: 'redis://u:hidden-1@r:6379/0?password=hidden-2'}\n"
+        f"index: {{secret: hidden-3}}\nworkers: [{{url: 'http://u:hidden-4@w:1'}}]\n"
+        f"tenants: {{named: {{team: {{keys: ['{'ab' * 32}']}}}}}}"
+    )
+    monkeypatch.setenv("KVROUTER_SERVER__TOKEN", "hidden-5")
+    shown = config("show", str(file))
+    assert shown.exit_code == 0
+    assert "hidden" not in shown.stdout
+    assert "abab" not in shown.stdout
+    told = yaml.safe_load(shown.stdout)
+    assert told["server"]["port"] == 9000
+    assert told["server"]["token"] == "***"
+    assert told["workers"][0]["url"] == "http://w:1/"
+    assert told["rates"]["token"] == 4e-5  # no secret, whatever its name
+
+
+def test_what_is_shown_can_be_used_again(file: Path, tmp_path: Path) -> None:
+    file.write_text("workers: [{url: 'http://w:1', weight: 2}]\nmodels: {m: {tokenizer: /m}}")
+    again = tmp_path / "again.yaml"
+    again.write_text(config("show", str(file)).stdout)
+    assert load_settings(again) == load_settings(file)
+
+
+def test_the_default_file_has_every_default(tmp_path: Path) -> None:
+    begun = tmp_path / "begun.yaml"
+    begun.write_text(config("default").stdout)
+    assert begun.read_text() == (ROOT / "config.yaml").read_text()
+    assert load_settings(begun) == Settings()
+
+
+@pytest.mark.install
+def test_a_wheel_has_it(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)],
+        check=True,
+        timeout=300,
+    )
+    [wheel] = tmp_path.glob("kvrouter-*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        assert opened.read("kvrouter/config.yaml") == (ROOT / "config.yaml").read_bytes()

@@ -1,0 +1,74 @@
+"""Tables in terminals of every width: columns are left out, characters are not."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from kvrouter.explain import _table as explanation
+from kvrouter.fitting_table import FittingColumn, FittingTable
+from kvrouter.tools.top.feed import Fleet
+from kvrouter.tools.top.screen import View, screen
+
+WORKERS = [f"http://llama-3-70b-decode-{number}.inference.svc.cluster.local:8000" for number in range(3)]
+
+
+def shown(renderable: RenderableType, width: int) -> str:
+    console = Console(width=width, file=StringIO(), record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+@given(width=st.integers(4, 80), widths=st.lists(st.integers(1, 30), min_size=1, max_size=6))
+def test_what_is_shown_is_whole(width: int, widths: list[int]) -> None:
+    columns = [FittingColumn(f"c{place}", ["x" * each], place) for place, each in enumerate(widths)]
+    text = shown(FittingTable(columns, box=None), width)
+    assert "…" not in text
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    # The one that matters most is always there, on several lines if need be.
+    assert text.replace("\n", "").replace(" ", "").count("x") >= widths[-1]
+
+
+def test_what_matters_less_goes_first() -> None:
+    columns = [FittingColumn(name, ["x" * 10], matters) for name, matters in (("a", 2), ("b", 3), ("c", 1))]
+    assert [name for name in "abc" if name in shown(FittingTable(columns, box=None), 30)] == ["a", "b"]
+    assert [name for name in "abc" if name in shown(FittingTable(columns, box=None), 12)] == ["b"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_top_never_shortens_a_worker(width: int) -> None:
+    rows = [
+        {"worker": worker, "dp_rank": 0, "model": "m", "state": "left_out", "requests": 3, "pending": 0}
+        | {"kv_usage": None, "stream": "connecting"}
+        for worker in WORKERS
+    ]
+    fleet = Fleet()
+    seen = {"number": 1, "tokens": 100, "overlap": 50, "best_overlap": 60, "worker": WORKERS[0], "dp_rank": 0}
+    seen |= {"first_byte_ms": 12.0, "whole_ms": 50.0, "terms": {"prefill": 1234.5, "interference": 3.2}}
+    ranks = {row["worker"]: row for row in rows}
+    fleet.take({"ranks": ranks, "gone": [], "totals": {}, "series": [], "requests": [seen]})
+    text = shown(screen(fleet, View(), 40), width)
+    assert "…" not in text
+    joined = "".join(line.strip() for line in text.splitlines())
+    assert all(worker.removeprefix("http://") in joined for worker in WORKERS)
+    assert ("interference=3.2" in text) is (width >= 200)
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_explain_never_shortens_a_worker(width: int) -> None:
+    terms = {"pending": 0.0, "prefill": 4096.0, "interference": 12.25, "context": 3.5}
+    candidates: list[dict[str, Any]] = [
+        {"worker": worker, "dp_rank": 0, "overlap": 12, "load": {"requests": 1}, "total": 4111.75, "terms": terms}
+        for worker in WORKERS
+    ]
+    choice = {"worker": WORKERS[0], "dp_rank": 0}
+    answer = {"tokens": 9, "model": "m", "choice": choice, "candidates": candidates, "unit": "tokens"}
+    text = shown(explanation(answer), width)
+    assert "…" not in text
+    joined = "".join(line.strip() for line in text.splitlines())
+    assert all(worker in joined for worker in WORKERS)

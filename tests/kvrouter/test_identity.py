@@ -1,0 +1,124 @@
+"""Who answers: the version, what is printed at the start, and where the root leads."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from importlib.metadata import version
+from urllib.request import urlopen
+
+import pytest
+from typer.testing import CliRunner
+
+from indexer.cores import core_name
+from kvrouter.cli import app
+from kvrouter.processes import KvrouterProcess
+
+SECONDS = 60
+ABOUT = f"kvrouter {version('kvrouter')}"
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[str]:
+    with KvrouterProcess(["simulate"]) as process:
+        yield process.wait_until_listening()
+
+
+@contextmanager
+def printed(*arguments: str) -> Iterator[Iterator[str]]:
+    """What a service prints, line by line, from its start on."""
+    command = [sys.executable, "-m", "kvrouter", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        giving_up = threading.Timer(SECONDS, process.kill)
+        giving_up.start()
+        try:
+            assert process.stdout is not None
+            yield iter(process.stdout)
+        finally:
+            giving_up.cancel()
+            process.kill()
+
+
+def asked(method: str, url: str, path: str) -> tuple[int, dict[str, str], bytes]:
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=SECONDS)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read()
+    finally:
+        connection.close()
+
+
+def test_the_version_has_the_name_of_the_index_core() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith(f"{ABOUT} (index core: {core_name()}; Python 3.")
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["serve", "-h"], ["config", "check", "-h"]])
+def test_h_is_help(arguments: list[str]) -> None:
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0
+    assert "Usage:" in shown.stdout
+
+
+def test_a_start_is_told_at_once_and_then_what_was_found(worker: str) -> None:
+    with printed("serve", "--port=0", f"--worker={worker}", "--log-level=error") as lines:
+        assert next(lines).startswith(f"{ABOUT} starts, with the {core_name()} index; it asks 1 worker for models")
+        listens = re.fullmatch(r"kvrouter listens on (http://\S+)\n", next(lines))
+        assert listens is not None
+        assert re.fullmatch(r"  model   simulated on 1 worker; tokens: made here by \w+.*\n", next(lines))
+        assert next(lines) == "  policy  kv_aware\n"
+        assert next(lines) == f"  page    {listens[1]}/ui\n"
+
+
+def test_several_processes_tell_it_once(worker: str) -> None:
+    options = ("--port=0", "--processes=2", "--policy=random", "--log-level=error")
+    with printed("serve", f"--worker={worker}", *options) as lines:
+        said = [next(lines) for _ in range(5)]
+    assert said[0].startswith(f"{ABOUT} starts, ")
+    assert sum("model   simulated" in line for line in said) == 1
+    assert said[3] == "  policy  random\n"
+    assert said[4].startswith("  page    http://")
+
+
+def test_a_worker_that_refuses_connections_is_said_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with KvrouterProcess(["serve", "--port=0", f"--worker=http://127.0.0.1:{port}", "--log-level=error"]) as process:
+        health = json.load(urlopen(f"{process.wait_until_listening()}/health", timeout=SECONDS))
+    [found] = health["findings"]
+    assert found["detail"] == f"http://127.0.0.1:{port}: refused the connection"
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--worker=http://127.0.0.1:9"], ["indexer"]])
+def test_the_root_leads_to_a_page_and_health_says_who_answers(arguments: list[str]) -> None:
+    with KvrouterProcess([*arguments, "--port=0", "--log-level=error"]) as process:
+        url = process.wait_until_listening()
+        status, headers, _ = asked("GET", url, "/")
+        assert status == 307
+        status, headers, body = asked("GET", url, f"/{headers['location']}")
+        assert status == 200
+        assert body.startswith(b"<!doctype html>")
+        status, headers, body = asked("HEAD", url, "/health")
+        assert (status, body) == (200, b"")
+        health = json.loads(asked("GET", url, "/health")[2])
+        assert int(headers["content-length"]) == len(asked("GET", url, "/health")[2])
+        assert (health["version"], health["core"]) == (version("kvrouter"), core_name())
+        metrics = asked("GET", url, "/metrics")[2].decode()
+    assert f'kvrouter_build_info{{core="{core_name()}",' in metrics
+    assert "process_resident_memory_bytes " in metrics
+    assert "process_start_time_seconds " in metrics
+
+
+def test_policies_are_completed() -> None:
+    environment = {"_KVROUTER_COMPLETE": "complete_bash", "COMP_WORDS": "kvrouter serve --policy s", "COMP_CWORD": "3"}
+    shown = CliRunner().invoke(app, prog_name="kvrouter", env=environment)
+    assert shown.stdout.split() == ["session_affinity"]

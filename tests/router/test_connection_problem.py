@@ -1,0 +1,84 @@
+"""Why a server could not be asked, as its users read it: from what really happens on sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+
+import aiohttp
+import pytest
+import trustme
+
+from router.http.connection_problem import connection_problem
+
+pytestmark = pytest.mark.anyio
+
+
+async def problem(url: str) -> str:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5)) as session:
+        with pytest.raises((aiohttp.ClientError, TimeoutError)) as failed:
+            async with session.get(url) as response:
+                response.raise_for_status()
+    return connection_problem(failed.value)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_nothing_listens(host: str) -> None:
+    assert await problem(f"http://{host}:{free_port()}/") == "refused the connection"
+
+
+async def test_nothing_listens_at_any_address_of_a_name() -> None:
+    with pytest.raises(OSError) as failed:  # noqa: PT011 - whichever of them
+        await asyncio.get_running_loop().create_connection(asyncio.Protocol, "localhost", free_port())
+    assert connection_problem(failed.value) == "refused the connection"
+    several = OSError("Multiple exceptions: [Errno 111] Connect call failed ('::1', 1, 0, 0), [Errno 111] Connect")
+    assert connection_problem(several) == "refused the connection"
+
+
+async def test_no_such_name() -> None:
+    assert await problem("http://nobody.invalid/") == "has a name that no address is known for"
+
+
+async def test_it_hangs_up() -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await problem(f"http://127.0.0.1:{port}/") == "closed the connection"
+
+
+async def test_it_answers_with_an_error() -> None:
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await problem(f"http://127.0.0.1:{port}/") == "answers 401 Unauthorized"
+
+
+async def test_its_certificate_is_not_trusted() -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(tls)
+
+    async def nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(nothing, "127.0.0.1", 0, ssl=tls) as server:
+        port = server.sockets[0].getsockname()[1]
+        said = await problem(f"https://127.0.0.1:{port}/")
+    assert said.startswith("has a certificate that is not trusted: ")
+
+
+def test_what_has_no_words_is_named() -> None:
+    assert connection_problem(TimeoutError()) == "did not answer in time"
+    assert connection_problem(ValueError()) == "ValueError"
