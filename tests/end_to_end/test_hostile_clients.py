@@ -306,6 +306,42 @@ async def test_a_form_does_not_steer_either(worker: ScriptedWorker, plain: Route
     assert (await plain.call("/v1/audio/transcriptions", form("model"), headers=headers)).status == 200
 
 
+FORMS = [
+    'form-data; name="x"; name="request_id"',
+    "form-data; name=request_id",
+    "form-data; name*=utf-8''request%5fid",
+    "form-data; name*0=request; name*1=_id",
+    'form-data; filename="\\\\"; name="request_id"',
+    'form-data;\r\n name="request_id"',
+]
+
+
+@pytest.mark.parametrize("said", FORMS)
+@pytest.mark.parametrize("before", ["", "\r\n", "preamble\r\n"])
+async def test_a_form_has_one_meaning(worker: ScriptedWorker, plain: RouterUnderTest, said: str, before: str) -> None:
+    body = f"{before}--b\r\nContent-Disposition: {said}\r\n\r\nm\r\n--b--\r\n".encode()
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    assert (await plain.call("/v1/audio/transcriptions", body, headers=headers)).status == 400
+    assert worker.exchanges == []
+
+
+async def test_other_kinds_of_bodies_do_not_steer_either(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+    """Of routes that take forms and files: engines read JSON in any UTF, and forms in the way of pages."""
+    urlencoded = {"content-type": "application/x-www-form-urlencoded"}
+    for body in (b"request_id=1", b"x=1&r%69d=2", b"x=1;rid=2"):
+        assert (await plain.call("/v1/files", body, headers=urlencoded)).status == 400
+    for encoding in ("utf-16", "utf-16-le", "utf-32-be", "utf-8-sig"):
+        assert (await plain.call("/v1/files", '{"rid": 1}'.encode(encoding))).status == 400
+    for body in (b' {"rid": 1, "x": 1, "x": 2}', b'{"rid": 1, "x": NaN}', b'{"rid": 1, "x": "\\ud800"}'):
+        assert (await plain.call("/v1/files", body)).status == 400
+        assert (await plain.call("/invocations", body)).status == 400
+    assert (await plain.call("/v1/completions", COMPLETION, headers={"content-encoding": "gzip"})).status == 415
+    assert worker.exchanges == []
+    for body in (b"RIFF....WAVEfmt ", b'[{"rid": 1}]', b"\x00\xff" * 100):
+        assert (await plain.call("/v1/files", body)).status == 200
+        assert worker.exchanges.pop().body == body
+
+
 def ambiguous(text: str) -> list[bytes]:
     """Bodies that some parsers read as this JSON object, and others as something else or not at all."""
     return [

@@ -1,0 +1,155 @@
+"""Damaged frames between prefill and decode workers: none raises anything unforeseen, or lands outside of its grant."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from random import Random
+from typing import Any
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+from worker.disaggregation.frames import Done, Failure, FrameCodec, FrameError, Hello, RoomRequest  # noqa: E402
+from worker.disaggregation.layout import Buffer, Layout  # noqa: E402
+from worker.disaggregation.transfer import GrantKey, Ranges, Region, Writes, open_engine  # noqa: E402
+from worker.disaggregation.transfer.channel import Channel, Kind  # noqa: E402
+from worker.disaggregation.transfer.handshake import greet  # noqa: E402
+from worker.disaggregation.transfer.writing import encode_runs  # noqa: E402
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+FEW_FRAMES, FEW_SESSIONS = 5000, 150
+SIZE = 1 << 16
+GRANTED = SIZE // 2
+KEY = GrantKey(1, 1)
+LAYOUT = Layout(
+    page_size=16,
+    kv_cache_dtype="float16",
+    kv_layout="NHD",
+    total_heads=8,
+    tp_size=2,
+    tp_rank=1,
+    start_layer=0,
+    kv=[Buffer(4096, 65536, 4096)],
+    aux=[Buffer(1 << 21, 64, 8)],
+)
+MESSAGES: list[Any] = [
+    Hello(sender="a", to="b", reply_to="tcp://10.0.0.7:5000", engine="tcp", engine_address=b"\0\1", layout=LAYOUT),
+    RoomRequest(
+        sender="a",
+        to="b",
+        reply_to="tcp://10.0.0.7:5000",
+        room=1,
+        generation=7,
+        pages=bytes(16),
+        prefix_pages=0,
+        aux_index=None,
+        dummy=False,
+        destinations=1,
+        time_left=2.5,
+    ),
+    Done(sender="a", to="b", room=1, generation=2),
+]
+
+
+def damaged(random: Random, data: bytes) -> bytes:
+    """The same bytes, but for some."""
+    found = bytearray(data)
+    for _ in range(random.choice([1, 1, 2, 5])):
+        place = random.randrange(len(found) + 1)
+        match random.randrange(5):
+            case 0 if place < len(found):
+                found[place] ^= 1 << random.randrange(8)
+            case 1:
+                del found[place : place + random.randrange(9)]
+            case 2:
+                found[place:place] = random.randbytes(random.randrange(9))
+            case 3:
+                found[place : place + 8] = random.choice([b"\xff" * 8, bytes(8), struct.pack("<Q", 2**63), b"\xc1" * 8])
+            case _:
+                found = found[place:] + found[:place] if random.random() < 0.1 else found
+    return bytes(found)
+
+
+def until(few: int) -> Callable[[int], bool]:
+    """Whether so many were enough, or the time is over where there is one."""
+    ends = time.monotonic() + SECONDS / 2
+    return lambda count: time.monotonic() >= ends if SECONDS else count >= few
+
+
+@pytest.mark.parametrize("secret", ["", "shared"])
+def test_a_damaged_message_is_one_or_an_error_of_ours(secret: str) -> None:
+    random, codec = Random(SEED), FrameCodec(secret)
+    frames = [codec.encode(message) for message in MESSAGES]
+    over, count, read = until(FEW_FRAMES), 0, 0
+    while not over(count):
+        frame = random.choice(frames)
+        data = damaged(random, frame)
+        count += 1
+        try:
+            message = codec.decode(data)
+        except FrameError:
+            continue
+        read += 1
+        assert not secret or data in frames  # it is signed
+        assert isinstance(message, Hello | RoomRequest | Done | Failure)
+        codec.encode(message)
+    print(f"seed {SEED}: {count} messages, {read} read")
+
+
+def test_a_damaged_write_lands_where_it_may_or_not_at_all() -> None:
+    random = Random(SEED)
+    receiver, sender = open_engine("tcp", "127.0.0.1", None), open_engine("tcp", "127.0.0.1", None)
+    try:
+        arena, source = receiver.allocate(SIZE), sender.allocate(SIZE)
+        receiver.register([Region.of(arena)])
+        sender.register([Region.of(source)])
+        start = arena.ctypes.data
+        receiver.grant(KEY, Ranges(_u8(start), _u8(GRANTED)))
+        address = json.loads(receiver.address())
+        over, count = until(FEW_SESSIONS), 0
+        while not over(count):
+            runs = [(start + random.randrange(GRANTED), random.randrange(1, 64)) for _ in range(random.randrange(1, 4))]
+            _send_damaged(random, (address["host"], address["port"]), runs)
+            assert not arena[GRANTED:].any()
+            count += 1
+        arena[:] = 0
+        source[:] = 1
+        with closing(sender.connect(receiver.address(), time.monotonic() + 5)) as session:
+            session.write(KEY, Writes(_u8(source.ctypes.data), _u8(start), _u8(64)), time.monotonic() + 5)
+        assert arena[:64].all()
+        print(f"seed {SEED}: {count} sessions")
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def _send_damaged(random: Random, address: tuple[str, int], runs: list[tuple[int, int]]) -> None:
+    """A session whose greeting is right, and whose write is not."""
+    channel = Channel(socket.create_connection(address, timeout=5))
+    with closing(channel), suppress(OSError):  # it may be cut at any byte
+        greet(channel, "tcp", None, time.monotonic() + 5)
+        recorder, recorded = socket.socketpair()
+        with recorder, recorded:
+            connection, channel.socket = channel.socket, recorder
+            body = encode_runs(KEY, _u8(*(to for to, _ in runs)), _u8(*(length for _, length in runs)))
+            channel.send(Kind.WRITE, body, time.monotonic() + 5)
+            frame = recorded.recv(65536)
+            channel.socket = connection
+        connection.setblocking(True)
+        connection.settimeout(5)
+        connection.sendall(damaged(random, frame) + b"\7" * sum(length for _, length in runs))
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
+
+
+def _u8(*numbers: int) -> Any:
+    return np.array(numbers, np.uint64)
