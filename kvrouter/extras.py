@@ -16,7 +16,6 @@ MODULES = {
         "mypy_extensions",
         "prometheus_client",
         "pydantic",
-        "pydantic_core",
         "pydantic_settings",
         "rich",
         "sortedcontainers",

@@ -163,16 +163,15 @@ async def test_a_redirect_is_the_clients_to_follow(worker: ScriptedWorker, route
     assert len(worker.exchanges) == 1
 
 
-async def test_compressed_bodies_stay_so(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+async def test_compressed_answers_stay_so(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
     packed = gzip.compress(b"x" * 1000)
 
     async def script(exchange: Exchange) -> None:
-        await exchange.answer(exchange.body, headers=b"content-encoding: gzip\r\n")
+        await exchange.answer(packed, headers=b"content-encoding: gzip\r\n")
 
     worker.script = script
-    headers = {"content-encoding": "gzip", "accept-encoding": "gzip, br"}
-    reply = await routed.call("/v1/audio/transcriptions", packed, headers=headers)
-    assert (worker.last.body, reply.body) == (packed, packed)
+    reply = await routed.call(PATH, BODY, headers={"accept-encoding": "gzip, br"})
+    assert reply.body == packed
     assert worker.last.header("accept-encoding") == [b"gzip, br"]
 
 

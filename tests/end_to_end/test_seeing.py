@@ -83,8 +83,8 @@ async def test_every_metric_is_there_and_says_what_it_is(routed: RouterUnderTest
     assert all(family.documentation for family in families.values())
     named = set(re.findall(r"`((?:kvrouter|process)_[a-z_]+)[`{]", METRICS.read_text()))
     named |= {f"kvrouter_stream{rest}" for rest in re.findall(r"`(_[a-z_]+)`", METRICS.read_text())}
-    only_with_processes = {"kvrouter_process_up"}
-    assert {name.removesuffix("_total") for name in named} - only_with_processes == {
+    only_where_switched_on = {"kvrouter_process_up", "kvrouter_stream_failovers"}
+    assert {name.removesuffix("_total") for name in named} - only_where_switched_on == {
         name for name in families if not name.endswith("_created")
     }
     assert {

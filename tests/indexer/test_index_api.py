@@ -305,7 +305,9 @@ def test_workers_tells_how_sure_the_index_is(client: Client, worker: Worker) -> 
 
 
 def test_health(client: Client) -> None:
-    assert client.get("/health") == (200, {"status": "ok"})
+    status, told = client.get("/health")
+    assert (status, told["status"]) == (200, "ok")
+    assert {"version", "core", "python"} < told.keys()
 
 
 def test_metrics_are_prometheus(client: Client, worker: Worker) -> None:

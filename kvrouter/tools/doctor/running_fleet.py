@@ -33,6 +33,9 @@ ROUTER_FIXES = {
     "prompts_asked": "Nothing must be done. To save time, give the router the engine's files and chat template.",
     "prompts_differ": "Start vLLM with --enable-scale-out, or give the router the engine's files and template.",
     "tokenizer_suspected": "It passes when the next prompts agree; look at what clients send.",
+    "prompts_by_text": "Set models: NAME: tokenizer: to the model's folder or its name on the Hub.",
+    "no_models": "Name what the worker serves: model: of the worker, in the settings.",
+    "model_changed": "Nothing, if another model was wanted there: its prompts are tried anew.",
     "not_ready": "Wait, or look at the findings above: requests are not to be sent here yet.",
 }
 _UNKNOWN = "See docs/operations.md of the router's version."
