@@ -84,7 +84,7 @@ async def test_the_command_prints_a_table(routed: RouterUnderTest) -> None:
     assert len(re.findall(r"http://127\.0\.0\.1:\d{4,5} ", shown.output)) == 2
     assert "➤" in shown.output
     assert "prefill" in shown.output
-    assert "(tokens)" in shown.output
+    assert "cost in tokens" in shown.output
     refused = await asyncio.to_thread(CliRunner().invoke, app, [*arguments[:3], "nobody", *arguments[4:]])
     assert refused.exit_code == 1
     assert "does not exist" in refused.output
