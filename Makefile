@@ -155,8 +155,7 @@ compiled: .compiled/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python tests/structure/compiles.py
+	$(BIN)/python tests/structure/compiles.py & compiles=$$!; $(BIN)/mypy; types=$$?; wait $$compiles && exit $$types
 
 .venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; say where with PYTHON=/path/to/python"; exit 1; }

@@ -28,7 +28,8 @@ FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decod
 TURNS: dict[str, Any] = {
     "policy": {"name": "round_robin"},
     "proxy": {"stream_failovers": 2},
-    "fleet": {"probe_interval": 0.2, "retry_interval": 0.1, "failures": 1000},
+    # A pause of this machine is no reason to leave a worker out.
+    "fleet": {"probe_interval": 0.2, "retry_interval": 0.1, "failures": 1000, "stall_seconds": 20.0},
 }
 USAGE = {"include_usage": True}
 
