@@ -9,6 +9,11 @@ ENGINE_TABLE ?=
 # The families of models that it tries (all of them), and the file for their table.
 FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
 FAMILY_TABLE ?=
+# The modes of the engine that it tries, by parts of their names (all of them), and the file for their table.
+MODES ?=
+MODE_TABLE ?=
+# And that of prefill and decode workers.
+PAIR_TABLE ?=
 
 .PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
@@ -42,12 +47,12 @@ test-sanitize:
 test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) FAMILIES=$(FAMILIES) FAMILY_TABLE=$(FAMILY_TABLE) \
-		$(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
+		MODES="$(MODES)" MODE_TABLE=$(MODE_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
 
-# Real prefill and decode workers of vLLM's over NIXL: four vLLMs at once, 10 GB of memory.
+# Real prefill and decode workers of vLLM's, most of them over NIXL: four vLLMs at once, 10 GB of memory.
 test-engine-pd: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
-	ENGINE_DIR=$(ENGINE_DIR) $(BIN)/pytest tests/end_to_end/engine -m engine_pd -s $(ARGS)
+	ENGINE_DIR=$(ENGINE_DIR) PAIR_TABLE=$(PAIR_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine_pd -s $(ARGS)
 
 # Without any extra, with the router's and with the demo's: what is missing is named with the command that brings it.
 test-install: .venv/installed

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
 _RUNNING = {"vllm:num_requests_running", "sglang:num_running_reqs"}
 _WAITING = {"vllm:num_requests_waiting", "sglang:num_queue_reqs"}
@@ -23,8 +24,9 @@ _PROGRESS = {
 _SAMPLE = re.compile(
     rf"^({'|'.join(sorted(_RUNNING | _WAITING | _USAGE | _PROGRESS))})(?:\{{(.*)\}})? +(\S+)", re.MULTILINE
 )
-# vLLM's: 0 from the time it was put to sleep until it is awake again.
-_AWAKE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="awake"[^}\n]*\} +(\S+)', re.MULTILINE)
+# vLLM's: 1 for the state that it is in. Put to sleep at level 0, it is in none, and keeps its cache.
+_SLEEP = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\} +1(?:\.0)?$', re.MULTILINE)
+_TELLS_SLEEP = "vllm:engine_sleep_state{"
 _RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
 # Of any figure: what is above it is no count of anything.
 _HIGHEST = 1e15
@@ -61,17 +63,22 @@ def read_engine_loads(text: str) -> dict[int, EngineLoad]:
     return loads
 
 
-def read_asleep(text: str) -> bool | None:
+class Sleep(Enum):
+    """Whether an engine sleeps."""
+
+    AWAKE = auto()
+    WITH_CACHE = auto()
+    WITHOUT_CACHE = auto()
+
+
+def read_sleep(text: str) -> Sleep | None:
     """Whether an engine's /metrics say that it sleeps; None where they do not tell."""
-    states: list[str] = _AWAKE.findall(text)
-    return not all(map(_is_one, states)) if states else None
-
-
-def _is_one(value: str) -> bool:
-    try:
-        return float(value) == 1.0
-    except ValueError:
-        return True
+    if _TELLS_SLEEP not in text:
+        return None
+    states = set(_SLEEP.findall(text))
+    if "awake" in states:
+        return Sleep.AWAKE
+    return Sleep.WITHOUT_CACHE if states else Sleep.WITH_CACHE
 
 
 def _added(total: int, value: float) -> int:
@@ -104,7 +111,7 @@ NOTHING_KNOWN = EngineView()
 class EngineMetrics:
     """The last scrape of one worker. After `stale` seconds nothing is known any more.
 
-    `asleep`: whether the engine sleeps; None where it does not tell.
+    `sleep`: whether the engine sleeps; None where it does not tell.
     """
 
     def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -113,7 +120,7 @@ class EngineMetrics:
         self._views: dict[int, EngineView] = {}
         self._tokens: dict[int, int] = {}
         self._read_at = 0.0
-        self.asleep: bool | None = None
+        self.sleep: Sleep | None = None
         self._asked_at: float | None = None
         self.progress_at = clock()
         self._rank_progress_at: dict[int, float] = {}
@@ -134,7 +141,7 @@ class EngineMetrics:
 
     def read(self, text: str, in_flight: Mapping[int, int]) -> None:
         """Take in the answer; `in_flight`: the requests of ours that each rank had meanwhile."""
-        self.asleep = read_asleep(text)
+        self.sleep = read_sleep(text)
         loads = read_engine_loads(text)
         self._views = {}
         for rank, load in loads.items():

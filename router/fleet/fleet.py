@@ -15,7 +15,7 @@ from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.answers import read_answer
 from router.fleet.circuit import CircuitLimits
 from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
-from router.fleet.engine_metrics import EngineMetrics
+from router.fleet.engine_metrics import EngineMetrics, Sleep
 from router.fleet.health import Health
 from router.fleet.stall_detector import StallDetector
 from router.fleet.stream_addresses import allowed_sources
@@ -40,7 +40,8 @@ class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
-    gone; `on_replaced` for each that serves another model under a name; `on_asleep` for each that fell asleep;
+    gone; `on_replaced` for each that serves another model under a name; `on_cache_lost` for each that fell
+    asleep and keeps no cache;
     `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each whose
     metrics were read; `on_key` for each whose API key is another one. `networks`: where it may connect to on a
     stranger's word. `keys_for_added`: workers that were added over HTTP get the fleet's key too. `peer_load`: the
@@ -68,7 +69,7 @@ class Fleet:
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.on_replaced: list[Callable[[Worker], None]] = []
-        self.on_asleep: list[Callable[[Worker], None]] = []
+        self.on_cache_lost: list[Callable[[Worker], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
         self.on_key: list[Callable[[Worker], None]] = []
         self.peer_load: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
@@ -139,16 +140,15 @@ class Fleet:
         worker.draining = draining
         self._changed()
 
-    def set_asleep(self, worker: Worker, asleep: bool) -> None:
+    def set_asleep(self, worker: Worker, asleep: bool, keeps_cache: bool = True) -> None:
         """A worker's engine was put to sleep, and gets no requests, or it was woken."""
-        if worker.asleep is asleep:
-            return
-        worker.asleep = asleep
-        log.info("worker asleep" if asleep else "worker awake", worker=worker.name)
-        if asleep:
-            for on_asleep in self.on_asleep:
-                on_asleep(worker)
-        self._changed()
+        if asleep and not keeps_cache:
+            for on_cache_lost in self.on_cache_lost:
+                on_cache_lost(worker)
+        if worker.asleep is not asleep:
+            worker.asleep = asleep
+            log.info("worker asleep" if asleep else "worker awake", worker=worker.name)
+            self._changed()
 
     def assigned(self, source: str) -> list[WorkerSettings]:
         """The workers that a source names."""
@@ -289,8 +289,8 @@ class Fleet:
             else:
                 worker.metrics.answered()
                 worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))
-                if worker.metrics.asleep is not None and not worker.sleep_in_change:
-                    self.set_asleep(worker, worker.metrics.asleep)
+                if (sleep := worker.metrics.sleep) is not None and not worker.sleep_in_change:
+                    self.set_asleep(worker, sleep is not Sleep.AWAKE, sleep is not Sleep.WITHOUT_CACHE)
                 for on_scrape in self.on_scrape:
                     on_scrape(worker)
                 self._notify_changed()

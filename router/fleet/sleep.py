@@ -40,8 +40,7 @@ async def put_to_sleep(
         fleet.set_asleep(worker, True)
         try:
             told = await tell(session, worker, "/sleep", _SECONDS, query={"level": str(level), "mode": mode})
-            if not told.well:
-                fleet.set_asleep(worker, before)
+            fleet.set_asleep(worker, told.well or before, keeps_cache=not (told.well and level))
         finally:
             worker.sleep_in_change = False
         return told

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.anyio
 
 TOKEN = {"authorization": "Bearer t"}
 PROMPT = "The worker that holds the longest prefix answers soonest. " * 8
+BODY = {"model": "simulated", "prompt": PROMPT, "max_tokens": 2}
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ async def routed(urls: list[str]) -> AsyncIterator[RouterUnderTest]:
 
 
 async def ask(routed: RouterUnderTest, tokens: int = 2) -> Reply:
-    return await routed.call("/v1/completions", {"model": "simulated", "prompt": PROMPT, "max_tokens": tokens})
+    return await routed.call("/v1/completions", {**BODY, "max_tokens": tokens})
 
 
 async def tell(routed: RouterUnderTest, path: str) -> Reply:
@@ -76,22 +77,28 @@ async def test_requests_wait_until_somebody_wakes(routed: RouterUnderTest) -> No
     assert (await waiting).status == 200
 
 
-async def test_sleep_behind_the_routers_back_is_noticed(routed: RouterUnderTest, urls: list[str]) -> None:
-    async def tell_worker(path: str) -> None:
-        async with routed.session.post(f"{urls[0]}{path}") as response:
+async def test_sleep_behind_the_routers_back_is_noticed(routed: RouterUnderTest) -> None:
+    async def tell_worker(url: str, path: str) -> None:
+        async with routed.session.post(f"{url}{path}") as response:
             assert response.status == 200
 
-    async def says(expected: str) -> None:
+    async def says(url: str, expected: str) -> None:
         async def said() -> bool:
-            return {each["url"]: each["state"] for each in await routed.workers()}[urls[0]] == expected
+            return {each["url"]: each["state"] for each in await routed.workers()}[url] == expected
 
         await until(said)
 
-    await tell_worker("/sleep?level=0")
-    await says("asleep")
-    assert (await ask(routed)).worker == urls[1]
-    await tell_worker("/wake_up")
-    await says("ready")
+    for level, keeps in ((0, True), (1, False)):
+        reply = await routed.call("/v1/completions", {**BODY, "prompt": f"{level} {PROMPT}"})
+        slept = reply.worker
+        await tell_worker(slept, f"/sleep?level={level}")
+        await says(slept, "asleep")
+        assert (await ask(routed)).worker != slept
+        await tell_worker(slept, "/wake_up")
+        await says(slept, "ready")
+        matched = await routed.call("/match", {"model": "simulated", "prompt": f"{level} {PROMPT}"})
+        held = {match["worker"]: match["matched_tokens"] for match in matched.json()["matches"]}
+        assert (held[slept] > 0) is keeps
 
 
 async def test_a_worker_that_cannot_sleep_goes_on() -> None:

@@ -145,7 +145,7 @@ class SimulatedEngine:
         self._running: list[Generation] = []
         self._work = asyncio.Event()
         self._idle = asyncio.Event()  # set when nothing is computed
-        self.asleep = False
+        self.sleep_level: int | None = None  # while it sleeps
 
     @property
     def num_running(self) -> int:
@@ -245,13 +245,13 @@ class SimulatedEngine:
         while mode == "wait" and (self._running or self._waiting):
             self._idle.clear()
             await self._idle.wait()
-        self.asleep = True
+        self.sleep_level = level
         if level >= 1:
             self.reset_prefix_cache()
 
     def wake(self) -> None:
         """Go on."""
-        self.asleep = False
+        self.sleep_level = None
         self._work.set()
 
     def check_integrity(self) -> None:
@@ -263,7 +263,7 @@ class SimulatedEngine:
         """Work until cancelled; requests that are left then are aborted."""
         try:
             while True:
-                while self.asleep or not (self._running or self._waiting):
+                while self.sleep_level is not None or not (self._running or self._waiting):
                     self._idle.set()
                     self._work.clear()
                     await self._work.wait()

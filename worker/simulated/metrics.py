@@ -48,7 +48,8 @@ class _EngineCollector(Collector):
         )
         asleep = GaugeMetricFamily("vllm:engine_sleep_state", "Whether it is awake.", labels=(*LABELS, "sleep_state"))
         for rank, engine in enumerate(self._engines):
-            asleep.add_metric((self._settings.model, str(rank), "awake"), float(not engine.asleep))
+            for level, state in ((None, "awake"), (1, "weights_offloaded"), (2, "discard_all")):
+                asleep.add_metric((self._settings.model, str(rank), state), float(engine.sleep_level == level))
         yield asleep
         stats = [engine.stats for engine in self._engines]
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", [s.prefix_queries for s in stats])

@@ -1,9 +1,8 @@
-"""What a mode of an engine showed, as a row of a table that several runs fill."""
+"""What a mode of an engine showed, as a row of a table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.client import Answer
 
@@ -54,24 +53,6 @@ class ModeResult:
         under = len(self.misses) - over
         shares = [f"{share:.1%}" for share in (self.over_share, self.cached_share, self.beside_share)]
         return (self.mode, str(len(self.answers)), f"{self.exact_share:.1%}", str(over), str(under), *shares)
-
-
-def write_table(results: list[ModeResult], path: str | None) -> None:
-    """Print the rows, and put them into the table of a file, in the place of those of the same modes."""
-    rows = {row[0]: row for row in (result.row() for result in results)}
-    print("\n" + _markdown(list(rows.values())))
-    for result in results:
-        print(result.explain_misses())
-    if path:
-        file = Path(path)
-        before = file.read_text().splitlines()[2:] if file.exists() else []
-        kept = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in before]
-        file.write_text(_markdown(list(({row[0]: row for row in kept} | rows).values())))
-
-
-def _markdown(rows: list[tuple[str, ...]]) -> str:
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cached_share(answers: list[Answer]) -> float:

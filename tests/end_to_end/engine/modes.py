@@ -96,12 +96,8 @@ MODES = (
     Mode("DP=2, internal", servers=(("--data-parallel-size", "2", "--api-server-count", "1"),)),
     Mode("DP=2, external", ("--data-parallel-external-lb", *_EXTERNAL), _ranks(0, 1)),
     Mode("DP=4, hybrid", _HYBRID, (("--data-parallel-start-rank", "0"), ("--data-parallel-start-rank", "2"))),
-    Mode("block size 16", ("--block-size", "16")),
     Mode("block size 128", ("--block-size", "128", "--num-gpu-blocks-override", "250")),
-    *(
-        Mode(f"hashes by {name}", ("--prefix-caching-hash-algo", name))
-        for name in ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
-    ),
+    *(Mode(f"hashes by {name}", ("--prefix-caching-hash-algo", name)) for name in ("sha256_cbor", "xxhash")),
     Mode("prefix caching off", ("--no-enable-prefix-caching",), hits=False),
     Mode("chunked prefill of 128 tokens", ("--enable-chunked-prefill", "--max-num-batched-tokens", "128")),
     Mode("speculative, ngram", ("--speculative-config", json.dumps(_NGRAM))),

@@ -16,9 +16,10 @@ import pytest
 from engine.client import Answer, Client
 from engine.conversations import Conversation, conversations
 from engine.installation import ADAPTERS, Installation
-from engine.mode_report import ModeResult, write_table
+from engine.mode_report import COLUMNS, ModeResult
 from engine.modes import MODES, PORT, TOKEN, Mode
 from engine.servers import MODEL, RouterProcess, VllmWorker, free_ports
+from engine.table import write_table
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +37,9 @@ def results() -> Iterator[list[ModeResult]]:
     """Those of all modes, printed at the end."""
     found: list[ModeResult] = []
     yield found
-    write_table(found, os.environ.get("MODE_TABLE"))
+    write_table(COLUMNS, [result.row() for result in found], os.environ.get("MODE_TABLE"))
+    for result in found:
+        print(result.explain_misses())
 
 
 @pytest.mark.parametrize("mode", _chosen, ids=lambda mode: mode.name)
@@ -98,5 +101,6 @@ def conversed(mode: Mode, router: RouterProcess, some: list[Conversation], salt:
     answers: list[Answer] = []
     for place, model in enumerate(models):
         with Client(router, model, salt, words_are_tokens=not mode.family) as client:
-            answers += client.converse_all(some[place :: len(models)], think_seconds=THINK_SECONDS)
+            think_seconds = 0.0 if salt else THINK_SECONDS
+            answers += client.converse_all(some[place :: len(models)], think_seconds=think_seconds)
     return answers

@@ -2,12 +2,14 @@
 
 `make test-engine-pd` runs these. KV goes from one process to the other over NIXL (loopback, from and to host memory),
 or through files.
+
+PAIR_TABLE a file to write the table to, as Markdown; its other rows stay
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,11 @@ from engine.pairs import (
     storage_worker,
 )
 from engine.servers import BLOCK_SIZE, VllmWorker
+from engine.table import write_table
 
 pytestmark = pytest.mark.engine_pd
+
+COLUMNS = ("prefill + decode", "requests", "equal", "tokens moved", "prompt tokens computed by decode workers")
 
 
 @pytest.fixture(scope="module")
@@ -36,56 +41,62 @@ def alone(installation: Installation, logs: Path) -> Iterator[VllmWorker]:
 
 
 @pytest.fixture(scope="module")
-def three(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]]:
-    workers = [pair_worker(f"pair{number}", installation, logs) for number in range(3)]
-    with started(*workers):
-        yield workers
+def rows() -> Iterator[list[tuple[str, ...]]]:
+    """Those of the table, printed at the end."""
+    found: list[tuple[str, ...]] = []
+    yield found
+    write_table(COLUMNS, found, os.environ.get("PAIR_TABLE"))
 
 
-@pytest.mark.parametrize(("prefills", "decodes"), [(1, 1), (1, 2), (2, 1)])
-def test_workers_of_one_rank(
-    alone: VllmWorker, three: list[VllmWorker], logs: Path, tmp_path: Path, prefills: int, decodes: int
+Compared = Callable[[str, Sequence[VllmWorker], Sequence[VllmWorker]], None]
+
+
+@pytest.fixture
+def compared(alone: VllmWorker, rows: list[tuple[str, ...]], logs: Path, tmp_path: Path) -> Compared:
+    """Sends the same prompts to one engine and through a router before these workers, and adds a row."""
+
+    def compare(name: str, prefills: Sequence[VllmWorker], decodes: Sequence[VllmWorker]) -> None:
+        before = [metrics(worker) for worker in decodes]
+        sent, same = 0, 0
+        with router_before(prefills, decodes, logs, tmp_path) as router:
+            for prompt in prompts(sum(map(ord, name))):
+                expected, usage = completed(alone.url, prompt)
+                tokens, told = completed(router.url, prompt)
+                sent += 1
+                same += (tokens, told["prompt_tokens"]) == (expected, usage["prompt_tokens"])
+        after = [metrics(worker) for worker in decodes]
+        moved, computed = (
+            sum(new[source] - old[source] for new, old in zip(after, before, strict=True))
+            for source in ("external_kv_transfer", "local_compute")
+        )
+        rows.append((name, str(sent), str(same), f"{moved:.0f}", f"{computed:.0f}"))
+        print(rows[-1])
+        assert same == sent
+        assert moved > 1500  # all but the short prompts'
+        assert computed < 2 * SKIP_TOKENS + 2 * sent * BLOCK_SIZE  # and of those no more than the last blocks
+
+    return compare
+
+
+def test_workers_of_one_rank(compared: Compared, installation: Installation, logs: Path) -> None:
+    three = [pair_worker(f"pair{number}", installation, logs) for number in range(3)]
+    with started(*three):
+        for prefills, decodes in ((1, 1), (1, 2), (2, 1)):
+            some = three[: prefills + decodes]
+            compared(f"{prefills} + {decodes}", some[:prefills], some[prefills:])
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1)])
+def test_workers_of_unequal_ranks(
+    compared: Compared, installation: Installation, logs: Path, prefill_ranks: int, decode_ranks: int
 ) -> None:
-    some = three[: prefills + decodes]
-    answers_are_those_of_one(f"{prefills} + {decodes}", alone, some[:prefills], some[prefills:], logs, tmp_path)
+    prefill = pair_worker("prefill-ranks", installation, logs, prefill_ranks)
+    decode = pair_worker("decode-ranks", installation, logs, decode_ranks)
+    with started(prefill, decode):
+        compared(f"DP={prefill_ranks} + DP={decode_ranks}", [prefill], [decode])
 
 
-def test_workers_of_unequal_ranks(alone: VllmWorker, installation: Installation, logs: Path, tmp_path: Path) -> None:
-    one, two = pair_worker("one-rank", installation, logs), pair_worker("two-ranks", installation, logs, ranks=2)
-    with started(one, two):
-        answers_are_those_of_one("1 + 1 of two ranks", alone, [one], [two], logs, tmp_path)
-        answers_are_those_of_one("1 of two ranks + 1", alone, [two], [one], logs, tmp_path)
-
-
-def test_shared_storage(alone: VllmWorker, installation: Installation, logs: Path, tmp_path: Path) -> None:
-    first, second = (storage_worker(f"storage{number}", installation, logs, tmp_path / "kv") for number in range(2))
-    with started(first, second):
-        answers_are_those_of_one("1 + 1 by files", alone, [first], [second], logs, tmp_path)
-
-
-def answers_are_those_of_one(
-    name: str,
-    alone: VllmWorker,
-    prefills: Sequence[VllmWorker],
-    decodes: Sequence[VllmWorker],
-    logs: Path,
-    tmp_path: Path,
-) -> None:
-    """Send the same prompts to one engine and through the router, and print a row of the table."""
-    before = [metrics(worker) for worker in decodes]
-    sent, same = 0, 0
-    with router_before(prefills, decodes, logs, tmp_path) as router:
-        for prompt in prompts(sum(map(ord, name))):
-            expected, usage = completed(alone.url, prompt)
-            tokens, told = completed(router.url, prompt)
-            sent += 1
-            same += (tokens, told["prompt_tokens"]) == (expected, usage["prompt_tokens"])
-    after = [metrics(worker) for worker in decodes]
-    moved, computed = (
-        sum(new[source] - old[source] for new, old in zip(after, before, strict=True))
-        for source in ("external_kv_transfer", "local_compute")
-    )
-    print(json.dumps({"pairs": name, "requests": sent, "equal": same, "moved": moved, "computed": computed}))
-    assert same == sent
-    assert moved > 1500  # all but the short prompts'
-    assert computed < 2 * SKIP_TOKENS + 2 * sent * BLOCK_SIZE  # and of those no more than the last blocks
+def test_shared_storage(compared: Compared, installation: Installation, logs: Path, tmp_path: Path) -> None:
+    prefill, decode = (storage_worker(f"storage{number}", installation, logs, tmp_path / "kv") for number in range(2))
+    with started(prefill, decode):
+        compared("1 + 1, by files", [prefill], [decode])
