@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -134,6 +135,22 @@ async def serving(server: HttpServer) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         await running
+
+
+async def raw(routed: RouterUnderTest, request: bytes, half_close: bool = False) -> bytes:
+    """Send bytes; everything that comes until the connection is closed."""
+    address = urlsplit(routed.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        writer.write(request)
+        if half_close:
+            writer.write_eof()
+        async with asyncio.timeout(10):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
 
 
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
