@@ -219,7 +219,7 @@ async def test_a_stream_is_passed_on_piece_by_piece(worker: ScriptedWorker, rout
         await exchange.chunk(b"")
 
     worker.script = script
-    async with asyncio.timeout(10), routed.request(PATH, BODY) as response:
+    async with asyncio.timeout(60), routed.request(PATH, BODY) as response:
         assert response.content_type == "text/event-stream"
         async for piece in response.content.iter_any():
             received.put_nowait(piece)
@@ -237,7 +237,7 @@ async def test_the_head_of_an_answer_does_not_wait_for_its_body(
         await exchange.chunk(b"")
 
     worker.script = script
-    async with asyncio.timeout(10), routed.request(PATH, BODY) as response:
+    async with asyncio.timeout(60), routed.request(PATH, BODY) as response:
         begun.set()
         assert await response.read() == b""
 
@@ -315,7 +315,7 @@ async def test_a_client_that_leaves_takes_its_request_along(
 
     worker.script = script
     asking = asyncio.create_task(ask())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await arrived.wait()
         assert await routed.requests_in_flight() == 1
         asking.cancel()

@@ -327,4 +327,4 @@ class Healing(RuleBasedStateMachine):
 
 
 for core in CORES:
-    globals()[f"TestHealing{core.title()}"] = case_of(Healing, core, 600, 30)
+    globals()[f"TestHealing{core.title()}"] = case_of(Healing, core, 250, 30)
