@@ -183,9 +183,10 @@ class ProxiedRequest(AttemptHandler):
 
     def _read(self, body: bytes) -> None:
         services, context = self._services, self._context
-        body = self._asking(context.checked(body))
+        body, outline = context.checked(body)
+        body = self._asking(body)
         span = context.trace and context.trace.span("tokenize")
-        request, prompt = read_prompt(services, context, body, span)
+        request, prompt = read_prompt(services, context, body, outline, span)
         if prompt is None:
             self._continue_in_task(self._read_aside(request, body, span))
         else:
