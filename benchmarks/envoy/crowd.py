@@ -20,7 +20,7 @@ import typer
 from benchmarks.envoy.crowd_load import BODY_BYTES, CONNECTIONS, LEFT, SLOW, Measured
 from benchmarks.envoy.sides import CORE, picker_settings
 from benchmarks.envoy.worker import SHORT, workers
-from benchmarks.index.machine import CORES, LOAD_CORE, description
+from benchmarks.index.machine import CORES, description
 from benchmarks.index.report import Table, write_section
 from benchmarks.proxy.processes import answers, cpu_of, free_port, memory_of, started
 from benchmarks.proxy.sides import is_compiled, python
@@ -33,9 +33,9 @@ _HOW = """\
 them is in flight. Milliseconds from a request's last byte to its worker's address, over {seconds:.0f} s after so many
 were in flight; picker and load have a core each.
 
-*Rough*: {slow:.0%} of the bodies come in four parts within a second, {left:.0%} of the requests are reset, and each second
-a connection says goaway and another takes its place. *Attacked*: beside them a peer resets calls as fast as it can,
-and connects again whenever it is closed. *Left* is what the picker holds of all of it in the end.
+*Rough*: {slow:.0%} of the bodies come in four parts within a second, {left:.0%} of the requests are reset, and each
+second a connection says goaway and another takes its place. *Attacked*: beside them a peer resets calls as fast as it
+can, and connects again whenever it is closed. *Left* is what the picker holds of all of it in the end.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 

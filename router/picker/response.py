@@ -1,8 +1,8 @@
 """An answer on its way from a worker to a client, as far as Envoy tells of it.
 
 `Process` tells of the head, and where it is configured to, of the body. Where it does not, an answer is over when the
-stream is, also where nothing was told of its head; and a second filter of Envoy's may show the bytes beside: `observed`. Without it the end of the prefill is
-taken to come when it was expected to.
+stream is, also where nothing was told of its head; and a second filter of Envoy's may show the bytes beside:
+`observed`. Without it the end of the prefill is taken to come when it was expected to.
 """
 
 from __future__ import annotations
