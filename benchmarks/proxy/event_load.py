@@ -59,7 +59,7 @@ def event_load(streams: int) -> Iterator[EventLoad]:
 
 def _payloads(stream: int) -> list[bytes]:
     """One cycle of a stream."""
-    made = []
+    made: list[BlockStored | BlockRemoved] = []
     for number in range(_PROMPTS):
         tokens, hashes = random_tokens(f"{stream} {number}", _PROMPT_BLOCKS * BLOCK_SIZE), _hashes(stream, number)
         for start in range(0, _PROMPT_BLOCKS, EVENT_BLOCKS):
@@ -92,7 +92,7 @@ def _publish(streams: int) -> None:
     rate, sent, begun, seq = 0.0, 0, time.monotonic(), 0
     while True:
         ahead = sent * EVENT_BLOCKS / rate - (time.monotonic() - begun) if rate else 1.0
-        if poller.poll(max(ahead, 0.0) * 1000):
+        if poller.poll(int(max(ahead, 0.0) * 1000)):
             line = sys.stdin.readline()
             if not line:
                 return
