@@ -146,6 +146,11 @@ class ProxiedRequest(AttemptHandler):
             self._services.metrics.abandoned.inc()
             self._finish("client left")
 
+    def ended_unseen(self) -> None:
+        """It is over, and its transport tells nothing of answers."""
+        if self._phase is not _ENDED:
+            self._finish()
+
     def pause(self) -> None:
         """The client does not read: nor is the worker read, and the client has a time to go on."""
         if self._attempts is not None and self._attempts.sent is not None:

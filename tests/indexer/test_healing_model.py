@@ -187,7 +187,8 @@ class Healing(RuleBasedStateMachine):
         runs, holders = self.index.dump(TARGET)
         stream = DumpedStream(last.seq, batch_time(last.payload) or 0.0, self.sequence.complete)
         dump = TargetDump("w", 0, "m", "default", "", "", "", "", 1, None, None, [1], stream, runs, holders)
-        (self.saved,) = read_dump(write_dump([dump], ""), "")
+        (saved,) = read_dump(write_dump([dump], ""), "")
+        self.saved = saved.whole()
         self.saved_claimable = self.claimable.copy()
 
     @precondition(lambda self: self.saved is not None)
