@@ -172,6 +172,7 @@ async def running_services(
         ):
             registry.register(collector)
         fleet.on_replaced.append(router.replaced)
+        fleet.on_asleep.append(router.forget)
         fleet.on_removed += [router.removed, metrics.forget, source.removed, adapters.removed]
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)

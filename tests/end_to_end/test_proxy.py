@@ -518,14 +518,16 @@ async def test_a_long_answer_is_no_silence(worker: ScriptedWorker) -> None:
 # Ranks
 
 
-async def test_the_chosen_rank_is_told_to_a_worker_that_has_several(worker: ScriptedWorker) -> None:
-    streams = [{"dp_rank": rank, "endpoint": f"tcp://127.0.0.1:{rank + 1}"} for rank in range(3)]
+@pytest.mark.parametrize("first", [0, 4])
+async def test_the_chosen_rank_is_told_to_a_worker_that_has_several(worker: ScriptedWorker, first: int) -> None:
+    """A server that has not the first ranks (`--data-parallel-hybrid-lb`) counts its own."""
+    streams = [{"dp_rank": first + rank, "endpoint": f"tcp://127.0.0.1:{rank + 1}"} for rank in range(3)]
     workers = [{"url": worker.url, "streams": streams}]
     unreachable = {"catch_up_timeout": 0}
     async with router(workers=workers, policy={"name": "round_robin"}, events=unreachable) as routed:
         replies = [await routed.call(PATH, BODY, headers={"X-Data-Parallel-Rank": "7"}) for _ in range(3)]
     assert [exchange.header("x-data-parallel-rank") for exchange in worker.exchanges] == [[b"0"], [b"1"], [b"2"]]
-    assert [reply.headers["x-kvrouter-dp-rank"] for reply in replies] == ["0", "1", "2"]
+    assert [int(reply.headers["x-kvrouter-dp-rank"]) - first for reply in replies] == [0, 1, 2]
 
 
 async def test_a_worker_of_one_rank_is_told_none(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
