@@ -225,6 +225,9 @@ class ProxiedRequest(AttemptHandler):
             best_priority=tenant.priority if tenant else None,
             tokens=prompt.tokens,
             size=len(body),
+            service_levels=services.service_levels,
+            model=prompt.name,
+            arrived=self._arrived,
         )
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)
