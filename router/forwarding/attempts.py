@@ -58,7 +58,6 @@ class Attempts:
 
     # What most requests never change stands here, so that it is not made for each.
     assignment: Assignment | None = None
-    sent: SentRequest | None = None
     others = False
     _span: Span | None = None  # of what is done now: the choice, or the request to the worker
     _many_ranks = False
@@ -87,6 +86,7 @@ class Attempts:
         self._without = without
         self._most = services.attempts if transport is None else 1
         self.tried: list[Worker] = []
+        self.sent: SentRequest | None = None  # above, mypyc would leave it unset, because its type is a Protocol
         if context.head.path == RESPONSES:
             self._not_stored = not asks_to_store(body)
 

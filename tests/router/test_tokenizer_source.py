@@ -293,7 +293,7 @@ async def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     import huggingface_hub
 
     release = threading.Event()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: release.wait(30))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: release.wait(60))
     try:
         with pytest.raises(TokenizerUnavailableError, match=r"within 0\.05 s"):
             await hub.fetched("organisation/model", 0.05)
