@@ -29,9 +29,9 @@ from indexer.errors import RequestError
 from router.admission.fair_queue import FairQueue, Waiting
 from router.admission.ticket import Ticket, deadline_error
 from router.fleet.fleet import Worker
+from router.policies.promises import Promise
 from router.routing.assignment import Assignment
 from router.routing.errors import unavailable
-from router.policies.promises import Promise
 from router.routing.late_binding import held_order, promised_order
 from router.routing.limits import Limits
 from router.routing.routed_prompt import RoutedPrompt
@@ -63,6 +63,7 @@ class _Request(Waiting):
     reason: WaitReason = field(kw_only=True)
     assignment: asyncio.Future[Assignment] = field(kw_only=True)
     since: float = field(kw_only=True)
+    in_time: bool = True  # it can keep its promise, if it has one
     until_deadline: bool = False
 
 
@@ -132,15 +133,12 @@ class Admission:
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self._no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
-        prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
-        order = held_order(ticket.arrived or now, prefill)
-        if promise is not None and promise.first_token_by is not None:
-            order = promised_order(promise.first_token_by, prefill)
+        promise = ticket.promise
         request = _Request(
             ticket.priority,
             ticket.tenant,
             prompt.name,
-            order,
+            self._order(prompt, ticket),
             max(ticket.tokens, 1),
             ticket.size,
             prompt=prompt,
@@ -149,6 +147,7 @@ class Admission:
             reason=_reason(has_capacity, cold),
             assignment=loop.create_future(),
             since=now,
+            in_time=promise is None or not promise.late,
         )
         if not self._free_queue_space(request):
             if assignment := self._force(request):
@@ -176,6 +175,15 @@ class Admission:
             if request.queued:  # its client left
                 self.queue.remove(request)
                 self.wake()
+
+    def _order(self, prompt: RoutedPrompt, ticket: Ticket) -> float:
+        """Where a request comes among those of its tenant and priority. One that has no chance to keep its promise
+        comes after those that have, but waits no longer for that than others wait at most."""
+        prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
+        order = held_order(ticket.arrived or self._clock(), prefill)
+        if promise is None or promise.first_token_by is None:
+            return order
+        return order + self._timeout if promise.late else promised_order(promise.first_token_by, prefill)
 
     def would_hold(
         self, prompt: RoutedPrompt, tried: Collection[Worker] = (), promise: Promise | None = None
@@ -209,6 +217,7 @@ class Admission:
         self._planned = None
         self._full = set()
         tries = 0
+        late: list[_Request] = []
         for request in self.queue.in_order(without=self._full):
             if not self._router.any_has_capacity(request.prompt, request.tried, self.limits, self.late_binding):
                 if not request.tried:
@@ -226,8 +235,14 @@ class Admission:
                 request.reason = placed
                 if placed is WaitReason.SATURATED and not request.tried and not request.prompt.stored:
                     self._full.add(request.name)
+                if request.in_time and request.ticket.promise is not None and request.ticket.promise.late:
+                    late.append(request)
                 continue
             self._give(request, placed)
+        for request in late:
+            request.in_time = False
+            if request.queued:
+                self.queue.move(request, self._order(request.prompt, request.ticket))
 
     def _try(
         self,
@@ -239,8 +254,10 @@ class Admission:
         selection = self._router.choose(prompt, tried, self.limits, now, promise)
         if selection is None:
             return WaitReason.SATURATED
-        if promise is not None and promise.refuses_late and selection.late > 0:
-            raise self._cannot_keep(promise, selection)
+        if promise is not None:
+            promise.late = selection.late > 0
+            if promise.late and promise.refuses_late:
+                raise self._cannot_keep(promise, selection)
         if self.late_binding and self._router.should_wait(selection):
             return WaitReason.LATE_BINDING
         return self._router.reserve(prompt, selection, now)

@@ -447,6 +447,15 @@ async def test_the_short_ones_that_are_held_go_first() -> None:
         assert scripts[0].arrived == [scripts[0].arrived[0], "short"]
 
 
+async def test_of_those_that_are_held_the_one_with_the_least_slack_goes_first() -> None:
+    async with busy_fleet() as (_, asking, scripts):
+        await asking.queued("patient", {"x-slo-ttft-ms": "900000"}, tokens=LONG, stream=True)
+        await asking.queued("urgent", {"x-slo-ttft-ms": "600000"}, tokens=LONG, stream=True)
+        scripts[0].gate.open()
+        await until_arrived(scripts[0], 2)
+        assert scripts[0].arrived == [scripts[0].arrived[0], "urgent"]
+
+
 async def test_who_is_held_too_long_goes_to_its_choice() -> None:
     async with busy_fleet(timeout=0.2) as (_, asking, scripts):
         asking.send("held", tokens=LONG, stream=True)
