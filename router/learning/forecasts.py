@@ -19,6 +19,7 @@ from math import exp
 from typing import Final
 
 from indexer import Target
+from router.holdings.speculation import ReleaseCallback
 from router.policies.promises import Estimate, Forecast, Promise, broken_by, tpot_by_rates, ttft_by_rates
 from router.policies.rates import RateTable, prefill_seconds
 from router.policies.ratios import Ratios
@@ -146,12 +147,12 @@ class Forecasts:
             busy = self._busy[target] = _Busy()
         busy.add(seconds, now)
 
-    def hold(self, target: Target, tpot: float) -> Callable[[bool], None]:
+    def hold(self, target: Target, tpot: float) -> ReleaseCallback:
         """A time per token is promised on a target, until what is returned is called."""
         promised = self._busy.setdefault(target, _Busy()).promised
         promised[tpot] = promised.get(tpot, 0) + 1
 
-        def end(_: bool = False) -> None:
+        def end(failed: bool = False) -> None:  # noqa: ARG001
             promised[tpot] -= 1
             if not promised[tpot]:
                 del promised[tpot]

@@ -5,6 +5,7 @@
 
 J is the policy's cost, and ω what a broken promise costs: `policy.broken_promise`. The lowest J' wins. So among
 candidates that keep the promise the cheapest one wins, and a promise that is kept nowhere scatters no prefixes in vain.
+A session keeps its place: where most of a prompt is cached and the first token comes in time, that is where it goes.
 A request that is refused rather than served late goes to a candidate that keeps its promise wherever there is one.
 """
 
@@ -156,6 +157,15 @@ def broken_by(promised: Mapping[float, int], before: Estimate, after: Estimate) 
     """How many promises a prefill is expected to break, when it changes the time per token. `promised`: how many
     answers in flight were promised which time per token."""
     return sum(count * max(before.chance(tpot) - after.chance(tpot), 0.0) for tpot, count in promised.items())
+
+
+def stays(usual: Candidate, forecast: Forecast, promise: Promise, tokens: int, now: float) -> bool:
+    """Whether a prompt of `tokens` goes to the policy's own choice, whatever others would take."""
+    if forecast.loss(promise, now) <= LITTLE:
+        return True
+    if promise.refuses_late or 2 * usual.overlap < tokens:
+        return False
+    return promise.first_token_by is None or forecast.ttft.expected <= promise.first_token_by - now
 
 
 def choose_for_promise(

@@ -1,14 +1,14 @@
 """The selection for a request that was promised something.
 
-The policy's own choice is nearly always one that keeps the promise and breaks no other. Only where it is not, what
-every other candidate would take is predicted.
+The policy's own choice is nearly always one that keeps the promise and breaks no other, or where the session has its
+place. Only where it is not, what every other candidate would take is predicted.
 """
 
 from __future__ import annotations
 
 from router.learning.learned import Learned
 from router.policies import Candidate, Decision
-from router.policies.promises import LITTLE, Forecast, Promise, choose_for_promise
+from router.policies.promises import Forecast, Promise, choose_for_promise, stays
 from router.routing.candidates import CandidateSet
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
@@ -31,7 +31,7 @@ class PromisedSelector:
         """The selection; `usual` is what it would be without a promise."""
         self._forecasts.promise()
         selection, forecast = usual, self.forecast(usual.rank, usual.decision.chosen, prompt)
-        if found.count > 1 and forecast.loss(promise, now) > LITTLE:
+        if found.count > 1 and not stays(usual.decision.chosen, forecast, promise, prompt.tokens, now):
             decision = usual.decision
             candidates = decision.candidates
             forecasts = [self.forecast(found.rank_of(each), each, prompt) for each in candidates]

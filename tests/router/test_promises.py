@@ -11,7 +11,7 @@ from indexer import Target
 from router.admission.service_levels import ServiceLevels, read_promise
 from router.learning.forecasts import Forecasts
 from router.policies import Candidate, Decision, KvWeights, Request, kv_aware
-from router.policies.promises import Estimate, Forecast, Promise, choose_for_promise, tpot_by_rates
+from router.policies.promises import Estimate, Forecast, Promise, choose_for_promise, stays, tpot_by_rates
 from router.policies.rates import Rates, RateTable
 from router.policies.ratios import KEPT, Ratios
 from router.settings import ConfigError, Settings, load_settings
@@ -52,6 +52,23 @@ def test_what_is_refused_when_late_goes_where_it_is_in_time_whatever_that_costs(
     for refuses_late, place in ((False, 0), (True, 1)):
         promise = Promise(1.0, None, 0.0, refuses_late=refuses_late)
         assert choose_for_promise(decision, forecasts, promise, 0.0, broken_promise=15_000) == place
+
+
+@pytest.mark.parametrize(
+    ("overlap", "at", "refuses_late", "stay"),
+    [
+        (900, forecast(0.5, tpot=0.2), False, True),
+        (900, forecast(0.5, tpot=0.2), True, False),  # it would be refused there
+        (900, forecast(1.5, tpot=0.2), False, False),  # the first token is late
+        (400, forecast(0.5, tpot=0.2), False, False),
+        (0, forecast(0.5), False, True),  # nothing is broken there
+    ],
+)
+def test_a_session_keeps_its_place_unless_its_first_token_is_late(
+    overlap: int, at: Forecast, refuses_late: bool, stay: bool
+) -> None:
+    promise = Promise(1.0, 0.05, 0.0, refuses_late=refuses_late)
+    assert stays(Candidate(NEAR, overlap=overlap), at, promise, 1000, 0.0) is stay
 
 
 def test_late_is_counted_from_the_arrival_and_over_the_answer() -> None:

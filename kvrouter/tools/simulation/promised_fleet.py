@@ -5,7 +5,6 @@ chooses by them, as `router.routing.promised_selection` and `router.admission` d
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
 from enum import StrEnum
 from random import Random
 
@@ -14,10 +13,11 @@ from kvrouter.tools.simulation.fleet import MOST_TRIES, Fleet, Outcome
 from kvrouter.tools.simulation.predicted_latency import predicted_latency
 from kvrouter.tools.simulation.profiles import Profile
 from kvrouter.tools.simulation.trace import TracedRequest
+from router.holdings.speculation import ReleaseCallback
 from router.learning.forecasts import WatchedAnswer
 from router.learning.learned import Learned, RequestTiming
 from router.policies import Candidate, Decision, Policy
-from router.policies.promises import LITTLE, Forecast, Promise, choose_for_promise
+from router.policies.promises import Forecast, Promise, choose_for_promise, stays
 from router.policies.rates import Rates, prefill_seconds
 from router.routing.late_binding import held_order, promised_order, should_hold
 from router.settings import AdmissionSettings, PolicySettings
@@ -47,7 +47,7 @@ class PromisedFleet(Fleet):
         self._learned.forecasts.promise()
         self._numbers_of = {target: number for number, target in enumerate(self._targets)}
         self._promises: dict[int, Promise] = {}  # by the identity of the request
-        self._answers: dict[int, tuple[WatchedAnswer, RequestTiming, Callable[[bool], None] | None]] = {}
+        self._answers: dict[int, tuple[WatchedAnswer, RequestTiming, ReleaseCallback | None]] = {}
 
     def _place(self, outcome: Outcome) -> set[int]:
         request = outcome.request
@@ -104,7 +104,7 @@ class PromisedFleet(Fleet):
         if promise is None:
             return decision.chosen
         chosen, forecast = decision.chosen, self._forecast(decision.chosen, request)
-        if forecast.loss(promise, self._now) > LITTLE:
+        if not stays(chosen, forecast, promise, request.input_tokens, self._now):
             chosen, forecast = self._least_loss(decision, request, promise)
         promise.late = forecast.late(promise, self._now, self._output()) > 0
         return chosen
@@ -148,5 +148,5 @@ class PromisedFleet(Fleet):
             answer.ended(sequence.request.output_tokens)
             timing.end(sequence.request.output_tokens)
             if release is not None:
-                release(False)
+                release()
         return super()._progress(worker, progress)
