@@ -146,6 +146,11 @@ class ProxiedRequest(AttemptHandler):
             self._services.metrics.abandoned.inc()
             self._finish("client left")
 
+    def ended_unseen(self) -> None:
+        """It is over, and its transport tells nothing of answers."""
+        if self._phase is not _ENDED:
+            self._finish()
+
     def pause(self) -> None:
         """The client does not read: nor is the worker read, and the client has a time to go on."""
         if self._attempts is not None and self._attempts.sent is not None:
@@ -183,9 +188,10 @@ class ProxiedRequest(AttemptHandler):
 
     def _read(self, body: bytes) -> None:
         services, context = self._services, self._context
-        body = self._asking(context.checked(body))
+        body, outline = context.checked(body)
+        body = self._asking(body)
         span = context.trace and context.trace.span("tokenize")
-        request, prompt = read_prompt(services, context, body, span)
+        request, prompt = read_prompt(services, context, body, outline, span)
         if prompt is None:
             self._continue_in_task(self._read_aside(request, body, span))
         else:
