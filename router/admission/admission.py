@@ -29,14 +29,13 @@ from indexer.errors import RequestError
 from router.admission.fair_queue import FairQueue, Waiting
 from router.admission.ticket import Ticket, deadline_error
 from router.fleet.fleet import Worker
-from router.policies.promises import Promise
+from router.policies.promises import Forecast, Promise
 from router.routing.assignment import Assignment
 from router.routing.errors import unavailable
 from router.routing.late_binding import held_order, promised_order
 from router.routing.limits import Limits
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
-from router.routing.selection import Selection
 from router.settings import AdmissionSettings
 
 # Waiting requests that choose again at one time, at most: each choice costs a walk through the index.
@@ -257,7 +256,7 @@ class Admission:
         if promise is not None:
             promise.late = selection.late > 0
             if promise.late and promise.refuses_late:
-                raise self._cannot_keep(promise, selection)
+                raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
         if self.late_binding and self._router.should_wait(selection):
             return WaitReason.LATE_BINDING
         return self._router.reserve(prompt, selection, now)
@@ -268,7 +267,7 @@ class Admission:
         promise = request.ticket.promise
         selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
         if promise is not None and promise.refuses_late and selection is not None and selection.late > 0:
-            raise self._cannot_keep(promise, selection)
+            raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
         return self._router.reserve(request.prompt, selection) if selection else None
 
     def _give(self, request: _Request, assignment: Assignment) -> None:
@@ -298,6 +297,9 @@ class Admission:
             if self._awaits_worker(request.prompt, request.tried):
                 raise self._no_worker(request.name)
             assignment = self._force(request)
+            promise = request.ticket.promise
+            if assignment is None and promise is not None and promise.refuses_late:
+                raise self._cannot_keep(promise, request.name or "", self._clock() - request.since, None)
             if assignment is None:
                 raise self._too_many("queue_timeout", request.priority)
         except RequestError as error:
@@ -337,12 +339,12 @@ class Admission:
                 self._give(last, assignment)
         return True
 
-    def _cannot_keep(self, promise: Promise, selection: Selection) -> RequestError:
-        """What a request is refused with that would be late everywhere."""
+    def _cannot_keep(self, promise: Promise, model: str, late: float, forecast: Forecast | None) -> RequestError:
+        """What a request is refused with that would be so late everywhere."""
         self._count_refused("promise")
         for on_broken in self.on_promise_refused:
-            on_broken(selection.rank.target.model, promise)
-        forecast, seconds = selection.forecast, min(max(math.ceil(selection.late), 1), _LONGEST_RETRY)
+            on_broken(model, promise)
+        seconds = min(max(math.ceil(late), 1), _LONGEST_RETRY)
         expected = ""
         if forecast is not None:
             expected = f"; {forecast.ttft.expected:.2f} s and {1000 * forecast.tpot.expected:.0f} ms are expected now"

@@ -262,6 +262,20 @@ async def test_who_has_waited_too_long_is_told_when_to_come_again() -> None:
         await routed.until_released()
 
 
+async def test_who_waits_until_its_promise_cannot_be_kept_is_refused_then() -> None:
+    gate = Gate()
+    levels = {"strict": {"ttft": 0.3, "when_late": "refuse"}, "patient": {"ttft": 0.3}}
+    async with one_worker(gate, ONE_AT_A_TIME, service_levels=levels) as (routed, asking):
+        await asking.queued("patient", {"x-kvrouter-service-level": "patient"})
+        asking.send("strict", {"x-kvrouter-service-level": "strict"})
+        refused = await asking.reply("strict")
+        assert (refused.status, refused.error["code"]) == (429, "promise_not_kept")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert await routed.metric("kvrouter_promises_total", service_level="strict", outcome="refused") == 1
+        gate.open(2)
+        assert (await asking.reply("patient")).status == 200  # late
+
+
 async def test_a_full_queue_refuses_at_once_or_sheds_what_is_lower() -> None:
     gate = Gate()
     async with one_worker(gate, ONE_AT_A_TIME | {"queue": 1}) as (routed, asking):
