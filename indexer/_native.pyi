@@ -28,10 +28,15 @@ def lowest(costs: array[float], near: float) -> list[int]:
 class JsonCheck:
     def __init__(self, names: list[str], elements: int, values: int, small: int) -> None:
         """`names`: fields that are not plain at the top of a body. `elements`: the most that a list there may have, but
-        for one of numbers. `values`: the most that a body may have in all, a list or an object counting as eight, where
-        it has more than `small` bytes."""
+        for one of numbers. `values`: the most that a body may have in all, names, lists and objects counting as
+        several, where it has more than `small` bytes."""
     def plain(self, body: bytes) -> bool:
         """Whether a body is surely one JSON object that every parser reads alike, with nothing rare in it."""
+
+def json_outline(body: bytes, most: int) -> tuple[bytes, list[tuple[int, int, int, int]], int] | None:
+    """The same JSON with `""` for every string that is no name; where its outermost fields are: name, its end, value,
+    its end; and how many values it has, as `JsonCheck` counts them. Beyond `most` it is cut off. None where a string is
+    not as every parser reads it. Of other mistakes the outline has the same. Others run meanwhile."""
 
 class Index:
     def __init__(self, secret: str, orphan_blocks: int, most_blocks: int) -> None: ...

@@ -38,6 +38,7 @@ from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
 from router.fleet.redirects import refuse_redirects
 from router.fleet.stream_addresses import RegisteredStreams
+from router.forwarding.long_bodies import LongBodies
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts
@@ -120,7 +121,7 @@ async def running_services(
         indexer = stack.enter_context(running_indexer(settings, worker_processes))
         networks = AllowedNetworks(settings.fleet.allowed_networks)
         session = await stack.enter_async_context(_client_session(settings.upstream, networks))
-        tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
+        tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout, settings.limits.characters)
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         stack.push_async_callback(source.close)
@@ -318,7 +319,11 @@ def _proxy(
     contexts = RequestContexts(door, tracing, metrics, settings.logs.access)
     failovers = settings.proxy.stream_failovers
     failover = StreamFailover(fleet, router, failovers, registry) if failovers else None
-    services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream, failover)
+    long_bodies = LongBodies(settings.limits.arriving_bytes)
+    stack.push_async_callback(long_bodies.close)
+    services = ProxyServices(
+        router, admission, fleet, upstreams, settings.proxy, metrics, request_stream, long_bodies, failover
+    )
     return ProxyContext(contexts, services, settings.server)
 
 

@@ -7,6 +7,7 @@ import asyncio
 from router.admission.admission import Admission
 from router.fleet.fleet import Fleet
 from router.fleet.retry_budget import RetryBudget
+from router.forwarding.long_bodies import LongBodies
 from router.forwarding.stream_failover import StreamFailover
 from router.live.request_stream import RequestStream
 from router.routing.router import Router
@@ -17,7 +18,7 @@ from router.upstream import Upstreams
 
 class ProxyServices:
     """Where requests may go, how they get there, and what is counted. `passing`: who records requests.
-    `stream_failover`: where streams may go on elsewhere."""
+    `long_bodies`: where long ones are read. `stream_failover`: where streams may go on elsewhere."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class ProxyServices:
         settings: ProxySettings,
         metrics: RequestMetrics,
         passing: RequestStream,
+        long_bodies: LongBodies,
         stream_failover: StreamFailover | None = None,
     ) -> None:
         self.router = router
@@ -37,6 +39,7 @@ class ProxyServices:
         self.settings = settings
         self.metrics = metrics
         self.passing = passing
+        self.long_bodies = long_bodies
         self.stream_failover = stream_failover
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts

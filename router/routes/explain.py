@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,13 +12,17 @@ from fastapi import APIRouter, Request
 from indexer.errors import RequestError
 from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
+from router.access.bodies import check_amounts
 from router.admission.admission import Admission
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
+from router.apis.requests import RoutedRequest
+from router.forwarding.long_bodies import aside_if_long
 from router.http.headers import HeaderItems
 from router.policies import Cost
 from router.routing.router import Router
 from router.services import Services
+from router.settings import LimitSettings
 
 
 def explain_routes(services: Services) -> APIRouter:
@@ -28,7 +33,9 @@ def explain_routes(services: Services) -> APIRouter:
     async def explain_decision(request: Request) -> dict[str, Any]:
         """The decision a request would get now, without sending it."""
         body, headers = await request.body(), request.scope["headers"]
-        return await explain(services.router, services.admission, services.indexer.names, body, headers)
+        return await explain(
+            services.router, services.admission, services.indexer.names, services.settings.limits, body, headers
+        )
 
     return routes
 
@@ -46,25 +53,23 @@ class _ExplainFields(msgspec.Struct):
 
 
 async def explain(
-    router: Router, admission: Admission, names: WorkerNames, body: bytes, headers: HeaderItems
+    router: Router,
+    admission: Admission,
+    names: WorkerNames,
+    limits: LimitSettings,
+    body: bytes,
+    headers: HeaderItems,
 ) -> dict[str, Any]:
     """The answer to `/explain`, the best candidate first. Raises RequestError naming the field at fault."""
-    fields = read_body(body, _ExplainFields)
-    if not isinstance(fields.request, dict):
-        raise RequestError(
-            f"request is {kind_of(fields.request)}. Send the body of the request to explain.", param="request"
-        )
-    if not isinstance(fields.path, str) or not fields.path.startswith("/"):
-        raise RequestError(f"path must be one such as {', '.join(PROMPTED)}.", param="path")
-    asked = msgspec.json.encode(fields.request)
-    prompt = await router.read(read_call(Call("POST", fields.path, headers, asked)), len(asked))
-    prompt = replace(prompt, path=fields.path)
+    call, request = await aside_if_long(body, partial(_asked, limits, headers))
+    prompt = await router.read(request, len(call.body))
+    prompt = replace(prompt, path=call.path)
     selection = router.choose(prompt)
     assert selection is not None  # nothing is at a limit where there is none
     decision = selection.decision
     costs = sorted(decision.costs, key=lambda cost: cost.total)
     return {
-        "path": fields.path,
+        "path": call.path,
         "model": prompt.name,
         "tokens": prompt.tokens,
         "exact": prompt.exact,
@@ -75,6 +80,20 @@ async def explain(
         "candidates": [_candidate(names, cost) for cost in costs],
         "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
     }
+
+
+def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Call, RoutedRequest]:
+    """The request to explain. Raises RequestError naming the field at fault, or the limit."""
+    fields = read_body(body, _ExplainFields)
+    if not isinstance(fields.request, dict):
+        raise RequestError(
+            f"request is {kind_of(fields.request)}. Send the body of the request to explain.", param="request"
+        )
+    if not isinstance(fields.path, str) or not fields.path.startswith("/"):
+        raise RequestError(f"path must be one such as {', '.join(PROMPTED)}.", param="path")
+    check_amounts(fields.request, limits)
+    call = Call("POST", fields.path, headers, msgspec.json.encode(fields.request))
+    return call, read_call(call)
 
 
 def _candidate(names: WorkerNames, cost: Cost) -> dict[str, Any]:
