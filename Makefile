@@ -17,7 +17,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-bodies bench-body-check bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -34,14 +34,16 @@ TESTED = indexer router kvrouter end_to_end
 test-compiled: .compiled/tests
 	cd .compiled && bin/pytest --config-file ../pyproject.toml --numprocesses 4 $(TESTED:%=../tests/%) $(ARGS)
 
-# The native core under sanitizers: random and damaged payloads, and threads. PAYLOADS=10000000 takes a quarter of an hour.
+# The native core under sanitizers: random and damaged payloads and bodies, and threads. PAYLOADS=10000000 takes a quarter of an hour.
 PAYLOADS ?= 500000
 SANITIZE = $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all -Iindexer/native -pthread
 test-sanitize:
 	@mkdir -p .sanitize
 	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz.cpp -o .sanitize/fuzz
+	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz_json.cpp -o .sanitize/fuzz_json
 	$(SANITIZE) -fsanitize=thread tests/indexer/native/threads.cpp -o .sanitize/threads
 	.sanitize/fuzz $(PAYLOADS)
+	.sanitize/fuzz_json $(PAYLOADS)
 	.sanitize/threads 5000
 
 test-engine: .venv/installed
@@ -99,8 +101,8 @@ bench-policy: .venv/installed
 bench-tokenize: .venv/installed
 	$(BIN)/python -m benchmarks.tokenize $(ARGS)
 
-bench-bodies: .venv/installed native
-	$(BIN)/python -m benchmarks.bodies
+bench-body-check: .venv/installed native
+	$(BIN)/python -m benchmarks.body_check
 
 # Promises kept in real time: a router and four simulated workers, four minutes.
 bench-service-levels: .venv/installed
@@ -108,6 +110,10 @@ bench-service-levels: .venv/installed
 
 bench-chaos: .venv/installed
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
+# How late others are answered while one long body arrives.
+bench-bodies: .venv/installed
+	$(BIN)/python -m benchmarks.long_bodies $(ARGS)
 
 bench-reporter: .venv/installed
 	$(BIN)/python -m benchmarks.reporter $(ARGS)

@@ -28,12 +28,17 @@ def lowest(costs: array[float], near: float) -> list[int]:
 
 class JsonCheck:
     def __init__(self, names: list[str], kept: Sequence[str], elements: int, values: int, small: int) -> None:
-        """`names`: fields that are not plain at the top of a body. `kept`: fields there that an outline keeps.
-        `elements`: the most that a list there may have, but for one of numbers. `values`: the most that a body may have
-        in all, a list or an object counting as eight, where it has more than `small` bytes."""
-    def outline(self, body: bytes) -> bytes | None:
+        """`names`: fields that are not plain at the top of a body. `kept`: fields there that `named` keeps. `elements`:
+        the most that a list there may have, but for one of numbers. `values`: the most that a body may have in all,
+        names, lists and objects counting as several, where it has more than `small` bytes."""
+    def named(self, body: bytes) -> bytes | None:
         """An object of the kept fields of a body that is surely one JSON object which every parser reads alike, with
         nothing rare in it; else None."""
+
+def json_outline(body: bytes, most: int) -> tuple[bytes, list[tuple[int, int, int, int]], int] | None:
+    """The same JSON with `""` for every string that is no name; where its outermost fields are: name, its end, value,
+    its end; and how many values it has, as `JsonCheck` counts them. Beyond `most` it is cut off. None where a string is
+    not as every parser reads it. Of other mistakes the outline has the same. Others run meanwhile."""
 
 class Index:
     def __init__(self, secret: str, orphan_blocks: int, most_blocks: int) -> None: ...

@@ -139,6 +139,11 @@ class Holdings:
         """How many of the last blocks the other cache groups need, by group."""
         return {holder.group: holder.window for holder in self._holders.values() if holder.window is not None}
 
+    @property
+    def shortest_window(self) -> int | None:
+        """The fewest last blocks that any group keeps, of any tier; None where all keep a prefix whole."""
+        return min((each.window for each in self._holders.values() if each.window is not None), default=None)
+
     def counting_groups(self, groups: Collection[int], seen: Collection[int]) -> set[int]:
         """Those of some cache groups that a hit needs: the model's, which are told of about as often as one another.
 

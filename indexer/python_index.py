@@ -125,7 +125,7 @@ class PythonIndex(Index):
                 frozenset(holdings.block_sizes),
                 holdings.orphans,
                 holdings.counters,
-                min(holdings.windows.values(), default=None),
+                holdings.shortest_window,
             )
 
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:

@@ -40,6 +40,7 @@ from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
 from router.fleet.redirects import refuse_redirects
 from router.fleet.stream_addresses import RegisteredStreams
+from router.forwarding.long_bodies import LongBodies
 from router.forwarding.proxy import ProxyContext
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts
@@ -123,7 +124,7 @@ async def running_services(
         indexer = stack.enter_context(running_indexer(settings, worker_processes))
         networks = AllowedNetworks(settings.fleet.allowed_networks)
         session = await stack.enter_async_context(_client_session(settings.upstream, networks))
-        tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
+        tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout, settings.limits.characters)
         stack.push_async_callback(tokenizers.close)
         source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
         stack.push_async_callback(source.close)
@@ -332,6 +333,8 @@ def _proxy(
     contexts = RequestContexts(door, tracing, metrics, settings.logs.access)
     failovers = settings.proxy.stream_failovers
     failover = StreamFailover(fleet, router, failovers, registry) if failovers else None
+    long_bodies = LongBodies(settings.limits.arriving_bytes)
+    stack.push_async_callback(long_bodies.close)
     services = ProxyServices(
         router,
         admission,
@@ -340,6 +343,7 @@ def _proxy(
         settings.proxy,
         metrics,
         request_stream,
+        long_bodies,
         failover,
         ServiceLevels.of(settings),
     )

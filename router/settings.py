@@ -175,6 +175,7 @@ class LimitSettings(_Section):
     prompts: PositiveInt = 512
     messages: PositiveInt = 16_384
     values: PositiveInt = 1_000_000
+    characters: PositiveInt = 8 * 2**20
     arriving_bytes: PositiveInt = 256 * 2**20
 
 

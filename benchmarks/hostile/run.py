@@ -17,15 +17,13 @@ from statistics import median
 
 from benchmarks.chaos.workers import SimulatedWorker
 from benchmarks.hostile.customers import Service, customers
-from benchmarks.hostile.intruders import Intruders
-from benchmarks.hostile.workers import hostile_workers
+from benchmarks.hostile.hostile_process import hostile_process
+from benchmarks.index.machine import CORES, pin
 from benchmarks.proxy.processes import answers, free_port, started
 from benchmarks.proxy.sides import ROUTER_CORE
 
 WORKERS = 3
 CUSTOMERS = 8
-INTRUDERS = 40
-_EVENTS = 100.0  # messages of the hostile stream a second
 _CALM_SHARE = 0.2  # of the time, without the hostile ones
 _BODY_TIMEOUT = 5.0
 _QUIET_SECONDS = 20.0
@@ -39,10 +37,10 @@ class Result:
 
     minutes: float
     calm: Service
-    among: Service
-    statuses: Counter[int]
-    events: int
     before: dict[str, int]
+    among: Service = field(default_factory=Service)
+    statuses: Counter[int] = field(default_factory=Counter)
+    events: int = 0
     samples: list[dict[str, int]] = field(default_factory=list)
     left: dict[str, int] = field(default_factory=dict)
 
@@ -98,18 +96,19 @@ class _Router:
 
 async def run(minutes: float) -> Result:
     """Everything, in about so many minutes."""
+    pin(*(core for core in CORES if core != ROUTER_CORE or len(CORES) == 1))
     random = Random(7)
     good = [SimulatedWorker(step_ms=2.0) for _ in range(WORKERS)]
     try:
         for worker in good:
             await asyncio.to_thread(worker.wait_until_listening)
-        async with hostile_workers(random) as (bad, stream):
+        async with hostile_process(seed=7) as hostile:
             with tempfile.TemporaryDirectory(prefix="hostile-") as name:
                 folder, port = Path(name), free_port()
                 settings = {
                     "server": {"port": port, "body_timeout": _BODY_TIMEOUT, "token": "operator"},
                     "proxy": {"client_timeout": 5.0},
-                    "workers": [*({"url": worker.url} for worker in good), *bad],
+                    "workers": [*({"url": worker.url} for worker in good), *hostile.workers],
                 }
                 config, reports = folder / "config.yaml", folder / "reports"
                 config.write_text(json.dumps(settings))
@@ -119,16 +118,13 @@ async def run(minutes: float) -> Result:
                     router = _Router(pid, reports)
                     calm_ends = time.monotonic() + minutes * 60 * _CALM_SHARE
                     calm = await customers(url, CUSTOMERS, calm_ends, random)
-                    intruders = Intruders(url, random)
-                    result = Result(
-                        minutes, calm, Service(), intruders.statuses, 0, await _once_quiet(router, _BODY_TIMEOUT)
-                    )
+                    result = Result(minutes, calm, await _once_quiet(router, _BODY_TIMEOUT))
                     ends = time.monotonic() + minutes * 60 * (1 - _CALM_SHARE)
-                    hostile = asyncio.gather(intruders.run(INTRUDERS, ends), stream.run(_EVENTS, ends))
                     sampling = asyncio.create_task(_sample(router, result, ends))
-                    result.among = await customers(url, CUSTOMERS, ends, random)
-                    await asyncio.gather(hostile, sampling)
-                    result.events = stream.sent
+                    result.among, (result.statuses, result.events) = await asyncio.gather(
+                        customers(url, CUSTOMERS, ends, random), hostile.attack(url, ends)
+                    )
+                    await sampling
                     result.left = await _once_quiet(router, _QUIET_SECONDS)
                     return result
     finally:

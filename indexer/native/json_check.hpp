@@ -14,13 +14,109 @@
 
 namespace kvrouter {
 
+// How many numbers take about as long to read as a name, and as a list or an object.
+constexpr u64 kOfAName = 4, kOfAList = 8;
+
+// Reads JSON's white space and strings.
+struct JsonReader {
+    const char* at;
+    const char* end;
+
+    void skip_space() {
+        while (at != end && is_space(*at)) ++at;
+    }
+
+    static bool is_space(char byte) { return byte == ' ' || byte == '\n' || byte == '\r' || byte == '\t'; }
+
+    // Over a string that every parser reads alike; false where it is none.
+    bool string(bool& escaped) {
+        ++at;
+        while (true) {
+            skip_plain();
+            if (at == end) return false;
+            const unsigned char byte = static_cast<unsigned char>(*at);
+            if (byte == '"') {
+                ++at;
+                return true;
+            }
+            if (byte == '\\') {
+                escaped = true;
+                if (!escape()) return false;
+            } else {
+                do
+                    if (byte < 0x80 || !beyond_ascii()) return false;  // a control character, or no UTF-8
+                while (at != end && static_cast<unsigned char>(*at) >= 0x80);
+            }
+        }
+    }
+
+    // Over ASCII that means itself, eight bytes at a time.
+    void skip_plain() {
+        constexpr u64 kOnes = 0x0101010101010101, kHighs = 0x8080808080808080;
+        while (end - at >= 8) {
+            u64 bytes;
+            std::memcpy(&bytes, at, 8);
+            const u64 quote = bytes ^ kOnes * '"', backslash = bytes ^ kOnes * '\\';
+            const u64 special = (bytes - kOnes * 0x20) | (quote - kOnes) | (backslash - kOnes) | bytes;
+            if (special & kHighs) break;  // maybe: a byte may borrow from the one above it
+            at += 8;
+        }
+        while (at != end && is_plain(static_cast<unsigned char>(*at))) ++at;
+    }
+
+    static bool is_plain(unsigned char byte) { return byte >= 0x20 && byte < 0x80 && byte != '"' && byte != '\\'; }
+
+    bool escape() {
+        if (end - at < 2) return false;
+        const char kind = at[1];
+        at += 2;
+        if (kind != 'u') return std::string_view("\"\\/bfnrt").find(kind) != std::string_view::npos;
+        u32 unit = 0;
+        if (!hex(unit) || (unit >= 0xDC00 && unit < 0xE000)) return false;
+        if (unit < 0xD800 || unit >= 0xE000) return true;
+        if (end - at < 2 || at[0] != '\\' || at[1] != 'u') return false;
+        at += 2;
+        return hex(unit) && unit >= 0xDC00 && unit < 0xE000;
+    }
+
+    bool hex(u32& unit) {
+        if (end - at < 4) return false;
+        unit = 0;
+        for (int digit = 0; digit < 4; ++digit, ++at) {
+            const char each = *at;
+            const int value = each >= '0' && each <= '9'   ? each - '0'
+                              : each >= 'a' && each <= 'f' ? each - 'a' + 10
+                              : each >= 'A' && each <= 'F' ? each - 'A' + 10
+                                                           : -1;
+            if (value < 0) return false;
+            unit = unit << 4 | static_cast<u32>(value);
+        }
+        return true;
+    }
+
+    // A character of two to four bytes: none that is longer than it need be, no surrogate, none above U+10FFFF.
+    bool beyond_ascii() {
+        const unsigned char first = static_cast<unsigned char>(*at);
+        const int length = first >= 0xC2 && first < 0xE0 ? 2 : first >= 0xE0 && first < 0xF0 ? 3 : first >= 0xF0 && first < 0xF5 ? 4 : 0;
+        if (length == 0 || end - at < length) return false;
+        const unsigned char second = static_cast<unsigned char>(at[1]);
+        const unsigned char least = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
+        const unsigned char most = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
+        if (second < least || second > most) return false;
+        for (int each = 2; each < length; ++each)
+            if ((static_cast<unsigned char>(at[each]) & 0xC0) != 0x80) return false;
+        at += length;
+        return true;
+    }
+};
+
 // Says yes where all is plain: UTF-8, no name twice in an object, no number that a parser might round or refuse, no
 // surrogate alone, nothing deep. Whatever is rare gets a no, and is read by somebody who knows why.
 class JsonCheck {
 public:
-    // `names`: of fields that are not plain at the top of a body. `kept`: of those that `outline` keeps. `elements`: the
-    // most that a list there may have, but for one of numbers. `values`: the most that a body may have in all, a list or an
-    // object counting as eight, where it has more than `small` bytes.
+    // `names`: of fields that are not plain at the top of a body. `kept`: of those that `named` keeps. `elements`: the
+    // most that a list there may have, but for one of numbers. `values`: the most that a body may have in all, names, lists
+    // and objects counting as several, where it has more than `small` bytes.
     JsonCheck(std::vector<std::string> names, std::vector<std::string> kept, u64 elements, u64 values, u64 small)
         : elements_(elements), values_(values), small_(small) {
         for (auto& name : names) fields_.emplace(std::move(name), false);
@@ -28,14 +124,14 @@ public:
     }
 
     // Of a plain body an object of the kept fields alone; nothing of any other.
-    std::optional<std::string> outline(std::string_view body) const {
-        Reader reader{body.data(), body.data(), body.data() + body.size(), *this, {}, 0, "{"};
+    std::optional<std::string> named(std::string_view body) const {
+        Reader reader{{body.data(), body.data() + body.size()}, body.data(), *this, {}, 0, "{"};
         reader.skip_space();
         if (reader.at == reader.end || *reader.at != '{' || !reader.object(0)) return std::nullopt;
         reader.skip_space();
         if (reader.at != reader.end || (body.size() > small_ && reader.values > values_)) return std::nullopt;
-        reader.outline += '}';
-        return std::move(reader.outline);
+        reader.kept += '}';
+        return std::move(reader.kept);
     }
 
 private:
@@ -43,18 +139,12 @@ private:
     static constexpr std::size_t kNames = 64;  // of an object: beyond it they are not compared here
     static constexpr std::size_t kDigits = 15;  // an integer or a fraction of no more is the same double everywhere
 
-    struct Reader {
+    struct Reader : JsonReader {
         const char* begin;
-        const char* at;
-        const char* end;
         const JsonCheck& check;
         std::vector<std::string_view> names;  // of all objects that are open
         u64 values;
-        std::string outline;  // of what was read, but for its last brace
-
-        void skip_space() {
-            while (at != end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t')) ++at;
-        }
+        std::string kept;  // of what was read the kept fields, but for the last brace
 
         bool next_is(char expected) {
             skip_space();
@@ -83,17 +173,17 @@ private:
         bool object(int depth) {
             if (depth == kDepth) return false;
             ++at;
-            values += 8;
+            values += kOfAList;
             const std::size_t before = names.size();
             if (!next_is('}')) {
                 do {
                     skip_space();
                     const char* start = at;
-                    bool kept = false;
-                    if (!name(depth, before, kept) || !next_is(':') || !value(depth + 1)) return false;
-                    if (kept) {
-                        if (outline.size() > 1) outline += ',';
-                        outline.append(start, at);
+                    bool keeps = false;
+                    if (!name(depth, before, keeps) || !next_is(':') || !value(depth + 1)) return false;
+                    if (keeps) {
+                        if (kept.size() > 1) kept += ',';
+                        kept.append(start, at);
                     }
                 } while (more());
                 if (!next_is('}')) return false;
@@ -102,7 +192,7 @@ private:
             return true;
         }
 
-        bool name(int depth, std::size_t before, bool& kept) {
+        bool name(int depth, std::size_t before, bool& keeps) {
             const char* start = at + 1;
             bool escaped = false;
             if (at == end || *at != '"' || !string(escaped) || escaped) return false;
@@ -111,16 +201,17 @@ private:
             for (std::size_t each = before; each < names.size(); ++each)
                 if (names[each] == name) return false;
             names.push_back(name);
+            values += kOfAName;
             if (depth > 0) return true;
             const auto field = check.fields_.find(name);
-            kept = field != check.fields_.end() && field->second;
-            return field == check.fields_.end() || kept;
+            keeps = field != check.fields_.end() && field->second;
+            return field == check.fields_.end() || keeps;
         }
 
         bool list(int depth) {
             if (depth == kDepth) return false;
             ++at;
-            values += 8;
+            values += kOfAList;
             skip_space();
             if (next_is(']')) return true;
             const bool numbers = at != end && (*at == '-' || (*at >= '0' && *at <= '9'));
@@ -161,86 +252,6 @@ private:
 
         void skip_digits() {
             while (at != end && *at >= '0' && *at <= '9') ++at;
-        }
-
-        bool string(bool& escaped) {
-            ++at;
-            while (true) {
-                skip_plain();
-                if (at == end) return false;
-                const unsigned char byte = static_cast<unsigned char>(*at);
-                if (byte == '"') {
-                    ++at;
-                    return true;
-                }
-                if (byte == '\\') {
-                    escaped = true;
-                    if (!escape()) return false;
-                } else {
-                    do
-                        if (byte < 0x80 || !beyond_ascii()) return false;  // a control character, or no UTF-8
-                    while (at != end && static_cast<unsigned char>(*at) >= 0x80);
-                }
-            }
-        }
-
-        // Over ASCII that means itself, eight bytes at a time.
-        void skip_plain() {
-            constexpr u64 kOnes = 0x0101010101010101, kHighs = 0x8080808080808080;
-            while (end - at >= 8) {
-                u64 bytes;
-                std::memcpy(&bytes, at, 8);
-                const u64 quote = bytes ^ kOnes * '"', backslash = bytes ^ kOnes * '\\';
-                const u64 special = (bytes - kOnes * 0x20) | (quote - kOnes) | (backslash - kOnes) | bytes;
-                if (special & kHighs) break;  // maybe: a byte may borrow from the one above it
-                at += 8;
-            }
-            while (at != end && is_plain(static_cast<unsigned char>(*at))) ++at;
-        }
-
-        static bool is_plain(unsigned char byte) { return byte >= 0x20 && byte < 0x80 && byte != '"' && byte != '\\'; }
-
-        bool escape() {
-            if (end - at < 2) return false;
-            const char kind = at[1];
-            at += 2;
-            if (kind != 'u') return std::string_view("\"\\/bfnrt").find(kind) != std::string_view::npos;
-            u32 unit = 0;
-            if (!hex(unit) || (unit >= 0xDC00 && unit < 0xE000)) return false;
-            if (unit < 0xD800 || unit >= 0xE000) return true;
-            if (end - at < 2 || at[0] != '\\' || at[1] != 'u') return false;
-            at += 2;
-            return hex(unit) && unit >= 0xDC00 && unit < 0xE000;
-        }
-
-        bool hex(u32& unit) {
-            if (end - at < 4) return false;
-            unit = 0;
-            for (int digit = 0; digit < 4; ++digit, ++at) {
-                const char each = *at;
-                const int value = each >= '0' && each <= '9'   ? each - '0'
-                                  : each >= 'a' && each <= 'f' ? each - 'a' + 10
-                                  : each >= 'A' && each <= 'F' ? each - 'A' + 10
-                                                               : -1;
-                if (value < 0) return false;
-                unit = unit << 4 | static_cast<u32>(value);
-            }
-            return true;
-        }
-
-        // A character of two to four bytes: none that is longer than it need be, no surrogate, none above U+10FFFF.
-        bool beyond_ascii() {
-            const unsigned char first = static_cast<unsigned char>(*at);
-            const int length = first >= 0xC2 && first < 0xE0 ? 2 : first >= 0xE0 && first < 0xF0 ? 3 : first >= 0xF0 && first < 0xF5 ? 4 : 0;
-            if (length == 0 || end - at < length) return false;
-            const unsigned char second = static_cast<unsigned char>(at[1]);
-            const unsigned char least = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
-            const unsigned char most = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
-            if (second < least || second > most) return false;
-            for (int each = 2; each < length; ++each)
-                if ((static_cast<unsigned char>(at[each]) & 0xC0) != 0x80) return false;
-            at += length;
-            return true;
         }
     };
 

@@ -8,6 +8,7 @@
 #include "columns.hpp"
 #include "index.hpp"
 #include "json_check.hpp"
+#include "json_outline.hpp"
 
 namespace nb = nanobind;
 using namespace kvrouter;
@@ -48,6 +49,36 @@ nb::object apply(
     for (const auto& each : applied.rejected) rejected.append(nb::make_tuple(each.index, each.reason));
     for (const auto& [at, bytes] : applied.foreign) foreign.append(nb::make_tuple(at, as_bytes(bytes)));
     return nb::make_tuple(applied.is_batch, applied.cleared, applied.new_block_size, rejected, foreign);
+}
+
+// Bodies of more bytes are read while other threads run.
+constexpr std::size_t kLongBody = 256 * 1024;
+
+nb::object named(const JsonCheck& check, const nb::bytes& body) {
+    const std::string_view bytes = view(body);
+    std::optional<std::string> kept;
+    if (bytes.size() <= kLongBody) {
+        kept = check.named(bytes);
+    } else {
+        const nb::gil_scoped_release others_run;
+        kept = check.named(bytes);
+    }
+    return kept ? nb::object(nb::bytes(kept->data(), kept->size())) : nb::none();
+}
+
+nb::object json_outline(const nb::bytes& body, u64 most) {
+    JsonOutline outline;
+    bool read;
+    {
+        const std::string_view bytes = view(body);
+        const nb::gil_scoped_release others_run;
+        read = outline.read(bytes, most);
+    }
+    if (!read) return nb::none();
+    nb::list fields;
+    if (outline.values <= most)
+        for (const auto& each : outline.fields) fields.append(nb::make_tuple(each.name, each.name_end, each.value, each.value_end));
+    return nb::make_tuple(as_bytes(outline.text), fields, outline.values);
 }
 
 nb::tuple match(
@@ -173,10 +204,8 @@ NB_MODULE(_native, module) {
     module.def("lowest", &lowest);
     nb::class_<JsonCheck>(module, "JsonCheck")
         .def(nb::init<std::vector<std::string>, std::vector<std::string>, u64, u64, u64>())
-        .def("outline", [](const JsonCheck& check, const nb::bytes& body) -> nb::object {
-            const auto outline = check.outline(view(body));
-            return outline ? nb::object(nb::bytes(outline->data(), outline->size())) : nb::none();
-        });
+        .def("named", &named);
+    module.def("json_outline", &json_outline);
     nb::class_<Index>(module, "Index")
         .def(nb::init<std::string, std::size_t, u64>())
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())

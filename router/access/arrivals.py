@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.types import Message, Receive
 
 from indexer.errors import RequestError
+from router.apis.strict_json import LONG
 from router.http.headers import Headers
 from router.settings import ServerSettings
 
@@ -91,6 +93,43 @@ class ArrivingBody:
         """It is complete, or nothing more of it is wanted."""
         self._arrivals.end(self._size)
         self._size = 0
+
+
+class WholeBody:
+    """ASGI's `receive` of a request that the service answers itself: its body at once, when it makes not too much work.
+
+    `check` raises RequestError for one that does. It runs in a thread where the body is long. `wanted`: without it the
+    answer may have begun, and one whose body is refused is over.
+    """
+
+    def __init__(self, receive: Receive, check: Callable[[bytes], None], wanted: bool) -> None:
+        self._receive = receive
+        self._check = check
+        self._wanted = wanted
+        self._given = False
+
+    async def __call__(self) -> Message:
+        """The next message. Raises RequestError as `receive` does, and 413."""
+        if not self._wanted:
+            try:
+                return await self._receive()
+            except RequestError:
+                return {"type": "http.disconnect"}
+        if self._given:
+            return await self._receive()
+        parts: list[bytes] = []
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return message
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        self._given = True
+        body = b"".join(parts)
+        if len(body) > LONG:
+            await asyncio.to_thread(self._check, body)
+        return {"type": "http.request", "body": body, "more_body": False}
 
 
 def too_large(settings: ServerSettings) -> RequestError:

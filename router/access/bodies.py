@@ -7,29 +7,28 @@ goes on as the bytes that came.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
-
-import jiter
-import msgspec
 
 from indexer.cores import native_core
 from indexer.errors import RequestError
 from router.access.forms import form_fields
 from router.access.routes import Route
 from router.access.steering import CARRIERS, FIELDS, refusal, steering_fields, stripped
-from router.access.tenants import Tenant
+from router.access.tenants import ADAPTER, Tenant
 from router.apis.body_fields import NamedFields
 from router.apis.endpoints import PROMPTED
 from router.apis.fields import kind_of
-from router.apis.json_edit import with_field, without_fields
+from router.apis.json_edit import field, with_field, without_fields
+from router.apis.strict_json import LONG, Outline, outline_of, strict_json
 from router.settings import EngineFields, LimitSettings
 
-# Fewer bytes than this make little work, whatever is in them.
-_SMALL: Final = 64 * 1024
 _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-# A list or an object takes about as long to read as so many numbers.
+# A name, and a list or an object, take about as long to read as so many numbers.
+_OF_A_NAME: Final = 4
 _OF_A_LIST: Final = 8
 # What UTF-8, 16 and 32 have before its first brace: spaces, NUL, a byte order mark.
 _BEFORE_AN_OBJECT: Final = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"
@@ -41,17 +40,17 @@ _MESSAGES: Final = ("messages", "input")
 class BodyCheck:
     """Checks bodies within some limits.
 
-    `outline`: knows most JSON bodies for plain at a glance: nothing of them is refused or left out, and they have no
-    priority. It makes an object of what routing by load reads of them. Without the native core it knows no body.
+    `named`: knows most JSON bodies for plain at a glance: nothing of them is refused or left out, and they have neither
+    a priority nor an adapter. It leaves what routing by load reads of them. Without the native core it knows none.
     """
 
     def __init__(self, limits: LimitSettings) -> None:
         native = native_core()
-        names, kept = [*FIELDS, *CARRIERS, "priority"], NamedFields.__struct_fields__
+        names, kept = [*FIELDS, *CARRIERS, "priority", ADAPTER], NamedFields.__struct_fields__
         elements = min(limits.prompts, limits.messages)
         self._limits = limits
-        self.outline: Callable[[bytes], bytes | None] = (
-            _no_outline if native is None else native.JsonCheck(names, kept, elements, limits.values, _SMALL).outline
+        self.named: Callable[[bytes], bytes | None] = (
+            _none_named if native is None else native.JsonCheck(names, kept, elements, limits.values, LONG).named
         )
 
     def checked(
@@ -64,35 +63,39 @@ class BodyCheck:
         if not route.json:
             body = _checked_other(content_type, body, self._limits, engine_fields)
             return body, body
-        outline = self.outline(body)
-        if outline is not None:
-            return body if tenant is None else tenant.isolated(route.path, body), outline
+        named = self.named(body)
+        if named is not None:
+            return body if tenant is None else tenant.isolated(route.path, body), named
         fields = read_object(body, self._limits.values)
         if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
             if engine_fields is EngineFields.REFUSE:
                 raise refusal(steering[0])
             body = _without(body, fields, steering)
         if route.path in PROMPTED:
-            _check_amounts(fields, self._limits)
+            check_amounts(fields, self._limits)
         if tenant is not None:
+            tenant.check_adapter(fields.get(ADAPTER))
             body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
         return body, body
 
+    def check_amount(self, body: bytes) -> None:
+        """Refuse a JSON body of too many values: RequestError (413). What is no JSON is refused by who reads it."""
+        with suppress(ValueError):
+            _bounded_outline(body, self._limits.values)
 
-def _no_outline(_: bytes) -> bytes | None:
+
+def _none_named(_: bytes) -> bytes | None:
     return None
 
 
 def read_object(body: bytes, most_values: int) -> dict[str, Any]:
-    """The JSON object that a body is to every parser. Raises RequestError (400) when there is none."""
-    if len(body) > _SMALL and (values := _values_in(body, most_values)) > most_values:
-        raise RequestError(
-            f"The body has {values} values. Send at most {most_values}, or raise limits.values.",
-            status=413,
-            code="too_much_work",
-        )
+    """The JSON object that a body is to every parser; of a long one the strings may be empty, but for names.
+
+    Raises RequestError (400, 413) when there is none, or one of too many values.
+    """
     try:
-        fields = jiter.from_json(body, allow_inf_nan=False, cache_mode="none", catch_duplicate_keys=True)
+        outline = _bounded_outline(body, most_values)
+        fields = strict_json(body if outline is None else outline.text)
     except ValueError as error:
         raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
     if not isinstance(fields, dict):
@@ -100,18 +103,33 @@ def read_object(body: bytes, most_values: int) -> dict[str, Any]:
     return fields
 
 
+def _bounded_outline(body: bytes, most_values: int) -> Outline | None:
+    """The outline of a long body, where there is one. Raises RequestError (413), ValueError as `outline_of` does."""
+    outline = outline_of(body, most_values)
+    if len(body) > LONG:
+        values = _values_in(body, most_values) if outline is None else outline.values
+        if values > most_values:
+            raise RequestError(
+                f"The body has more than {most_values} values. Send fewer, or raise limits.values.",
+                status=413,
+                code="too_much_work",
+            )
+    return outline
+
+
 def _values_in(body: bytes, enough: int) -> int:
-    """How many values a body has at most, a list or an object as several; what strings hold counts only where it is not
-    clear that there are few enough."""
+    """How many values a body has at most, a name, a list or an object as several; what strings hold counts only where
+    it is not clear that there are few enough."""
     values = _marks(body)
     return values if values <= enough else _marks(_STRING.sub(b"", body))
 
 
 def _marks(body: bytes) -> int:
-    return body.count(b",") + _OF_A_LIST * (body.count(b"[") + body.count(b"{"))
+    return body.count(b",") + _OF_A_NAME * body.count(b":") + _OF_A_LIST * (body.count(b"[") + body.count(b"{"))
 
 
-def _check_amounts(fields: dict[str, Any], limits: LimitSettings) -> None:
+def check_amounts(fields: dict[str, Any], limits: LimitSettings) -> None:
+    """Refuse the body of a request with too many prompts or messages. Raises RequestError (413)."""
     for names, kinds, most, setting in (
         (_PROMPTS, (str, list), limits.prompts, "limits.prompts"),
         (_MESSAGES, (dict,), limits.messages, "limits.messages"),
@@ -128,10 +146,11 @@ def _check_amounts(fields: dict[str, Any], limits: LimitSettings) -> None:
 
 
 def _without(body: bytes, fields: dict[str, Any], steering: list[str]) -> bytes:
-    kept = stripped(fields)
-    body = without_fields(body, fields.keys() - kept.keys())
-    for name in {path.partition(".")[0] for path in steering} & kept.keys():
-        body = with_field(body, name, msgspec.json.encode(kept[name]))
+    kept = {name for name in fields if name not in FIELDS}
+    body = without_fields(body, fields.keys() - kept)
+    for name in {path.partition(".")[0] for path in steering} & kept:
+        inside = stripped({name: strict_json(field(body, name) or b"null")})
+        body = with_field(body, name, json.dumps(inside[name], ensure_ascii=False).encode())
     return body
 
 
@@ -139,7 +158,7 @@ def _checked_other(content_type: bytes, body: bytes, limits: LimitSettings, engi
     """A body that need not be JSON: a form, a file, or what an engine alone understands."""
     if engine_fields is EngineFields.PASS or not body:
         return body
-    if (fields := form_fields(content_type, body)) is not None:
+    if (fields := form_fields(content_type, body, CARRIERS)) is not None:
         for name, value in fields:
             if name in FIELDS:
                 raise refusal(name)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from starlette.types import Receive
+
 from indexer.errors import RequestError
-from router.access.arrivals import Arrivals
+from router.access.arrivals import Arrivals, WholeBody
 from router.access.bodies import BodyCheck
 from router.access.hosts import check_host, check_site, is_loopback
 from router.access.model_aliases import with_served_model
@@ -113,12 +115,16 @@ class Door:
 
         Raises RequestError (400, 413).
         """
-        body, outline = self._bodies.checked(
+        body, named = self._bodies.checked(
             admitted.route, admitted.content_type, body, admitted.tenant, admitted.engine_fields
         )
         if self._aliases:
-            return with_served_model(body, self._aliases), with_served_model(outline, self._aliases)
-        return body, outline
+            return with_served_model(body, self._aliases), with_served_model(named, self._aliases)
+        return body, named
+
+    def whole(self, receive: Receive, method: str) -> WholeBody:
+        """ASGI's `receive` of a request that the service answers itself, of whose body the work is bounded."""
+        return WholeBody(receive, self._bodies.check_amount, wanted=method == "POST")
 
     def _route(self, method: str, target: bytes) -> Route:
         try:

@@ -7,7 +7,7 @@ in the form that clients' libraries write: no preamble, one plain `Content-Dispo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 from urllib.parse import unquote_plus
 
@@ -26,12 +26,19 @@ _DISPOSITION: Final = re.compile(
 )
 _MOST_HEAD: Final = 4096  # bytes of a part's headers
 _MOST_PARTS: Final = 1000
+_STEP: Final = 2**20
+# Bytes of what is decoded of a form in the way of pages.
+_LONGEST_NAME: Final = 1024
+_LONGEST_VALUE: Final = 64 * 1024
 _URLENCODED: Final = b"application/x-www-form-urlencoded"
 _SEPARATORS: Final = re.compile(rb"[&;]")
 
 
-def form_fields(content_type: bytes, body: bytes) -> Iterator[tuple[str, bytes]] | None:
-    """The names and values of a form's fields, files too; None for what is no form. Raises RequestError (400)."""
+def form_fields(content_type: bytes, body: bytes, wanted: Collection[str] = ()) -> Iterator[tuple[str, bytes]] | None:
+    """The names and values of a form's fields, files too; None for what is no form. Raises RequestError (400).
+
+    Values may be encoded still, but for those of the `wanted` names. What is too long to be one of those has no name.
+    """
     kind = content_type.strip().lower()
     if kind.startswith(b"multipart/"):
         read = _MULTIPART.fullmatch(content_type.strip())
@@ -39,7 +46,7 @@ def form_fields(content_type: bytes, body: bytes) -> Iterator[tuple[str, bytes]]
             raise _refusal("Its content-type is not multipart/form-data with one plain boundary")
         return _parts(read[2] or read[3], body)
     if kind.startswith(_URLENCODED):
-        return _pairs(body)
+        return _pairs(body, wanted)
     return None
 
 
@@ -54,12 +61,22 @@ def _parts(boundary: bytes, body: bytes) -> Iterator[tuple[str, bytes]]:
                 raise _refusal("Something follows its last part")
             return
         head_end = body.find(b"\r\n\r\n", place, place + _MOST_HEAD)
-        end = body.find(delimiter, head_end + 2)
+        end = _find(body, delimiter, head_end + 2)
         if not body.startswith(b"\r\n", place) or head_end < 0 or end < 0:
             raise _refusal("One of its parts is not whole")
         yield _name(body[place + 2 : head_end]), body[head_end + 4 : end]
         place = end + len(delimiter)
     raise _refusal(f"It has more than {_MOST_PARTS} parts")
+
+
+def _find(body: bytes, delimiter: bytes, place: int) -> int:
+    """As `bytes.find`, in steps, between which other threads run."""
+    while place < len(body):
+        found = body.find(delimiter, place, place + _STEP + len(delimiter))
+        if found >= 0:
+            return found
+        place += _STEP
+    return -1
 
 
 def _name(head: bytes) -> str:
@@ -76,10 +93,17 @@ def _name(head: bytes) -> str:
     return (read[1] or read[2] or b"").decode(errors="replace")
 
 
-def _pairs(body: bytes) -> Iterator[tuple[str, bytes]]:
+def _pairs(body: bytes, wanted: Collection[str]) -> Iterator[tuple[str, bytes]]:
+    if body.count(b"&") + body.count(b";") >= _MOST_PARTS:
+        raise _refusal(f"It has more than {_MOST_PARTS} parts")
     for pair in _SEPARATORS.split(body):
-        name, _, value = pair.partition(b"=")
-        yield unquote_plus(name.decode("latin-1")), unquote_plus(value.decode("latin-1")).encode()
+        raw, _, value = pair.partition(b"=")
+        name = unquote_plus(raw.decode("latin-1")) if len(raw) <= _LONGEST_NAME else ""
+        if name in wanted:
+            if len(value) > _LONGEST_VALUE:
+                raise _refusal(f"{name} is longer than {_LONGEST_VALUE} bytes")
+            value = unquote_plus(value.decode("latin-1")).encode()
+        yield name, value
 
 
 def _refusal(problem: str) -> RequestError:

@@ -55,21 +55,15 @@ def check_host(headers: Headers, loopback: bool, allowed: Collection[str]) -> No
 
 def check_site(headers: Headers) -> None:
     """Raise RequestError (403, 415) for a request that changes something and that another site's page may have sent."""
-    origin = site = kind = None
-    host = b""
+    said: dict[bytes, set[bytes]] = {name: set() for name in (b"origin", b"sec-fetch-site", b"content-type", b"host")}
     for name, value in headers:
-        if name == b"origin":
-            origin = value
-        elif name == b"sec-fetch-site":
-            site = value.strip().lower()
-        elif name == b"content-type":
-            kind = value.partition(b";")[0].strip().lower()
-        elif name == b"host":
-            host = value.strip().lower()
-    if kind in _SIMPLE or (kind == _FORM and origin is not None):
+        if name in said:
+            said[name].add(value.strip().lower())
+    kinds = {value.partition(b";")[0].strip() for value in said[b"content-type"]}
+    if not _SIMPLE.isdisjoint(kinds) or (_FORM in kinds and said[b"origin"]):
         raise RequestError("This takes JSON. Send content-type: application/json.", status=415, param="content-type")
-    foreign = origin is not None and urlsplit(origin.strip().lower()).netloc != host
-    if foreign or site in (b"cross-site", b"same-site"):
+    foreign = any({urlsplit(origin).netloc} != said[b"host"] for origin in said[b"origin"])
+    if foreign or not said[b"sec-fetch-site"].isdisjoint((b"cross-site", b"same-site")):
         raise RequestError(
             "This changes the state of the service, and the page of another site asks for it.",
             status=403,

@@ -48,6 +48,6 @@ class OwnRoutesMiddleware:
             scope = {**scope, "method": "GET"}  # the server leaves out the body
         try:
             with suppress(ClientDisconnect):
-                await self._app(scope, body, send_and_close)
+                await self._app(scope, self._door.whole(body, scope["method"]), send_and_close)
         finally:
             body.end()

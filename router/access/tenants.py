@@ -37,6 +37,10 @@ def hashed_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+# What SGLang takes beside `model`: an adapter by its name, or one for each prompt.
+ADAPTER = "lora_path"
+
+
 class Bucket:
     """Fills with `rate` a second up to what comes in `seconds`. A charge may leave a debt, which is waited for."""
 
@@ -103,6 +107,17 @@ class Tenant:
         if type(asked) is not int:
             raise RequestError("priority is no integer. Send one, or leave it out.", param="priority")
         return with_field(body, "priority", b"%d" % self.priority) if asked < self.priority else body
+
+    def check_adapter(self, asked: object) -> None:
+        """Refuse an adapter that a body names beside its model, where not all models are this tenant's: with 403."""
+        if asked is not None and self._models is not None:
+            raise RequestError(
+                f"This API key is for some models alone. Name the adapter as the model, not in {ADAPTER}.",
+                status=403,
+                type="permission_error",
+                param=ADAPTER,
+                code="model_not_allowed",
+            )
 
     def may_use(self, model: str | None) -> bool:
         """Whether its keys open a model."""

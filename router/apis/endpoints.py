@@ -82,10 +82,10 @@ class _PassedFields(StoredFields):
 class Call:
     """A request as it came, but for where it came from.
 
-    `naming`: those of its headers that may name a session. `outline`: the body, or what routing by load reads of it.
+    `naming`: those of its headers that may name a session. `named`: the body, or what routing by load reads of it.
     """
 
-    __slots__ = ("body", "headers", "method", "naming", "outline", "path")
+    __slots__ = ("body", "headers", "method", "named", "naming", "path")
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class Call:
         headers: HeaderItems,
         body: bytes,
         naming: HeaderItems | None = None,
-        outline: bytes | None = None,
+        named: bytes | None = None,
     ) -> None:
         self.method = method
         self.path = path
         self.headers = headers
         self.body = body
         self.naming = only_naming(headers) if naming is None else naming
-        self.outline = body if outline is None else outline
+        self.named = body if named is None else named
 
 
 def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = None) -> RoutedRequest:
@@ -135,7 +135,7 @@ def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = Non
 
 
 def _decoded(call: Call, decode: Decode) -> RoutedRequest:
-    request = decode(call.outline if decode is decode_named else call.body, call.naming)
+    request = decode(call.named if decode is decode_named else call.body, call.naming)
     if isinstance(request.prompt, ChatPrompt):
         request.prompt.call = (call.path, call.body)
     return request

@@ -1,7 +1,7 @@
 """Changing one field of a JSON object in its bytes: all others stay as they were sent.
 
 Bytes are read as Latin-1, one character each: what JSON is made of is ASCII, so places in the text are places in the
-bytes, and whatever a string holds comes out as it went in.
+bytes, and whatever a string holds comes out as it went in. Of long bodies only the outline is read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
+
+from router.apis.strict_json import Outline, outline_of
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _decode = json.JSONDecoder().raw_decode
@@ -28,31 +30,46 @@ class _Field(NamedTuple):
 
 def field(body: bytes, name: str) -> bytes | None:
     """The value of an object's field as it stands; the last one's, as parsers have it. Raises SpliceError."""
-    found = [body[each.start : each.end] for each in _fields(body.decode("latin-1")) if each.name == name]
+    found = [body[each.start : each.end] for each in _fields(body) if each.name == name]
     return found[-1] if found else None
 
 
 def with_field(body: bytes, name: str, value: bytes) -> bytes:
     """The object with this field, in place of any of that name. Raises SpliceError."""
-    text = body.decode("latin-1")
-    fields = list(_fields(text))
+    fields = list(_fields(body))
     places = [each for each in fields if each.name == name]
     for each in reversed(places):
         body = body[: each.start] + value + body[each.end :]
     if places:
         return body
-    end = fields[-1].end if fields else text.index("{") + 1
+    end = fields[-1].end if fields else body.index(b"{") + 1
     return body[:end] + (b"," if fields else b"") + json.dumps(name).encode() + b":" + value + body[end:]
 
 
 def without_fields(body: bytes, names: Collection[str]) -> bytes:
     """The object without the fields of these names. Raises SpliceError."""
-    text = body.decode("latin-1")
-    kept = [text[each.name_start : each.end] for each in _fields(text) if each.name not in names]
-    return b"{%b}" % ",".join(kept).encode("latin-1")
+    return b"{%b}" % b",".join(body[each.name_start : each.end] for each in _fields(body) if each.name not in names)
 
 
-def _fields(text: str) -> Iterator[_Field]:
+def _fields(body: bytes) -> Iterator[_Field]:
+    try:
+        outline = outline_of(body)
+    except ValueError as error:
+        raise SpliceError(str(error)) from error
+    return _fields_of_text(body.decode("latin-1")) if outline is None else _outlined_fields(body, outline)
+
+
+def _outlined_fields(body: bytes, outline: Outline) -> Iterator[_Field]:
+    try:
+        if not isinstance(json.loads(outline.text), dict):
+            raise SpliceError("no object")
+    except (ValueError, RecursionError) as error:
+        raise SpliceError(str(error)) from error
+    for each in outline.fields:
+        yield _Field(json.loads(body[each.name_start : each.name_end]), each.name_start, each.start, each.end)
+
+
+def _fields_of_text(text: str) -> Iterator[_Field]:
     """The fields of an object, up to its end and the text's."""
     try:
         at = _expect(text, 0, "{")

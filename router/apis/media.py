@@ -51,3 +51,16 @@ def stand_in(part: dict[str, Any], kind: str) -> str:
         content = content.get("url", content.get("data", content))
     data = content.encode(errors="replace") if isinstance(content, str) else msgspec.json.encode(content)
     return f"\0{MODALITIES[kind]} {xxhash.xxh3_128_hexdigest(data)}\0"
+
+
+def text_length(messages: list[dict[str, Any]]) -> int:
+    """How many characters the contents of a conversation have, but for media."""
+    length = 0
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        for part in parts:
+            text = part.get("text") if isinstance(part, dict) and media_type(part) is None else part
+            if isinstance(text, str):
+                length += len(text)
+    return length

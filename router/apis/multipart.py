@@ -6,6 +6,8 @@ from email.message import Message
 
 # Headers of a part, and a value, that are longer than this are not read.
 _LONGEST = 4096
+# And no more parts.
+_MOST_PARTS = 1000
 
 
 def boundary_of(body: bytes) -> str | None:
@@ -34,7 +36,9 @@ def _place_of(content_type: str, body: bytes, name: str) -> slice | None:
         return None
     delimiter = b"--" + boundary.encode("latin-1", "replace")
     start = body.find(delimiter)
-    while start >= 0:
+    for _ in range(_MOST_PARTS):
+        if start < 0:
+            break
         start += len(delimiter)
         head_end = body.find(b"\r\n\r\n", start, start + _LONGEST)
         end = body.find(b"\r\n" + delimiter, start)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Collection, Coroutine
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import Final
 
 import structlog
@@ -37,8 +38,9 @@ from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
 from router.forwarding.attempts import AttemptHandler, Attempts, broken_off
 from router.forwarding.disaggregated_request import PrefillFailedError
+from router.forwarding.long_bodies import LONG_BODY
 from router.forwarding.proxy_services import ProxyServices
-from router.forwarding.reading import read_prompt, read_prompt_aside
+from router.forwarding.reading import prompt_now, read_prompt_aside, read_request
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
 from router.forwarding.response_writer import ResponseWriter
@@ -187,15 +189,31 @@ class ProxiedRequest(AttemptHandler):
     # READING
 
     def _read(self, body: bytes) -> None:
+        if len(body) > LONG_BODY:
+            self._continue_in_task(self._read_long(body))
+            return
         services, context = self._services, self._context
-        body, outline = context.checked(body)
-        body = self._asking(body)
         span = context.trace and context.trace.span("tokenize")
-        request, prompt = read_prompt(services, context, body, outline, span)
+        body, request = self._decoded(body, span)
+        prompt = prompt_now(services, request, body, span)
         if prompt is None:
             self._continue_in_task(self._read_aside(request, body, span))
         else:
             self._admit(prompt, body)
+
+    async def _read_long(self, body: bytes) -> None:
+        services, context = self._services, self._context
+        span = context.trace and context.trace.span("tokenize")
+        body, request = await services.long_bodies.read(len(body), partial(self._decoded, body, span))
+        prompt = prompt_now(services, request, body, span)
+        if prompt is None:
+            prompt = await read_prompt_aside(services, request, body, span)
+        self._admit(prompt, body)
+
+    def _decoded(self, body: bytes, span: Span | None) -> tuple[bytes, RoutedRequest]:
+        body, named = self._context.checked(body)
+        body = self._asking(body)
+        return body, read_request(self._services, self._context, body, named, span)
 
     def _asking(self, body: bytes) -> bytes:
         """The body that is sent, asking for what we want to know of the answer."""

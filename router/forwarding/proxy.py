@@ -60,13 +60,15 @@ class Proxy:
             proxied.client_left()
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
+            # They know each other: nothing of the request is to wait for the garbage collector.
+            answer.proxied = None
 
 
 class _Answer(ResponseWriter):
     """An answer on its way from the proxied request to ASGI's `send`."""
 
     def __init__(self) -> None:
-        self.proxied: ProxiedRequest
+        self.proxied: ProxiedRequest | None = None
         self._messages: deque[Message] = deque()
         self._held = 0
         self._paused = False
@@ -85,7 +87,7 @@ class _Answer(ResponseWriter):
             self._messages.append({"type": "http.response.body", "body": data, "more_body": not ended})
         self._held += len(data)
         self._over = ended
-        if self._held > _HELD_BYTES and not ended and not self._paused:
+        if self._held > _HELD_BYTES and not ended and not self._paused and self.proxied is not None:
             self._paused = True
             self.proxied.pause()
         self._something.set()
@@ -96,7 +98,8 @@ class _Answer(ResponseWriter):
 
     def client_left(self) -> None:
         """The rest is not wanted any more."""
-        self.proxied.client_left()
+        if self.proxied is not None:
+            self.proxied.client_left()
         self._messages.clear()
         self.break_off()
 
@@ -109,7 +112,7 @@ class _Answer(ResponseWriter):
             await self._something.wait()
         message = self._messages.popleft()
         self._held -= len(message.get("body", b""))
-        if self._paused and not self._messages:
+        if self._paused and not self._messages and self.proxied is not None:
             self._paused = False
             self.proxied.resume()
         return message

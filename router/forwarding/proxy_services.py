@@ -8,6 +8,7 @@ from router.admission.admission import Admission
 from router.admission.service_levels import ServiceLevels
 from router.fleet.fleet import Fleet
 from router.fleet.retry_budget import RetryBudget
+from router.forwarding.long_bodies import LongBodies
 from router.forwarding.stream_failover import StreamFailover
 from router.live.request_stream import RequestStream
 from router.routing.router import Router
@@ -18,7 +19,8 @@ from router.upstream import Upstreams
 
 class ProxyServices:
     """Where requests may go, how they get there, and what is counted. `passing`: who records requests.
-    `stream_failover`: where streams may go on elsewhere. `service_levels`: the classes of requests, if there are any.
+    `long_bodies`: where long ones are read. `stream_failover`: where streams may go on elsewhere. `service_levels`: the
+    classes of requests, if there are any.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class ProxyServices:
         settings: ProxySettings,
         metrics: RequestMetrics,
         passing: RequestStream,
+        long_bodies: LongBodies,
         stream_failover: StreamFailover | None = None,
         service_levels: ServiceLevels | None = None,
     ) -> None:
@@ -40,6 +43,7 @@ class ProxyServices:
         self.settings = settings
         self.metrics = metrics
         self.passing = passing
+        self.long_bodies = long_bodies
         self.stream_failover = stream_failover
         self.service_levels = service_levels
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)

@@ -11,25 +11,32 @@ from router.routing.routed_prompt import RoutedPrompt
 from router.telemetry.spans import Span
 
 
-def read_prompt(
-    services: ProxyServices, context: RequestContext, body: bytes, outline: bytes, span: Span | None
-) -> tuple[RoutedRequest, RoutedPrompt | None]:
-    """What is asked, and the prompt as routing knows it; no prompt where `read_prompt_aside` has to read it.
+def read_request(
+    services: ProxyServices, context: RequestContext, body: bytes, named: bytes, span: Span | None
+) -> RoutedRequest:
+    """What is asked. `named`: what routing by load reads. Any thread may read it.
 
-    `outline`: what to read where the prompt does not count. `span`: of reading; it is ended. Raises RequestError.
+    Raises RequestError, with which `span` ends.
     """
     head, router = context.head, services.router
     try:
-        call = Call(head.method, head.path, head.headers, body, head.naming, outline)
-        request = read_call(call, with_prompt=router.needs_prompts, seen=router.body_cache)
-        prompt = router.read_now(request, len(body))
+        call = Call(head.method, head.path, head.headers, body, head.naming, named)
+        return read_call(call, with_prompt=router.needs_prompts, seen=router.body_cache)
     except RequestError as error:
-        if span is not None:
-            span.end(type(error).__name__)
+        _fail(span, error)
         raise
-    if span is not None and prompt is not None:
+
+
+def prompt_now(services: ProxyServices, request: RoutedRequest, body: bytes, span: Span | None) -> RoutedPrompt | None:
+    """The prompt, where that takes no time. It ends `span`. Raises RequestError."""
+    try:
+        prompt = services.router.read_now(request, len(body))
+    except RequestError as error:
+        _fail(span, error)
+        raise
+    if prompt is not None:
         _end(span, prompt)
-    return request, prompt
+    return prompt
 
 
 async def read_prompt_aside(
@@ -39,14 +46,18 @@ async def read_prompt_aside(
     try:
         prompt = await services.router.read_aside(request, len(body))
     except RequestError as error:
-        if span is not None:
-            span.end(type(error).__name__)
+        _fail(span, error)
         raise
-    if span is not None:
-        _end(span, prompt)
+    _end(span, prompt)
     return prompt
 
 
-def _end(span: Span, prompt: RoutedPrompt) -> None:
-    span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
-    span.end()
+def _end(span: Span | None, prompt: RoutedPrompt) -> None:
+    if span is not None:
+        span.set(model=prompt.name or "", prompt_tokens=prompt.tokens)
+        span.end()
+
+
+def _fail(span: Span | None, error: RequestError) -> None:
+    if span is not None:
+        span.end(type(error).__name__)

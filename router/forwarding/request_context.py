@@ -193,8 +193,10 @@ class ContextMiddleware:
             await send({"type": "http.response.start", "status": error.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
             return
-        if context.admitted.route.own and scope["method"] == "HEAD":
-            scope["method"] = "GET"  # the server leaves out the body
+        if context.admitted.route.own:
+            receive = self._contexts.door.whole(receive, scope["method"])
+            if scope["method"] == "HEAD":
+                scope["method"] = "GET"  # the server leaves out the body
         with suppress(ClientDisconnect):
             await self._app(scope, receive, send)
 

@@ -28,7 +28,7 @@ class ResponseHead:
         self.headers = headers
         self.length = self.first(LENGTH)
         self.is_stream = self.first(b"content-type").startswith(_EVENT_STREAM)
-        self.passed_on = [header for header in end_to_end(headers, _OUR_OWN) if not header[0].startswith(_OUR_PREFIX)]
+        self.passed_on = [header for header in end_to_end(headers, _OUR_OWN) if not _is_ours(header[0])]
         self._lines: bytes | None = None
         self._beginning = self._made_with = b""
 
@@ -57,3 +57,8 @@ class ResponseHead:
     def without_length(self) -> ResponseHead:
         """The same of any body that came at once."""
         return ResponseHead(self.status, [header for header in self.headers if header[0] != LENGTH])
+
+
+def _is_ours(name: bytes) -> bool:
+    """Whether it is a name of ours, or would be taken for one: many programs know no `_` from `-`."""
+    return name.startswith(_OUR_PREFIX) or (b"_" in name and name.replace(b"_", b"-").startswith(_OUR_PREFIX))

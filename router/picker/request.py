@@ -107,6 +107,8 @@ class PickedRequest(ResponseWriter):
     def closed(self) -> None:
         """The call is over: so is the request, however it went."""
         begun, unanswered = self._phase is not Phase.HEADERS, self._phase is Phase.ROUTED
+        if self._body is not None:
+            self._body.end_arrival()
         self._phase = Phase.OVER
         self._state.body_deadlines.drop(self._number)
         if self._resolving is not None:
@@ -174,7 +176,7 @@ class PickedRequest(ResponseWriter):
         if head.end_of_stream or self._mode == _Mode.NONE:
             self._start(self._proxied, b"" if head.end_of_stream else _UNSEEN_BODY)
             return
-        self._body = RequestBody()
+        self._body = RequestBody(state.proxy_context.contexts.door.arrivals)
         state.body_deadlines.set(self._number, self._body_late)
         if self._mode == _Mode.BUFFERED:
             self._send(process_responses.KEEP_REQUEST_HEADERS)
@@ -183,7 +185,12 @@ class PickedRequest(ResponseWriter):
         body = self._body
         if self._phase is not Phase.BODY or body is None:
             return
-        body.add(part.body)
+        try:
+            body.add(part.body)
+        except RequestError as error:
+            body.end_arrival()
+            proxied.refuse(error)
+            return
         if body.size > self._state.proxy_context.settings.max_body_bytes:
             proxied.refuse(too_large(self._state.proxy_context.settings))
         elif part.end_of_stream or self._mode == _Mode.BUFFERED:  # then it is whole, whatever trailers follow
@@ -202,6 +209,8 @@ class PickedRequest(ResponseWriter):
 
     def _start(self, proxied: ProxiedRequest, body: bytes) -> None:
         """All of the request is here that comes."""
+        if self._body is not None:
+            self._body.end_arrival()
         self._phase = Phase.ROUTING
         self._state.body_deadlines.drop(self._number)
         if self._rewrite is not None and body:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from indexer.errors import RequestError
-from router.access import Admitted, too_large
+from router.access import Admitted, Arrivals, too_large
 from router.forwarding.proxy import ProxyContext
 from router.http.headers import Headers
 from router.picker import ext_proc_pb2 as pb
@@ -44,19 +44,28 @@ def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, adm
 
 
 class RequestBody:
-    """Parts of a body, and in the end all of it. `trailers`: they follow it."""
+    """Parts of a body, and in the end all of it. `trailers`: they follow it. `arrivals` counts it until it is whole."""
 
-    __slots__ = ("_parts", "size", "trailers")
+    __slots__ = ("_arrivals", "_arriving", "_parts", "size", "trailers")
 
-    def __init__(self) -> None:
+    def __init__(self, arrivals: Arrivals) -> None:
         self.size = 0
         self.trailers = False
         self._parts: list[bytes] = []
+        self._arrivals = arrivals
+        self._arriving = 0
 
     def add(self, part: bytes) -> None:
-        """More of it came."""
+        """More of it came. Raises RequestError (503) where too much arrives at once."""
+        self._arrivals.add(self._arriving, len(part))
+        self._arriving += len(part)
         self._parts.append(part)
         self.size += len(part)
+
+    def end_arrival(self) -> None:
+        """No more of it is waited for."""
+        self._arrivals.end(self._arriving)
+        self._arriving = 0
 
     def whole(self) -> bytes:
         """All of it: the same object whenever it is asked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,15 +13,19 @@ from fastapi import APIRouter, Request
 from indexer.errors import RequestError
 from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
+from router.access.bodies import check_amounts
 from router.admission.admission import Admission
 from router.admission.service_levels import ServiceLevels, read_promise
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
+from router.apis.requests import RoutedRequest
+from router.forwarding.long_bodies import aside_if_long
 from router.http.headers import HeaderItems
 from router.policies import Cost
 from router.policies.promises import Estimate, Forecast, Promise
 from router.routing.router import Router
 from router.services import Services
+from router.settings import LimitSettings
 
 
 def explain_routes(services: Services) -> APIRouter:
@@ -32,7 +37,8 @@ def explain_routes(services: Services) -> APIRouter:
         """The decision a request would get now, without sending it."""
         body, headers = await request.body(), request.scope["headers"]
         levels = ServiceLevels.of(services.settings)
-        return await explain(services.router, services.admission, services.indexer.names, body, headers, levels)
+        names, limits = services.indexer.names, services.settings.limits
+        return await explain(services.router, services.admission, names, limits, body, headers, levels)
 
     return routes
 
@@ -53,6 +59,7 @@ async def explain(
     router: Router,
     admission: Admission,
     names: WorkerNames,
+    limits: LimitSettings,
     body: bytes,
     headers: HeaderItems,
     levels: ServiceLevels | None = None,
@@ -61,16 +68,9 @@ async def explain(
 
     Raises RequestError naming the field at fault.
     """
-    fields = read_body(body, _ExplainFields)
-    if not isinstance(fields.request, dict):
-        raise RequestError(
-            f"request is {kind_of(fields.request)}. Send the body of the request to explain.", param="request"
-        )
-    if not isinstance(fields.path, str) or not fields.path.startswith("/"):
-        raise RequestError(f"path must be one such as {', '.join(PROMPTED)}.", param="path")
-    asked = msgspec.json.encode(fields.request)
-    prompt = await router.read(read_call(Call("POST", fields.path, headers, asked)), len(asked))
-    prompt = replace(prompt, path=fields.path)
+    call, request = await aside_if_long(body, partial(_asked, limits, headers))
+    prompt = await router.read(request, len(call.body))
+    prompt = replace(prompt, path=call.path)
     now = time.monotonic()
     promise = read_promise(headers, levels, "", prompt.name, now)
     selection = router.choose(prompt, now=now, promise=promise)
@@ -78,7 +78,7 @@ async def explain(
     decision = selection.decision
     costs = sorted(decision.costs, key=lambda cost: cost.total)
     return {
-        "path": fields.path,
+        "path": call.path,
         "model": prompt.name,
         "tokens": prompt.tokens,
         "exact": prompt.exact,
@@ -93,6 +93,20 @@ async def explain(
         ],
         "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
     }
+
+
+def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Call, RoutedRequest]:
+    """The request to explain. Raises RequestError naming the field at fault, or the limit."""
+    fields = read_body(body, _ExplainFields)
+    if not isinstance(fields.request, dict):
+        raise RequestError(
+            f"request is {kind_of(fields.request)}. Send the body of the request to explain.", param="request"
+        )
+    if not isinstance(fields.path, str) or not fields.path.startswith("/"):
+        raise RequestError(f"path must be one such as {', '.join(PROMPTED)}.", param="path")
+    check_amounts(fields.request, limits)
+    call = Call("POST", fields.path, headers, msgspec.json.encode(fields.request))
+    return call, read_call(call)
 
 
 def _candidate(names: WorkerNames, cost: Cost) -> dict[str, Any]:

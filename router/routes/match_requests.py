@@ -9,6 +9,7 @@ from indexer.api import ReadMatch
 from indexer.errors import RequestError
 from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt
+from router.forwarding.long_bodies import aside_if_long
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
 # The model and adapter behind a name. Raises RequestError (404) for a name that no worker serves.
@@ -19,7 +20,7 @@ def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
     """What the index API needs to answer `/match` for prompts and messages; `resolve` takes a name and a tenant."""
 
     async def read(body: bytes) -> MatchQuery:
-        asked = decode_match(body)
+        asked = await aside_if_long(body, decode_match)
         tenant = asked.tenant_id or DEFAULT_TENANT
         model, adapter = resolve(asked.model, tenant)
         try:

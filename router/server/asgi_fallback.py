@@ -85,7 +85,7 @@ class AsgiFallback(HttpToolsProtocol):
             self.on_header(name, value)
         self.on_headers_complete()
         if request.body:
-            self.on_body(request.whole_body())
+            self.on_body(request.take_body())
         if request.complete:
             self.on_message_complete()
 

@@ -218,7 +218,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             if self._fallback is not None:
                 self._fallback.on_message_complete()
         elif request is self._request and self._response is not None:
-            self._proxy(self._response, request.whole_body())
+            self._proxy(self._response, request.take_body())
         elif self._intake is _LINGERING:
             self._transport.close()
 
@@ -304,7 +304,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         if response is None:
             return
         if request.complete:
-            self._proxy(response, request.whole_body())
+            self._proxy(response, request.take_body())
             return
         if request.expects_continue and not request.body and request.version == "1.1":
             self._transport.write(_CONTINUE)
@@ -377,6 +377,8 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._end_arrival()
         response = self._response
         assert response is not None
+        if self._request is not None:
+            self._request.body = []
         self._response = self._request = self._proxied = None
         response.context.end()
 

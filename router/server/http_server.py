@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvicorn
@@ -43,11 +44,13 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=int(shutdown_timeout),
         )
         super().__init__(config)
+        self._connections = self.server_state.connections = Connections()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the requests in flight. Those that would never end by themselves are ended."""
         if end := getattr(self.config.app.state, "on_shutdown", None):  # type: ignore[union-attr]
             await end()
+        self._connections.stopping = True
         await super().shutdown(sockets)
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -57,6 +60,19 @@ class HttpServer(uvicorn.Server):
         """Have clients open new connections, elsewhere if they can, instead of reusing the ones they have."""
         self.config.encoded_headers.append((b"connection", b"close"))
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+
+
+class Connections(set[Any]):
+    """Those of a server, which tells each when it stops. One that is accepted meanwhile comes too late for that: it is
+    told as it comes, or it would be waited for."""
+
+    stopping = False
+
+    def add(self, connection: Any) -> None:
+        """It is made."""
+        super().add(connection)
+        if self.stopping:
+            asyncio.get_running_loop().call_soon(connection.shutdown)
 
 
 def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol | FastLaneProtocol]:

@@ -65,6 +65,7 @@ class IncomingRequest:
                 return int(value)
         return 0
 
-    def whole_body(self) -> bytes:
-        """All of the body that came."""
-        return self.body[0] if len(self.body) == 1 else b"".join(self.body)
+    def take_body(self) -> bytes:
+        """All of the body that came. It is not kept here: the last request of a connection is known until the next."""
+        parts, self.body = self.body, []
+        return parts[0] if len(parts) == 1 else b"".join(parts)

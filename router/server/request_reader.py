@@ -66,7 +66,7 @@ class RequestReader:
 
     def close(self) -> None:
         """Let go of the connection."""
-        self._parser = None
+        self._parser = self._request = None
         self._receiver = RequestReceiver()
 
     def read_known(self, data: bytes) -> tuple[RequestHead, bytes] | None:

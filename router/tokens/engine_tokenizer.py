@@ -98,7 +98,10 @@ class EngineTokenizer:
             finally:
                 self._asked[url] -= 1
         assert last is not None
-        raise last
+        try:
+            raise last
+        finally:
+            del last  # it knows this frame: a cycle that would keep the prompt
 
     async def _ask(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
         ways: tuple[_Ask, ...] = (self._client.rendered, self._client.tokenized)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
-from router.apis.media import has_media
+from router.apis.media import has_media, text_length
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts
 from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
@@ -28,6 +29,8 @@ __all__ = ["TokenizerUnavailableError", "Tokenizers"]
 INLINE_CHARACTERS = 2048
 # What is rendered and looked up at once, in bytes of the body: two milliseconds' work at most.
 INLINE_BYTES = 2**18
+# Longer prompts are not tokenized: they are longer than any engine takes, and would take minutes and gigabytes.
+MOST_CHARACTERS = 8 * 2**20
 # Requests whose texts wait for a thread or are in one.
 MAX_WAITING = 256
 
@@ -47,10 +50,12 @@ class Tokenized(NamedTuple):
 class Tokenizers:
     """The tokenizers by model, and the threads they work in."""
 
-    def __init__(self, threads: int = 2, timeout_seconds: float = 5.0) -> None:
+    def __init__(self, threads: int = 2, timeout_seconds: float = 5.0, most_characters: int = MOST_CHARACTERS) -> None:
+        """`most_characters`: of a prompt."""
         self._models: dict[str, ModelTokenizer] = {}
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._timeout_seconds = timeout_seconds
+        self._most_characters = most_characters
         self._waiting = 0
 
     def add(self, model: str, tokenizer: ModelTokenizer | LocalTokenizer) -> None:
@@ -72,7 +77,7 @@ class Tokenizers:
 
         A chat with media has those before the first of them. `body_bytes` is the size of what the prompt was read from.
 
-        Raises RequestError (400) for a prompt that no worker would take, and TokenizerUnavailableError when the ids
+        Raises RequestError (400, 413) for a prompt that no worker takes, and TokenizerUnavailableError when the ids
         cannot be known (no tokenizer, no engine answers, too much to do already).
         """
         return (await self.tokenize(model, prompt, body_bytes)).token_ids
@@ -85,9 +90,8 @@ class Tokenizers:
         """The same at once; None when it takes longer than the event loop may be held up. Raises the same errors."""
         tokenizer = self._models.get(model)
         if isinstance(prompt, TokenPrompts):
-            if tokenizer is not None and tokenizer.local is not None:
-                _check_vocabulary(prompt, tokenizer.local.vocab_size)
-            return _of_tokens(prompt)
+            return None if body_bytes > INLINE_BYTES else _of_tokens(prompt, tokenizer)
+        self._check_length(prompt, body_bytes)
         if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
         if isinstance(prompt, ChatPrompt) and prompt.tokenized is not None and prompt.tokenized[0] is tokenizer:
@@ -113,7 +117,9 @@ class Tokenizers:
     async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
         """The same for what `tokenize_now` leaves: by an engine, or in a thread. Raises the same errors."""
         tokenizer = self._models.get(model)
-        if tokenizer is None or isinstance(prompt, TokenPrompts):
+        if isinstance(prompt, TokenPrompts):
+            return await self._run(_of_tokens, prompt, tokenizer)
+        if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r} any more")
         begun = time.perf_counter()
         if tokenizer.asks(prompt):
@@ -135,6 +141,22 @@ class Tokenizers:
     async def close(self) -> None:
         """Stop the threads; what they have begun is finished first."""
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+
+    def _check_length(self, prompt: TextPrompts | ChatPrompt, body_bytes: int) -> None:
+        """Refuse what is too long. A body has as many bytes as its prompt has characters, or more."""
+        if body_bytes <= self._most_characters:
+            return
+        if isinstance(prompt, TextPrompts):
+            characters = sum(map(len, prompt.texts))
+        else:
+            characters = text_length(prompt.messages) if has_media(prompt.messages) else body_bytes
+        if characters > self._most_characters:
+            raise RequestError(
+                f"The prompt has {characters} characters. Send at most {self._most_characters}, "
+                "or raise limits.characters.",
+                status=413,
+                code="too_much_work",
+            )
 
     async def _asked(self, tokenizer: ModelTokenizer, prompt: TextPrompts | ChatPrompt, begun: float) -> Tokenized:
         """A prompt as an engine reads it; as we do, or as far as we know, where none answers."""
@@ -170,12 +192,15 @@ class Tokenizers:
             return False
 
     async def _in_thread(self, tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt) -> Tokenized:
+        return await self._run(_tokenized, tokenizer, prompt)
+
+    async def _run(self, work: Callable[..., Tokenized], *given: object) -> Tokenized:
         if self._waiting >= MAX_WAITING:
             raise TokenizerUnavailableError(f"{MAX_WAITING} requests wait to be tokenized already")
         self._waiting += 1
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await asyncio.get_running_loop().run_in_executor(self._executor, _tokenized, tokenizer, prompt)
+                return await asyncio.get_running_loop().run_in_executor(self._executor, work, *given)
         except TimeoutError as error:
             raise TokenizerUnavailableError(f"not tokenized within {self._timeout_seconds:g} s") from error
         finally:
@@ -191,7 +216,9 @@ def _tokenized(tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt, at_m
     return Tokenized(prompts, prompts)
 
 
-def _of_tokens(prompt: TokenPrompts) -> Tokenized:
+def _of_tokens(prompt: TokenPrompts, tokenizer: ModelTokenizer | None) -> Tokenized:
+    if tokenizer is not None and tokenizer.local is not None:
+        _check_vocabulary(prompt, tokenizer.local.vocab_size)
     prompts = [PackedPrompt.of(ids) for ids in prompt.token_ids]
     if prompt.truncation:
         prompts = [prompt.truncation.of(each) for each in prompts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -37,3 +38,13 @@ def test_every_page_is_found_from_the_index() -> None:
 def test_the_front_door_leads_to_the_index() -> None:
     front = ROOT / "README.md"
     assert DOCS / "README.md" in {target(front, link)[0] for link in links(front)}
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    """docs/security.md names the test that holds each promise."""
+    there = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    for page in pages():
+        named = set(re.findall(r"test_\w+\.py", page.read_text()))
+        assert named <= there, page
+        for folder in re.findall(r"`(tests/[\w/.]+)`", page.read_text()):
+            assert (ROOT / folder).exists(), (page, folder)

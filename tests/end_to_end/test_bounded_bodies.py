@@ -42,11 +42,13 @@ async def indexer_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     assert await process.wait() == 0
 
 
-async def sent(url: str, path: str, head: str, body: bytes = b"", endless: bool = False) -> bytes:
+async def sent(url: str, path: str, head: str, body: bytes = b"", endless: bool = False, method: str = "POST") -> bytes:
     """All that is answered to a request until its connection is closed, which must be soon."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    writer.write(f"POST {path} HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n{head}\r\n\r\n".encode() + body)
+    writer.write(
+        f"{method} {path} HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n{head}\r\n\r\n".encode() + body
+    )
 
     async def go_on() -> None:
         while True:
@@ -79,6 +81,16 @@ async def refuses(url: str, path: str) -> None:
 @pytest.mark.parametrize("path", ROUTER)
 async def test_the_router_reads_no_body_without_bounds(router_url: str, path: str) -> None:
     await refuses(router_url, path)
+
+
+@pytest.mark.parametrize("path", ["/live", "/dump", "/requests"])
+async def test_an_answer_that_began_ends_with_a_body_that_nobody_wants(
+    router_url: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for head in ("transfer-encoding: chunked", f"content-length: {2**30}"):
+        answer = await sent(router_url, path, head, b"5\r\n{", method="GET")
+        assert answer == b"" or answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 4"))
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize("path", INDEX)

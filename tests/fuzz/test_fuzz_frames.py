@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import struct
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from random import Random
 from typing import Any
 
 import pytest
+from budget import damaged, examples
 
 np = pytest.importorskip("numpy")
 
@@ -23,8 +21,6 @@ from worker.disaggregation.transfer.channel import Channel, Kind  # noqa: E402
 from worker.disaggregation.transfer.handshake import greet  # noqa: E402
 from worker.disaggregation.transfer.writing import encode_runs  # noqa: E402
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
-SEED = int(os.environ.get("FUZZ_SEED", "1"))
 FEW_FRAMES, FEW_SESSIONS = 5000, 150
 SIZE = 1 << 16
 GRANTED = SIZE // 2
@@ -59,53 +55,22 @@ MESSAGES: list[Any] = [
 ]
 
 
-def damaged(random: Random, data: bytes) -> bytes:
-    """The same bytes, but for some."""
-    found = bytearray(data)
-    for _ in range(random.choice([1, 1, 2, 5])):
-        place = random.randrange(len(found) + 1)
-        match random.randrange(5):
-            case 0 if place < len(found):
-                found[place] ^= 1 << random.randrange(8)
-            case 1:
-                del found[place : place + random.randrange(9)]
-            case 2:
-                found[place:place] = random.randbytes(random.randrange(9))
-            case 3:
-                found[place : place + 8] = random.choice([b"\xff" * 8, bytes(8), struct.pack("<Q", 2**63), b"\xc1" * 8])
-            case _:
-                found = found[place:] + found[:place] if random.random() < 0.1 else found
-    return bytes(found)
-
-
-def until(few: int) -> Callable[[int], bool]:
-    """Whether so many were enough, or the time is over where there is one."""
-    ends = time.monotonic() + SECONDS / 2
-    return lambda count: time.monotonic() >= ends if SECONDS else count >= few
-
-
 @pytest.mark.parametrize("secret", ["", "shared"])
 def test_a_damaged_message_is_one_or_an_error_of_ours(secret: str) -> None:
-    random, codec = Random(SEED), FrameCodec(secret)
+    codec = FrameCodec(secret)
     frames = [codec.encode(message) for message in MESSAGES]
-    over, count, read = until(FEW_FRAMES), 0, 0
-    while not over(count):
-        frame = random.choice(frames)
-        data = damaged(random, frame)
-        count += 1
+    for random in examples(FEW_FRAMES, 0.5):
+        data = damaged(random, random.choice(frames))
         try:
             message = codec.decode(data)
         except FrameError:
             continue
-        read += 1
         assert not secret or data in frames  # it is signed
         assert isinstance(message, Hello | RoomRequest | Done | Failure)
         codec.encode(message)
-    print(f"seed {SEED}: {count} messages, {read} read")
 
 
 def test_a_damaged_write_lands_where_it_may_or_not_at_all() -> None:
-    random = Random(SEED)
     receiver, sender = open_engine("tcp", "127.0.0.1", None), open_engine("tcp", "127.0.0.1", None)
     try:
         arena, source = receiver.allocate(SIZE), sender.allocate(SIZE)
@@ -114,18 +79,15 @@ def test_a_damaged_write_lands_where_it_may_or_not_at_all() -> None:
         start = arena.ctypes.data
         receiver.grant(KEY, Ranges(_u8(start), _u8(GRANTED)))
         address = json.loads(receiver.address())
-        over, count = until(FEW_SESSIONS), 0
-        while not over(count):
+        for random in examples(FEW_SESSIONS):
             runs = [(start + random.randrange(GRANTED), random.randrange(1, 64)) for _ in range(random.randrange(1, 4))]
             _send_damaged(random, (address["host"], address["port"]), runs)
             assert not arena[GRANTED:].any()
-            count += 1
         arena[:] = 0
         source[:] = 1
         with closing(sender.connect(receiver.address(), time.monotonic() + 5)) as session:
             session.write(KEY, Writes(_u8(source.ctypes.data), _u8(start), _u8(64)), time.monotonic() + 5)
         assert arena[:64].all()
-        print(f"seed {SEED}: {count} sessions")
     finally:
         sender.close()
         receiver.close()

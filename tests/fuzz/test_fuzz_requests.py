@@ -10,15 +10,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import structlog
+from budget import SECONDS, SEED
 from differential import Comparison
 from recording_worker import RecordingWorker
 from router_under_test import router
 
 pytestmark = pytest.mark.anyio
 
-# `make fuzz` gives both; a failure names its seed.
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
-SEED = int(os.environ.get("FUZZ_SEED", "1"))
 FEW = 4000
 _WARM = 20_000  # requests after which memory is not to grow
 _AT_ONCE = 32
@@ -36,6 +35,7 @@ def resident_bytes() -> int:
 
 async def test_both_ways_and_h11_agree_or_it_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "uvicorn.error")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     quiet = {"probe_interval": 3600, "metrics_interval": 3600}
     ends, before = time.monotonic() + SECONDS, 0
     workers = [RecordingWorker(), RecordingWorker()]

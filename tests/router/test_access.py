@@ -10,7 +10,9 @@ import pytest
 
 from indexer.errors import RequestError
 from router.access import Tenant, hashed_key
-from router.settings import TenantSettings
+from router.access.bodies import BodyCheck
+from router.access.routes import Routes
+from router.settings import EngineFields, LimitSettings, TenantSettings
 
 KEY = hashed_key("k")
 CHAT = "/v1/chat/completions"
@@ -55,6 +57,16 @@ def test_only_its_models_are_a_tenants(clock: Clock) -> None:
         error = refused(limited, other)
         assert (error.status, error.param) == (403, "model")
         assert "m, n" in error.message
+
+
+def test_an_adapter_beside_the_model_is_not_the_tenants(clock: Clock) -> None:
+    check, route = BodyCheck(LimitSettings()), Routes().find("POST", CHAT)
+    for adapter in ("sql", ["sql"], ""):
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "lora_path": adapter}).encode()
+        assert check.checked(route, b"", body, tenant(clock), EngineFields.REFUSE) == (body, body)
+        with pytest.raises(RequestError) as refusal:
+            check.checked(route, b"", body, tenant(clock, models=["m"]), EngineFields.REFUSE)
+        assert (refusal.value.status, refusal.value.param) == (403, "lora_path")
 
 
 def test_requests_a_second(clock: Clock) -> None:

@@ -45,7 +45,7 @@ def is_accepted_as_it_is(body: bytes) -> bool:
 
 
 _WHOLE = BodyCheck(LIMITS)
-_WHOLE.outline = lambda _: None
+_WHOLE.named = lambda _: None
 
 
 @given(
@@ -59,18 +59,18 @@ def test_whatever_is_plain_is_accepted(
     body = bytearray(json.dumps(fields, ensure_ascii=ascii_only, allow_nan=True).encode("utf-8", "surrogatepass"))
     for place, removed, byte in damage:
         body[place : place + removed] = bytes([byte])
-    outline = CHECK.outline(bytes(body))
-    if outline is not None:
+    named = CHECK.named(bytes(body))
+    if named is not None:
         assert is_accepted_as_it_is(bytes(body))
-        assert read_body(outline, NamedFields) == read_body(bytes(body), NamedFields)
+        assert read_body(named, NamedFields) == read_body(bytes(body), NamedFields)
 
 
 @given(st.binary(max_size=60))
 def test_nothing_that_is_no_json_is_plain(body: bytes) -> None:
     text = b'{"a": "' + body + b'"}'
-    if CHECK.outline(text) is not None:
+    if CHECK.named(text) is not None:
         assert is_accepted_as_it_is(text)
-    if CHECK.outline(body) is not None:
+    if CHECK.named(body) is not None:
         assert is_accepted_as_it_is(body)
 
 
@@ -94,7 +94,7 @@ PLAIN = [
 @pytest.mark.parametrize("indent", [None, 2])
 def test_what_clients_send_is_plain(fields: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
     body = json.dumps(fields, ensure_ascii=ascii_only, indent=indent).encode()
-    assert CHECK.outline(body) is not None
+    assert CHECK.named(body) is not None
     assert is_accepted_as_it_is(body)
 
 
@@ -148,13 +148,13 @@ NOT_PLAIN = [
 
 @pytest.mark.parametrize("body", NOT_PLAIN)
 def test_what_is_rare_is_not_plain(body: bytes) -> None:
-    assert CHECK.outline(body) is None
+    assert CHECK.named(body) is None
 
 
-def test_an_outline_is_what_routing_by_load_reads() -> None:
+def test_an_named_is_what_routing_by_load_reads() -> None:
     """The prompt is left out, whatever it is: reading the rest takes as long for a long one as for a short one."""
     body = json.dumps(
         {"messages": [{"content": "a" * 9000}], "model": "m", "n": 1, "stream": True, "user": "Zoë"}
     ).encode()
-    assert CHECK.outline(body) == b'{"model": "m","stream": true,"user": "Zo\\u00eb"}'
-    assert CHECK.outline(b'{ "prompt": 1 }') == b"{}"
+    assert CHECK.named(body) == b'{"model": "m","stream": true,"user": "Zo\\u00eb"}'
+    assert CHECK.named(b'{ "prompt": 1 }') == b"{}"

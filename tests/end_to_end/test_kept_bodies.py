@@ -1,0 +1,72 @@
+"""Nothing of a request's body is kept once it is answered: not by its connection, nor as garbage that waits.
+
+Garbage is looked for rarely (`router.server.memory`): what is part of a cycle would stay for thousands of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from urllib.parse import urlsplit
+
+import pytest
+from router_under_test import router
+from scripted_worker import MODEL, Exchange, scripted_worker
+
+pytestmark = pytest.mark.anyio
+
+MARK = "kept" * 8
+ASKED = [
+    ("/v1/completions", {"prompt": MARK * 2000}),
+    ("/v1/completions", {"prompt": MARK * 20_000}),  # long ones are read in a thread
+    ("/v1/completions", {"prompt": 1, "x": MARK * 20_000}),  # refused
+    ("/v1/embeddings", {"input": MARK * 20_000}),
+    ("/v1/files", {"x": MARK * 20_000}),
+]
+
+
+def holders() -> list[str]:
+    """The types of what refers to a large part of such a body."""
+    marks = (MARK, MARK.encode())
+
+    def is_kept(held: object) -> bool:
+        return type(held) in (str, bytes) and len(held) > 10_000 and marks[type(held) is bytes] in held  # type: ignore
+
+    found = (type(each).__name__ for each in gc.get_objects() if any(map(is_kept, gc.get_referents(each))))
+    return [kind for kind in found if kind != "Exchange"]  # which is the worker's
+
+
+@pytest.mark.parametrize("fast_lane", [True, False], ids=["fast", "asgi"])
+async def test_no_body_is_kept(fast_lane: bool) -> None:
+    async def forgetting(exchange: Exchange) -> None:
+        exchange.body = b""
+        await exchange.answer()
+
+    async with scripted_worker(forgetting) as worker, router(worker.url, server={"fast_lane": fast_lane}) as routed:
+        address = urlsplit(routed.url)
+        opened = []
+        gc.collect()
+        gc.freeze()  # what is there already is not looked at
+        gc.disable()
+        try:
+            for path, fields in ASKED:
+                body = json.dumps({"model": MODEL, **fields}).encode()
+                reader, writer = await asyncio.open_connection(address.hostname, address.port)
+                opened.append(writer)
+                head = f"POST {path} HTTP/1.1\r\nHost: r\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                writer.write(head + body)
+                async with asyncio.timeout(30):
+                    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 ")
+            del body
+            await routed.until_released()
+            worker.exchanges.clear()
+            assert holders() == []
+            for writer in opened:
+                writer.close()
+                await writer.wait_closed()
+            await routed.call("/health")
+            assert holders() == []
+        finally:
+            gc.enable()
+            gc.unfreeze()
