@@ -65,12 +65,14 @@ class _Handler:
 
 
 async def _ours(answers: Answers, port: int) -> None:
-    await GrpcServer({_PATH: lambda call: _Handler(answers, call)}, _LARGEST).start(_HOST, port, None)
+    server = GrpcServer({_PATH: lambda call: _Handler(answers, call)}, _LARGEST)
+    await server.start(_HOST, port, None)
     await asyncio.Event().wait()
 
 
 async def _grpcio_asyncio(answers: Answers, port: int) -> None:
-    await GrpcioServer({_PATH: lambda call: _Handler(answers, call)}, _LARGEST).start(_HOST, port, None)
+    server = GrpcioServer({_PATH: lambda call: _Handler(answers, call)}, _LARGEST)
+    await server.start(_HOST, port, None)
     await asyncio.Event().wait()
 
 
