@@ -39,7 +39,7 @@ made on the library h2; *ours* is interpreted, *ours, compiled* as `make compile
 is a loop.
 
 Envoy and server share one core; worker and load ({tool}, {connections} connections or one, requests of {size} bytes)
-have another. The servers take turns; figures are medians of {rounds} rounds.
+have another. The servers take turns; figures are medians of {rounds}.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
@@ -77,7 +77,7 @@ def main(
         tool=tool(),
         connections=CONNECTIONS,
         size=SIZE,
-        rounds=rounds,
+        rounds=f"{rounds} rounds" if rounds > 1 else "one round",
         machine=f"{description()}, {len(CORES)} of them used",
         before=before,
         after=os.getloadavg()[0],
