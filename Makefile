@@ -9,10 +9,15 @@ ENGINE_TABLE ?=
 # The families of models that it tries (all of them), and the file for their table.
 FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
 FAMILY_TABLE ?=
+# The modes of the engine that it tries, by parts of their names (all of them), and the file for their table.
+MODES ?=
+MODE_TABLE ?=
+# And that of prefill and decode workers.
+PAIR_TABLE ?=
 
 .PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-transfer bench-replicas bench-processes bench-reporter
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -42,12 +47,12 @@ test-sanitize:
 test-engine: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) ENGINE_TABLE=$(ENGINE_TABLE) FAMILIES=$(FAMILIES) FAMILY_TABLE=$(FAMILY_TABLE) \
-		$(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
+		MODES="$(MODES)" MODE_TABLE=$(MODE_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine -s $(ARGS)
 
-# Real prefill and decode workers of vLLM's over NIXL: four vLLMs at once, 10 GB of memory.
+# Real prefill and decode workers of vLLM's, most of them over NIXL: four vLLMs at once, 10 GB of memory.
 test-engine-pd: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
-	ENGINE_DIR=$(ENGINE_DIR) $(BIN)/pytest tests/end_to_end/engine -m engine_pd -s $(ARGS)
+	ENGINE_DIR=$(ENGINE_DIR) PAIR_TABLE=$(PAIR_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine_pd -s $(ARGS)
 
 # Without any extra, with the router's and with the demo's: what is missing is named with the command that brings it.
 test-install: .venv/installed
@@ -93,6 +98,13 @@ bench-policy: .venv/installed
 
 bench-tokenize: .venv/installed
 	$(BIN)/python -m benchmarks.tokenize $(ARGS)
+
+bench-bodies: .venv/installed native
+	$(BIN)/python -m benchmarks.bodies
+
+# Promises kept in real time: a router and four simulated workers, four minutes.
+bench-service-levels: .venv/installed
+	$(BIN)/python -m benchmarks.service_levels $(ARGS)
 
 bench-chaos: .venv/installed
 	$(BIN)/python -m benchmarks.chaos $(ARGS)

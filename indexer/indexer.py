@@ -333,11 +333,6 @@ class Indexer:
             self._windows[target] = None if window is None else window * (self.block_size(target) or 1)
         return self._windows[target]
 
-    def times_cleared(self, target: Target) -> int:
-        """How often events said that a target holds nothing any more. `index.clears` counts those of all."""
-        status = self.index.status(target)
-        return status.counters.cleared if status is not None else 0
-
     def block_sizes(self, model: str, tenant: str = DEFAULT_TENANT) -> frozenset[int]:
         """The block sizes, in tokens, that the workers of a model use."""
         known = self._block_sizes().of_model

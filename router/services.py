@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -28,6 +29,7 @@ from indexer.metrics import IndexCollector
 from router.access import Door
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
+from router.admission.service_levels import ServiceLevels
 from router.embedded_index import running_indexer
 from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
@@ -58,6 +60,7 @@ from router.routing.router import Router
 from router.settings import Settings, UpstreamSettings
 from router.sharing import LoadSharing, PeerLoad, SharingCollector, replica_channels
 from router.sharing.worker_processes import WorkerProcesses
+from router.telemetry.forecast_metrics import ForecastMetrics
 from router.telemetry.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.telemetry.tracing import tracing_to
 from router.tokens.tokenizer_metrics import TokenizerCollector
@@ -156,11 +159,18 @@ async def running_services(
         audit = HitAudit(indexer, history, settings.audit, indexer.names)
         source.audits = audit.audits
         policy = policy_named(settings.policy, Random())
-        learned = Learned(Rates(**settings.rates.model_dump()))
+        policy_settings = settings.policy
+        learned = Learned(
+            Rates(**settings.rates.model_dump()),
+            cpu_token=policy_settings.cpu_token,
+            disk_token=policy_settings.disk_token,
+        )
         router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing, learned)
         admission = _admission(settings, router, policy, fleet, load, sharing)
         metrics = RequestMetrics(registry)
         AdmissionMetrics(admission, registry)
+        forecasts = ForecastMetrics(learned.forecasts, registry)
+        admission.on_promise_refused.append(forecasts.refused)
         for collector in (
             SharingCollector(sharing, fleet),
             IndexCollector(indexer),
@@ -171,6 +181,7 @@ async def running_services(
         ):
             registry.register(collector)
         fleet.on_replaced.append(router.replaced)
+        fleet.on_cache_lost.append(router.forget)
         fleet.on_removed += [router.removed, metrics.forget, source.removed, adapters.removed]
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)
@@ -182,7 +193,9 @@ async def running_services(
             return findings(fleet, indexer, audit) + source.findings() + sharing.findings()
 
         series = Series(metrics, audit, admission.waiting_for, learned.seconds_per_token)
-        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings)
+        snapshot = FleetSnapshot(
+            fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings, forecasts.summary
+        )
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)
@@ -248,6 +261,7 @@ def _router(
         sharing,
         settings.disaggregation,
         cache_bytes=settings.tokenizer.cache_bytes,
+        broken_promise=settings.policy.broken_promise,
     )
     router.responses.on_learned.append(sharing.share_response)
     sharing.on_response.append(router.responses.remember)
@@ -318,11 +332,29 @@ def _proxy(
     contexts = RequestContexts(door, tracing, metrics, settings.logs.access)
     failovers = settings.proxy.stream_failovers
     failover = StreamFailover(fleet, router, failovers, registry) if failovers else None
-    services = ProxyServices(router, admission, fleet, upstreams, settings.proxy, metrics, request_stream, failover)
+    services = ProxyServices(
+        router,
+        admission,
+        fleet,
+        upstreams,
+        settings.proxy,
+        metrics,
+        request_stream,
+        failover,
+        ServiceLevels.of(settings),
+    )
     return ProxyContext(contexts, services, settings.server)
 
 
+@cache
+def _system_tls() -> ssl.SSLContext:
+    """Trusts what the system trusts, whose certificates take 20 ms to read. Shared; nobody changes it."""
+    return ssl.create_default_context()
+
+
 def _client_tls(settings: UpstreamSettings) -> ssl.SSLContext:
+    if settings.ca is None and settings.verify and settings.certificate is None:
+        return _system_tls()
     tls = ssl.create_default_context(cafile=settings.ca)
     if not settings.verify:
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE

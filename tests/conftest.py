@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from fastapi.dependencies import models
 from hypothesis import settings
 
 from router.forwarding import proxied_request
@@ -30,3 +31,12 @@ def logs_as_they_come() -> Iterator[None]:
     """Commands that run in this process set up logging for themselves alone."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def routers_are_let_go() -> Iterator[None]:
+    """FastAPI remembers every function it looked at, and so whole routers with their tokenizers: 75 MB each."""
+    yield
+    for remembering in vars(models).values():
+        if hasattr(remembering, "cache_clear"):
+            remembering.cache_clear()

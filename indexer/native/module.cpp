@@ -182,8 +182,11 @@ NB_MODULE(_native, module) {
     module.def("costs", &costs);
     module.def("lowest", &lowest);
     nb::class_<JsonCheck>(module, "JsonCheck")
-        .def(nb::init<std::vector<std::string>, u64, u64, u64>())
-        .def("plain", [](const JsonCheck& check, const nb::bytes& body) { return check.plain(view(body)); });
+        .def(nb::init<std::vector<std::string>, std::vector<std::string>, u64, u64, u64>())
+        .def("outline", [](const JsonCheck& check, const nb::bytes& body) -> nb::object {
+            const auto outline = check.outline(view(body));
+            return outline ? nb::object(nb::bytes(outline->data(), outline->size())) : nb::none();
+        });
     nb::class_<Index>(module, "Index")
         .def(nb::init<std::string, std::size_t, u64>())
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())

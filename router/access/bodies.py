@@ -20,6 +20,7 @@ from router.access.forms import form_fields
 from router.access.routes import Route
 from router.access.steering import CARRIERS, FIELDS, refusal, steering_fields, stripped
 from router.access.tenants import Tenant
+from router.apis.body_fields import NamedFields
 from router.apis.endpoints import PROMPTED
 from router.apis.fields import kind_of
 from router.apis.json_edit import with_field, without_fields
@@ -40,30 +41,32 @@ _MESSAGES: Final = ("messages", "input")
 class BodyCheck:
     """Checks bodies within some limits.
 
-    `plain`: knows most JSON bodies for plain at a glance: nothing of them is refused or left out, and they have no
-    priority. Without the native core no body is known to be so.
+    `outline`: knows most JSON bodies for plain at a glance: nothing of them is refused or left out, and they have no
+    priority. It makes an object of what routing by load reads of them. Without the native core it knows no body.
     """
 
     def __init__(self, limits: LimitSettings) -> None:
         native = native_core()
-        names = [*FIELDS, *CARRIERS, "priority"]
+        names, kept = [*FIELDS, *CARRIERS, "priority"], NamedFields.__struct_fields__
         elements = min(limits.prompts, limits.messages)
         self._limits = limits
-        self.plain: Callable[[bytes], bool] = (
-            _no_body if native is None else native.JsonCheck(names, elements, limits.values, _SMALL).plain
+        self.outline: Callable[[bytes], bytes | None] = (
+            _no_outline if native is None else native.JsonCheck(names, kept, elements, limits.values, _SMALL).outline
         )
 
     def checked(
         self, route: Route, content_type: bytes, body: bytes, tenant: Tenant | None, engine_fields: EngineFields
-    ) -> bytes:
-        """The body to send on. Raises RequestError (400, 413).
+    ) -> tuple[bytes, bytes]:
+        """The body to send on, and what to read of it where its prompt does not count. Raises RequestError (400, 413).
 
         It is the one that came, but for what a tenant may not say, and for what is to be stripped.
         """
         if not route.json:
-            return _checked_other(content_type, body, self._limits, engine_fields)
-        if self.plain(body):
-            return body if tenant is None else tenant.isolated(route.path, body)
+            body = _checked_other(content_type, body, self._limits, engine_fields)
+            return body, body
+        outline = self.outline(body)
+        if outline is not None:
+            return body if tenant is None else tenant.isolated(route.path, body), outline
         fields = read_object(body, self._limits.values)
         if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
             if engine_fields is EngineFields.REFUSE:
@@ -73,11 +76,11 @@ class BodyCheck:
             _check_amounts(fields, self._limits)
         if tenant is not None:
             body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
-        return body
+        return body, body
 
 
-def _no_body(_: bytes) -> bool:
-    return False
+def _no_outline(_: bytes) -> bytes | None:
+    return None
 
 
 def read_object(body: bytes, most_values: int) -> dict[str, Any]:

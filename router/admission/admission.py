@@ -29,9 +29,10 @@ from indexer.errors import RequestError
 from router.admission.fair_queue import FairQueue, Waiting
 from router.admission.ticket import Ticket, deadline_error
 from router.fleet.fleet import Worker
+from router.policies.promises import Forecast, Promise
 from router.routing.assignment import Assignment
 from router.routing.errors import unavailable
-from router.routing.late_binding import held_order
+from router.routing.late_binding import held_order, promised_order
 from router.routing.limits import Limits
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
@@ -61,6 +62,7 @@ class _Request(Waiting):
     reason: WaitReason = field(kw_only=True)
     assignment: asyncio.Future[Assignment] = field(kw_only=True)
     since: float = field(kw_only=True)
+    in_time: bool = True  # it can keep its promise, if it has one
     until_deadline: bool = False
 
 
@@ -68,7 +70,8 @@ class Admission:
     """Places requests at once, or lets them wait. Used by one event loop.
 
     `late_binding`: whether the router's policy is one that requests are held for; the settings can still say no.
-    `on_waited` is called with why a request waited and for how long; `on_refused` with why one was turned away.
+    `on_waited` is called with why a request waited and for how long; `on_refused` with why one was turned away;
+    `on_promise_refused` with the model and the promise of one that could not keep it.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Admission:
         self.queue: FairQueue[_Request] = FairQueue(settings.queue, settings.queue_bytes)
         self.on_waited: list[Callable[[WaitReason, float], None]] = []
         self.on_refused: list[Callable[[str], None]] = []
+        self.on_promise_refused: list[Callable[[str, Promise], None]] = []
         self._router = router
         self.late_binding = settings.late_binding and late_binding
         self._timeout = settings.timeout
@@ -106,7 +110,7 @@ class Admission:
             if first is not None and first <= ticket.priority:
                 return None
         try:
-            placed = self._try(prompt, tried, now)
+            placed = self._try(prompt, tried, now, ticket.promise)
         except RequestError:
             if self._awaits_worker(prompt, tried):
                 return None
@@ -128,12 +132,12 @@ class Admission:
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self._no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
-        order = held_order(ticket.arrived or now, self._router.prefill_seconds(prompt))
+        promise = ticket.promise
         request = _Request(
             ticket.priority,
             ticket.tenant,
             prompt.name,
-            order,
+            self._order(prompt, ticket),
             max(ticket.tokens, 1),
             ticket.size,
             prompt=prompt,
@@ -142,6 +146,7 @@ class Admission:
             reason=_reason(has_capacity, cold),
             assignment=loop.create_future(),
             since=now,
+            in_time=promise is None or not promise.late,
         )
         if not self._free_queue_space(request):
             if assignment := self._force(request):
@@ -149,6 +154,8 @@ class Admission:
             raise self._too_many("queue_full", ticket.priority)
         self.queue.add(request)
         until = now + (self._cold_start_timeout if cold else self._timeout)
+        if promise is not None and promise.first_token_by is not None and not cold:
+            until = promise.first_token_by if promise.refuses_late else max(until, promise.first_token_by)
         if ticket.place_by is not None and ticket.place_by < until:
             until, request.until_deadline = ticket.place_by, True
         timer = loop.call_later(max(until - now, 0.0), self._time_over, request)
@@ -168,9 +175,20 @@ class Admission:
                 self.queue.remove(request)
                 self.wake()
 
-    def would_hold(self, prompt: RoutedPrompt, tried: Collection[Worker] = ()) -> WaitReason | None:
+    def _order(self, prompt: RoutedPrompt, ticket: Ticket) -> float:
+        """Where a request comes among those of its tenant and priority. One that has no chance to keep its promise
+        comes after those that have, but waits no longer for that than others wait at most."""
+        prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
+        order = held_order(ticket.arrived or self._clock(), prefill)
+        if promise is None or promise.first_token_by is None:
+            return order
+        return order + self._timeout if promise.late else promised_order(promise.first_token_by, prefill)
+
+    def would_hold(
+        self, prompt: RoutedPrompt, tried: Collection[Worker] = (), promise: Promise | None = None
+    ) -> WaitReason | None:
         """Why a request would have to wait now; None when it would not. Raises RequestError (503)."""
-        selection = self._router.choose(prompt, tried, self.limits)
+        selection = self._router.choose(prompt, tried, self.limits, promise=promise)
         if selection is None:
             return WaitReason.SATURATED
         return WaitReason.LATE_BINDING if self.late_binding and self._router.should_wait(selection) else None
@@ -198,6 +216,7 @@ class Admission:
         self._planned = None
         self._full = set()
         tries = 0
+        late: list[_Request] = []
         for request in self.queue.in_order(without=self._full):
             if not self._router.any_has_capacity(request.prompt, request.tried, self.limits, self.late_binding):
                 if not request.tried:
@@ -207,7 +226,7 @@ class Admission:
                 break
             tries += 1
             try:
-                placed = self._try(request.prompt, request.tried)
+                placed = self._try(request.prompt, request.tried, promise=request.ticket.promise)
             except RequestError as error:
                 self._fail(request, error)
                 continue
@@ -215,22 +234,40 @@ class Admission:
                 request.reason = placed
                 if placed is WaitReason.SATURATED and not request.tried and not request.prompt.stored:
                     self._full.add(request.name)
+                if request.in_time and request.ticket.promise is not None and request.ticket.promise.late:
+                    late.append(request)
                 continue
             self._give(request, placed)
+        for request in late:
+            request.in_time = False
+            if request.queued:
+                self.queue.move(request, self._order(request.prompt, request.ticket))
 
     def _try(
-        self, prompt: RoutedPrompt, tried: Collection[Worker], now: float | None = None
+        self,
+        prompt: RoutedPrompt,
+        tried: Collection[Worker],
+        now: float | None = None,
+        promise: Promise | None = None,
     ) -> Assignment | WaitReason:
-        selection = self._router.choose(prompt, tried, self.limits, now)
+        selection = self._router.choose(prompt, tried, self.limits, now, promise)
         if selection is None:
             return WaitReason.SATURATED
+        if promise is not None:
+            promise.late = selection.late > 0
+            if promise.late and promise.refuses_late:
+                raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
         if self.late_binding and self._router.should_wait(selection):
             return WaitReason.LATE_BINDING
         return self._router.reserve(prompt, selection, now)
 
     def _force(self, request: _Request) -> Assignment | None:
-        """A place, however busy; None when all targets are at their limits."""
-        selection = self._router.choose(request.prompt, request.tried, self.limits)
+        """A place, however busy; None when all targets are at their limits. Raises RequestError where the request is
+        refused rather than served late."""
+        promise = request.ticket.promise
+        selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
+        if promise is not None and promise.refuses_late and selection is not None and selection.late > 0:
+            raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
         return self._router.reserve(request.prompt, selection) if selection else None
 
     def _give(self, request: _Request, assignment: Assignment) -> None:
@@ -260,6 +297,9 @@ class Admission:
             if self._awaits_worker(request.prompt, request.tried):
                 raise self._no_worker(request.name)
             assignment = self._force(request)
+            promise = request.ticket.promise
+            if assignment is None and promise is not None and promise.refuses_late:
+                raise self._cannot_keep(promise, request.name or "", self._clock() - request.since, None)
             if assignment is None:
                 raise self._too_many("queue_timeout", request.priority)
         except RequestError as error:
@@ -299,6 +339,23 @@ class Admission:
                 self._give(last, assignment)
         return True
 
+    def _cannot_keep(self, promise: Promise, model: str, late: float, forecast: Forecast | None) -> RequestError:
+        """What a request is refused with that would be so late everywhere."""
+        self._count_refused("promise")
+        for on_broken in self.on_promise_refused:
+            on_broken(model, promise)
+        seconds = min(max(math.ceil(late), 1), _LONGEST_RETRY)
+        expected = ""
+        if forecast is not None:
+            expected = f"; {forecast.ttft.expected:.2f} s and {1000 * forecast.tpot.expected:.0f} ms are expected now"
+        return RequestError(
+            f"No worker would keep what was promised, {_in_words(promise)}{expected}. Try again in {seconds} s.",
+            status=429,
+            type="rate_limit_error",
+            code="promise_not_kept",
+            retry_after=seconds,
+        )
+
     def _too_many(self, code: str, priority: int) -> RequestError:
         self._count_refused(code)
         seconds = self._rate.seconds_for(self.queue.ahead_of(priority) + 1, otherwise=self._timeout)
@@ -319,6 +376,12 @@ def _reason(has_capacity: bool, cold: bool) -> WaitReason:
     if cold:
         return WaitReason.NO_WORKER
     return WaitReason.LATE_BINDING if has_capacity else WaitReason.SATURATED
+
+
+def _in_words(promise: Promise) -> str:
+    ttft = [] if promise.ttft is None else [f"a first token within {promise.ttft:g} s"]
+    tpot = [] if promise.tpot is None else [f"{1000 * promise.tpot:g} ms for each after it"]
+    return " and ".join(ttft + tpot)
 
 
 class _DrainRate:

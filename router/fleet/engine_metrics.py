@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
 _RUNNING = {"vllm:num_requests_running", "sglang:num_running_reqs"}
 _WAITING = {"vllm:num_requests_waiting", "sglang:num_queue_reqs"}
@@ -23,6 +24,9 @@ _PROGRESS = {
 _SAMPLE = re.compile(
     rf"^({'|'.join(sorted(_RUNNING | _WAITING | _USAGE | _PROGRESS))})(?:\{{(.*)\}})? +(\S+)", re.MULTILINE
 )
+# vLLM's: 1 for the state that it is in. Put to sleep at level 0, it is in none, and keeps its cache.
+_SLEEP = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\} +1(?:\.0)?$', re.MULTILINE)
+_TELLS_SLEEP = "vllm:engine_sleep_state{"
 _RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
 # Of any figure: what is above it is no count of anything.
 _HIGHEST = 1e15
@@ -59,6 +63,24 @@ def read_engine_loads(text: str) -> dict[int, EngineLoad]:
     return loads
 
 
+class Sleep(Enum):
+    """Whether an engine sleeps."""
+
+    AWAKE = auto()
+    WITH_CACHE = auto()
+    WITHOUT_CACHE = auto()
+
+
+def read_sleep(text: str) -> Sleep | None:
+    """Whether an engine's /metrics say that it sleeps; None where they do not tell."""
+    if _TELLS_SLEEP not in text:
+        return None
+    states = set(_SLEEP.findall(text))
+    if "awake" in states:
+        return Sleep.AWAKE
+    return Sleep.WITHOUT_CACHE if states else Sleep.WITH_CACHE
+
+
 def _added(total: int, value: float) -> int:
     return min(total + int(value), int(_HIGHEST))
 
@@ -87,7 +109,10 @@ NOTHING_KNOWN = EngineView()
 
 
 class EngineMetrics:
-    """The last scrape of one worker. After `stale` seconds nothing is known any more."""
+    """The last scrape of one worker. After `stale` seconds nothing is known any more.
+
+    `sleep`: whether the engine sleeps; None where it does not tell.
+    """
 
     def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._stale = stale
@@ -95,6 +120,7 @@ class EngineMetrics:
         self._views: dict[int, EngineView] = {}
         self._tokens: dict[int, int] = {}
         self._read_at = 0.0
+        self.sleep: Sleep | None = None
         self._asked_at: float | None = None
         self.progress_at = clock()
         self._rank_progress_at: dict[int, float] = {}
@@ -115,6 +141,7 @@ class EngineMetrics:
 
     def read(self, text: str, in_flight: Mapping[int, int]) -> None:
         """Take in the answer; `in_flight`: the requests of ours that each rank had meanwhile."""
+        self.sleep = read_sleep(text)
         loads = read_engine_loads(text)
         self._views = {}
         for rank, load in loads.items():

@@ -15,7 +15,7 @@ from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.answers import read_answer
 from router.fleet.circuit import CircuitLimits
 from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
-from router.fleet.engine_metrics import EngineMetrics
+from router.fleet.engine_metrics import EngineMetrics, Sleep
 from router.fleet.health import Health
 from router.fleet.stall_detector import StallDetector
 from router.fleet.stream_addresses import allowed_sources
@@ -40,11 +40,12 @@ class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
-    gone; `on_replaced` for each that serves another model under a name; `on_change` whenever more may be known of a
-    worker, or it may take more than before; `on_scrape` for each whose metrics were read; `on_key` for each whose API
-    key is another one. `networks`: where it may connect to on a stranger's word. `keys_for_added`: workers that were
-    added over HTTP get the fleet's key too. `peer_load`: the requests that each of some ranks of a worker has from
-    other routers. `aliases`: the models behind other names.
+    gone; `on_replaced` for each that serves another model under a name; `on_cache_lost` for each that fell
+    asleep and keeps no cache;
+    `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each whose
+    metrics were read; `on_key` for each whose API key is another one. `networks`: where it may connect to on a
+    stranger's word. `keys_for_added`: workers that were added over HTTP get the fleet's key too. `peer_load`: the
+    requests that each of some ranks of a worker has from other routers. `aliases`: the models behind other names.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Fleet:
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.on_replaced: list[Callable[[Worker], None]] = []
+        self.on_cache_lost: list[Callable[[Worker], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
         self.on_key: list[Callable[[Worker], None]] = []
         self.peer_load: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
@@ -137,6 +139,16 @@ class Fleet:
         """Send a worker no new requests, or use it again."""
         worker.draining = draining
         self._changed()
+
+    def set_asleep(self, worker: Worker, asleep: bool, keeps_cache: bool = True) -> None:
+        """A worker's engine was put to sleep, and gets no requests, or it was woken."""
+        if asleep and not keeps_cache:
+            for on_cache_lost in self.on_cache_lost:
+                on_cache_lost(worker)
+        if worker.asleep is not asleep:
+            worker.asleep = asleep
+            log.info("worker asleep" if asleep else "worker awake", worker=worker.name)
+            self._changed()
 
     def assigned(self, source: str) -> list[WorkerSettings]:
         """The workers that a source names."""
@@ -277,6 +289,8 @@ class Fleet:
             else:
                 worker.metrics.answered()
                 worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))
+                if (sleep := worker.metrics.sleep) is not None and not worker.sleep_in_change:
+                    self.set_asleep(worker, sleep is not Sleep.AWAKE, sleep is not Sleep.WITHOUT_CACHE)
                 for on_scrape in self.on_scrape:
                     on_scrape(worker)
                 self._notify_changed()

@@ -198,7 +198,7 @@ class Attempts:
         headers = self._context.headers_for_workers()
         if self._many_ranks:
             headers = [header for header in headers if header[0] != RANK_HEADER]
-            headers.append((RANK_HEADER, b"%d" % assignment.target.dp_rank))
+            headers.append((RANK_HEADER, b"%d" % assignment.worker.rank_in_requests(assignment.target.dp_rank)))
         return headers if self._span is None else self._span.inject(headers)
 
     def _send_to_pair(self, assignment: Assignment, prefill: Assignment, handler: AttemptHandler) -> None:

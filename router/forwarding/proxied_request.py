@@ -188,9 +188,10 @@ class ProxiedRequest(AttemptHandler):
 
     def _read(self, body: bytes) -> None:
         services, context = self._services, self._context
-        body = self._asking(context.checked(body))
+        body, outline = context.checked(body)
+        body = self._asking(body)
         span = context.trace and context.trace.span("tokenize")
-        request, prompt = read_prompt(services, context, body, span)
+        request, prompt = read_prompt(services, context, body, outline, span)
         if prompt is None:
             self._continue_in_task(self._read_aside(request, body, span))
         else:
@@ -224,6 +225,9 @@ class ProxiedRequest(AttemptHandler):
             best_priority=tenant.priority if tenant else None,
             tokens=prompt.tokens,
             size=len(body),
+            service_levels=services.service_levels,
+            model=prompt.name,
+            arrived=self._arrived,
         )
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)

@@ -12,15 +12,15 @@ from router.telemetry.spans import Span
 
 
 def read_prompt(
-    services: ProxyServices, context: RequestContext, body: bytes, span: Span | None
+    services: ProxyServices, context: RequestContext, body: bytes, outline: bytes, span: Span | None
 ) -> tuple[RoutedRequest, RoutedPrompt | None]:
     """What is asked, and the prompt as routing knows it; no prompt where `read_prompt_aside` has to read it.
 
-    `span`: of reading; it is ended. Raises RequestError.
+    `outline`: what to read where the prompt does not count. `span`: of reading; it is ended. Raises RequestError.
     """
     head, router = context.head, services.router
     try:
-        call = Call(head.method, head.path, head.headers, body, head.naming)
+        call = Call(head.method, head.path, head.headers, body, head.naming, outline)
         request = read_call(call, with_prompt=router.needs_prompts, seen=router.body_cache)
         prompt = router.read_now(request, len(body))
     except RequestError as error:

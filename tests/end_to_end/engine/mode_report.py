@@ -1,0 +1,59 @@
+"""What a mode of an engine showed, as a row of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.client import Answer
+
+COLUMNS = ("mode", "requests", "exact", "over", "under", "over, of prompt tokens", "cached", "by round robin")
+
+
+@dataclass(frozen=True)
+class ModeResult:
+    """The answers of a mode, and those to the same requests by round robin."""
+
+    mode: str
+    answers: list[Answer]
+    beside: list[Answer]
+
+    @property
+    def misses(self) -> list[Answer]:
+        return [answer for answer in self.answers if answer.predicted != answer.cached]
+
+    @property
+    def exact_share(self) -> float:
+        return 1 - len(self.misses) / len(self.answers)
+
+    @property
+    def over_share(self) -> float:
+        """The tokens that were predicted and not found, of all prompts' tokens."""
+        over = sum(max(answer.predicted - answer.cached, 0) for answer in self.answers)
+        return over / sum(answer.prompt_tokens for answer in self.answers)
+
+    @property
+    def cached_share(self) -> float:
+        return _cached_share(self.answers)
+
+    @property
+    def beside_share(self) -> float:
+        return _cached_share(self.beside)
+
+    def explain_misses(self) -> str:
+        return "\n".join(
+            f"{self.mode}: request {number} predicted {answer.predicted}, cached {answer.cached} of "
+            f"{answer.prompt_tokens} at {answer.worker} {answer.dp_rank}"
+            for number, answer in enumerate(self.answers)
+            if answer in self.misses
+        )
+
+    def row(self) -> tuple[str, ...]:
+        """The cells under COLUMNS."""
+        over = sum(answer.predicted > answer.cached for answer in self.answers)
+        under = len(self.misses) - over
+        shares = [f"{share:.1%}" for share in (self.over_share, self.cached_share, self.beside_share)]
+        return (self.mode, str(len(self.answers)), f"{self.exact_share:.1%}", str(over), str(under), *shares)
+
+
+def _cached_share(answers: list[Answer]) -> float:
+    return sum(answer.cached for answer in answers) / sum(answer.prompt_tokens for answer in answers)
