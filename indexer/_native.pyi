@@ -12,6 +12,9 @@ def prefix_hashes(seed: int, tokens: bytes, block_size: int, start: int, end: in
 def common(one: str | bytes, other: str | bytes) -> int:
     """How many characters, or bytes, both begin alike. Raises TypeError for one of each kind."""
 
+def packed_numbers(json: bytes) -> bytes | None:
+    """A list of integers from 0 to 2^32-1, as JSON, packed as `pack_tokens` does; None for anything else."""
+
 def spread(matches: bytes, block_size: int, rows: array[int], tokens: array[int]) -> list[tuple[int, int, int]]:
     """Write the tokens of `Index.match`'s matches where they are more: `tokens` is an `array("I")` by row, `rows` an
     `array("i")` of each target's row, or -1. The rows, of those written, whose tokens are or were in other tiers than

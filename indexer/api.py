@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from secrets import compare_digest
 from typing import Any, Literal, TypeVar
 
@@ -18,9 +18,12 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from indexer.cores import native_core
 from indexer.errors import RequestError, error_body
+from indexer.hashing import PackedPrompt
 from indexer.holdings import Target
 from indexer.indexer import Indexer, Registration, TargetReport
 from indexer.matching import Match
@@ -85,6 +88,16 @@ class HashQueryBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
+class _PackedQuery(msgspec.Struct):
+    """A `QueryBody` whose token ids are left as they came: reading those of a long prompt takes most of the time."""
+
+    model: str
+    token_ids: msgspec.Raw
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    tenant_id: str = DEFAULT_TENANT
+
+
 class QueryBody(msgspec.Struct):
     """`POST /query`: a token sequence."""
 
@@ -95,12 +108,24 @@ class QueryBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
+_decode_packed = msgspec.json.Decoder(_PackedQuery).decode
+
+
+class _PlainRoute(APIRoute):
+    """A route whose endpoint takes the request and gives the answer: FastAPI has nothing to check of either."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return endpoint
+
+
 def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: str) -> APIRouter:
     """The routes of the index API; those that change something want the token, unless it is empty."""
-    routes = APIRouter()
+    routes, questions = APIRouter(), APIRouter(route_class=_PlainRoute)
     protected = [Depends(token_check(token))]
 
-    @routes.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
+    @questions.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
     async def match(request: Request) -> Response:
         """How many tokens of a prompt each target would serve from its cache, the best first."""
         query = await read_match(await request.body())
@@ -150,16 +175,14 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: s
         indexer.unregister(targets)
         return _json({"status": "unregistered", "instance_id": body.instance_id, "targets": len(targets)})
 
-    @routes.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
+    @questions.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
     async def query(request: Request) -> Response:
         """How much of a token sequence each instance holds, its last block too."""
-        body = _decode(await request.body(), QueryBody)
-        asked = MatchQuery(body.model, body.token_ids, body.lora_name, body.cache_salt, body.tenant_id)
-        return _json(
-            {body.tenant_id: _by_instance(indexer.names, _ask(indexer.longest, asked, "token_ids", 2**32 - 1))}
-        )
+        asked = _query(await request.body())
+        matches = _ask(indexer.longest, asked, "token_ids", 2**32 - 1)
+        return _json({asked.tenant: _by_instance(indexer.names, matches)})
 
-    @routes.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
+    @questions.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
     async def query_by_hash(request: Request) -> Response:
         """The same for prefix hashes."""
         body = _decode(await request.body(), HashQueryBody)
@@ -177,6 +200,7 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: s
         """All that another indexer needs to begin warm, as lines of JSON."""
         return StreamingResponse(indexer.dump(), media_type="application/x-ndjson")
 
+    routes.include_router(questions)
     return routes
 
 
@@ -231,6 +255,22 @@ def add_error_handlers(app: FastAPI) -> None:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         refusal = RequestError(f"{request.method} here: {error.detail}.", status=error.status_code, type=kind)
         return await refuse(request, refusal)
+
+
+def _query(body: bytes) -> MatchQuery:
+    """What `/query` asks. Raises RequestError."""
+    core = native_core()
+    if core is not None:
+        try:
+            packed = _decode_packed(body)
+            tokens = core.packed_numbers(bytes(packed.token_ids))
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            tokens = None  # what is wrong is said below
+        if tokens is not None:
+            prompt = PackedPrompt(tokens)
+            return MatchQuery(packed.model, prompt, packed.lora_name, packed.cache_salt, packed.tenant_id)
+    query = _decode(body, QueryBody)
+    return MatchQuery(query.model, query.token_ids, query.lora_name, query.cache_salt, query.tenant_id)
 
 
 def _registration(body: RegisterBody) -> Registration:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from selectors import EVENT_READ, DefaultSelector
 from threading import Event, Lock, Thread
 from typing import TypeVar
 
@@ -55,7 +56,7 @@ T = TypeVar("T")
 # As numbers: every message asks for them, and members of an enumeration cost more than what they stand for.
 _EVENTS, _POLLIN, _NOBLOCK, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.RCVMORE)
 
-_TICK_MS = 100  # between looks at the deadlines
+_TICK_SECONDS = 0.1  # between looks at the deadlines
 _MESSAGES_A_TURN = 64  # from one socket before the others have their turn …
 _SECONDS_A_TURN = 0.005  # … and how long they may take
 _ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
@@ -160,8 +161,11 @@ class StreamReader:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 1023, four of which a stream has
         self.streams: dict[Target, Stream] = {}
+        # ZeroMQ's own poll looks at every socket each time. What is watched here instead tells once that something
+        # came; so a socket is `ready` until nothing is left, and again after what else may have taken its word.
+        self._selector = DefaultSelector()
         self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
-        self._poller = zmq.Poller()
+        self._ready: dict[zmq.Socket[bytes], None] = {}
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wake_in, self._wake_out = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._wake_in.set_hwm(0)  # commands never wait, not even before the start
@@ -187,6 +191,7 @@ class StreamReader:
             self._commands.get_nowait()()
         for stream in self.streams.values():
             self._close(stream)
+        self._selector.close()
         self._wake_in.close(0)
         self._wake_out.close(0)
         self._context.term()
@@ -307,57 +312,65 @@ class StreamReader:
             self._wake_in.send(b"")
 
     def _run(self) -> None:
-        self._poller.register(self._wake_out, zmq.POLLIN)
+        self._watch(self._wake_out, self._obey)
         next_tick = 0.0
         while not self._stopping.is_set():
-            ready = self._poller.poll(_TICK_MS)
-            if not ready and self._received > _RECEIVED_BYTES:
+            for key, _ in self._selector.select(0 if self._ready else _TICK_SECONDS):
+                self._ready[key.data] = None
+            if not self._ready and self._received > _RECEIVED_BYTES:
                 self._received = 0
                 give_back()
-            for socket, _ in ready:
-                if socket is self._wake_out:
-                    self._obey()
-                elif handler := self._handlers.get(socket):
-                    try:
-                        _drain(handler)
-                    except Exception:  # whatever one stream brings, the others are read
-                        log.exception("a message could not be handled")
+            for socket in list(self._ready):
+                handler = self._handlers.get(socket)
+                if handler is None:  # its stream was left meanwhile
+                    self._ready.pop(socket, None)
+                    continue
+                try:
+                    if _drain(handler):
+                        self._ready.pop(socket, None)
+                except Exception:  # whatever one stream brings, the others are read
+                    log.exception("a message could not be handled")
             now = time.monotonic()
             if now >= next_tick:
-                next_tick = now + _TICK_MS / 1000
+                next_tick = now + _TICK_SECONDS
                 for stream in self.streams.values():
                     if stream.connect_at is not None and now >= stream.connect_at:
                         stream.connect_at = None
                         _connect_again(stream.live, stream.source.endpoint)
+                        self._ready[stream.live] = None
                     if not stream.gone:  # nobody is there to be asked
                         self._act(stream, stream.sequence.on_tick(now))
                 self._index.sweep()
 
-    def _obey(self) -> None:
-        self._wake_out.recv()
-        try:
+    def _watch(self, socket: zmq.Socket[bytes], handler: Callable[[], bool]) -> None:
+        self._handlers[socket] = handler
+        self._selector.register(socket.fd, EVENT_READ, socket)
+        self._ready[socket] = None  # it may have told before
+
+    def _obey(self) -> bool:
+        if _receive(self._wake_out) is None:
+            return False
+        with suppress(Empty):
             self._commands.get_nowait()()
-        except Empty:
-            return
+        return True
 
     def _follow(self, stream: Stream) -> None:
         self._leave(stream.target)
         stream.shown()  # it may go on from what was saved
         self.streams[stream.target] = stream
-        self._handlers[stream.live] = lambda: self._read_live(stream)
-        self._handlers[stream.monitor] = lambda: self._read_monitor(stream)
+        self._watch(stream.live, lambda: self._read_live(stream))
+        self._watch(stream.monitor, lambda: self._read_monitor(stream))
         if stream.replay is not None:
-            self._handlers[stream.replay] = lambda: self._read_replay(stream)
-        for socket in stream.sockets():
-            self._poller.register(socket, zmq.POLLIN)
+            self._watch(stream.replay, lambda: self._read_replay(stream))
 
     def _leave(self, target: Target) -> None:
         stream = self.streams.pop(target, None)
         if stream is None:
             return
         for socket in stream.sockets():
-            self._poller.unregister(socket)
+            self._selector.unregister(socket.fd)
             del self._handlers[socket]
+            self._ready.pop(socket, None)
         self._close(stream)
         self._index.clear(target)  # the target may have been added anew while this stream was still read
 
@@ -417,6 +430,7 @@ class StreamReader:
             case Connected():
                 if stream.refused and stream.replay is not None and stream.source.replay_endpoint is not None:
                     _connect_again(stream.replay, stream.source.replay_endpoint)  # it was refused as well
+                    self._ready[stream.replay] = None
                 stream.refused, stream.gone, stream.hang_ups, stream.connect_at = False, False, 0, None
                 _discard(stream.replay)
                 self._act(stream, stream.sequence.on_connected(time.monotonic()))
@@ -467,6 +481,7 @@ class StreamReader:
 
     def _ask(self, stream: Stream, start: int) -> None:
         assert stream.replay is not None
+        self._ready[stream.replay] = None
         try:
             stream.replay.send_multipart(replay_request(start), zmq.NOBLOCK)
         except zmq.Again:
@@ -523,8 +538,12 @@ def _bound_queue(socket: zmq.Socket[bytes], message: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
 
 
-def _drain(read: Callable[[], bool]) -> None:
+def _drain(read: Callable[[], bool]) -> bool:
+    """Read for a turn. Whether nothing is left."""
     end = time.monotonic() + _SECONDS_A_TURN
     for _ in range(_MESSAGES_A_TURN):
-        if not read() or time.monotonic() > end:
-            return
+        if not read():
+            return True
+        if time.monotonic() > end:
+            break
+    return False

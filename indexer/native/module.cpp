@@ -9,6 +9,7 @@
 #include "index.hpp"
 #include "json_check.hpp"
 #include "json_outline.hpp"
+#include "json_numbers.hpp"
 
 namespace nb = nanobind;
 using namespace kvrouter;
@@ -199,6 +200,15 @@ NB_MODULE(_native, module) {
     module.def("xxh3_64", [](const nb::bytes& bytes, u64 seed) { return xxh3::hash(bytes.c_str(), bytes.size(), seed); });
     module.def("prefix_hashes", &prefix_hashes);
     module.def("common", &common);
+    module.def("packed_numbers", [](const nb::bytes& json) -> nb::object {
+        std::optional<std::string> packed;
+        {
+            const std::string_view bytes = view(json);
+            const nb::gil_scoped_release others_run;
+            packed = packed_numbers(bytes);
+        }
+        return packed ? nb::object(as_bytes(*packed)) : nb::none();
+    });
     module.def("spread", &spread);
     module.def("costs", &costs);
     module.def("lowest", &lowest);

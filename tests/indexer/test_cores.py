@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from indexer import Index, Target
 from indexer.cores import CORE_VARIABLE, CORES, core_name, make_index
 from indexer.dump import DumpedHolder, DumpedRun, DumpedStream, DumpError, TargetDump
-from indexer.hashing import Namespace, PackedPrompt
+from indexer.hashing import Namespace, PackedPrompt, pack_tokens
 from indexer.index import Applied
 from kvevents import (
     AllBlocksCleared,
@@ -250,3 +251,20 @@ def test_a_dump_with_runs_or_names_that_make_no_sense_is_refused_by_both() -> No
                 index.restore(A, dump)
             index.check_integrity()
             assert index.runs == 0
+
+
+_TOKENS_AS_JSON = st.one_of(
+    st.lists(st.integers(0, 2**32 + 2)).map(lambda ids: msgspec.json.format(msgspec.json.encode(ids))),
+    st.lists(st.integers(0, 2**32 - 1)).map(msgspec.json.encode),
+    st.text("[]0123456789,-. e", max_size=12).map(str.encode),
+)
+
+
+@given(_TOKENS_AS_JSON)
+def test_tokens_are_packed_as_they_are_read(json: bytes) -> None:
+    try:
+        expected = pack_tokens(msgspec.json.decode(json, type=list[int]))
+    except (msgspec.DecodeError, OverflowError):
+        expected = None
+    packed = import_module("indexer._native").packed_numbers(json)
+    assert packed == expected or (packed is None and (b"." in json or b"e" in json))  # 1.0 and 1e2 are left to others
