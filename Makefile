@@ -12,7 +12,7 @@ FAMILY_TABLE ?=
 
 .PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-bodies bench-envoy bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-transfer bench-replicas bench-processes bench-reporter
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-bodies bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -78,6 +78,14 @@ bench-processes: .venv/installed
 bench-index: .venv/installed .bench/dynamo/installed
 	$(BIN)/python -m benchmarks.index $(ARGS)
 
+# One index of a thousand ranks and 40 million blocks: three gigabytes of memory, ten for a moment.
+bench-fleet: .venv/installed native
+	$(BIN)/python -m benchmarks.index.fleet $(ARGS)
+
+bench-events: .venv/installed native
+	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"
+	$(BIN)/python -m benchmarks.proxy.beside_events $(ARGS)
+
 bench-placement: .venv/installed
 	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"
 	$(BIN)/python -m benchmarks.placement
@@ -88,11 +96,14 @@ bench-policy: .venv/installed
 bench-tokenize: .venv/installed
 	$(BIN)/python -m benchmarks.tokenize $(ARGS)
 
+bench-bodies: .venv/installed native
+	$(BIN)/python -m benchmarks.bodies
+
 bench-chaos: .venv/installed
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 # How late others are answered while one long body arrives.
-bench-bodies: .venv/installed
+bench-long-bodies: .venv/installed
 	$(BIN)/python -m benchmarks.long_bodies $(ARGS)
 
 bench-reporter: .venv/installed
@@ -145,7 +156,18 @@ test-envoy: .venv/installed .venv/envoy-test
 	$(BIN)/pytest tests/end_to_end/envoy tests/deploy/test_chart_envoy.py -m "envoy or helm" $(ARGS)
 
 bench-envoy: .venv/installed .venv/envoy-test
+	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"
 	$(BIN)/python -m benchmarks.envoy $(ARGS)
+
+# gRPC servers in the picker's place, all with the same answers.
+bench-envoy-servers: .venv/installed .venv/envoy-test
+	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"
+	$(BIN)/python -m benchmarks.envoy.servers $(ARGS)
+
+# Thousands of requests in flight on a few connections to the picker, well-behaved and not.
+bench-envoy-crowd: .venv/installed
+	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"
+	$(BIN)/python -m benchmarks.envoy.crowd $(ARGS)
 
 # After a change of a setting, a command, an endpoint or an alert.
 docs-reference: .venv/installed

@@ -1,6 +1,7 @@
 """The native core, made of `indexer/native`. Targets are numbers; events and dumps are MessagePack."""
 
 from array import array
+from collections.abc import Sequence
 
 def xxh3_64(data: bytes, seed: int) -> int:
     """XXH3-64 with a seed."""
@@ -26,17 +27,18 @@ def lowest(costs: array[float], near: float) -> list[int]:
     """The rows that cost at most `near` more than the lowest, as a share of it, in order; none that is infinite."""
 
 class JsonCheck:
-    def __init__(self, names: list[str], elements: int, values: int, small: int) -> None:
-        """`names`: fields that are not plain at the top of a body. `elements`: the most that a list there may have, but
-        for one of numbers. `values`: the most that a body may have in all, names, lists and objects counting as
-        several, where it has more than `small` bytes."""
-    def plain(self, body: bytes) -> bool:
-        """Whether a body is surely one JSON object that every parser reads alike, with nothing rare in it."""
+    def __init__(self, names: list[str], kept: Sequence[str], elements: int, values: int, small: int) -> None:
+        """`names`: fields that are not plain at the top of a body. `kept`: fields there that an outline keeps.
+        `elements`: the most that a list there may have, but for one of numbers. `values`: the most that a body may have
+        in all, names, lists and objects counting as several, where it has more than `small` bytes."""
+    def outline(self, body: bytes) -> bytes | None:
+        """An object of the kept fields of a body that is surely one JSON object which every parser reads alike, with
+        nothing rare in it; else None."""
 
-def json_outline(body: bytes, most: int) -> tuple[bytes, list[tuple[int, int, int, int]], int] | None:
+def json_skeleton(body: bytes, most: int) -> tuple[bytes, list[tuple[int, int, int, int]], int] | None:
     """The same JSON with `""` for every string that is no name; where its outermost fields are: name, its end, value,
     its end; and how many values it has, as `JsonCheck` counts them. Beyond `most` it is cut off. None where a string is
-    not as every parser reads it. Of other mistakes the outline has the same. Others run meanwhile."""
+    not as every parser reads it. Of other mistakes the skeleton has the same. Others run meanwhile."""
 
 class Index:
     def __init__(self, secret: str, orphan_blocks: int, most_blocks: int) -> None: ...

@@ -86,6 +86,24 @@ class TargetDump(msgspec.Struct, tag_field="kind", tag="target"):
     curve_server_key: str | None = None
 
 
+class SavedTarget:
+    """A target of a dump that was read. `about`: the same without its blocks.
+
+    Packed, because as objects a block takes 200 bytes, and until a worker is found its target is only kept.
+    """
+
+    __slots__ = ("_packed", "about")
+
+    def __init__(self, dump: TargetDump) -> None:
+        """Raises OverflowError for a number that no engine has."""
+        self._packed = _pack(dump)
+        self.about = msgspec.structs.replace(dump, runs=[], holders=[])
+
+    def whole(self) -> TargetDump:
+        """All of it."""
+        return _unpack(self._packed)
+
+
 class _Header(msgspec.Struct, tag_field="kind", tag="header"):
     format: int
     made_at: float
@@ -98,6 +116,8 @@ class _End(msgspec.Struct, tag_field="kind", tag="end"):
 
 
 _encode = msgspec.json.Encoder().encode
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(TargetDump).decode
 _decode_header = msgspec.json.Decoder(_Header).decode
 _decode_line = msgspec.json.Decoder(TargetDump | _End).decode
 
@@ -117,13 +137,13 @@ def write_dump(targets: Iterable[TargetDump], secret: str) -> Iterator[bytes]:
     yield _encode(_End(count, checksum.hexdigest())) + b"\n"
 
 
-def read_dump(lines: Iterable[bytes], secret: str) -> list[TargetDump]:
+def read_dump(lines: Iterable[bytes], secret: str) -> list[SavedTarget]:
     """Read a whole dump. A target that makes no sense is left out, with a line in the log.
 
     Raises DumpError when the dump is torn, damaged, of another format, or of another secret.
     """
     checksum = xxh3_64()
-    targets: list[TargetDump] = []
+    targets: list[SavedTarget] = []
     left_out = 0
     header: _Header | None = None
     for line in lines:
@@ -147,12 +167,12 @@ def read_dump(lines: Iterable[bytes], secret: str) -> list[TargetDump]:
     raise DumpError("it has no end: it was cut off" if header else "it is empty")
 
 
-def _read_line(line: bytes) -> TargetDump | _End | None:
+def _read_line(line: bytes) -> SavedTarget | _End | None:
     """A target or the end; None for a target that makes no sense. Raises DecodeError for a line that is cut off."""
     try:
         record: TargetDump | _End = _decode_line(line)
-        return record
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        return SavedTarget(record) if isinstance(record, TargetDump) else record
+    except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
         if not line.endswith(b"\n"):
             raise  # it is cut off
         log.warning("saved stream not used", reason=str(error), begins=line[:_SHOWN].decode(errors="replace"))

@@ -48,14 +48,14 @@ class Applied:
 class Index(ABC):
     """Prefix holdings of all targets. `secret` makes prefix hashes unpredictable for those who don't know it.
 
-    `block_size_changes` counts how often the block sizes of any target may have changed, `clears` how often events said
-    that a target holds nothing any more.
+    `block_size_changes` counts how often the block sizes of any target may have changed. `cleared`: the targets that
+    hold nothing any more, by an event or by `clear`; who takes note of one takes it out.
     """
 
     def __init__(self, secret: str) -> None:
         self.secret = secret
         self.block_size_changes = 0
-        self.clears = 0
+        self.cleared: set[Target] = set()
 
     @abstractmethod
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:

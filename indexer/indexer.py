@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from indexer.cores import make_index
-from indexer.dump import DumpedStream, DumpError, TargetDump, write_dump
+from indexer.dump import DumpedStream, DumpError, SavedTarget, TargetDump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import Target
 from indexer.index import TargetStatus
@@ -93,7 +93,7 @@ class Indexer:
         self.names = WorkerNames()
         self.index = make_index(secret, orphan_blocks)
         self._secret = secret
-        self._saved: dict[Target, TargetDump] = {}
+        self._saved: dict[Target, SavedTarget] = {}
         self._reader = StreamReader(self.index, sequence, keys, self.names)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
         self._registrations = 0
@@ -143,13 +143,14 @@ class Indexer:
         """
         return write_dump(filter(None, map(self._dump_target, self.registered())), self._secret)
 
-    def use_dump(self, targets: Iterable[TargetDump]) -> None:
+    def use_dump(self, targets: Iterable[SavedTarget]) -> None:
         """Let targets that are registered from now on begin with what a dump says of them."""
-        self._saved = {Target(saved.worker, saved.dp_rank, saved.model, saved.tenant): saved for saved in targets}
+        by_name = [(saved.about, saved) for saved in targets]
+        self._saved = {Target(about.worker, about.dp_rank, about.model, about.tenant): it for about, it in by_name}
 
     def register_saved(self) -> None:
         """Register all targets of the dump in use, as they were."""
-        for target, saved in list(self._saved.items()):
+        for target, saved in [(target, saved.about) for target, saved in self._saved.items()]:
             endpoints = saved.endpoint, saved.replay_endpoint, saved.topic
             source = EventSource(target.dp_rank, *endpoints, saved.curve_server_key)
             try:
@@ -193,13 +194,16 @@ class Indexer:
 
     def _resume(self, registration: Registration, stream: Stream) -> None:
         """Let a target begin with what the dump in use says of it, if its stream is where it was."""
-        saved = self._saved.pop(registration.target, None)
-        if saved is None or registration.source is None or saved.endpoint != registration.source.endpoint:
+        packed = self._saved.pop(registration.target, None)
+        if packed is None or registration.source is None:
+            return
+        saved = packed.about
+        if saved.endpoint != registration.source.endpoint:
             return
         if registration.source.replay_endpoint is None:
             return
         try:
-            self.index.restore(registration.target, saved)
+            self.index.restore(registration.target, packed.whole())
         except DumpError as error:
             log.warning("saved holdings not used", reason=str(error), **self.names.about(registration.target))
             return
@@ -328,11 +332,6 @@ class Indexer:
             window = status.window if status is not None else None
             self._windows[target] = None if window is None else window * (self.block_size(target) or 1)
         return self._windows[target]
-
-    def times_cleared(self, target: Target) -> int:
-        """How often events said that a target holds nothing any more. `index.clears` counts those of all."""
-        status = self.index.status(target)
-        return status.counters.cleared if status is not None else 0
 
     def block_sizes(self, model: str, tenant: str = DEFAULT_TENANT) -> frozenset[int]:
         """The block sizes, in tokens, that the workers of a model use."""

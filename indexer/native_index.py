@@ -58,44 +58,48 @@ class NativeIndex(Index):
             return _NOTHING
         applied = self._core.apply(number, payload)
         if isinstance(applied, int):
-            return self._told(applied) if applied else _NOTHING
+            return self._told(target, applied) if applied else _NOTHING
         is_batch, _, _, _, foreign = applied
         if not is_batch:
             batch = decode_batch(payload)
-            told = self._told(self._core.apply(number, _encode((0.0, batch.events)), None, True))
+            told = self._told(target, self._core.apply(number, _encode((0.0, batch.events)), None, True))
             return Applied(batch.rejected + told.rejected, told.cleared)
         if not foreign:
-            return self._told(applied)
+            return self._told(target, applied)
         events = [(index, decode_event(index, raw)) for index, raw in foreign]
         known = [(index, _encode(event)) for index, event in events if not isinstance(event, RejectedEvent)]
-        told = self._told(self._core.apply(number, payload, known))
+        told = self._told(target, self._core.apply(number, payload, known))
         return Applied([event for _, event in events if isinstance(event, RejectedEvent)] + told.rejected, told.cleared)
 
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
         number = self._numbers.get(target)
         if number is None:
             return []
-        return self._told(self._core.apply(number, _encode((0.0, batch.events)), None, True)).rejected
+        return self._told(target, self._core.apply(number, _encode((0.0, batch.events)), None, True)).rejected
 
-    def _told(self, applied: int | Outcome) -> Applied:
+    def _told(self, target: Target, applied: int | Outcome) -> Applied:
         """What the core says of a batch without foreign events."""
         if isinstance(applied, int):
             self.block_size_changes += applied & _NEW_BLOCK_SIZE
-            self.clears += bool(applied & _CLEARED)
-            return _CLEAR if applied & _CLEARED else _NOTHING
+            if not applied & _CLEARED:
+                return _NOTHING
+            self.cleared.add(target)
+            return _CLEAR
         _, cleared, new_block_size, rejected, _ = applied
         self.block_size_changes += new_block_size
-        self.clears += cleared
+        if cleared:
+            self.cleared.add(target)
         return Applied([RejectedEvent(index, reason) for index, reason in rejected], cleared)
 
     def clear(self, target: Target) -> None:
         number = self._numbers.get(target)
         if number is not None:
             self._core.clear(number)
-            self.clears += 1
+            self.cleared.add(target)
 
     def drop(self, target: Target) -> None:
         number = self._numbers.pop(target, None)
+        self.cleared.discard(target)
         self._numbering += 1
         self.block_size_changes += 1
         if number is not None:

@@ -81,6 +81,7 @@ class PythonIndex(Index):
     def drop(self, target: Target) -> None:
         with self._lock:
             holdings = self._holdings.pop(target, None)
+            self.cleared.discard(target)
             self.block_size_changes += 1
             if holdings is not None:
                 self._retire(holdings)
@@ -155,7 +156,7 @@ class PythonIndex(Index):
         new.block_sizes = old.block_sizes
         new.counters = old.counters
         new.counters.cleared += 1
-        self.clears += 1
+        self.cleared.add(target)
         self._retire(old)
 
     def _retire(self, holdings: Holdings) -> None:

@@ -14,7 +14,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import structlog
 
-from indexer.dump import DumpError, TargetDump, read_dump
+from indexer.dump import DumpError, SavedTarget, read_dump
 from indexer.indexer import Indexer
 
 log = structlog.get_logger()
@@ -51,7 +51,7 @@ def save_snapshot(path: Path, lines: Iterable[bytes]) -> int:
     return size
 
 
-def load_snapshot(path: Path, secret: str) -> list[TargetDump]:
+def load_snapshot(path: Path, secret: str) -> list[SavedTarget]:
     """What the last snapshot holds; nothing, with a word in the log, when it cannot be used."""
     try:
         with path.open("rb") as file:
@@ -63,7 +63,7 @@ def load_snapshot(path: Path, secret: str) -> list[TargetDump]:
         return []
 
 
-def load_from_peer(url: str, secret: str, token: str = "") -> list[TargetDump]:
+def load_from_peer(url: str, secret: str, token: str = "") -> list[SavedTarget]:
     """What another indexer holds; nothing, with a word in the log, when it cannot be had. `token`: its server.token."""
     request = Request(f"{url.rstrip('/')}/dump", headers={"Authorization": f"Bearer {token}"} if token else {})
     try:

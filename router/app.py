@@ -20,6 +20,7 @@ from router.routes.explain import explain_routes
 from router.routes.live import live_routes
 from router.routes.match_requests import match_reader
 from router.routes.model_cards import model_routes
+from router.routes.sleep import sleep_routes
 from router.routes.status import status_routes
 from router.routes.workers import worker_routes
 from router.services import Services, running_services
@@ -63,6 +64,7 @@ def router_app(services: Services) -> FastAPI:
     )
     for routes in (
         adapter_routes,
+        sleep_routes,
         worker_routes,
         model_routes,
         explain_routes,

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -28,6 +29,7 @@ from indexer.metrics import IndexCollector
 from router.access import Door
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
+from router.admission.service_levels import ServiceLevels
 from router.embedded_index import running_indexer
 from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
@@ -157,7 +159,12 @@ async def running_services(
         audit = HitAudit(indexer, history, settings.audit, indexer.names)
         source.audits = audit.audits
         policy = policy_named(settings.policy, Random())
-        learned = Learned(Rates(**settings.rates.model_dump()))
+        policy_settings = settings.policy
+        learned = Learned(
+            Rates(**settings.rates.model_dump()),
+            cpu_token=policy_settings.cpu_token,
+            disk_token=policy_settings.disk_token,
+        )
         router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing, learned)
         admission = _admission(settings, router, policy, fleet, load, sharing)
         metrics = RequestMetrics(registry)
@@ -172,6 +179,7 @@ async def running_services(
         ):
             registry.register(collector)
         fleet.on_replaced.append(router.replaced)
+        fleet.on_asleep.append(router.forget)
         fleet.on_removed += [router.removed, metrics.forget, source.removed, adapters.removed]
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)
@@ -322,12 +330,29 @@ def _proxy(
     long_bodies = LongBodies(settings.limits.arriving_bytes)
     stack.push_async_callback(long_bodies.close)
     services = ProxyServices(
-        router, admission, fleet, upstreams, settings.proxy, metrics, request_stream, long_bodies, failover
+        router,
+        admission,
+        fleet,
+        upstreams,
+        settings.proxy,
+        metrics,
+        request_stream,
+        long_bodies,
+        failover,
+        ServiceLevels.of(settings),
     )
     return ProxyContext(contexts, services, settings.server)
 
 
+@cache
+def _system_tls() -> ssl.SSLContext:
+    """Trusts what the system trusts, whose certificates take 20 ms to read. Shared; nobody changes it."""
+    return ssl.create_default_context()
+
+
 def _client_tls(settings: UpstreamSettings) -> ssl.SSLContext:
+    if settings.ca is None and settings.verify and settings.certificate is None:
+        return _system_tls()
     tls = ssl.create_default_context(cafile=settings.ca)
     if not settings.verify:
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE

@@ -103,6 +103,9 @@ def _api_key_env(variable: str) -> str:
     return variable
 
 
+# A label of metrics, and a header's value.
+SERVICE_LEVEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
 # They hold passwords, and so does every api_key.
 _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
 # Names that only secrets have, wherever they stand.
@@ -265,13 +268,29 @@ class WorkerSettings(KeySettings):
         return given | {"url": url, "api_key": key}
 
 
+class WhenLate(StrEnum):
+    """What becomes of a request that cannot keep its promise anywhere."""
+
+    SERVE = "serve"
+    REFUSE = "refuse"
+
+
+class ServiceLevelSettings(_Section):
+    """A class of requests, and what they are promised: seconds to the first token, and for each one after it."""
+
+    ttft: PositiveFloat | None = None
+    tpot: PositiveFloat | None = None
+    when_late: WhenLate = WhenLate.SERVE
+
+
 class ModelSettings(_Section):
     """What the router cannot ask a worker about a model. `tokenizer` is a folder or a name on the Hugging Face Hub.
 
-    `aliases`: other names under which clients may ask for it.
+    `aliases`: other names under which clients may ask for it. `service_level`: the class of requests that name none.
     """
 
     tokenizer: str | None = None
+    service_level: str | None = None
     aliases: list[Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]] = []
 
 
@@ -442,6 +461,7 @@ class TenantSettings(_Section):
     requests_per_second: PositiveFloat | None = None
     tokens_per_minute: PositiveFloat | None = None
     priority: int = 0
+    service_level: str | None = None
 
 
 class TenantsSettings(_Section):
@@ -538,6 +558,7 @@ class Settings(BaseSettings):
     models: dict[str, ModelSettings] = {}
     policy: PolicySettings = PolicySettings()
     rates: RateSettings = RateSettings()
+    service_levels: dict[Annotated[str, Field(pattern=SERVICE_LEVEL_NAME)], ServiceLevelSettings] = {}
     disaggregation: DisaggregationSettings = DisaggregationSettings()
     index: IndexSettings = IndexSettings()
     events: EventSettings = EventSettings()
@@ -575,6 +596,23 @@ class Settings(BaseSettings):
             if worker.name is not None and (first := places.setdefault(worker.name, place)) != place:
                 raise ValueError(f"workers.{place}.name: {worker.name!r} is the name of workers.{first} already")
         return workers
+
+    @field_validator("service_levels")
+    @classmethod
+    def _service_levels_promise(cls, levels: dict[str, ServiceLevelSettings]) -> dict[str, ServiceLevelSettings]:
+        for name, level in levels.items():
+            if level.ttft is None and level.tpot is None:
+                raise ValueError(f"{name}: promises nothing. Give ttft, tpot or both, in seconds")
+        return levels
+
+    @model_validator(mode="after")
+    def _service_levels_are_known(self) -> Settings:
+        named = [(f"models.{name}", each.service_level) for name, each in self.models.items()]
+        named += [(f"tenants.named.{name}", each.service_level) for name, each in self.tenants.named.items()]
+        for place, level in named:
+            if level is not None and level not in self.service_levels:
+                raise ValueError(f"{place}.service_level: there is no {level!r} among service_levels")
+        return self
 
     @model_validator(mode="after")
     def _tenants_need_a_token(self) -> Settings:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import structlog
+from fastapi.dependencies import models
 from hypothesis import settings
 
 from router.forwarding import proxied_request
@@ -58,3 +59,12 @@ def logs_as_they_come() -> Iterator[None]:
     """Commands that run in this process set up logging for themselves alone."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def routers_are_let_go() -> Iterator[None]:
+    """FastAPI remembers every function it looked at, and so whole routers with their tokenizers: 75 MB each."""
+    yield
+    for remembering in vars(models).values():
+        if hasattr(remembering, "cache_clear"):
+            remembering.cache_clear()

@@ -14,7 +14,7 @@ from threading import Thread
 
 import grpc
 
-_PATIENCE = 10.0
+_PATIENCE = 60.0
 
 
 class GrpcCall:

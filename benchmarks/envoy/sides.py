@@ -4,7 +4,6 @@ and without."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import yaml
 from benchmarks.index.machine import INDEXER_CORE
 from benchmarks.proxy.processes import answers, cpu_of, free_port, started
 from benchmarks.proxy.prompts import MODEL
+from benchmarks.proxy.sides import python
 from worker.simulated.settings import BUNDLED_MODEL
 
 CORE = INDEXER_CORE  # of all processes of a side
@@ -59,37 +59,41 @@ class Side:
             url, pids = f"http://127.0.0.1:{port}", []
             if self.picks:
                 config = folder / f"{port}.yaml"
-                config.write_text(json.dumps(self._settings(workers, port, grpc_port)))
+                config.write_text(json.dumps(picker_settings(workers, port, grpc_port, self)))
                 command = "serve" if self.envoy is None else "picker"
-                router = [sys.executable, "-m", "kvrouter", command, "--config", str(config)]
+                router = [*python(), "-m", "kvrouter", command, "--config", str(config)]
                 log = folder / f"{port}.log"
                 pids.append(stack.enter_context(started(router, CORE, log, partial(answers, f"{url}/ready"))))
             if self.envoy is not None:
                 found = yaml.safe_load((_FOLDER / self.envoy).read_text())
                 if not self.picks:
-                    _spread(found, workers)
+                    spread(found, workers)
                 elif self.by_load:
                     _filters(found)[0]["typed_config"]["processing_mode"]["request_body_mode"] = "NONE"
                 elif self.streams_bodies:
                     mode = {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
                     _filters(found)[0]["typed_config"]["processing_mode"] |= mode
-                url, envoy = stack.enter_context(_envoy(found, grpc_port, folder))
+                url, envoy = stack.enter_context(running_envoy(found, grpc_port, folder))
                 pids.append(envoy)
             yield Running(url, pids)
 
-    def _settings(self, workers: Sequence[str], port: int, grpc_port: int) -> dict[str, Any]:
-        return {
-            "server": {"port": port},
-            "workers": [{"url": url} for url in workers],
-            "models": {MODEL: {"tokenizer": str(BUNDLED_MODEL)}},
-            "policy": {"name": "least_loaded" if self.by_load else "kv_aware"},
-            "proxy": {"engine_fields": "pass" if self.by_load else "auto"},
-            "picker": {"port": grpc_port, "read_usage": self.read_usage},
-        }
+
+def picker_settings(workers: Sequence[str], port: int, grpc_port: int, side: Side | None = None) -> dict[str, Any]:
+    """Settings of a picker, or of `serve`, at these ports; `side`: what it is measured for."""
+    by_load, read_usage = (side.by_load, side.read_usage) if side is not None else (False, 0.1)
+    return {
+        "server": {"port": port},
+        "workers": [{"url": url} for url in workers],
+        "models": {MODEL: {"tokenizer": str(BUNDLED_MODEL)}},
+        "policy": {"name": "least_loaded" if by_load else "kv_aware"},
+        "proxy": {"engine_fields": "pass" if by_load else "auto"},
+        "picker": {"port": grpc_port, "read_usage": read_usage},
+    }
 
 
 @contextmanager
-def _envoy(found: Any, picker: int, folder: Path) -> Iterator[tuple[str, int]]:
+def running_envoy(found: Any, picker: int, folder: Path) -> Iterator[tuple[str, int]]:
+    """Run Envoy, configured so, with the picker at this port; its URL and process."""
     import envoy
 
     port, admin = free_port(), free_port()
@@ -108,7 +112,7 @@ def _filters(found: Any) -> Any:
     return manager["http_filters"]
 
 
-def _spread(found: Any, workers: Sequence[str]) -> None:
+def spread(found: Any, workers: Sequence[str]) -> None:
     """No picker is asked: each worker in its turn."""
     filters = _filters(found)
     filters[:] = filters[-1:]

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from benchmarks.index.workload import BLOCK_SIZE, Workload
 from indexer import Target, make_index
 from indexer.hashing import TOKEN_BYTES, Namespace, PackedPrompt, pack_tokens
-from kvevents import BlockStored, decode_batch
+from kvevents import BlockStored, EventBatch, decode_batch, encode_batch
 
 _MODEL = "model"
 _NAMESPACE = Namespace(_MODEL, "default", None, None, BLOCK_SIZE)
@@ -56,6 +56,24 @@ def apply_cost(workload: Workload) -> Cost:
             _chain(blocks)
             cost.chain += clock() - start
     return cost / workload.blocks
+
+
+def unlocked_cost(workload: Workload) -> float:
+    """Seconds of a block that the native core takes without Python's lock: all of a call but what a call takes that
+    has nothing to apply."""
+    (worker,) = workload.worker_ids
+    payloads = list(workload.batches(worker))
+    nothing = [encode_batch(EventBatch(0.0, [], 0))] * len(payloads)
+    return (_apply_seconds(payloads) - _apply_seconds(nothing)) / workload.blocks
+
+
+def _apply_seconds(payloads: list[bytes]) -> float:
+    index, target = make_index(), Target("worker", 0, _MODEL)
+    index.add(target)
+    start = time.thread_time()
+    for payload in payloads:
+        index.apply_payload(target, payload)
+    return time.thread_time() - start
 
 
 def match_cost(workload: Workload, tokens: int, repeats: int) -> Cost:

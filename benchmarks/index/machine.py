@@ -23,6 +23,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
+def thread_seconds(pid: int) -> dict[str, float]:
+    """Processor seconds of a process by its threads' names, as the scheduler counts them."""
+    seconds: dict[str, float] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        seconds[name] = seconds.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
+
+
 def resident_bytes(pid: int) -> int:
     """A process's resident memory."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])

@@ -27,10 +27,12 @@ class WrongAnswerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ingest:
-    """One ingest of a workload. `publisher_load` is the share of its core that the publisher used meanwhile."""
+    """One ingest of a workload. `publisher_load` is the share of its core that the publisher used meanwhile,
+    `zmq_us_per_block` what of the CPU time ZeroMQ's own threads took, of an indexer that has such."""
 
     blocks_per_second: float
     cpu_us_per_block: float
+    zmq_us_per_block: float
     resident_bytes_per_block: float
     publisher_load: float
 
@@ -50,17 +52,23 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
     indexer.register(publisher.open())
     markers = _markers(indexer, workload)
     time.sleep(0.5)  # the streams' connections are made
-    resident, cpu, publisher_cpu = indexer.resident_bytes(), indexer.cpu_seconds(), cpu_seconds(publisher.pid)
+    resident, publisher_cpu = indexer.resident_bytes(), cpu_seconds(publisher.pid)
+    cpu, zmq = indexer.cpu_seconds(), _zmq_seconds(indexer)
     started = publisher.start(rate)
     _await_markers(indexer, markers)
     seconds = time.monotonic() - started
-    cpu = indexer.cpu_seconds() - cpu
+    cpu, zmq = indexer.cpu_seconds() - cpu, _zmq_seconds(indexer) - zmq
     publisher_cpu = cpu_seconds(publisher.pid) - publisher_cpu
     time.sleep(_SETTLE_SECONDS)
     resident = indexer.resident_bytes() - resident
     verify(indexer, workload)
     blocks = workload.blocks
-    return Ingest(blocks / seconds, cpu / blocks * 1e6, resident / blocks, publisher_cpu / seconds)
+    spent = [seconds / blocks * 1e6 for seconds in (cpu, zmq)]
+    return Ingest(blocks / seconds, *spent, resident / blocks, publisher_cpu / seconds)
+
+
+def _zmq_seconds(indexer: RunningIndexer) -> float:
+    return sum(seconds for name, seconds in indexer.thread_seconds().items() if name.startswith("ZMQbg"))
 
 
 def verify(indexer: RunningIndexer, workload: Workload, prompts: int = 256) -> None:

@@ -11,7 +11,7 @@ from math import inf
 from benchmarks.index import in_process, measure
 from benchmarks.index.machine import CORES, INDEXER_CORE, LOAD_CORE, pin
 from benchmarks.index.publisher import Publisher, publisher_of
-from benchmarks.index.report import Table
+from benchmarks.index.report import OURS, Table
 from benchmarks.index.sides import RunningIndexer, Side, running
 from benchmarks.index.workload import (
     Workload,
@@ -37,6 +37,7 @@ class Part(StrEnum):
     QUERIES = "queries"
     CONCURRENT = "concurrent"
     IN_PROCESS = "in-process"
+    LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,11 @@ class Run:
             "The other columns are C calls alone, as the core in Python makes them. `apply` decodes, packs and "
             "hashes; a match is given\npacked tokens.",
         )
+        self._where = Table(
+            "Ingest, where the CPU of a block goes, µs",
+            "8 workers. *Without the lock*: the native core, decoding and hashing included. *With it*: all else of "
+            "Python's threads.",
+        )
         self.load = 0.0
 
     @property
@@ -97,6 +103,7 @@ class Run:
             self._queries,
             self._concurrent,
             self._in_process,
+            self._where,
         ]
 
     def do(self, parts: Sequence[Part]) -> None:
@@ -117,6 +124,10 @@ class Run:
             pin(INDEXER_CORE)
             for _ in range(self._scale.rounds):
                 self._call()
+
+        if Part.LOCK in parts:
+            for event_blocks in (64, 1):
+                self._share(event_blocks)
 
     def _turns(self) -> Iterator[Side]:
         """Each side once a round; who was first is last in the next."""
@@ -140,6 +151,23 @@ class Run:
                     with running(side, scale.indexer_cores) as indexer:
                         done = measure.ingest(indexer, publisher, _STEADY_RATE)
                     self._memory.add(row, side.name, done.resident_bytes_per_block)
+
+    def _share(self, event_blocks: int) -> None:
+        """How much of an ingest other Python threads have to wait for."""
+        scale, row = self._scale, f"{event_blocks}-block events"
+        alone = ingest_workload(1 << 17, 1, event_blocks, scale.form)
+        native = next(side for side in self._sides if side.name == OURS)
+        with publisher_of(ingest_workload(scale.blocks, 8, event_blocks, scale.form)) as publisher:
+            for _ in range(scale.rounds):
+                unlocked = in_process.unlocked_cost(alone) * 1e6
+                with running(native, scale.indexer_cores) as indexer:
+                    done = measure.ingest(indexer, publisher)
+                locked = done.cpu_us_per_block - done.zmq_us_per_block - unlocked
+                self._where.add(row, "in all", done.cpu_us_per_block)
+                self._where.add(row, "ZeroMQ's thread", done.zmq_us_per_block)
+                self._where.add(row, "without the lock", unlocked)
+                self._where.add(row, "with it", locked)
+                self._where.add(row, "with it, %", locked / done.cpu_us_per_block * 100)
 
     def _ask(self, parts: Sequence[Part], warm: Publisher) -> None:
         """The parts that need a warm index."""

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.index.client import Client, post_request
-from benchmarks.index.machine import cpu_seconds, pin, resident_bytes
+from benchmarks.index.machine import cpu_seconds, pin, resident_bytes, thread_seconds
 from benchmarks.index.workload import BLOCK_SIZE
 from indexer.cores import CORE_VARIABLE
 
@@ -132,6 +132,10 @@ class RunningIndexer:
 
     def cpu_seconds(self) -> float:
         return cpu_seconds(self._pid)
+
+    def thread_seconds(self) -> dict[str, float]:
+        """Processor seconds by the names of its threads."""
+        return thread_seconds(self._pid)
 
     def resident_bytes(self) -> int:
         return resident_bytes(self._pid)

@@ -9,4 +9,7 @@ first_event one stream after the other
 relay       a relay of bytes: the limit of what a router in Python can reach
 run         every measurement, the sides in turn
 report      the tables
+
+beside_events  the same requests while streams bring events, and while they don't
+event_load     those streams
 """

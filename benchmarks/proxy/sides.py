@@ -31,6 +31,13 @@ def is_compiled() -> bool:
     return _COMPILED.exists() and (_COMPILED.parent.parent / "installed").exists()
 
 
+def python(*, interpreted: bool = False) -> list[str]:
+    """The command that runs ours: compiled, where it is; `interpreted`: as Python runs it all the same."""
+    if interpreted or not is_compiled():
+        return [sys.executable]
+    return [str(_COMPILED), "-P"]  # with -P the compiled one is imported, not what lies in this directory
+
+
 @dataclass(frozen=True, slots=True)
 class RunningRouter:
     """A router's address and process; of no router, a worker's, which is not measured."""
@@ -96,7 +103,7 @@ class Kvrouter(Side):
         """`interpreted`: as Python runs it, although `make compiled` has been there."""
         super().__init__(INTERPRETED if interpreted else OURS, mode)
         self._publisher = publisher
-        self._python = sys.executable if interpreted or not is_compiled() else str(_COMPILED)
+        self._python = python(interpreted=interpreted)
 
     def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:
         settings: dict[str, object] = {"server": {"port": port}, "workers": [{"url": url} for url in workers]}
@@ -113,9 +120,7 @@ class Kvrouter(Side):
             settings["events"] = {"catch_up_timeout": 0}
         config = folder / f"{self.mode}.yaml".replace(" ", "-")
         config.write_text(json.dumps(settings))
-        # With -P the compiled one is imported, not what lies in this directory.
-        path = [] if self._python == sys.executable else ["-P"]
-        return [self._python, *path, "-m", "kvrouter", "serve", "--config", str(config)]
+        return [*self._python, "-m", "kvrouter", "serve", "--config", str(config)]
 
     def warm(self, url: str) -> None:
         if self._publisher is None:

@@ -3,9 +3,11 @@
 
 #include <array>
 #include <cstring>
+#include <map>
+#include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "xxh3.hpp"
@@ -112,18 +114,24 @@ struct JsonReader {
 // surrogate alone, nothing deep. Whatever is rare gets a no, and is read by somebody who knows why.
 class JsonCheck {
 public:
-    // `names`: of fields that are not plain at the top of a body. `elements`: the most that a list there may have, but for
-    // one of numbers. `values`: the most that a body may have in all, names, lists and objects counting as several, where
-    // it has more than `small` bytes.
-    JsonCheck(std::vector<std::string> names, u64 elements, u64 values, u64 small)
-        : names_(names.begin(), names.end()), elements_(elements), values_(values), small_(small) {}
+    // `names`: of fields that are not plain at the top of a body. `kept`: of those that `outline` keeps. `elements`: the
+    // most that a list there may have, but for one of numbers. `values`: the most that a body may have in all, names,
+    // lists and objects counting as several, where it has more than `small` bytes.
+    JsonCheck(std::vector<std::string> names, std::vector<std::string> kept, u64 elements, u64 values, u64 small)
+        : elements_(elements), values_(values), small_(small) {
+        for (auto& name : names) fields_.emplace(std::move(name), false);
+        for (auto& name : kept) fields_.emplace(std::move(name), true);
+    }
 
-    bool plain(std::string_view body) const {
-        Reader reader{{body.data(), body.data() + body.size()}, body.data(), *this, {}, 0};
+    // Of a plain body an object of the kept fields alone; nothing of any other.
+    std::optional<std::string> outline(std::string_view body) const {
+        Reader reader{{body.data(), body.data() + body.size()}, body.data(), *this, {}, 0, "{"};
         reader.skip_space();
-        if (reader.at == reader.end || *reader.at != '{' || !reader.object(0)) return false;
+        if (reader.at == reader.end || *reader.at != '{' || !reader.object(0)) return std::nullopt;
         reader.skip_space();
-        return reader.at == reader.end && (body.size() <= small_ || reader.values <= values_);
+        if (reader.at != reader.end || (body.size() > small_ && reader.values > values_)) return std::nullopt;
+        reader.outline += '}';
+        return std::move(reader.outline);
     }
 
 private:
@@ -136,6 +144,7 @@ private:
         const JsonCheck& check;
         std::vector<std::string_view> names;  // of all objects that are open
         u64 values;
+        std::string outline;  // of what was read, but for its last brace
 
         bool next_is(char expected) {
             skip_space();
@@ -169,7 +178,13 @@ private:
             if (!next_is('}')) {
                 do {
                     skip_space();
-                    if (!name(depth, before) || !next_is(':') || !value(depth + 1)) return false;
+                    const char* start = at;
+                    bool kept = false;
+                    if (!name(depth, before, kept) || !next_is(':') || !value(depth + 1)) return false;
+                    if (kept) {
+                        if (outline.size() > 1) outline += ',';
+                        outline.append(start, at);
+                    }
                 } while (more());
                 if (!next_is('}')) return false;
             }
@@ -177,7 +192,7 @@ private:
             return true;
         }
 
-        bool name(int depth, std::size_t before) {
+        bool name(int depth, std::size_t before, bool& kept) {
             const char* start = at + 1;
             bool escaped = false;
             if (at == end || *at != '"' || !string(escaped) || escaped) return false;
@@ -187,7 +202,10 @@ private:
                 if (names[each] == name) return false;
             names.push_back(name);
             values += kOfAName;
-            return depth > 0 || !check.names_.contains(std::string(name));
+            if (depth > 0) return true;
+            const auto field = check.fields_.find(name);
+            kept = field != check.fields_.end() && field->second;
+            return field == check.fields_.end() || kept;
         }
 
         bool list(int depth) {
@@ -237,7 +255,7 @@ private:
         }
     };
 
-    std::unordered_set<std::string> names_;
+    std::map<std::string, bool, std::less<>> fields_;  // by name, whether they are kept; else they are not plain
     u64 elements_, values_, small_;
 };
 

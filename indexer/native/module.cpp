@@ -8,7 +8,7 @@
 #include "columns.hpp"
 #include "index.hpp"
 #include "json_check.hpp"
-#include "json_outline.hpp"
+#include "json_skeleton.hpp"
 
 namespace nb = nanobind;
 using namespace kvrouter;
@@ -54,26 +54,31 @@ nb::object apply(
 // Bodies of more bytes are read while other threads run.
 constexpr std::size_t kLongBody = 256 * 1024;
 
-bool plain(const JsonCheck& check, const nb::bytes& body) {
+nb::object outline(const JsonCheck& check, const nb::bytes& body) {
     const std::string_view bytes = view(body);
-    if (bytes.size() <= kLongBody) return check.plain(bytes);
-    const nb::gil_scoped_release others_run;
-    return check.plain(bytes);
+    std::optional<std::string> found;
+    if (bytes.size() <= kLongBody) {
+        found = check.outline(bytes);
+    } else {
+        const nb::gil_scoped_release others_run;
+        found = check.outline(bytes);
+    }
+    return found ? nb::object(as_bytes(*found)) : nb::none();
 }
 
-nb::object json_outline(const nb::bytes& body, u64 most) {
-    JsonOutline outline;
+nb::object json_skeleton(const nb::bytes& body, u64 most) {
+    JsonSkeleton skeleton;
     bool read;
     {
         const std::string_view bytes = view(body);
         const nb::gil_scoped_release others_run;
-        read = outline.read(bytes, most);
+        read = skeleton.read(bytes, most);
     }
     if (!read) return nb::none();
     nb::list fields;
-    if (outline.values <= most)
-        for (const auto& each : outline.fields) fields.append(nb::make_tuple(each.name, each.name_end, each.value, each.value_end));
-    return nb::make_tuple(as_bytes(outline.text), fields, outline.values);
+    if (skeleton.values <= most)
+        for (const auto& each : skeleton.fields) fields.append(nb::make_tuple(each.name, each.name_end, each.value, each.value_end));
+    return nb::make_tuple(as_bytes(skeleton.text), fields, skeleton.values);
 }
 
 nb::tuple match(
@@ -198,9 +203,9 @@ NB_MODULE(_native, module) {
     module.def("costs", &costs);
     module.def("lowest", &lowest);
     nb::class_<JsonCheck>(module, "JsonCheck")
-        .def(nb::init<std::vector<std::string>, u64, u64, u64>())
-        .def("plain", &plain);
-    module.def("json_outline", &json_outline);
+        .def(nb::init<std::vector<std::string>, std::vector<std::string>, u64, u64, u64>())
+        .def("outline", &outline);
+    module.def("json_skeleton", &json_skeleton);
     nb::class_<Index>(module, "Index")
         .def(nb::init<std::string, std::size_t, u64>())
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())

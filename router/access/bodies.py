@@ -19,10 +19,11 @@ from router.access.forms import form_fields
 from router.access.routes import Route
 from router.access.steering import CARRIERS, FIELDS, refusal, steering_fields, stripped
 from router.access.tenants import ADAPTER, Tenant
+from router.apis.body_fields import NamedFields
 from router.apis.endpoints import PROMPTED
 from router.apis.fields import kind_of
 from router.apis.json_edit import field, with_field, without_fields
-from router.apis.strict_json import LONG, Outline, outline_of, strict_json
+from router.apis.strict_json import LONG, Skeleton, skeleton_of, strict_json
 from router.settings import EngineFields, LimitSettings
 
 _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
@@ -39,30 +40,33 @@ _MESSAGES: Final = ("messages", "input")
 class BodyCheck:
     """Checks bodies within some limits.
 
-    `plain`: knows most JSON bodies for plain at a glance: nothing of them is refused or left out, and they have neither
-    a priority nor an adapter. Without the native core no body is known to be so.
+    `outline`: knows most JSON bodies for plain at a glance: nothing of them is refused or left out, and they have
+    neither a priority nor an adapter. It makes an object of what routing by load reads of them. Without the native core
+    it knows no body.
     """
 
     def __init__(self, limits: LimitSettings) -> None:
         native = native_core()
-        names = [*FIELDS, *CARRIERS, "priority", ADAPTER]
+        names, kept = [*FIELDS, *CARRIERS, "priority", ADAPTER], NamedFields.__struct_fields__
         elements = min(limits.prompts, limits.messages)
         self._limits = limits
-        self.plain: Callable[[bytes], bool] = (
-            _no_body if native is None else native.JsonCheck(names, elements, limits.values, LONG).plain
+        self.outline: Callable[[bytes], bytes | None] = (
+            _no_outline if native is None else native.JsonCheck(names, kept, elements, limits.values, LONG).outline
         )
 
     def checked(
         self, route: Route, content_type: bytes, body: bytes, tenant: Tenant | None, engine_fields: EngineFields
-    ) -> bytes:
-        """The body to send on. Raises RequestError (400, 413).
+    ) -> tuple[bytes, bytes]:
+        """The body to send on, and what to read of it where its prompt does not count. Raises RequestError (400, 413).
 
         It is the one that came, but for what a tenant may not say, and for what is to be stripped.
         """
         if not route.json:
-            return _checked_other(content_type, body, self._limits, engine_fields)
-        if self.plain(body):
-            return body if tenant is None else tenant.isolated(route.path, body)
+            body = _checked_other(content_type, body, self._limits, engine_fields)
+            return body, body
+        outline = self.outline(body)
+        if outline is not None:
+            return body if tenant is None else tenant.isolated(route.path, body), outline
         fields = read_object(body, self._limits.values)
         if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
             if engine_fields is EngineFields.REFUSE:
@@ -73,16 +77,16 @@ class BodyCheck:
         if tenant is not None:
             tenant.check_adapter(fields.get(ADAPTER))
             body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
-        return body
+        return body, body
 
     def check_amount(self, body: bytes) -> None:
         """Refuse a JSON body of too many values: RequestError (413). What is no JSON is refused by who reads it."""
         with suppress(ValueError):
-            _bounded_outline(body, self._limits.values)
+            _bounded_skeleton(body, self._limits.values)
 
 
-def _no_body(_: bytes) -> bool:
-    return False
+def _no_outline(_: bytes) -> bytes | None:
+    return None
 
 
 def read_object(body: bytes, most_values: int) -> dict[str, Any]:
@@ -91,8 +95,8 @@ def read_object(body: bytes, most_values: int) -> dict[str, Any]:
     Raises RequestError (400, 413) when there is none, or one of too many values.
     """
     try:
-        outline = _bounded_outline(body, most_values)
-        fields = strict_json(body if outline is None else outline.text)
+        skeleton = _bounded_skeleton(body, most_values)
+        fields = strict_json(body if skeleton is None else skeleton.text)
     except ValueError as error:
         raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
     if not isinstance(fields, dict):
@@ -100,18 +104,18 @@ def read_object(body: bytes, most_values: int) -> dict[str, Any]:
     return fields
 
 
-def _bounded_outline(body: bytes, most_values: int) -> Outline | None:
-    """The outline of a long body, where there is one. Raises RequestError (413), ValueError as `outline_of` does."""
-    outline = outline_of(body, most_values)
+def _bounded_skeleton(body: bytes, most_values: int) -> Skeleton | None:
+    """The skeleton of a long body, where there is one. Raises RequestError (413), ValueError as `skeleton_of` does."""
+    skeleton = skeleton_of(body, most_values)
     if len(body) > LONG:
-        values = _values_in(body, most_values) if outline is None else outline.values
+        values = _values_in(body, most_values) if skeleton is None else skeleton.values
         if values > most_values:
             raise RequestError(
                 f"The body has more than {most_values} values. Send fewer, or raise limits.values.",
                 status=413,
                 code="too_much_work",
             )
-    return outline
+    return skeleton
 
 
 def _values_in(body: bytes, enough: int) -> int:

@@ -110,12 +110,17 @@ class Door:
             headers = without_steering(headers)
         return headers if admitted.keeps_credentials else without_credentials(headers)
 
-    def body(self, admitted: Admitted, body: bytes) -> bytes:
-        """The body to read and to send on. Raises RequestError (400, 413)."""
-        body = self._bodies.checked(
+    def body(self, admitted: Admitted, body: bytes) -> tuple[bytes, bytes]:
+        """The body to read and to send on, and what to read of it where its prompt does not count.
+
+        Raises RequestError (400, 413).
+        """
+        body, outline = self._bodies.checked(
             admitted.route, admitted.content_type, body, admitted.tenant, admitted.engine_fields
         )
-        return with_served_model(body, self._aliases) if self._aliases else body
+        if self._aliases:
+            return with_served_model(body, self._aliases), with_served_model(outline, self._aliases)
+        return body, outline
 
     def whole(self, receive: Receive, method: str) -> WholeBody:
         """ASGI's `receive` of a request that the service answers itself, of whose body the work is bounded."""

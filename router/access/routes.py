@@ -67,6 +67,7 @@ _OWN = [
     Route("DELETE", "/workers", Access.OPERATOR, own=True),
     # They have engines read files and addresses.
     *(Route("POST", path, Access.ENGINE, own=True) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
+    *(Route("POST", path, Access.ENGINE, own=True) for path in ("/sleep", "/wake_up")),
 ]
 # Of OpenAI's API and of engines: neither their settings nor anything that would stop or change one for others.
 _PASSED = [

@@ -31,10 +31,12 @@ from router.admission.ticket import Ticket, deadline_error
 from router.fleet.fleet import Worker
 from router.routing.assignment import Assignment
 from router.routing.errors import unavailable
-from router.routing.late_binding import held_order
+from router.policies.promises import Promise
+from router.routing.late_binding import held_order, promised_order
 from router.routing.limits import Limits
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
+from router.routing.selection import Selection
 from router.settings import AdmissionSettings
 
 # Waiting requests that choose again at one time, at most: each choice costs a walk through the index.
@@ -68,7 +70,8 @@ class Admission:
     """Places requests at once, or lets them wait. Used by one event loop.
 
     `late_binding`: whether the router's policy is one that requests are held for; the settings can still say no.
-    `on_waited` is called with why a request waited and for how long; `on_refused` with why one was turned away.
+    `on_waited` is called with why a request waited and for how long; `on_refused` with why one was turned away;
+    `on_promise_refused` with the model and the promise of one that could not keep it.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Admission:
         self.queue: FairQueue[_Request] = FairQueue(settings.queue, settings.queue_bytes)
         self.on_waited: list[Callable[[WaitReason, float], None]] = []
         self.on_refused: list[Callable[[str], None]] = []
+        self.on_promise_refused: list[Callable[[str, Promise], None]] = []
         self._router = router
         self.late_binding = settings.late_binding and late_binding
         self._timeout = settings.timeout
@@ -106,7 +110,7 @@ class Admission:
             if first is not None and first <= ticket.priority:
                 return None
         try:
-            placed = self._try(prompt, tried, now)
+            placed = self._try(prompt, tried, now, ticket.promise)
         except RequestError:
             if self._awaits_worker(prompt, tried):
                 return None
@@ -128,7 +132,10 @@ class Admission:
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self._no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
-        order = held_order(ticket.arrived or now, self._router.prefill_seconds(prompt))
+        prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
+        order = held_order(ticket.arrived or now, prefill)
+        if promise is not None and promise.first_token_by is not None:
+            order = promised_order(promise.first_token_by, prefill)
         request = _Request(
             ticket.priority,
             ticket.tenant,
@@ -149,6 +156,8 @@ class Admission:
             raise self._too_many("queue_full", ticket.priority)
         self.queue.add(request)
         until = now + (self._cold_start_timeout if cold else self._timeout)
+        if promise is not None and promise.first_token_by is not None and not cold:
+            until = promise.first_token_by if promise.refuses_late else max(until, promise.first_token_by)
         if ticket.place_by is not None and ticket.place_by < until:
             until, request.until_deadline = ticket.place_by, True
         timer = loop.call_later(max(until - now, 0.0), self._time_over, request)
@@ -168,9 +177,11 @@ class Admission:
                 self.queue.remove(request)
                 self.wake()
 
-    def would_hold(self, prompt: RoutedPrompt, tried: Collection[Worker] = ()) -> WaitReason | None:
+    def would_hold(
+        self, prompt: RoutedPrompt, tried: Collection[Worker] = (), promise: Promise | None = None
+    ) -> WaitReason | None:
         """Why a request would have to wait now; None when it would not. Raises RequestError (503)."""
-        selection = self._router.choose(prompt, tried, self.limits)
+        selection = self._router.choose(prompt, tried, self.limits, promise=promise)
         if selection is None:
             return WaitReason.SATURATED
         return WaitReason.LATE_BINDING if self.late_binding and self._router.should_wait(selection) else None
@@ -207,7 +218,7 @@ class Admission:
                 break
             tries += 1
             try:
-                placed = self._try(request.prompt, request.tried)
+                placed = self._try(request.prompt, request.tried, promise=request.ticket.promise)
             except RequestError as error:
                 self._fail(request, error)
                 continue
@@ -219,18 +230,28 @@ class Admission:
             self._give(request, placed)
 
     def _try(
-        self, prompt: RoutedPrompt, tried: Collection[Worker], now: float | None = None
+        self,
+        prompt: RoutedPrompt,
+        tried: Collection[Worker],
+        now: float | None = None,
+        promise: Promise | None = None,
     ) -> Assignment | WaitReason:
-        selection = self._router.choose(prompt, tried, self.limits, now)
+        selection = self._router.choose(prompt, tried, self.limits, now, promise)
         if selection is None:
             return WaitReason.SATURATED
+        if promise is not None and promise.refuses_late and selection.late > 0:
+            raise self._cannot_keep(promise, selection)
         if self.late_binding and self._router.should_wait(selection):
             return WaitReason.LATE_BINDING
         return self._router.reserve(prompt, selection, now)
 
     def _force(self, request: _Request) -> Assignment | None:
-        """A place, however busy; None when all targets are at their limits."""
-        selection = self._router.choose(request.prompt, request.tried, self.limits)
+        """A place, however busy; None when all targets are at their limits. Raises RequestError where the request is
+        refused rather than served late."""
+        promise = request.ticket.promise
+        selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
+        if promise is not None and promise.refuses_late and selection is not None and selection.late > 0:
+            raise self._cannot_keep(promise, selection)
         return self._router.reserve(request.prompt, selection) if selection else None
 
     def _give(self, request: _Request, assignment: Assignment) -> None:
@@ -299,6 +320,23 @@ class Admission:
                 self._give(last, assignment)
         return True
 
+    def _cannot_keep(self, promise: Promise, selection: Selection) -> RequestError:
+        """What a request is refused with that would be late everywhere."""
+        self._count_refused("promise")
+        for on_broken in self.on_promise_refused:
+            on_broken(selection.rank.target.model, promise)
+        forecast, seconds = selection.forecast, min(max(math.ceil(selection.late), 1), _LONGEST_RETRY)
+        expected = ""
+        if forecast is not None:
+            expected = f"; {forecast.ttft.expected:.2f} s and {1000 * forecast.tpot.expected:.0f} ms are expected now"
+        return RequestError(
+            f"No worker would keep what was promised, {_in_words(promise)}{expected}. Try again in {seconds} s.",
+            status=429,
+            type="rate_limit_error",
+            code="promise_not_kept",
+            retry_after=seconds,
+        )
+
     def _too_many(self, code: str, priority: int) -> RequestError:
         self._count_refused(code)
         seconds = self._rate.seconds_for(self.queue.ahead_of(priority) + 1, otherwise=self._timeout)
@@ -319,6 +357,12 @@ def _reason(has_capacity: bool, cold: bool) -> WaitReason:
     if cold:
         return WaitReason.NO_WORKER
     return WaitReason.LATE_BINDING if has_capacity else WaitReason.SATURATED
+
+
+def _in_words(promise: Promise) -> str:
+    ttft = [] if promise.ttft is None else [f"a first token within {promise.ttft:g} s"]
+    tpot = [] if promise.tpot is None else [f"{1000 * promise.tpot:g} ms for each after it"]
+    return " and ".join(ttft + tpot)
 
 
 class _DrainRate:

@@ -1,4 +1,4 @@
-"""What a request says of its urgency: its priority, and until when an answer is of use.
+"""What a request says of its urgency: its priority, until when an answer is of use, and what it is promised.
 
 | header | unit | means |
 |---|---|---|
@@ -10,7 +10,7 @@
 The first two are a deadline of the answer: it is cut off there. The last ones are those of OpenAI's and Anthropic's
 clients, which give up when nothing has come for so long. They hang up then, but a proxy between may hide it. After it
 a request is not sent any more, and an answer that has begun goes on. `grpc-timeout` belongs to gRPC calls, of which
-there are none here.
+there are none here. What a request is promised is read in `service_levels`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from indexer.errors import RequestError
+from router.admission.service_levels import PROMISE_HEADERS, ServiceLevels, read_promise
 from router.http.headers import HeaderItems, Headers
+from router.policies.promises import Promise
 
 PRIORITY_HEADER = b"x-kvrouter-priority"
 TIMEOUT_HEADER = b"x-request-timeout"
 _ENVOY_TIMEOUT_HEADER = b"x-envoy-expected-rq-timeout-ms"
 _READ_TIMEOUT_HEADERS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
-_HEADERS = _READ_TIMEOUT_HEADERS | {PRIORITY_HEADER, TIMEOUT_HEADER, _ENVOY_TIMEOUT_HEADER}
+_HEADERS = _READ_TIMEOUT_HEADERS | PROMISE_HEADERS | {PRIORITY_HEADER, TIMEOUT_HEADER, _ENVOY_TIMEOUT_HEADER}
 
 # Longer ones are none.
 _LONGEST_TIMEOUT = 7 * 86400.0
@@ -40,6 +42,7 @@ class Ticket:
 
     `priority`: lower is sooner. `deadline`: when the whole answer must be there, or None. `place_by`: when the request
     is not worth sending any more, at `deadline` at the latest. `tokens`: of its prompts. `size`: the bytes of its body.
+    `promise`: when its tokens are to come; None for most.
     """
 
     priority: int
@@ -49,6 +52,7 @@ class Ticket:
     size: int
     arrived: float
     place_by: float | None
+    promise: Promise | None
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class Ticket:
         size: int = 0,
         arrived: float = 0.0,
         place_by: float | None = None,
+        promise: Promise | None = None,
     ) -> None:
         self.priority = priority
         self.tenant = tenant
@@ -67,6 +72,7 @@ class Ticket:
         self.size = size
         self.arrived = arrived
         self.place_by = place_by
+        self.promise = promise
 
     def left(self, now: float) -> float | None:
         """Seconds until the answer must be there; None: any number."""
@@ -86,16 +92,21 @@ def read_ticket(
     best_priority: int | None = None,
     tokens: int = 0,
     size: int = 0,
+    service_levels: ServiceLevels | None = None,
+    model: str | None = None,
+    arrived: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ticket:
     """The ticket of a request that is complete now.
 
     `priority` is the body's, where 0 is none. `best_priority`: the best it may have, and what it gets without one.
+    `service_levels`: the classes in the settings, if there are any; `model`: by whose name one may be found.
+    `arrived`: when it was complete, where that was before now.
     Raises RequestError (400) naming the header at fault.
     """
     now = clock()
     priority = priority or best_priority or 0
-    if best_priority is None and not headers:  # nearly all
+    if best_priority is None and not headers and service_levels is None:  # nearly all
         return Ticket(priority, tenant, None, tokens, size, now)
     deadlines: list[float] = []
     give_up: list[float] = []
@@ -115,11 +126,12 @@ def read_ticket(
                 deadlines.append(now + milliseconds / 1000)
         elif name in _READ_TIMEOUT_HEADERS and (seconds := _number(value)):
             give_up.append(now + seconds)
+    promise = read_promise(headers, service_levels, tenant, model, now if arrived is None else arrived)
     if best_priority is not None:
         priority = max(priority, best_priority)
     deadline = min(deadlines) if deadlines else None
     place_by = min([*deadlines, *give_up]) if deadlines or give_up else None
-    return Ticket(priority, tenant, deadline, tokens, size, now, place_by)
+    return Ticket(priority, tenant, deadline, tokens, size, now, place_by, promise)
 
 
 def deadline_error() -> RequestError:

@@ -80,18 +80,28 @@ class _PassedFields(StoredFields):
 
 
 class Call:
-    """A request as it came, but for where it came from. `naming`: those of its headers that may name a session."""
+    """A request as it came, but for where it came from.
 
-    __slots__ = ("body", "headers", "method", "naming", "path")
+    `naming`: those of its headers that may name a session. `outline`: the body, or what routing by load reads of it.
+    """
+
+    __slots__ = ("body", "headers", "method", "naming", "outline", "path")
 
     def __init__(
-        self, method: str, path: str, headers: HeaderItems, body: bytes, naming: HeaderItems | None = None
+        self,
+        method: str,
+        path: str,
+        headers: HeaderItems,
+        body: bytes,
+        naming: HeaderItems | None = None,
+        outline: bytes | None = None,
     ) -> None:
         self.method = method
         self.path = path
         self.headers = headers
         self.body = body
         self.naming = only_naming(headers) if naming is None else naming
+        self.outline = body if outline is None else outline
 
 
 def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = None) -> RoutedRequest:
@@ -125,7 +135,7 @@ def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = Non
 
 
 def _decoded(call: Call, decode: Decode) -> RoutedRequest:
-    request = decode(call.body, call.naming)
+    request = decode(call.outline if decode is decode_named else call.body, call.naming)
     if isinstance(request.prompt, ChatPrompt):
         request.prompt.call = (call.path, call.body)
     return request

@@ -1,7 +1,7 @@
 """Changing one field of a JSON object in its bytes: all others stay as they were sent.
 
 Bytes are read as Latin-1, one character each: what JSON is made of is ASCII, so places in the text are places in the
-bytes, and whatever a string holds comes out as it went in. Of long bodies only the outline is read.
+bytes, and whatever a string holds comes out as it went in. Of long bodies only the skeleton is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from router.apis.strict_json import Outline, outline_of
+from router.apis.strict_json import Skeleton, skeleton_of
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _decode = json.JSONDecoder().raw_decode
@@ -53,19 +53,19 @@ def without_fields(body: bytes, names: Collection[str]) -> bytes:
 
 def _fields(body: bytes) -> Iterator[_Field]:
     try:
-        outline = outline_of(body)
+        skeleton = skeleton_of(body)
     except ValueError as error:
         raise SpliceError(str(error)) from error
-    return _fields_of_text(body.decode("latin-1")) if outline is None else _outlined_fields(body, outline)
+    return _fields_of_text(body.decode("latin-1")) if skeleton is None else _fields_of_long(body, skeleton)
 
 
-def _outlined_fields(body: bytes, outline: Outline) -> Iterator[_Field]:
+def _fields_of_long(body: bytes, skeleton: Skeleton) -> Iterator[_Field]:
     try:
-        if not isinstance(json.loads(outline.text), dict):
+        if not isinstance(json.loads(skeleton.text), dict):
             raise SpliceError("no object")
     except (ValueError, RecursionError) as error:
         raise SpliceError(str(error)) from error
-    for each in outline.fields:
+    for each in skeleton.fields:
         yield _Field(json.loads(body[each.name_start : each.name_end]), each.name_start, each.start, each.end)
 
 

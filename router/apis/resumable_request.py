@@ -32,6 +32,7 @@ _PLAIN: Final = frozenset(
         "top_k",
         "min_p",
         "logit_bias",
+        "allowed_token_ids",
         "ignore_eos",
         "stop_token_ids",
         "user",

@@ -29,11 +29,10 @@ def only_naming(headers: HeaderItems) -> Headers:
 
 def session_of(headers: HeaderItems, fields: SessionFields) -> str | None:
     """The session of a request, by what `only_naming` leaves of its headers, and its body."""
-    named = {name: value.decode("latin-1") for name, value in headers}
     found: tuple[Any, ...]
     if fields.vllm_xargs is None and fields.metadata is None:
         found = (fields.session_id, fields.prompt_cache_key, fields.user)
-        if not named and found == _NOTHING:
+        if not headers and found == _NOTHING:
             return None
     else:
         found = (
@@ -44,6 +43,7 @@ def session_of(headers: HeaderItems, fields: SessionFields) -> str | None:
             _inner(fields.metadata, "user_id"),
             fields.user,
         )
+    named = {name: value.decode("latin-1") for name, value in headers}
     for value in (named.get(_SESSION_HEADER), *found, named.get(_USER_HEADER)):
         if isinstance(value, str) and value:
             return value[:MAX_LENGTH]

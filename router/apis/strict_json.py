@@ -1,6 +1,6 @@
 """JSON that every parser reads alike; and long bodies without what their strings hold, which are read in little time.
 
-Outlines are made by the native core, which lets other threads run meanwhile. Without it there are none.
+Skeletons are made by the native core, which lets other threads run meanwhile. Without it there are none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from indexer.cores import native_core
 LONG: Final = 64 * 1024
 
 
-class OutlineField(NamedTuple):
+class BodyField(NamedTuple):
     """Where one of the outermost fields is in a body's bytes: its name with the quotes, and its value."""
 
     name_start: int
@@ -25,28 +25,28 @@ class OutlineField(NamedTuple):
     end: int
 
 
-class Outline(NamedTuple):
+class Skeleton(NamedTuple):
     """`text`: the same JSON with empty strings, but for names. `values`: how many it has; the rest is of no use where
     those are more than were asked for."""
 
     text: bytes
-    fields: list[OutlineField]
+    fields: list[BodyField]
     values: int
 
 
-def outline_of(body: bytes, most_values: int = sys.maxsize) -> Outline | None:
-    """The outline of a long body; None of a short one, and without the native core.
+def skeleton_of(body: bytes, most_values: int = sys.maxsize) -> Skeleton | None:
+    """The skeleton of a long body; None of a short one, and without the native core.
 
-    Raises ValueError for a string that not every parser reads alike. Other mistakes of the body are its outline's too.
+    Raises ValueError for a string that not every parser reads alike. Other mistakes of the body are its skeleton's too.
     """
     native = native_core() if len(body) > LONG else None
     if native is None:
         return None
-    made = native.json_outline(body, most_values)
+    made = native.json_skeleton(body, most_values)
     if made is None:
         raise ValueError("a string is not as every parser reads it")
     text, fields, values = made
-    return Outline(text, [OutlineField(*each) for each in fields], values)
+    return Skeleton(text, [BodyField(*each) for each in fields], values)
 
 
 def strict_json(text: bytes) -> Any:

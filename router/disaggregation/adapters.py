@@ -29,7 +29,8 @@ _MAX_ROOM = 2**63
 
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoint:
-    """A worker's part in a pair: `host` and `port` are where it listens, `dp_rank` is the rank that was chosen."""
+    """A worker's part in a pair: `host` and `port` are where it listens, `dp_rank` is what requests call the rank that
+    was chosen."""
 
     host: str
     port: int
@@ -42,7 +43,8 @@ class WorkerEndpoint:
         """That of a worker's rank."""
         url = urlsplit(worker.url)
         port = url.port or (443 if url.scheme == "https" else 80)
-        return cls(url.hostname or "", port, dp_rank, len(worker.ranks()), worker.bootstrap_port)
+        rank = worker.rank_in_requests(dp_rank)
+        return cls(url.hostname or "", port, rank, len(worker.ranks()), worker.bootstrap_port)
 
     @property
     def address(self) -> str:

@@ -13,35 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import msgspec
 import structlog
 
-from router.fleet.answers import read_answer
 from router.fleet.discovery import Engine, ServedModel
+from router.fleet.told import Told, tell
 from router.fleet.worker import Worker
-from router.http.connection_problem import connection_problem
 
 log = structlog.get_logger()
 
 # An adapter may have to be downloaded first.
-_TIMEOUT = aiohttp.ClientTimeout(total=300)
-_MOST_BYTES = 64 * 1024
+_SECONDS = 300.0
 _RETRY_SECONDS = 60.0
 # Adapters that are remembered.
 _MOST_KEPT = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """How it went at one worker. `status`: what it answered with; 0 when it did not."""
-
-    worker: Worker
-    status: int
-    message: str
-
-    @property
-    def well(self) -> bool:
-        return 200 <= self.status < 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +88,4 @@ class Adapters:
 
     async def _tell(self, worker: Worker, what: str, body: dict[str, Any]) -> Told:
         sglang = worker.description is not None and worker.description.engine is Engine.SGLANG
-        url = f"{worker.url}/{what}" if sglang else f"{worker.url}/v1/{what}"
-        headers = {"Content-Type": "application/json", **worker.key.headers}
-        try:
-            async with self._session.post(
-                url, data=msgspec.json.encode(body), headers=headers, timeout=_TIMEOUT, allow_redirects=False
-            ) as response:
-                answer = (await read_answer(response, _MOST_BYTES)).decode(errors="replace")
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            return Told(worker, 0, connection_problem(error))
-        worker.key.answered(f"/v1/{what}", response.status)
-        return Told(worker, response.status, _message(answer))
-
-
-def _message(answer: str) -> str:
-    """What an engine says: a text, or JSON that has one."""
-    try:
-        said = msgspec.json.decode(answer)
-    except (msgspec.DecodeError, RecursionError):
-        return answer
-    if isinstance(said, dict):
-        error = said.get("error")
-        said = error.get("message") if isinstance(error, dict) else said.get("message") or said.get("error_message")
-    return said if isinstance(said, str) else answer
+        return await tell(self._session, worker, f"/{what}" if sglang else f"/v1/{what}", _SECONDS, body)

@@ -23,6 +23,8 @@ _PROGRESS = {
 _SAMPLE = re.compile(
     rf"^({'|'.join(sorted(_RUNNING | _WAITING | _USAGE | _PROGRESS))})(?:\{{(.*)\}})? +(\S+)", re.MULTILINE
 )
+# vLLM's: 0 from the time it was put to sleep until it is awake again.
+_AWAKE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="awake"[^}\n]*\} +(\S+)', re.MULTILINE)
 _RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
 # Of any figure: what is above it is no count of anything.
 _HIGHEST = 1e15
@@ -59,6 +61,19 @@ def read_engine_loads(text: str) -> dict[int, EngineLoad]:
     return loads
 
 
+def read_asleep(text: str) -> bool | None:
+    """Whether an engine's /metrics say that it sleeps; None where they do not tell."""
+    states: list[str] = _AWAKE.findall(text)
+    return not all(map(_is_one, states)) if states else None
+
+
+def _is_one(value: str) -> bool:
+    try:
+        return float(value) == 1.0
+    except ValueError:
+        return True
+
+
 def _added(total: int, value: float) -> int:
     return min(total + int(value), int(_HIGHEST))
 
@@ -87,7 +102,10 @@ NOTHING_KNOWN = EngineView()
 
 
 class EngineMetrics:
-    """The last scrape of one worker. After `stale` seconds nothing is known any more."""
+    """The last scrape of one worker. After `stale` seconds nothing is known any more.
+
+    `asleep`: whether the engine sleeps; None where it does not tell.
+    """
 
     def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._stale = stale
@@ -95,6 +113,7 @@ class EngineMetrics:
         self._views: dict[int, EngineView] = {}
         self._tokens: dict[int, int] = {}
         self._read_at = 0.0
+        self.asleep: bool | None = None
         self._asked_at: float | None = None
         self.progress_at = clock()
         self._rank_progress_at: dict[int, float] = {}
@@ -115,6 +134,7 @@ class EngineMetrics:
 
     def read(self, text: str, in_flight: Mapping[int, int]) -> None:
         """Take in the answer; `in_flight`: the requests of ours that each rank had meanwhile."""
+        self.asleep = read_asleep(text)
         loads = read_engine_loads(text)
         self._views = {}
         for rank, load in loads.items():

@@ -40,11 +40,11 @@ class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
-    gone; `on_replaced` for each that serves another model under a name; `on_change` whenever more may be known of a
-    worker, or it may take more than before; `on_scrape` for each whose metrics were read; `on_key` for each whose API
-    key is another one. `networks`: where it may connect to on a stranger's word. `keys_for_added`: workers that were
-    added over HTTP get the fleet's key too. `peer_load`: the requests that each of some ranks of a worker has from
-    other routers. `aliases`: the models behind other names.
+    gone; `on_replaced` for each that serves another model under a name; `on_asleep` for each that fell asleep;
+    `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each whose
+    metrics were read; `on_key` for each whose API key is another one. `networks`: where it may connect to on a
+    stranger's word. `keys_for_added`: workers that were added over HTTP get the fleet's key too. `peer_load`: the
+    requests that each of some ranks of a worker has from other routers. `aliases`: the models behind other names.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Fleet:
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.on_replaced: list[Callable[[Worker], None]] = []
+        self.on_asleep: list[Callable[[Worker], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
         self.on_key: list[Callable[[Worker], None]] = []
         self.peer_load: Callable[[str, Iterable[int]], Counter[int]] = lambda _, __: Counter()
@@ -136,6 +137,17 @@ class Fleet:
     def drain(self, worker: Worker, draining: bool) -> None:
         """Send a worker no new requests, or use it again."""
         worker.draining = draining
+        self._changed()
+
+    def set_asleep(self, worker: Worker, asleep: bool) -> None:
+        """A worker's engine was put to sleep, and gets no requests, or it was woken."""
+        if worker.asleep is asleep:
+            return
+        worker.asleep = asleep
+        log.info("worker asleep" if asleep else "worker awake", worker=worker.name)
+        if asleep:
+            for on_asleep in self.on_asleep:
+                on_asleep(worker)
         self._changed()
 
     def assigned(self, source: str) -> list[WorkerSettings]:
@@ -277,6 +289,8 @@ class Fleet:
             else:
                 worker.metrics.answered()
                 worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))
+                if worker.metrics.asleep is not None and not worker.sleep_in_change:
+                    self.set_asleep(worker, worker.metrics.asleep)
                 for on_scrape in self.on_scrape:
                     on_scrape(worker)
                 self._notify_changed()

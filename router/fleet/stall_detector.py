@@ -20,7 +20,7 @@ log = structlog.get_logger()
 _INTERVAL = 0.25
 _OUTLIER_TURNS = 4  # outliers are looked for in one of these
 _FEWEST_TO_COMPARE = 3
-_WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED)
+_WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED, WorkerState.ASLEEP)
 
 
 class StallDetector:

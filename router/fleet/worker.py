@@ -52,6 +52,7 @@ class WorkerState(StrEnum):
     HALF_OPEN = "trial"  # it failed, and gets one request at a time
     EJECTED = "left_out"  # it fails or hangs, or is far worse than the others
     DOWN = "down"  # it does not answer
+    ASLEEP = "asleep"  # its engine computes nothing until it is woken
     DRAINING = "draining"  # no new requests; those it has may finish
     DRAINED = "drained"  # they have
 
@@ -68,7 +69,8 @@ class Worker:
     `url`: the base URL, by which it is known inside. `name`: what it is called where people look. `key`: what it wants
     to be shown. `source` names where it comes from. `warming_since`: when it came up, for `slow_start` seconds.
     `replaced_adapters`: the names of adapters that have other weights than at first. `changed_models`: those that are
-    others than they were, by name.
+    others than they were, by name. `asleep`: its engine was put to sleep;
+    `sleep_in_change`: it is being told so, and what its metrics say of it may be old.
     `look_now` is set when it should be asked again soon.
     """
 
@@ -82,6 +84,8 @@ class Worker:
     failed_probes: int = 0
     targets: set[Target] = field(default_factory=set)
     draining: bool = False
+    asleep: bool = False
+    sleep_in_change: bool = False
     warming_since: float | None = None
     role: Role = Role.BOTH
     changed_models: dict[str, ModelChange] = field(default_factory=dict)
@@ -131,6 +135,8 @@ class Worker:
             return WorkerState.DRAINING if self.health.attempts else WorkerState.DRAINED
         if not self.up:
             return WorkerState.DOWN if self.failed_probes or self.description else WorkerState.NEW
+        if self.asleep:
+            return WorkerState.ASLEEP
         match self.health.circuit.state:
             case CircuitState.OPEN:
                 return WorkerState.EJECTED
@@ -169,7 +175,7 @@ class Worker:
 
         `prefill`: prompts to compute for others, which a worker either gets alone or not at all.
         """
-        if self.problem is not None or self.draining or (self.role is _PREFILL) is not prefill:
+        if self.problem is not None or self.draining or self.asleep or (self.role is _PREFILL) is not prefill:
             return False
         return name is None or (self.description is not None and name in self.description.models)
 
@@ -209,6 +215,7 @@ class Worker:
 
     def restarted(self) -> None:
         """It was away, and holds nothing of what it held."""
+        self.asleep = False
         self._adapter_roots.clear()
         self.replaced_adapters.clear()
 
@@ -226,6 +233,13 @@ class Worker:
     def ranks(self) -> tuple[int, ...]:
         """Its DP ranks."""
         return self.description.ranks if self.description else (0,)
+
+    def rank_in_requests(self, dp_rank: int) -> int:
+        """What requests call one of its ranks: vLLM counts those of its own server, which is not the first one where
+        several servers share the ranks (`--data-parallel-hybrid-lb`)."""
+        if self.description is None or self.description.engine is Engine.SGLANG:
+            return dp_rank
+        return dp_rank - min(self.description.ranks)
 
 
 def takes_its_turn(worker: Worker, random: Random) -> bool:

@@ -58,7 +58,6 @@ class Attempts:
 
     # What most requests never change stands here, so that it is not made for each.
     assignment: Assignment | None = None
-    sent: SentRequest | None = None
     others = False
     _span: Span | None = None  # of what is done now: the choice, or the request to the worker
     _many_ranks = False
@@ -87,6 +86,7 @@ class Attempts:
         self._without = without
         self._most = services.attempts if transport is None else 1
         self.tried: list[Worker] = []
+        self.sent: SentRequest | None = None  # above, mypyc would leave it unset, because its type is a Protocol
         if context.head.path == RESPONSES:
             self._not_stored = not asks_to_store(body)
 
@@ -198,7 +198,7 @@ class Attempts:
         headers = self._context.headers_for_workers()
         if self._many_ranks:
             headers = [header for header in headers if header[0] != RANK_HEADER]
-            headers.append((RANK_HEADER, b"%d" % assignment.target.dp_rank))
+            headers.append((RANK_HEADER, b"%d" % assignment.worker.rank_in_requests(assignment.target.dp_rank)))
         return headers if self._span is None else self._span.inject(headers)
 
     def _send_to_pair(self, assignment: Assignment, prefill: Assignment, handler: AttemptHandler) -> None:

@@ -148,6 +148,11 @@ class ProxiedRequest(AttemptHandler):
             self._services.metrics.abandoned.inc()
             self._finish("client left")
 
+    def ended_unseen(self) -> None:
+        """It is over, and its transport tells nothing of answers."""
+        if self._phase is not _ENDED:
+            self._finish()
+
     def pause(self) -> None:
         """The client does not read: nor is the worker read, and the client has a time to go on."""
         if self._attempts is not None and self._attempts.sent is not None:
@@ -206,8 +211,9 @@ class ProxiedRequest(AttemptHandler):
         self._admit(prompt, body)
 
     def _decoded(self, body: bytes, span: Span | None) -> tuple[bytes, RoutedRequest]:
-        body = self._asking(self._context.checked(body))
-        return body, read_request(self._services, self._context, body, span)
+        body, outline = self._context.checked(body)
+        body = self._asking(body)
+        return body, read_request(self._services, self._context, body, outline, span)
 
     def _asking(self, body: bytes) -> bytes:
         """The body that is sent, asking for what we want to know of the answer."""
@@ -237,6 +243,9 @@ class ProxiedRequest(AttemptHandler):
             best_priority=tenant.priority if tenant else None,
             tokens=prompt.tokens,
             size=len(body),
+            service_levels=services.service_levels,
+            model=prompt.name,
+            arrived=self._arrived,
         )
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)

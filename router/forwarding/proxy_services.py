@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from router.admission.admission import Admission
+from router.admission.service_levels import ServiceLevels
 from router.fleet.fleet import Fleet
 from router.fleet.retry_budget import RetryBudget
 from router.forwarding.long_bodies import LongBodies
@@ -18,7 +19,9 @@ from router.upstream import Upstreams
 
 class ProxyServices:
     """Where requests may go, how they get there, and what is counted. `passing`: who records requests.
-    `long_bodies`: where long ones are read. `stream_failover`: where streams may go on elsewhere."""
+    `long_bodies`: where long ones are read. `stream_failover`: where streams may go on elsewhere. `service_levels`: the
+    classes of requests, if there are any.
+    """
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class ProxyServices:
         passing: RequestStream,
         long_bodies: LongBodies,
         stream_failover: StreamFailover | None = None,
+        service_levels: ServiceLevels | None = None,
     ) -> None:
         self.router = router
         self.admission = admission
@@ -41,6 +45,7 @@ class ProxyServices:
         self.passing = passing
         self.long_bodies = long_bodies
         self.stream_failover = stream_failover
+        self.service_levels = service_levels
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts
         self.ask_usage = settings.ask_usage

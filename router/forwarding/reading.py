@@ -11,11 +11,16 @@ from router.routing.routed_prompt import RoutedPrompt
 from router.telemetry.spans import Span
 
 
-def read_request(services: ProxyServices, context: RequestContext, body: bytes, span: Span | None) -> RoutedRequest:
-    """What is asked. Any thread may read it. Raises RequestError, with which `span` ends."""
+def read_request(
+    services: ProxyServices, context: RequestContext, body: bytes, outline: bytes, span: Span | None
+) -> RoutedRequest:
+    """What is asked. Any thread may read it. `outline`: what to read where the prompt does not count.
+
+    Raises RequestError, with which `span` ends.
+    """
     head, router = context.head, services.router
     try:
-        call = Call(head.method, head.path, head.headers, body, head.naming)
+        call = Call(head.method, head.path, head.headers, body, head.naming, outline)
         return read_call(call, with_prompt=router.needs_prompts, seen=router.body_cache)
     except RequestError as error:
         _fail(span, error)

@@ -66,8 +66,11 @@ class RequestContext:
         assert admitted is not None
         return admitted
 
-    def checked(self, body: bytes) -> bytes:
-        """The body to read and to send on. Raises RequestError (400, 413)."""
+    def checked(self, body: bytes) -> tuple[bytes, bytes]:
+        """The body to read and to send on, and what to read of it where its prompt does not count.
+
+        Raises RequestError (400, 413).
+        """
         return self._door.body(self.admitted, body)
 
     def refusal(self, error: RequestError) -> tuple[Headers, bytes]:

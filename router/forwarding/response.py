@@ -84,7 +84,7 @@ class ProxiedResponse:
 
         `recorded`: somebody wants to know its usage.
         """
-        head, context, prompt, assignment = self.head, self._context, self._prompt, self._assignment
+        head, context, assignment = self.head, self._context, self._assignment
         if hidden is not None and HiddenUsage.hides(head.headers):
             self._hidden = hidden
             self._client.begin(head, headers, hidden.passed(data, ended), ended)
@@ -95,10 +95,15 @@ class ProxiedResponse:
             self._tail = UsageTail()
         if is_about_stored(context.head.path):
             self._searched = b""
-        self._services.metrics.begun(
-            prompt.name or "", assignment.worker.name, head.status, prompt.tokens, assignment.overlap
-        )
+        self._count()
         self._learn(data, ended)
+
+    def _count(self) -> None:
+        """An answer has begun."""
+        prompt, assignment = self._prompt, self._assignment
+        self._services.metrics.begun(
+            prompt.name or "", assignment.worker.name, self.head.status, prompt.tokens, assignment.overlap
+        )
 
     def pass_on(self, data: bytes, ended: bool) -> None:
         """More of the body came."""

@@ -87,9 +87,11 @@ class ResumableProxiedRequest(ProxiedRequest):
             self._client.more(stream.comment(attempts.routing_headers().worker), False)
             if self._stall is not None and attempts.sent is not None:
                 attempts.sent.pause()  # its client does not read
-        return ResumableResponse(
-            self._services, self._context, self._client, assignment, attempts.prompt, head, self._arrived, stream
+        response = ResumableResponse(
+            self._services, self._context, self._client, assignment, attempts.prompt, head, self._arrived
         )
+        response.follow(stream)
+        return response
 
     def _passed_on(self, attempts: Attempts, response: ProxiedResponse, data: bytes, ended: bool) -> None:
         problem = response.stream.problem if isinstance(response, ResumableResponse) else None

@@ -7,13 +7,8 @@ from router.apis.endpoints import error_event
 from router.apis.resumable_stream import ResumableStream
 from router.apis.stream_usage import HiddenUsage
 from router.apis.usage import UsageTail
-from router.forwarding.proxy_services import ProxyServices
-from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
-from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.routing_headers import RoutingHeaders
-from router.routing.assignment import Assignment
-from router.routing.routed_prompt import RoutedPrompt
 from router.upstream import ResponseHead
 from router.upstream.transport import SentRequest
 
@@ -21,18 +16,10 @@ from router.upstream.transport import SentRequest
 class ResumableResponse(ProxiedResponse):
     """What one worker tells of a stream."""
 
-    def __init__(
-        self,
-        services: ProxyServices,
-        context: RequestContext,
-        client: ResponseWriter,
-        assignment: Assignment,
-        prompt: RoutedPrompt,
-        head: ResponseHead,
-        arrived: float,
-        stream: ResumableStream,
-    ) -> None:
-        super().__init__(services, context, client, assignment, prompt, head, arrived)
+    stream: ResumableStream
+
+    def follow(self, stream: ResumableStream) -> None:
+        """This is the stream. Called once, before anything comes."""
         self.resumed = stream.begun
         self.stream = stream
         self._tail = UsageTail()
@@ -50,16 +37,13 @@ class ResumableResponse(ProxiedResponse):
         data: bytes,
         ended: bool,
     ) -> None:
-        prompt, assignment = self._prompt, self._assignment
         passed = self.stream.passed(data, ended)
         ended = ended and self.stream.problem is None
         if self.resumed:
             self._client.more(passed, ended)
         else:
             self._client.begin(self.head, headers, passed, ended)
-            self._services.metrics.begun(
-                prompt.name or "", assignment.worker.name, self.head.status, prompt.tokens, assignment.overlap
-            )
+            self._count()
         self._learn(data, ended)
 
     def pass_on(self, data: bytes, ended: bool) -> None:

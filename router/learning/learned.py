@@ -8,6 +8,7 @@ from collections.abc import Callable
 from indexer import Indexer, Target
 from router.holdings.speculation import CHUNK_TOKENS
 from router.learning.eviction_pressure import EvictionPressure
+from router.learning.forecasts import Forecasts
 from router.learning.output_length import OutputLengths
 from router.policies.rates import RateLearner, Rates, RateTable
 from router.policies.records import Candidate
@@ -17,10 +18,20 @@ _LOOK_SECONDS = 1.0
 
 
 class Learned:
-    """How fast workers are, how long answers become, and what evictions cost."""
+    """How fast workers are, how long answers become, what evictions cost, and what follows for first tokens.
 
-    def __init__(self, start: Rates, clock: Callable[[], float] = time.monotonic) -> None:
+    `cpu_token`, `disk_token`: what loading a cached token takes, as a share of computing it.
+    """
+
+    def __init__(
+        self,
+        start: Rates,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_token: float = 0.0,
+        disk_token: float = 0.0,
+    ) -> None:
         self.rates = RateTable(start, clock)
+        self.forecasts = Forecasts(self.rates, cpu_token, disk_token, clock)
         self.outputs = OutputLengths()
         self.pressure = EvictionPressure(CHUNK_TOKENS, clock=clock)
         self._clock = clock
@@ -29,6 +40,11 @@ class Learned:
     def timing(self, chosen: Candidate, tokens: int) -> RequestTiming:
         """Watch a streamed answer to a prompt of `tokens` that is sent now."""
         return RequestTiming(self, chosen, tokens, self._clock)
+
+    def forget(self, worker: str) -> None:
+        """A worker was removed."""
+        self.rates.forget(worker)
+        self.forecasts.forget(worker)
 
     def seconds_per_token(self) -> float:
         """What computing a token of a prompt takes: the mean of the workers."""

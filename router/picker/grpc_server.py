@@ -9,7 +9,7 @@ import asyncio
 import ssl
 from functools import partial
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import structlog
@@ -39,14 +39,15 @@ class GrpcServer:
         self._methods = {path.encode(): method for path, method in methods.items()}
         self._largest = largest_message
         self._connections: set[Http2Connection] = set()
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.AbstractServer | None = None
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         """Listen; the port. Raises OSError."""
         loop = asyncio.get_running_loop()
         made = partial(Http2Connection, self._accept, self._connections, loop)
-        self._server = await loop.create_server(made, host, port, ssl=tls, backlog=_BACKLOG)
-        return int(self._server.sockets[0].getsockname()[1])
+        server: Any = await loop.create_server(made, host, port, ssl=tls, backlog=_BACKLOG)  # uvloop's is another
+        self._server = server
+        return int(server.sockets[0].getsockname()[1])
 
     async def stop(self, seconds: float) -> None:
         """Take no new calls; end those that are left after so long."""

@@ -106,7 +106,7 @@ class PickedRequest(ResponseWriter):
 
     def closed(self) -> None:
         """The call is over: so is the request, however it went."""
-        begun = self._phase is not Phase.HEADERS
+        begun, unanswered = self._phase is not Phase.HEADERS, self._phase is Phase.ROUTED
         if self._body is not None:
             self._body.end_arrival()
         self._phase = Phase.OVER
@@ -119,6 +119,9 @@ class PickedRequest(ResponseWriter):
             return
         response = self._response
         response.forget_timer()
+        if unanswered and not self._state.told:
+            self._state.told = False
+            self._proxied.ended_unseen()
         expected = response.observation is Observation.SOME or (
             self._state.observed and response.observation is Observation.NOTHING
         )
@@ -257,6 +260,8 @@ class PickedRequest(ResponseWriter):
             headers = [*headers, (_AUTHORIZATION, key)]
         path = prefix + self._path if prefix else None
         routed = process_responses.Routed(named, self._number, self._came, headers, path)
+        if self._state.told is False:
+            self._response.untold()
         if body is None:
             self._send(routed.to_headers())
             return
@@ -280,6 +285,7 @@ class PickedRequest(ResponseWriter):
     # The answer
 
     def _response_headers(self, proxied: ProxiedRequest, message: pb.ProcessingRequest) -> None:
+        self._state.told = True
         response = self._response
         if response.handler is None or self._phase is not Phase.ROUTED or proxied.assignment is None:
             self._send(process_responses.KEEP_RESPONSE_HEADERS)  # Envoy's own, before there was a worker

@@ -1,8 +1,8 @@
 """An answer on its way from a worker to a client, as far as Envoy tells of it.
 
 `Process` tells of the head, and where it is configured to, of the body. Where it does not, an answer is over when the
-stream is, and a second filter of Envoy's may show the bytes beside: `observed`. Without it the end of the prefill is
-taken to come when it was expected to.
+stream is, also where nothing was told of its head; and a second filter of Envoy's may show the bytes beside:
+`observed`. Without it the end of the prefill is taken to come when it was expected to.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from enum import Enum, auto
 
 from router.forwarding.proxied_request import ProxiedRequest
 from router.picker import ext_proc_pb2 as pb
+from router.routing.assignment import Assignment
 from router.upstream import ResponseHandler, ResponseHead
 
 _Mode = pb.ProcessingMode
@@ -58,12 +59,23 @@ class PickedResponse:
             self.more(data, last)
         assignment = self._proxied.assignment
         if self.mode == _Mode.NONE and not self._proxied.over and assignment is not None:
-            reservation = assignment.reservation
             if head.is_stream:  # whose head may come before its first event
-                loop = asyncio.get_running_loop()
-                self._unseen = loop.call_later(reservation.backlog, reservation.first_byte)
+                self._expect_first_byte(assignment)
             else:
-                reservation.first_byte()
+                assignment.reservation.first_byte()
+
+    def untold(self) -> None:
+        """Envoy will not tell of the head either: the end of the prefill is taken to come when it is expected to, and
+        the worker is not judged by when it answers."""
+        assignment = self._proxied.assignment
+        if assignment is not None:
+            assignment.attempt.waits_for_another()
+            self._expect_first_byte(assignment)
+
+    def _expect_first_byte(self, assignment: Assignment) -> None:
+        self.forget_timer()
+        reservation = assignment.reservation
+        self._unseen = asyncio.get_running_loop().call_later(reservation.backlog, reservation.first_byte)
 
     def more(self, data: bytes, ended: bool) -> None:
         """Bytes of the body that the worker sent."""
@@ -84,6 +96,6 @@ class PickedResponse:
         return self.observation is Observation.SOME and not ended
 
     def forget_timer(self) -> None:
-        """The stream is over: nothing is waited for."""
+        """Nothing is waited for."""
         if self._unseen is not None:
             self._unseen.cancel()

@@ -36,6 +36,7 @@ class PickerState:
     addresses: Addresses = field(default_factory=Addresses)
     requests: dict[str, ObservedRequest] = field(default_factory=dict)
     observed: bool = False  # there is a filter that shows answers
+    told: bool | None = None  # whether Envoy tells of answers' heads; None: nobody knows yet
     numbers: count[int] = field(default_factory=lambda: count(1))
     random: Random = field(default_factory=Random)
 

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse
 from indexer.errors import RequestError
 from indexer.openapi import errors, json_body
 from router.apis.fields import kind_of, optional_string
-from router.fleet.adapters import Told
 from router.fleet.fleet import Fleet
-from router.fleet.worker import Worker
+from router.fleet.told import Told
+from router.routes.chosen_workers import base_model, chosen, report, serving
 from router.services import Services
 
 
@@ -88,63 +88,15 @@ class _Asked:
         self.chosen = urls is not None
         self.model: str | None = None
         if urls is not None:
-            self.workers: Sequence[Worker] = [_find(fleet, url) for url in urls]
+            self.workers = chosen(fleet, urls)
             return
-        self.model = _base_model(fleet, name)
-        self.workers = [worker for worker in fleet.workers if worker.up and self.model in worker.models()]
-        if not self.workers:
-            raise RequestError(
-                f"No worker of model {self.model!r} answers. Try again later.",
-                status=503,
-                type="service_unavailable",
-                code="no_worker_available",
-            )
-
-
-def _find(fleet: Fleet, url: object) -> Worker:
-    worker = fleet.find(url) if isinstance(url, str) else None
-    if worker is None:
-        raise RequestError(
-            f"workers: there is no worker {url!r}. GET /workers lists them.",
-            status=404,
-            type="not_found_error",
-            param="workers",
-        )
-    return worker
-
-
-def _base_model(fleet: Fleet, name: str | None) -> str:
-    models = sorted({model for worker in fleet.workers for model in worker.models()})
-    if name is not None:
-        model = fleet.model_of(fleet.aliases.get(name, name))
-        if model is None:
-            raise RequestError(
-                f"The model {name!r} does not exist. Send one of: {', '.join(models)}.",
-                status=404,
-                type="not_found_error",
-                param="model",
-                code="model_not_found",
-            )
-        return model
-    if len(models) != 1:
-        raise RequestError(
-            f"The workers serve {', '.join(models) or 'no model yet'}. Say in model which one the adapter is for.",
-            param="model",
-        )
-    return models[0]
+        self.model = base_model(fleet, name)
+        self.workers = serving(fleet, self.model)
 
 
 async def _answer(fleet: Fleet, name: str, told: Sequence[Told]) -> JSONResponse:
     for each in told:
         if each.well:
             await fleet.probe(each.worker)  # its models are others now
-    failed = [each for each in told if not each.well]
-    body: dict[str, Any] = {
-        "lora_name": name,
-        "workers": [{"worker": each.worker.name, "status": each.status, "message": each.message} for each in told],
-    }
-    if not failed:
-        return JSONResponse(body)
-    message = f"{len(failed)} of {len(told)} workers failed; {failed[0].worker.name}: {failed[0].message}"
-    error = {"message": message, "type": "upstream_error", "param": None, "code": "adapter"}
-    return JSONResponse({"error": error, **body}, 502)
+    status, fields = report(told, "adapter")
+    return JSONResponse({"lora_name": name, **fields}, status)

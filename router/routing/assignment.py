@@ -11,6 +11,7 @@ from router.fleet.load import Reservation
 from router.fleet.worker import Worker
 from router.holdings.audit import Prediction
 from router.holdings.speculation import ReleaseCallback
+from router.learning.forecasts import WatchedAnswer
 from router.learning.learned import RequestTiming
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import Selection
@@ -53,6 +54,7 @@ class Assignment:
         self.prediction: Prediction | None = None  # where its prompts are known
         self.timing: RequestTiming | None = None
         self.sample: SampledRequest | None = None
+        self.watched: WatchedAnswer | None = None  # where it is compared with what was predicted
         self.prefill: Assignment | None = None  # where the prompt is computed, if that is another worker
         self._callbacks: list[ReleaseCallback] | None = None
 
@@ -64,13 +66,20 @@ class Assignment:
     @property
     def wants_usage(self) -> bool:
         """Whether anything is learned from what the answer says of its tokens."""
-        return self.timing is not None or self.sample is not None or self.prediction is not None
+        return (
+            self.timing is not None
+            or self.sample is not None
+            or self.prediction is not None
+            or self.watched is not None
+        )
 
     def first_byte(self, now: float | None = None) -> None:
         """The answer began."""
         self.reservation.first_byte(now)
         if self.timing:
             self.timing.first_byte()
+        if self.watched is not None:
+            self.watched.first_token(now)
         if self.sample:
             self.sample.first_byte()
 

@@ -55,7 +55,7 @@ class LoadView:
         if changed is None:
             self._read_all()
         else:
-            for slot in changed:
+            for slot in set(changed):  # a request changes its target's load some times
                 row = self._row_of_slot.get(slot)
                 if row is not None:
                     self._read(row)

@@ -71,8 +71,6 @@ class OverlapFinder:
         self._peer_load = peer_load
         self._history = history
         self._audit = audit
-        self._clears = 0
-        self._times_cleared: dict[Target, int] = {}
 
     def find(
         self,
@@ -84,7 +82,7 @@ class OverlapFinder:
         overlaps: Overlaps,
     ) -> None:
         """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each of the prompts."""
-        if self._clears != self._indexer.index.clears:
+        if self._indexer.index.cleared:
             self._forget_cleared()
         of_target, distrusts = targets.of_target, self._audit.distrusts
         for number, chunks in enumerate(hashes):
@@ -143,14 +141,11 @@ class OverlapFinder:
 
     def _forget_cleared(self) -> None:
         """Expect nothing more of targets whose events said that they hold nothing any more."""
-        self._clears = self._indexer.index.clears
-        before, self._times_cleared = self._times_cleared, {}
-        for registration in self._indexer.registered():
-            target = registration.target
-            times = self._times_cleared[target] = self._indexer.times_cleared(target)
-            if times > before.get(target, 0):
-                self._speculation.forget_ended(target)
-                self._history.forget(target)
+        cleared = self._indexer.index.cleared
+        while cleared:
+            target = cleared.pop()  # one by one: streams are read meanwhile
+            self._speculation.forget_ended(target)
+            self._history.forget(target)
 
     def _matches(
         self, targets: ModelTargets, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import structlog
 
 from indexer import Indexer
@@ -12,8 +14,11 @@ from router.holdings.audit import Basis, HitAudit, Prediction
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings, reusable_hashes
 from router.learning.learned import Learned
+from router.policies.promises import Forecast
 from router.policies.rates import prefill_seconds
+from router.policies.records import Candidate
 from router.routing.assignment import Assignment, RequestSampler
+from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import Selection
 from router.sharing import LoadSharing
@@ -22,7 +27,10 @@ log = structlog.get_logger()
 
 
 class Reservations:
-    """Reserves, records what is in flight, and learns from answers. `sampler` sees some of the requests."""
+    """Reserves, records what is in flight, and learns from answers. `sampler` sees some of the requests.
+
+    `forecast`: what a candidate is predicted to take for a prompt.
+    """
 
     def __init__(
         self,
@@ -33,6 +41,7 @@ class Reservations:
         history: RoutingHistory,
         audit: HitAudit,
         sharing: LoadSharing,
+        forecast: Callable[[RoutableRank, Candidate, RoutedPrompt], Forecast],
     ) -> None:
         self.sampler: RequestSampler | None = None
         self._indexer = indexer
@@ -42,6 +51,8 @@ class Reservations:
         self._history = history
         self._audit = audit
         self._sharing = sharing
+        self._forecast = forecast
+        self._forecasts = learned.forecasts
         self._sample_from = 0.0
 
     def reserve(self, prompt: RoutedPrompt, selection: Selection, now: float, needs_prompts: bool) -> Assignment:
@@ -83,6 +94,9 @@ class Reservations:
         if needs_prompts and computes:
             rates = self._learned.rates.learner(worker.url, target.model).rates
             seconds = prefill_seconds(rates, prompt.tokens, chosen.overlap, chosen.requests, chosen.context)
+        forecast = selection.forecast
+        if forecast is None and now >= self._forecasts.due and needs_prompts and prompt.streamed and computes and decodes:
+            forecast = self._forecast(rank, chosen, prompt)
         reservation = Reservation(
             load,
             uncached,
@@ -95,7 +109,10 @@ class Reservations:
         if self._sharing.channels:
             work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
         attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
-        return Assignment(selection, reservation, attempt)
+        assignment = Assignment(selection, reservation, attempt)
+        if forecast is not None and prompt.streamed and prompt.answers == 1 and len(prompt.identities) <= 1:
+            assignment.watched = self._forecasts.watch(target, forecast, selection.promise, now)
+        return assignment
 
     def record_in_flight(self, prompt: RoutedPrompt, assignment: Assignment, now: float) -> None:
         """Count the prompts of a reserved request as held soon, and watch what becomes of it.
@@ -156,6 +173,8 @@ class Reservations:
             self._audit.answered(assignment.prediction, usage)
         if assignment.sample:
             assignment.sample.answered(usage)
+        if assignment.watched is not None:
+            assignment.watched.ended(usage.completion if usage else 0)
         if assignment.timing and usage:
             assignment.timing.end(usage.completion)
 
@@ -175,7 +194,7 @@ class Reservations:
     def removed(self, worker: Worker) -> None:
         """A worker is gone: nothing of it is kept."""
         self._load.forget(worker.url)
-        self._learned.rates.forget(worker.url)
+        self._learned.forget(worker.url)
         for target in worker.targets:
             self._speculation.forget(target)
             self._history.removed(target)

@@ -31,15 +31,17 @@ from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
-from router.policies import ByTurn, LinearPolicy, NamedPolicy
+from router.policies import ByTurn, Candidate, LinearPolicy, NamedPolicy
+from router.policies.promises import Forecast, Promise
 from router.policies.rates import prefill_seconds
 from router.routing.assignment import Assignment, RequestSampler
-from router.routing.candidates import CandidateFinder, without
+from router.routing.candidates import CandidateFinder, CandidateSet, without
 from router.routing.disaggregated_selection import DisaggregatedSelector
 from router.routing.errors import unavailable, unknown_model
 from router.routing.limits import NO_LIMITS, Limits
 from router.routing.overlaps import OverlapFinder
 from router.routing.prebuilt_selections import PrebuiltSelections
+from router.routing.promised_selection import PromisedSelector
 from router.routing.prompt_reader import PromptReader
 from router.routing.reservations import Reservations
 from router.routing.routed_prompt import RoutedPrompt
@@ -79,8 +81,11 @@ class Router:
         self._candidates = CandidateFinder(
             fleet, load, sharing.peer_load, overlaps, learned, random, self._linear, policy.spec.uses_rates
         )
-        self._reservations = Reservations(indexer, load, speculation, learned, history, audit, sharing)
         self._disaggregated = DisaggregatedSelector(self._candidates, policy.choose, disaggregation, random)
+        self._promised = PromisedSelector(learned, sharing.peer_load, policy.choose, random)
+        self._reservations = Reservations(
+            indexer, load, speculation, learned, history, audit, sharing, self._promised.forecast
+        )
         self._prebuilt: PrebuiltSelections | None = None
         if isinstance(policy.choose, ByTurn):
             self._prebuilt = PrebuiltSelections(fleet, self._candidates.directory, policy.choose, random)
@@ -137,15 +142,16 @@ class Router:
         excluded: Collection[Worker] = (),
         limits: Limits = NO_LIMITS,
         now: float | None = None,
+        promise: Promise | None = None,
     ) -> Selection | None:
         """The selection as it would be now; None when all targets are at their limits.
 
-        `excluded`: workers it may not go to. `now`: by `time.monotonic`, where it was just read. Raises RequestError
-        (503) when no worker is left.
+        `excluded`: workers it may not go to. `now`: by `time.monotonic`, where it was just read. `promise`: what the
+        request was promised, if anything. Raises RequestError (503) when no worker is left.
         """
         by_load = not self._reader.needs_prompts and limits.unlimited
         prebuilt = self._prebuilt if by_load and not prompt.stored else None
-        if prebuilt is not None and not excluded and not self._fleet.disaggregated:
+        if prebuilt is not None and promise is None and not excluded and not self._fleet.disaggregated:
             selection = prebuilt.choose(prompt.name)
             if selection is not None:
                 return selection
@@ -155,6 +161,8 @@ class Router:
             self._learned.look_at_evictions(self._indexer, now)
         found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
         if found.count:
+            if promise is not None:
+                return self._keeping(prompt, excluded, found, promise, now)
             if self._linear is not None and not found.rates and not self._fleet.disaggregated:
                 return found.cheapest(self._linear, prompt.tokens)
             request = self._candidates.request(prompt, found)
@@ -166,6 +174,30 @@ class Router:
         if prompt.name is not None and not self._fleet.serving(prompt.name):
             raise unknown_model(self._fleet, prompt.name)
         raise unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
+
+    def _keeping(
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, promise: Promise, now: float
+    ) -> Selection:
+        """The selection that keeps a promise, where there is one.
+
+        Where a prompt is computed by another worker than decodes the answer, nothing is predicted.
+        """
+        request = self._candidates.request(prompt, found)
+        if self._fleet.disaggregated:
+            selection = self._disaggregated.select(prompt, excluded, found, request, now)
+            selection.promise = promise
+            return selection
+        usual: Selection | None = None
+        if self._linear is not None and not found.rates:
+            usual = found.cheapest(self._linear, prompt.tokens)
+        if usual is None:
+            usual = found.select(self._policy(found.candidates, request))
+        return self._promised.select(found, usual, prompt, request, promise, now)
+
+    def forecast(self, candidate: Candidate, prompt: RoutedPrompt) -> Forecast:
+        """What a candidate is predicted to take for a prompt that is sent now."""
+        rank = self._candidates.directory.of(prompt.name).of_target[candidate.target]
+        return self._promised.forecast(rank, candidate, prompt)
 
     def prefill_seconds(self, prompt: RoutedPrompt) -> float:
         """How long a prompt's prefill would take where most of it is cached; all of it where no worker is left."""

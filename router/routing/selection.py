@@ -7,6 +7,7 @@ from array import array
 from router.disaggregation.decision import Disaggregation
 from router.fleet.worker import Worker
 from router.policies import Decision
+from router.policies.promises import Forecast, Promise
 from router.routing.routable_rank import RoutableRank
 
 NO_HASHES: list[array[int]] = []
@@ -18,7 +19,8 @@ class Selection:
     `rank`: what was chosen; `hashes`: the chunk hashes of the request's prompts there. `by_events`: the overlap by
     events and prompts in flight, whether or not it is the one used. `best_overlap`: the most tokens that any candidate
     has. `disaggregation`: whether another worker computes the prompt, where a decode worker was chosen; `prefill` is
-    the selection of that.
+    the selection of that. `promise`: what the request was promised; `forecast`: what is predicted of it there; `late`:
+    the seconds by which it is then late.
     """
 
     def __init__(
@@ -30,6 +32,9 @@ class Selection:
         best_overlap: int = 0,
         disaggregation: Disaggregation | None = None,
         prefill: Selection | None = None,
+        promise: Promise | None = None,
+        forecast: Forecast | None = None,
+        late: float = 0.0,
     ) -> None:
         self.decision = decision
         self.rank = rank
@@ -38,6 +43,9 @@ class Selection:
         self.best_overlap = best_overlap
         self.disaggregation = disaggregation
         self.prefill = prefill
+        self.promise = promise
+        self.forecast = forecast
+        self.late = late
 
     @property
     def worker(self) -> Worker:

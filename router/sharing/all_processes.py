@@ -32,6 +32,8 @@ _RELAYED = frozenset(
         ("POST", "/register"),
         ("POST", "/unregister"),
         ("POST", "/reset_prefix_cache"),
+        ("POST", "/sleep"),
+        ("POST", "/wake_up"),
     }
 )
 _MERGE_SECONDS = 1.0
@@ -47,6 +49,7 @@ _WORST_FIRST = [
     WorkerState.WARMING,
     WorkerState.NEW,
     WorkerState.DRAINED,
+    WorkerState.ASLEEP,
     WorkerState.READY,
 ]
 

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 from pydantic import ValidationError
 
-from indexer.dump import DumpError, TargetDump, read_dump
+from indexer.dump import DumpError, SavedTarget, read_dump
 from router.fleet.fleet import Fleet
 from router.fleet.redirects import refuse_redirects
 from router.http.headers import Headers
@@ -92,7 +92,7 @@ class WorkerProcesses:
                 fleet.drain(worker, worker.url in changes.draining)
             return
 
-    def load_index(self, secret: str, token: str) -> list[TargetDump]:
+    def load_index(self, secret: str, token: str) -> list[SavedTarget]:
         """What the index of another process holds; nothing when all of them start."""
         if not self.again:
             return []

@@ -142,7 +142,7 @@ class EngineClient:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TokenizerUnavailableError(f"{url}: {connection_problem(error)}") from error
-        if key is not None:
+        if key is not None and status != 403:  # vLLM says so of rendering that is not enabled; others of keys, too
             key.answered(path, status)
         if status == 200:
             return answer

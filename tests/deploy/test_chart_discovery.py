@@ -105,7 +105,7 @@ async def found(objects: list[Object], namespace: str) -> tuple[dict[str, Role],
         fleet = Fleet([], NEVER_UP, indexer, session, no_model)
         await fleet.start()
         following = asyncio.create_task(follow_kubernetes(settings, access, session, fleet))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not fleet.workers or len(api.asked) < 2:
                 assert not api.refused
                 await asyncio.sleep(0.01)

@@ -98,7 +98,7 @@ def test_a_null_without_a_type_is_refused(tmp_path: Path) -> None:
 def exported() -> set[str]:
     """The names of all series of a router, which has its index inside."""
     with KvrouterProcess(["serve", "--port", "0", "--worker", "http://127.0.0.1:9"]) as router:
-        text = urlopen(f"{router.wait_until_listening()}/metrics", timeout=10).read().decode()
+        text = urlopen(f"{router.wait_until_listening()}/metrics", timeout=60).read().decode()
     names: set[str] = set()
     for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE):
         names |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"} if kind == "histogram" else {name}

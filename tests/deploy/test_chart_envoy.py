@@ -33,13 +33,13 @@ class Running:
     ports: dict[int, int]
 
     def get(self, listener: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
-        with closing(HTTPConnection("127.0.0.1", self.ports[listener], timeout=10)) as connection:
+        with closing(HTTPConnection("127.0.0.1", self.ports[listener], timeout=60)) as connection:
             connection.request("GET", path, headers=headers or {})
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
 
     def until(self, listener: int, path: str, status: int) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             try:
                 if self.get(listener, path)[0] == status:
@@ -143,7 +143,7 @@ def test_before_its_end_it_tells_clients_to_connect_anew(objects: list[Object], 
     command = [word.replace(str(ADMIN), str(running.ports[ADMIN])) for word in command]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, env={"PATH": os.environ["PATH"]})
     assert "200 OK" in ended.stdout
-    with closing(HTTPConnection("127.0.0.1", running.ports[CLIENTS], timeout=10)) as connection:
+    with closing(HTTPConnection("127.0.0.1", running.ports[CLIENTS], timeout=60)) as connection:
         connection.request("GET", "/")
         assert connection.getresponse().getheader("Connection") == "close"
     assert running.get(STATUS, "/ready")[0] == 503

@@ -85,11 +85,11 @@ def simulated_workers(count: int) -> Iterator[list[str]]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        yield asyncio.run_coroutine_threadsafe(start(), loop).result(30)
-        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(30)
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 
@@ -242,7 +242,7 @@ def run_curl(arguments: list[str], fleet: Fleet) -> str:
     finally:
         for worker in fleet.workers:
             body = json.dumps({"url": worker}).encode()
-            urlopen(Request(f"{fleet.router}/workers/undrain", body), timeout=10).read()
+            urlopen(Request(f"{fleet.router}/workers/undrain", body), timeout=60).read()
 
 
 def check_make(arguments: list[str], fleet: Fleet) -> None:
@@ -401,7 +401,7 @@ def test_the_command_serves(command: str, fleet: Fleet, monkeypatch: pytest.Monk
         arguments += ["--grpc-port", "0"]
     with KvrouterProcess(arguments) as process:
         url = process.wait_until_listening()
-        assert urlopen(f"{url}/health", timeout=10).status == 200
+        assert urlopen(f"{url}/health", timeout=60).status == 200
 
 
 @pytest.mark.docs

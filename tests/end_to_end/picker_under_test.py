@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import openai
 from envoy_client import DESTINATION, EnvoyStream, set_headers
-from router_under_test import QUICK, RouterUnderTest, serving
+from router_under_test import QUICK, TIMEOUT, RouterUnderTest, plain_client, serving
 from scripted_worker import MODEL
 
 from router.app import running_router
@@ -57,7 +56,7 @@ async def picker(*workers: str, **sections: Any) -> AsyncIterator[tuple[RouterUn
         running_router(settings) as app,
         running_picker(app, settings) as port,
         serving(HttpServer(app, shutdown_timeout=1)) as url,
-        aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(20)) as session,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as client,
+        aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(TIMEOUT)) as session,
+        plain_client(url) as client,
     ):
         yield RouterUnderTest(url, session, client), port

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -21,7 +22,10 @@ from router.server.http_server import HttpServer
 from router.server.sockets import listen
 from router.settings import Settings
 
-QUICK = {"probe_interval": 0.2, "retry_interval": 0.1}
+TIMEOUT = 60.0
+# A machine that pauses for seconds makes no worker look dead or hung.
+PATIENT = {"probe_timeout": 30.0, "stall_seconds": 30.0}
+QUICK = {"probe_interval": 0.2, "retry_interval": 0.1, **PATIENT}
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,12 @@ class RouterUnderTest:
         )
 
 
+def plain_client(url: str) -> openai.AsyncOpenAI:
+    """OpenAI's own client, without the certificates that plain HTTP does not need: reading them takes 20 ms."""
+    http = openai.DefaultAsyncHttpxClient(verify=False, timeout=TIMEOUT)
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT, http_client=http)
+
+
 @asynccontextmanager
 async def router(*workers: str, file: SettingsFile | None = None, **sections: Any) -> AsyncIterator[RouterUnderTest]:
     """A router in front of workers. `sections` are those of the settings, `file` where they can be read again."""
@@ -117,8 +127,8 @@ async def router(*workers: str, file: SettingsFile | None = None, **sections: An
     async with (
         running_router(settings, file) as app,
         serving(HttpServer(app, shutdown_timeout=1)) as url,
-        aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(20)) as session,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as client,
+        aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(TIMEOUT)) as session,
+        plain_client(url) as client,
     ):
         yield RouterUnderTest(url, session, client)
 
@@ -136,7 +146,23 @@ async def serving(server: HttpServer) -> AsyncIterator[str]:
         await running
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
+async def raw(routed: RouterUnderTest, request: bytes, half_close: bool = False) -> bytes:
+    """Send bytes; everything that comes until the connection is closed."""
+    address = urlsplit(routed.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        writer.write(request)
+        if half_close:
+            writer.write_eof()
+        async with asyncio.timeout(60):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
     """Wait until a condition holds."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110 - the condition is another's

@@ -54,7 +54,7 @@ class Pairs:
             total += sum(sample.value for family in families for sample in family.samples if sample.name == name)
         return total
 
-    async def until_nothing_is_left(self, seconds: float = 10) -> None:
+    async def until_nothing_is_left(self, seconds: float = 60) -> None:
         """Wait until no request, room, block in use or quarantined page is left."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         names += ("simulated:kv_rooms", "simulated:kv_pages_quarantined")

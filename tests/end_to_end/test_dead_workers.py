@@ -29,11 +29,11 @@ async def states(routed: RouterUnderTest) -> set[str]:
     return {rank["state"] for worker in await routed.workers() for rank in worker["ranks"]}
 
 
-async def until_streams_are(routed: RouterUnderTest, state: str, seconds: float = 30) -> None:
+async def until_streams_are(routed: RouterUnderTest, state: str) -> None:
     async def reached() -> bool:
         return await states(routed) == {state}
 
-    await until(reached, seconds)
+    await until(reached)
 
 
 async def row(routed: RouterUnderTest) -> Any:
@@ -60,7 +60,7 @@ async def test_a_killed_workers_stream_is_stale_until_it_comes_back() -> None:
 
             await until(heard)
             killed.send_signal(signal.SIGKILL)
-            await until_streams_are(routed, "stale", PROBED["probe_interval"] + 2)
+            await until_streams_are(routed, "stale")
             assert await routed.metric("kvrouter_stream_state", worker="gpu", state="live") == 0
             assert await routed.metric("kvrouter_stream_state", worker="gpu", state="stale") == 1
             told = await row(routed)
@@ -70,7 +70,7 @@ async def test_a_killed_workers_stream_is_stale_until_it_comes_back() -> None:
                 await asyncio.to_thread(another.wait_until_listening)
                 await until_streams_are(routed, "live")
                 assert (await row(routed))["stream"] == "live"
-    assert not [line for line in logs if "agreement" in line["event"]]
+    assert not any("agreement" in line["event"] for line in logs if line.get("worker") == "gpu")
 
 
 async def test_a_stopped_workers_stream_is_stale_and_not_encrypted() -> None:
@@ -86,7 +86,7 @@ async def test_a_stopped_workers_stream_is_stale_and_not_encrypted() -> None:
             finally:
                 stopped.send_signal(signal.SIGCONT)
             await until_streams_are(routed, "live")
-    assert "encrypted" not in repr(logs)
+    assert not any("encrypted" in str(line) for line in logs if line.get("worker") == url)
 
 
 async def test_silences_that_were_looked_into_are_no_replays() -> None:

@@ -328,7 +328,7 @@ async def test_any_description_leaves_the_others_served() -> None:
             @given(descriptions)
             @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
             def run(description: dict[str, Any]) -> None:
-                asyncio.run_coroutine_threadsafe(once(description), loop).result(20)
+                asyncio.run_coroutine_threadsafe(once(description), loop).result(60)
 
             await asyncio.to_thread(run)
 

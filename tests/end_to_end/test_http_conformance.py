@@ -59,7 +59,7 @@ class Wire:
 
     async def head(self) -> Answer:
         """The head of the next answer."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             first, *lines = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(b": ") for line in lines)}
         return Answer(int(first.split(b" ")[1]), headers, b"")
@@ -67,7 +67,7 @@ class Wire:
     async def answer(self) -> Answer:
         """The next answer, whole."""
         head = await self.head()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             if head.headers.get(b"transfer-encoding") == b"chunked":
                 body = b""
                 while size := int(await self.reader.readline(), 16):
@@ -79,7 +79,7 @@ class Wire:
 
     async def rest(self) -> bytes:
         """Everything until the connection is closed."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with suppress(ConnectionError):
                 return await self.reader.read()
         return b""
@@ -489,7 +489,7 @@ async def test_a_client_that_stops_sending_within_its_answer_has_left(worker: Sc
         await client.send(WHOLE)
         assert (await client.head()).status == 200
         client.writer.write_eof()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await left.wait()
 
 
@@ -497,7 +497,7 @@ async def test_a_client_that_stops_sending_within_its_body_has_left(url: str) ->
     async with wire(url) as client:
         await client.send(WHOLE[:-1])
         client.writer.write_eof()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await client.rest() == b""
 
 
@@ -541,7 +541,7 @@ async def test_a_client_that_does_not_read_holds_no_worker_for_ever(
     routed = running[1]
     async with wire(routed.url) as client:
         await client.send(WHOLE)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await left.wait()
         await routed.until_released()
         assert not client.reader.at_eof()  # it has not even looked
@@ -666,7 +666,7 @@ async def see_in_steps(client: Wire, worker: ScriptedWorker, pieces: list[bytes]
     await client.send(WHOLE)
     assert (await client.head()).status == 200
     for expected in shown:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await client.reader.readexactly(len(expected)) == expected
         seen.release()
 
@@ -686,7 +686,7 @@ async def test_a_stream_that_breaks_off_after_chunks_that_passed_stays_framed(
     async with wire(url) as client:
         await see_in_steps(client, worker, [first, second, end], shown)
         body = b""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while size := int(await client.reader.readline(), 16):
                 body += (await client.reader.readexactly(size + 2))[:-2]
             assert await client.reader.readexactly(2) == b"\r\n"

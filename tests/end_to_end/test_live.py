@@ -37,7 +37,7 @@ async def updates(routed: RouterUnderTest, **options: Any) -> AsyncIterator[dict
 
 
 async def test_a_viewer_is_told_everything_and_then_what_changes(worker: str) -> None:
-    async with router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(15):
+    async with router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(60):
         first = await anext(told)
         assert {(row["worker"], row["dp_rank"]) for row in first["ranks"].values()} == {(worker, 0), (worker, 1)}
         assert {row["stream"] for row in first["ranks"].values()} <= {"live", "replaying", "connecting"}
@@ -67,7 +67,7 @@ async def seen(told: AsyncIterator[dict[str, Any]], condition: Callable[[dict[st
 
 
 async def test_tokens_and_what_the_cache_saved_are_drawn(worker: str) -> None:
-    async with router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(30):
+    async with router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(60):
         for _ in range(2):
             await routed.call("/v1/chat/completions", CHAT)
         point = await seen(told, lambda point: point["generated"])
@@ -85,7 +85,7 @@ async def test_tokens_and_what_the_cache_saved_are_drawn(worker: str) -> None:
 async def test_refusals_are_drawn_and_a_model_without_workers_is_counted() -> None:
     async with running(SimulatedWorkerSettings()) as gone, router(gone) as routed:
         assert await routed.metric("kvrouter_model_workers", model="simulated") == 1
-        async with aclosing(updates(routed)) as told, asyncio.timeout(30):
+        async with aclosing(updates(routed)) as told, asyncio.timeout(60):
             await routed.call("/workers/drain", {"url": gone})
             assert (await routed.call("/v1/chat/completions", CHAT)).status == 503
             point = await seen(told, lambda point: point["refused"])
@@ -93,7 +93,7 @@ async def test_refusals_are_drawn_and_a_model_without_workers_is_counted() -> No
 
 
 async def test_a_viewer_is_told_who_answers_and_what_is_wrong(worker: str) -> None:
-    async with router(worker, "http://127.0.0.1:9") as routed, aclosing(updates(routed)) as told, asyncio.timeout(20):
+    async with router(worker, "http://127.0.0.1:9") as routed, aclosing(updates(routed)) as told, asyncio.timeout(60):
         first = await anext(told)
         health = (await routed.call("/health")).json()
         assert {name: first["about"][name] for name in ("version", "core", "policy")} == {
@@ -109,7 +109,7 @@ async def test_nothing_is_told_without_the_token(worker: str) -> None:
         assert (await routed.call("/live")).status == 401
         assert (await routed.call("/ui")).status == 200
         headers = {"Authorization": "Bearer admin"}
-        async with aclosing(updates(routed, headers=headers)) as told, asyncio.timeout(10):
+        async with aclosing(updates(routed, headers=headers)) as told, asyncio.timeout(60):
             assert (await anext(told))["ranks"]
 
 
@@ -122,7 +122,7 @@ async def test_a_tenant_is_told_nothing(worker: str) -> None:
 
 async def test_a_worker_that_is_gone_is_told_of(worker: str) -> None:
     started = running(SimulatedWorkerSettings())
-    async with started as other, router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(20):
+    async with started as other, router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(60):
         assert await routed.call("/workers", {"url": other})
         update = await anext(told)
         while not any(key.startswith(other) for key in update["ranks"]):
@@ -133,7 +133,7 @@ async def test_a_worker_that_is_gone_is_told_of(worker: str) -> None:
 
 
 async def test_only_so_many_may_look_on(worker: str) -> None:
-    async with router(worker) as routed, asyncio.timeout(20):
+    async with router(worker) as routed, asyncio.timeout(60):
         viewers = [updates(routed) for _ in range(MAX_VIEWERS)]
         await asyncio.gather(*map(anext, viewers))
         refused = await routed.call("/live")
@@ -146,7 +146,7 @@ async def test_viewers_do_not_hold_up_the_end(worker: str) -> None:
         async with router(worker) as routed:
             response = await session.get(f"{routed.url}/live")
             assert await response.content.readline()
-        assert await asyncio.wait_for(response.read(), 5) is not None
+        assert await asyncio.wait_for(response.read(), 60) is not None
 
 
 async def test_the_page_loads_nothing_from_elsewhere(worker: str) -> None:

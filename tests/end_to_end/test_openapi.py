@@ -53,9 +53,9 @@ def document() -> Iterator[Document]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        url = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+        url = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
         yield Document(url)
-        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

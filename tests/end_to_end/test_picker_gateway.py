@@ -287,7 +287,7 @@ async def test_a_peer_that_does_not_offer_http2_is_not_served(worker: ScriptedWo
     async with picker(worker.url, picker={"certificate": pair.crt, "key": pair.key}) as (_, port):
         trusting = ssl.create_default_context(cadata=pair.trusted.decode())
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()
         await writer.wait_closed()
 

@@ -34,14 +34,14 @@ class TwoProcesses:
         """An answer's JSON. Every call has a connection of its own, so that the kernel chooses the process."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json", "connection": "close"}
-        with urlopen(Request(self.url + path, data, headers, method=method), timeout=20) as answer:
+        with urlopen(Request(self.url + path, data, headers, method=method), timeout=60) as answer:
             return json.loads(answer.read())
 
     def complete(self) -> Any:
         return self.call("/v1/completions", {"model": "simulated", "prompt": PROMPT, "max_tokens": 2})
 
     def metrics(self) -> list[tuple[str, dict[str, str], float]]:
-        with urlopen(f"{self.url}/metrics", timeout=20) as answer:
+        with urlopen(f"{self.url}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         return [
             (sample.name, sample.labels, sample.value)
@@ -115,7 +115,7 @@ def state(two: TwoProcesses, url: str) -> str:
     return str(found)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not become so"
@@ -126,7 +126,7 @@ def test_a_recording_has_the_requests_of_all_processes(two: TwoProcesses) -> Non
     lines: list[dict[str, Any]] = []
 
     def listen() -> None:
-        with suppress(OSError), urlopen(f"{two.url}/requests?block_tokens=16", timeout=20) as answer:
+        with suppress(OSError), urlopen(f"{two.url}/requests?block_tokens=16", timeout=60) as answer:
             for line in answer:
                 lines.append(json.loads(line))
                 if ended.is_set():
@@ -155,5 +155,5 @@ def test_a_recording_has_the_requests_of_all_processes(two: TwoProcesses) -> Non
         until(all_of_both)
     finally:
         ended.set()
-        listening.join(20)
+        listening.join(60)
     assert len({tuple(line["hash_ids"]) for line in recorded()}) == 1

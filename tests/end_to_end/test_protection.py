@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import openai
 import pytest
 import trustme
 from aiohttp import web
-from router_under_test import Reply, RouterUnderTest, router, serving
+from router_under_test import Reply, RouterUnderTest, raw, router, serving
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
 from typer.testing import CliRunner
 
@@ -259,20 +257,6 @@ async def test_a_worker_may_ask_who_the_router_is(authority: tuple[trustme.CA, d
 
 
 # HTTP that can be read in two ways
-
-
-async def raw(routed: RouterUnderTest, request: bytes) -> bytes:
-    """Send bytes; everything that comes until the connection is closed."""
-    address = urlsplit(routed.url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    try:
-        writer.write(request)
-        async with asyncio.timeout(10):
-            return await reader.read()
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import openai
 import pytest
-from router_under_test import RouterUnderTest, router, until
+from router_under_test import RouterUnderTest, raw, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
 pytestmark = pytest.mark.anyio
@@ -34,17 +34,10 @@ async def routed(worker: ScriptedWorker) -> AsyncIterator[RouterUnderTest]:
         yield routed
 
 
-async def raw(routed: RouterUnderTest, request: bytes) -> tuple[list[bytes], bytes]:
+async def head_and_body(routed: RouterUnderTest, request: bytes) -> tuple[list[bytes], bytes]:
     """Send bytes; the lines of the answer's head, and its body. The request asks for the connection to be closed."""
-    address = urlsplit(routed.url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    try:
-        writer.write(request)
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        return head.split(b"\r\n"), body
-    finally:
-        writer.close()
-        await writer.wait_closed()
+    head, _, body = (await raw(routed, request)).partition(b"\r\n\r\n")
+    return head.split(b"\r\n"), body
 
 
 # Bytes
@@ -55,7 +48,7 @@ async def test_a_request_arrives_as_it_was_sent(worker: ScriptedWorker, routed: 
         b"Content-Type: application/json; charset=utf-8\r\nAuthorization: Bearer secret\r\nX-Name: Zo\xc3\xab\r\n"
         b"X-Twice: 1\r\nCookie: a=b\r\nX-Twice: 2\r\nUser-Agent: test/1.0\r\nX-Empty: \r\n"
     )
-    await raw(
+    await head_and_body(
         routed,
         b"POST /v1/completions?debug=1&q=a%20b HTTP/1.1\r\nHost: public.example\r\nConnection: close\r\n"
         + headers
@@ -81,7 +74,8 @@ async def test_an_answer_arrives_as_it_was_sent(worker: ScriptedWorker, routed: 
         await exchange.answer(body, "418 I'm a teapot", headers)
 
     worker.script = script
-    head, received = await raw(routed, b"GET /v1/files/teapot HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+    request = b"GET /v1/files/teapot HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
+    head, received = await head_and_body(routed, request)
     assert received == body
     assert head[0].startswith(b"HTTP/1.1 418")
     own = (b"date:", b"connection:", b"x-kvrouter-", b"x-request-id:")
@@ -130,7 +124,7 @@ async def test_headers_about_the_connection_are_not_returned(worker: ScriptedWor
     "target", ["/v1/files/a?x=%26&y=1+2", "/v1/files/a@b:c", "/v1/files?", "/v1/files?a=/../b;c='d'|{e}"]
 )
 async def test_paths_and_queries_are_left_alone(worker: ScriptedWorker, routed: RouterUnderTest, target: str) -> None:
-    await raw(routed, b"GET %b HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n" % target.encode())
+    await head_and_body(routed, b"GET %b HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n" % target.encode())
     assert worker.last.target == target.removesuffix("?")
 
 
@@ -225,7 +219,7 @@ async def test_a_stream_is_passed_on_piece_by_piece(worker: ScriptedWorker, rout
         await exchange.chunk(b"")
 
     worker.script = script
-    async with asyncio.timeout(10), routed.request(PATH, BODY) as response:
+    async with asyncio.timeout(60), routed.request(PATH, BODY) as response:
         assert response.content_type == "text/event-stream"
         async for piece in response.content.iter_any():
             received.put_nowait(piece)
@@ -243,7 +237,7 @@ async def test_the_head_of_an_answer_does_not_wait_for_its_body(
         await exchange.chunk(b"")
 
     worker.script = script
-    async with asyncio.timeout(10), routed.request(PATH, BODY) as response:
+    async with asyncio.timeout(60), routed.request(PATH, BODY) as response:
         begun.set()
         assert await response.read() == b""
 
@@ -321,7 +315,7 @@ async def test_a_client_that_leaves_takes_its_request_along(
 
     worker.script = script
     asking = asyncio.create_task(ask())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await arrived.wait()
         assert await routed.requests_in_flight() == 1
         asking.cancel()
@@ -524,14 +518,16 @@ async def test_a_long_answer_is_no_silence(worker: ScriptedWorker) -> None:
 # Ranks
 
 
-async def test_the_chosen_rank_is_told_to_a_worker_that_has_several(worker: ScriptedWorker) -> None:
-    streams = [{"dp_rank": rank, "endpoint": f"tcp://127.0.0.1:{rank + 1}"} for rank in range(3)]
+@pytest.mark.parametrize("first", [0, 4])
+async def test_the_chosen_rank_is_told_to_a_worker_that_has_several(worker: ScriptedWorker, first: int) -> None:
+    """A server that has not the first ranks (`--data-parallel-hybrid-lb`) counts its own."""
+    streams = [{"dp_rank": first + rank, "endpoint": f"tcp://127.0.0.1:{rank + 1}"} for rank in range(3)]
     workers = [{"url": worker.url, "streams": streams}]
     unreachable = {"catch_up_timeout": 0}
     async with router(workers=workers, policy={"name": "round_robin"}, events=unreachable) as routed:
         replies = [await routed.call(PATH, BODY, headers={"X-Data-Parallel-Rank": "7"}) for _ in range(3)]
     assert [exchange.header("x-data-parallel-rank") for exchange in worker.exchanges] == [[b"0"], [b"1"], [b"2"]]
-    assert [reply.headers["x-kvrouter-dp-rank"] for reply in replies] == ["0", "1", "2"]
+    assert [int(reply.headers["x-kvrouter-dp-rank"]) - first for reply in replies] == [0, 1, 2]
 
 
 async def test_a_worker_of_one_rank_is_told_none(worker: ScriptedWorker, routed: RouterUnderTest) -> None:

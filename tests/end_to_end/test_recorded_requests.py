@@ -46,11 +46,11 @@ async def recorded(
     """What a recording holds of some requests, one after the other."""
     begun, stopped = asyncio.Event(), asyncio.Event()
     recording = asyncio.create_task(record_requests(routed.url, "", output, block_tokens, stopped, begun.set))
-    await asyncio.wait_for(begun.wait(), 10)
+    await asyncio.wait_for(begun.wait(), 60)
     for body in bodies:
         await routed.call("/v1/chat/completions", body)
     stopped.set()
-    return await asyncio.wait_for(recording, 10), read_trace(output).lines
+    return await asyncio.wait_for(recording, 60), read_trace(output).lines
 
 
 async def told(routed: RouterUnderTest, query: str = "") -> AsyncIterator[dict[str, Any]]:
@@ -150,6 +150,6 @@ async def test_only_so_many_may_record_and_none_holds_up_the_end(worker: str, tm
         recording = asyncio.create_task(
             record_requests(routed.url, "", tmp_path / "a", 512, asyncio.Event(), begun.set)
         )
-        await asyncio.wait_for(begun.wait(), 10)
-    assert "the router" in (await asyncio.wait_for(recording, 10)).broken_off
+        await asyncio.wait_for(begun.wait(), 60)
+    assert "the router" in (await asyncio.wait_for(recording, 60)).broken_off
     await listeners[0].aclose()

@@ -69,7 +69,7 @@ async def replicas(*urls: str, prefix: str = "kvrouter") -> AsyncIterator[list[R
             await each.sharing.stop()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the condition is another's
             await asyncio.sleep(0.01)

@@ -43,7 +43,7 @@ async def test_the_screen_updates_and_keys_work() -> None:
         shown = bytearray()
         asyncio.get_running_loop().add_reader(ours, lambda: shown.extend(read(ours)))
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await until_shown(shown, worker.removeprefix("http://").encode())
                 os.write(ours, b"r")
                 await until_shown(shown, "requests ▾".encode())
@@ -73,6 +73,6 @@ async def printed(*command: str, status: int = 0) -> str:
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=os.environ | {"COLUMNS": "160"}
     )
-    output, _ = await asyncio.wait_for(process.communicate(), 30)
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == status, output.decode()
     return output.decode()

@@ -95,7 +95,7 @@ def test_a_damaged_write_lands_where_it_may_or_not_at_all() -> None:
 
 def _send_damaged(random: Random, address: tuple[str, int], runs: list[tuple[int, int]]) -> None:
     """A session whose greeting is right, and whose write is not."""
-    channel = Channel(socket.create_connection(address, timeout=5))
+    channel = Channel(socket.create_connection(address, timeout=60))
     with closing(channel), suppress(OSError):  # it may be cut at any byte
         greet(channel, "tcp", None, time.monotonic() + 5)
         recorder, recorded = socket.socketpair()

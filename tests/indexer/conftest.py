@@ -52,9 +52,11 @@ def publisher(publishers: Callable[..., Publisher]) -> Publisher:
 
 
 @pytest.fixture
-def indexer() -> Indexer:
-    """An indexer with short deadlines; `client` or `running` starts and stops it."""
-    return Indexer(sequence=SequenceSettings(replay_timeout=0.3, idle_check=1.0))
+def indexer() -> Iterator[Indexer]:
+    """An indexer with short deadlines; `client` or `running` starts it."""
+    indexer = Indexer(sequence=SequenceSettings(replay_timeout=0.3, idle_check=1.0))
+    yield indexer
+    indexer.stop()
 
 
 @pytest.fixture
@@ -66,11 +68,10 @@ def client(indexer: Indexer) -> Iterator[Client]:
 
 
 @pytest.fixture
-def running(indexer: Indexer) -> Iterator[Indexer]:
+def running(indexer: Indexer) -> Indexer:
     """The indexer on its own, started."""
     indexer.start()
-    yield indexer
-    indexer.stop()
+    return indexer
 
 
 @pytest.fixture

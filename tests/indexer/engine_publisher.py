@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import zmq
 from kvevents import Event, EventBatch, encode_batch
 from kvevents.frames import end_of_replay_frames, live_frames, parse_replay_request, replay_frames
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 
 
 def eventually(condition: Callable[[], Any]) -> None:
@@ -28,14 +27,15 @@ class Publisher:
     """One rank's PUB socket, and a ROUTER that answers replay requests from the batches published so far.
 
     `silent`: replay requests stay unanswered. `keep`: how many batches a replay can still bring. `dropped`: sequence
-    numbers that the next replay leaves out. `replay_loss`: the part of its messages that any replay leaves out.
+    numbers that the next replay leaves out. `halves_replays`: any replay leaves out every other batch, the one after it
+    the others.
     `legacy`: replay messages carry no topic. `hwm`: live messages that wait for a slow subscriber (0: all).
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], topic: bytes = b"", hwm: int = 0) -> None:
         self.topic = topic
         self.hwm = hwm
-        self.replay_loss = 0.0
+        self.halves_replays = False
         self.silent = False
         self.legacy = False
         self.keep: int | None = None
@@ -98,7 +98,9 @@ class Publisher:
                 continue
             dropped, self.dropped = self.dropped, set()
             for seq, payload in self.batches[-self.keep :] if self.keep else list(self.batches):
-                if seq >= start and seq not in dropped and random.random() >= self.replay_loss:
+                if seq < start or seq in dropped:
+                    continue
+                if not self.halves_replays or (seq + len(self.requests)) % 2:
                     self._reply(router, replay_frames(client, self.topic, seq, payload))
             self._reply(router, end_of_replay_frames(client, self.topic))
 

@@ -23,7 +23,7 @@ class Client:
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=15)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
     def get(self, path: str) -> tuple[int, Any]:
         status, body = self.request("GET", path)
@@ -59,7 +59,7 @@ async def admit(registration: Registration) -> Registration:
 
 @contextmanager
 def served(indexer: Indexer) -> Iterator[Client]:
-    """Serve an indexer, which is started and stopped with it."""
+    """Serve an indexer; it is started and stopped by its owner."""
     app = indexer_app(indexer, read_match, admit)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
     thread = threading.Thread(target=server.run)

@@ -189,7 +189,7 @@ def test_30_percent_of_the_live_batches_get_lost(
 def test_every_replay_drops_half_of_what_it_sends(
     publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
-    publisher.replay_loss = 0.5
+    publisher.halves_replays = True
     engine = Engine(4)
     work(engine, publisher, 1000)
     follow(publisher)

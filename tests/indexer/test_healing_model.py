@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
-from typing import Any
 
-import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from random_engine import Engine, Prompt
+from state_machines import case_of
 
-from indexer import Target, make_index
-from indexer.cores import CORE_VARIABLE, CORES
+from indexer import Target
+from indexer.cores import CORES
 from indexer.dump import DumpedStream, TargetDump, read_dump, write_dump
 from indexer.hashing import Namespace, PackedPrompt
 from indexer.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
@@ -189,7 +187,8 @@ class Healing(RuleBasedStateMachine):
         runs, holders = self.index.dump(TARGET)
         stream = DumpedStream(last.seq, batch_time(last.payload) or 0.0, self.sequence.complete)
         dump = TargetDump("w", 0, "m", "default", "", "", "", "", 1, None, None, [1], stream, runs, holders)
-        (self.saved,) = read_dump(write_dump([dump], ""), "")
+        (saved,) = read_dump(write_dump([dump], ""), "")
+        self.saved = saved.whole()
         self.saved_claimable = self.claimable.copy()
 
     @precondition(lambda self: self.saved is not None)
@@ -328,16 +327,5 @@ class Healing(RuleBasedStateMachine):
                 self.claimable |= {self.blocks[name] for name in each.block_hashes}
 
 
-def case_of(machine: Any, core: str, examples: int, steps: int) -> Any:
-    class OfCore(machine):  # type: ignore[misc]
-        def make_index(self) -> Any:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(CORE_VARIABLE, core)
-                return make_index()
-
-    OfCore.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
-    return OfCore.TestCase
-
-
 for core in CORES:
-    globals()[f"TestHealing{core.title()}"] = case_of(Healing, core, 600, 30)
+    globals()[f"TestHealing{core.title()}"] = case_of(Healing, core, 250, 30)

@@ -54,6 +54,17 @@ def drop_all(index: Index, *targets: Target) -> None:
     index.check_integrity()
 
 
+def test_targets_that_were_cleared_wait_to_be_taken_note_of(index: Index) -> None:
+    apply(index, A, stored([1], PROMPT[:2]))
+    assert index.cleared == set()
+    apply(index, A, AllBlocksCleared(), stored([1], PROMPT[:2]))
+    assert index.cleared == {A}
+    index.clear(B)
+    assert index.cleared == {A, B}
+    index.drop(A)
+    assert index.cleared == {B}
+
+
 def test_each_target_matches_as_far_as_it_holds_every_block(index: Index) -> None:
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     apply(index, B, stored([1, 2], PROMPT[:4]))

@@ -185,6 +185,7 @@ def unchanged() -> Iterator[Client]:
     indexer.register(Registration(Target("known", 0, "m"), None))
     with served(indexer) as client:
         yield client
+    indexer.stop()
 
 
 REGISTRATION = {"endpoint": "tcp://127.0.0.1:5557", "modelname": "m", "instance_id": "a"}

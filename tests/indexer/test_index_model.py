@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from state_machines import case_of
 
-from indexer import Target, make_index
-from indexer.cores import CORE_VARIABLE, CORES
+from indexer import Target
+from indexer.cores import CORES
 from indexer.hashing import Namespace, PackedPrompt
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Tier, tier_of
 
@@ -208,17 +207,6 @@ class LongStretches(RandomEngines):
     """The same with prompts of thousands of blocks, which take several runs."""
 
     stretch = 700
-
-
-def case_of(machine: Any, core: str, examples: int, steps: int) -> Any:
-    class OfCore(machine):  # type: ignore[misc]
-        def make_index(self) -> Any:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(CORE_VARIABLE, core)
-                return make_index()
-
-    OfCore.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
-    return OfCore.TestCase
 
 
 for core in CORES:

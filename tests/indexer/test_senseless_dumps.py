@@ -91,7 +91,7 @@ GOOD = msgspec.json.encode(
 @given(lines)
 def test_any_line_of_a_dump_costs_its_own_stream_alone(line: dict[str, object]) -> None:
     saved = read_dump(dump_with(GOOD, msgspec.json.encode(line), GOOD.replace(b'"w"', b'"x"')), "")
-    assert {"w", "x"} <= {target.worker for target in saved}
+    assert {"w", "x"} <= {target.about.worker for target in saved}
     indexer = Indexer()
     indexer.use_dump(saved)
     indexer.register_saved()
@@ -142,7 +142,7 @@ def test_a_senseless_target_of_a_snapshot_costs_that_stream_alone(tmp_path: Path
 def test_a_time_that_is_no_number_costs_that_stream_alone(tmp_path: Path, number: str) -> None:
     bad = GOOD.replace(b'"w"', b'"bad"').replace(b'"last_time":1.0', b'"last_time":' + number.encode())
     (tmp_path / "index").write_bytes(b"".join(dump_with(bad, GOOD)))
-    assert [saved.worker for saved in load_snapshot(tmp_path / "index", "")] == ["w"]
+    assert [saved.about.worker for saved in load_snapshot(tmp_path / "index", "")] == ["w"]
 
 
 def test_a_peer_that_leads_elsewhere_is_not_followed() -> None:

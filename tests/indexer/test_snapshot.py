@@ -16,7 +16,7 @@ from index_client import Client
 from structlog.testing import capture_logs
 
 from indexer import Index, Indexer, MatchQuery, Registration, Target, make_index
-from indexer.dump import DumpedStream, DumpError, TargetDump, read_dump, write_dump
+from indexer.dump import DumpedStream, DumpError, SavedTarget, TargetDump, read_dump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, pack_tokens
 from indexer.sequence import SequenceSettings, StreamState
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot, save_snapshot
@@ -36,7 +36,7 @@ def indexers() -> Iterator[Callable[[], Indexer]]:
     """Makes indexers that run until the test ends, or until they are stopped."""
     running: list[Indexer] = []
 
-    def make(*dump: TargetDump, secret: str = "") -> Indexer:
+    def make(*dump: SavedTarget, secret: str = "") -> Indexer:
         indexer = new_indexer(secret)
         indexer.use_dump(dump)
         indexer.start()
@@ -198,7 +198,7 @@ def test_snapshots_are_written_now_and_then_and_at_the_end(
     publisher.publish(stored([2], PROMPT[2:4], 1))
     caught_up(indexer, 1)
     writer.stop()
-    assert load_snapshot(path, "")[0].stream.last_seq == 1
+    assert load_snapshot(path, "")[0].about.stream.last_seq == 1
 
 
 def test_another_indexer_is_something_to_begin_with(
@@ -268,7 +268,7 @@ def test_what_is_restored_is_what_was_held(stores: list[tuple[list[int], str]], 
     for each in (index, again):
         each.add(TARGET)
     index.apply(TARGET, EventBatch(0.0, events))
-    again.restore(TARGET, dump_of(index))
+    again.restore(TARGET, SavedTarget(dump_of(index)).whole())
     again.check_integrity()
     assert again.runs <= index.runs
     namespace = Namespace("m", "default", None, None, 2)

@@ -398,7 +398,7 @@ def test_an_indexer_can_be_stopped_before_it_reads_what_was_registered(publisher
         indexer.register(Registration(Target(f"w{number}", 0, "m"), source))
     stopping = Thread(target=indexer.stop, daemon=True)
     stopping.start()
-    stopping.join(10)
+    stopping.join(60)
     assert not stopping.is_alive()
 
 

@@ -34,7 +34,6 @@ def guarded(indexer: Indexer) -> Iterator[Client]:
     client.close()
     server.should_exit = True
     thread.join()
-    indexer.stop()
 
 
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer other", "Basic s3cret", "s3cret", "Bearer s3cret2"])

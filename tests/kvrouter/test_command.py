@@ -69,7 +69,7 @@ def service(*arguments: str, ended_by: signal.Signals = signal.SIGTERM) -> Itera
             giving_up.cancel()
             yield listens.group(1), process
             process.send_signal(ended_by)
-            output, _ = process.communicate(timeout=10)
+            output, _ = process.communicate(timeout=60)
             assert process.returncode == 0, output
             assert "Traceback" not in output
         finally:

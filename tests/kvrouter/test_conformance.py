@@ -76,7 +76,7 @@ def test_the_indexer_says_what_the_engine_said(indexer: str, name: str) -> None:
     score = check(indexer, name)
     assert (score.right, score.requests) == RIGHT[name]
     assert score.ghosts == 0
-    with urlopen(f"{indexer}/workers", timeout=10) as answer:
+    with urlopen(f"{indexer}/workers", timeout=60) as answer:
         assert json.load(answer) == {"workers": []}
 
 

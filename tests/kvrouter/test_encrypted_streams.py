@@ -28,7 +28,7 @@ from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
 from worker import EventPublisherFactory, PublisherConfig, ZmqEventPublisher
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 LOOPBACK = "tcp://127.0.0.1:0"
 TARGET = Target("w", 0, "m")
 
@@ -263,9 +263,9 @@ def test_a_simulated_worker_encrypts_its_streams(keys: Path) -> None:
     ) as process:
         url = process.wait_until_listening()
         body = json.dumps({"model": "simulated", "prompt": [7] * 20, "max_tokens": 1}).encode()
-        with urlopen(Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"}), timeout=10):
+        with urlopen(Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"}), timeout=60):
             pass
-        with urlopen(f"{url}/kv_event_sources", timeout=10) as answer:
+        with urlopen(f"{url}/kv_event_sources", timeout=60) as answer:
             stream = json.load(answer)["0"]
         reading = Indexer()
         reading.start()

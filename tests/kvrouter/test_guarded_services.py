@@ -36,7 +36,7 @@ def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, str
     """The status and the body of an answer, with its headers."""
     address = urlsplit(url)
     assert address.hostname is not None
-    connection = HTTPConnection(address.hostname, address.port, timeout=20)
+    connection = HTTPConnection(address.hostname, address.port, timeout=60)
     try:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         method = "GET" if body is None else "POST"
@@ -49,7 +49,7 @@ def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, str
 
 def connected(url: str, data: bytes) -> socket.socket:
     address = urlsplit(url)
-    connection = socket.create_connection((address.hostname, address.port), timeout=20)
+    connection = socket.create_connection((address.hostname, address.port), timeout=60)
     connection.sendall(data)
     return connection
 
@@ -148,7 +148,7 @@ def test_requests_that_are_half_sent_hold_up_no_end(worker: str, settings: Path,
             assert ask(url, "/health")[0] == 200
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            process.wait(20)
+            process.wait(60)
         assert time.monotonic() - began < 10  # they might take 30 s for a head, and 60 s for a body
 
 

@@ -24,7 +24,7 @@ from kvrouter.tools.replay.publication import Publication, PublishedSource
 from kvrouter.tools.replay.recorded import Recording, UnusableRecordingError, load_recording
 
 DATA = Path(__file__).parents[1] / "data"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def recording(name: str) -> Path:

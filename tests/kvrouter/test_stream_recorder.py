@@ -32,7 +32,7 @@ from kvrouter.tools.record import RecordedStream, parse_stream, record_streams, 
 from kvrouter.tools.replay.recorded import load_recording
 from worker import ZmqEventPublisher
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 LOOPBACK = "tcp://127.0.0.1:0"
 
 

@@ -63,7 +63,7 @@ def test_an_adapter_beside_the_model_is_not_the_tenants(clock: Clock) -> None:
     check, route = BodyCheck(LimitSettings()), Routes().find("POST", CHAT)
     for adapter in ("sql", ["sql"], ""):
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "lora_path": adapter}).encode()
-        assert check.checked(route, b"", body, tenant(clock), EngineFields.REFUSE) == body
+        assert check.checked(route, b"", body, tenant(clock), EngineFields.REFUSE)[0] == body
         with pytest.raises(RequestError) as refusal:
             check.checked(route, b"", body, tenant(clock, models=["m"]), EngineFields.REFUSE)
         assert (refusal.value.status, refusal.value.param) == (403, "lora_path")

@@ -72,7 +72,7 @@ def test_a_sign_of_life_moves_it() -> None:
         watched = Deadline(asyncio.get_running_loop(), late.set, lambda: bool(signs) and signs.pop())
         began = time.monotonic()
         watched.set(0.05)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await late.wait()
         assert time.monotonic() - began >= deadline.TICK + 0.05
 

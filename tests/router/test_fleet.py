@@ -26,7 +26,7 @@ QUICK = FleetSettings(probe_interval=0.05, retry_interval=0.05, probe_timeout=1.
 TOKENS = list(range(33))
 
 
-async def until(condition: Callable[[], object], seconds: float = 10) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60) -> None:
     """Wait until a condition holds."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the condition is another's

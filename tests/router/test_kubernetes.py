@@ -106,7 +106,7 @@ class Cluster:
         await self.until(lambda: {worker.url for worker in self.fleet.workers} == {f"http://{host}" for host in hosts})
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - the condition is another's
                 await asyncio.sleep(0.01)
 

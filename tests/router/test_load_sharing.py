@@ -361,7 +361,7 @@ def hear_all(wire: Wire, peer_load: PeerLoad) -> None:
     wire.told.clear()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the condition is another's
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The outline of a long body says what the body says, but for what its strings hold."""
+"""The skeleton of a long body says what the body says, but for what its strings hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from indexer.cores import CORES
 from indexer.errors import RequestError
 from router.access.bodies import read_object
 from router.apis.json_edit import field, with_field, without_fields
-from router.apis.strict_json import LONG, outline_of, strict_json
+from router.apis.strict_json import LONG, skeleton_of, strict_json
 
 pytestmark = pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
 
@@ -39,14 +39,14 @@ def without_text(value: Any) -> Any:
 
 
 @given(objects, st.booleans(), st.sampled_from([None, 0, 3]))
-def test_an_outline_has_everything_but_the_text(fields: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
+def test_a_skeleton_has_everything_but_the_text(fields: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
     body = long(fields, ascii_only, indent)
-    outline = outline_of(body)
-    assert outline is not None
-    assert len(outline.text) < LONG
+    skeleton = skeleton_of(body)
+    assert skeleton is not None
+    assert len(skeleton.text) < LONG
     whole = json.loads(body)
-    assert strict_json(outline.text) == without_text(whole)
-    found = {json.loads(body[at:end]): json.loads(body[start:stop]) for at, end, start, stop in outline.fields}
+    assert strict_json(skeleton.text) == without_text(whole)
+    found = {json.loads(body[at:end]): json.loads(body[start:stop]) for at, end, start, stop in skeleton.fields}
     assert found == whole
     changed = with_field(body, "salt", b'"new"')
     assert json.loads(changed) == whole | {"salt": "new"}
@@ -62,7 +62,7 @@ def test_an_outline_has_everything_but_the_text(fields: dict[str, Any], ascii_on
         st.tuples(st.integers(0, 400), st.integers(0, 2), st.sampled_from(list(range(256)))), min_size=1, max_size=3
     ),
 )
-def test_what_is_refused_of_a_body_is_refused_of_its_outline(
+def test_what_is_refused_of_a_body_is_refused_of_its_skeleton(
     fields: dict[str, Any], damage: list[tuple[int, int, int]]
 ) -> None:
     body = bytearray(json.dumps(fields | {"pad": PAD}).encode("utf-8", "replace"))
@@ -85,7 +85,7 @@ def test_what_is_refused_of_a_body_is_refused_of_its_outline(
 )
 def test_what_is_counted(many: str, counted: int) -> None:
     body = f'{{"pad": {json.dumps(PAD)}, "x": [{many}0]}}'.encode()
-    few, more = (outline_of(body.replace(b'"x"', name)) for name in (b'"x"', b'"y": [1, 2, 3], "x"'))
+    few, more = (skeleton_of(body.replace(b'"x"', name)) for name in (b'"x"', b'"y": [1, 2, 3], "x"'))
     assert few is not None
     assert more is not None
     assert few.values == counted + 8 + 1 + 8 + 2 * 4

@@ -101,6 +101,15 @@ async def test_the_folder_that_a_worker_names_is_used_if_it_is_here(local: Local
         assert played.findings == []
 
 
+async def test_an_engine_that_renders_for_nobody_refuses_no_key(local: LocalTokenizer) -> None:
+    """vLLM answers 403 to that, unless it was started with `--enable-scale-out`."""
+    async with playing(local) as played:
+        played.engines[0].renders = False
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.source.report()["m"]["compared_with"] == "tokenize"
+        assert played.workers[0].key.problem is None
+
+
 @pytest.mark.parametrize("root", [None, "/nowhere/m", "organisation/model"])
 async def test_otherwise_engines_are_asked_and_the_setting_is_named(local: LocalTokenizer, root: str | None) -> None:
     async with playing(local) as played:
@@ -284,7 +293,7 @@ async def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     import huggingface_hub
 
     release = threading.Event()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: release.wait(30))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: release.wait(60))
     try:
         with pytest.raises(TokenizerUnavailableError, match=r"within 0\.05 s"):
             await hub.fetched("organisation/model", 0.05)

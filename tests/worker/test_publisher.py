@@ -18,7 +18,7 @@ from kvevents import AllBlocksCleared, BlockStored, EventBatch, WireForm, decode
 from kvevents.frames import parse_live, parse_replay, replay_request
 from worker import EventPublisherFactory, NullEventPublisher, PublisherConfig, ZmqEventPublisher
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 LOOPBACK = "tcp://127.0.0.1:0"
 
 

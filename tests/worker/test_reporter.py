@@ -22,7 +22,7 @@ from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Wi
 from kvevents.frames import SNAPSHOT_START, is_snapshot, parse_live, parse_replay, parse_snapshot, replay_request
 from worker import EventPublisher, ParallelRanks, PublisherConfig, Reporter, ZmqEventPublisher
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 ANY_PORT = '{"publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}'
 
 

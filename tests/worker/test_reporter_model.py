@@ -19,7 +19,7 @@ from kvevents import EventSource, WireForm
 from worker import Reporter, ZmqEventPublisher
 
 LOOPBACK = "tcp://127.0.0.1:0"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 RANKS = (0, 1)
 SETTINGS = SequenceSettings(replay_timeout=0.5, idle_check=0.3, snapshot_interval=0.1)
 

@@ -17,7 +17,7 @@ from worker.simulated import SimulatedWorkerSettings
 from worker.simulated.cache import CachedSequence
 from worker.simulated.engine import Answer, Generation, Output, QueueFullError, SimulatedEngine
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 FAST = SimulatedWorkerSettings(
     block_size=4,
     num_blocks=256,

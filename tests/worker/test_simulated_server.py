@@ -29,7 +29,7 @@ from kvevents.sources import vllm_sources
 from worker import PublisherConfig
 from worker.simulated import SimulatedWorkerSettings, running
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 START_DEADLINE_S = 60.0
 FAST = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 

@@ -23,6 +23,7 @@ from worker.simulated.cache import CachedSequence, PagedPrefixCache
 from worker.simulated.settings import SimulatedWorkerSettings
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+SleepMode: TypeAlias = Literal["abort", "wait", "keep"]
 
 
 class QueueFullError(RuntimeError):
@@ -143,6 +144,8 @@ class SimulatedEngine:
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._work = asyncio.Event()
+        self._idle = asyncio.Event()  # set when nothing is computed
+        self.asleep = False
 
     @property
     def num_running(self) -> int:
@@ -234,6 +237,23 @@ class SimulatedEngine:
         self._publish()
         return done
 
+    async def sleep(self, level: int, mode: SleepMode) -> None:
+        """Compute nothing until `wake`, from level 1 on without what is cached. `mode`: what becomes of requests."""
+        if mode == "abort":
+            for generation in [*self._running, *self._waiting]:
+                generation.cancel()
+        while mode == "wait" and (self._running or self._waiting):
+            self._idle.clear()
+            await self._idle.wait()
+        self.asleep = True
+        if level >= 1:
+            self.reset_prefix_cache()
+
+    def wake(self) -> None:
+        """Go on."""
+        self.asleep = False
+        self._work.set()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the cache and the running requests agree."""
         self.cache.check_integrity([*(generation.sequence for generation in self._running), *self._held])
@@ -243,7 +263,8 @@ class SimulatedEngine:
         """Work until cancelled; requests that are left then are aborted."""
         try:
             while True:
-                while not (self._running or self._waiting):
+                while self.asleep or not (self._running or self._waiting):
+                    self._idle.set()
                     self._work.clear()
                     await self._work.wait()
                 await self._step()

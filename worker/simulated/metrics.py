@@ -46,6 +46,10 @@ class _EngineCollector(Collector):
         yield self._gauge(
             "kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", [e.cache.usage for e in self._engines]
         )
+        asleep = GaugeMetricFamily("vllm:engine_sleep_state", "Whether it is awake.", labels=(*LABELS, "sleep_state"))
+        for rank, engine in enumerate(self._engines):
+            asleep.add_metric((self._settings.model, str(rank), "awake"), float(not engine.asleep))
+        yield asleep
         stats = [engine.stats for engine in self._engines]
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", [s.prefix_queries for s in stats])
         yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", [s.prefix_hits for s in stats])

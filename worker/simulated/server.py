@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from worker.simulated import messages_api, sglang_api
 from worker.simulated.api_key import KeyMiddleware
+from worker.simulated.engine import SleepMode
 from worker.simulated.generate_api import GenerateRequest
 from worker.simulated.messages_api import CountTokensRequest, MessagesRequest
 from worker.simulated.pooling_api import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -217,6 +218,21 @@ async def unload_lora_adapter(body: AdapterRequest, request: Request) -> Respons
         raise ApiError(HTTPStatus.NOT_FOUND, f"The lora adapter '{body.lora_name}' cannot be found.")
     adapters.remove(body.lora_name)
     return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@_vllm_routes.post("/sleep")
+async def sleep(request: Request, level: int = 1, mode: SleepMode = "abort") -> dict[str, Any]:
+    """Compute nothing any more: as vLLM with `--enable-sleep-mode`, which has this in development mode alone."""
+    for engine in _worker(request).engines:
+        await engine.sleep(level, mode)
+    return {"status": "sleeping", "level": level}
+
+
+@_vllm_routes.post("/wake_up")
+async def wake_up(request: Request) -> dict[str, Any]:
+    for engine in _worker(request).engines:
+        engine.wake()
+    return {"status": "awake", "tags": None}
 
 
 @_routes.get("/metrics")

@@ -14,7 +14,7 @@ from kvrouter.tools.top.feed import Fleet
 
 Row = dict[str, Any]
 
-_WORST = ("down", "left_out", "trial", "new", "warming", "draining", "drained", "ready")
+_WORST = ("down", "left_out", "trial", "new", "warming", "draining", "drained", "asleep", "ready")
 _STYLES = dict.fromkeys(("ready", "live"), "green") | dict.fromkeys(("down", "left_out", "lost", "stale"), "bold red")
 # Lines beside those of the ranks: totals, the head of the table, requests and keys.
 _OTHER_LINES = 16

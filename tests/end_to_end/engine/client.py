@@ -25,6 +25,7 @@ class Answer:
     """One streamed answer. Times are monotonic seconds; `predicted` and `cached` are tokens of the prompt."""
 
     worker: str
+    dp_rank: str
     predicted: int
     text: str
     finish_reason: str | None
@@ -56,14 +57,23 @@ class Answer:
 
 
 class Client:
-    """Sends conversations to a router. A context manager."""
+    """Sends conversations to a router. A context manager.
 
-    def __init__(self, router: RouterProcess) -> None:
+    `model`: the one that is asked; `salt`: the name of a cache of its own; `words_are_tokens`: each of the vocabulary
+    is one token, so that answers are read as they were generated.
+    """
+
+    def __init__(
+        self, router: RouterProcess, model: str = MODEL, salt: str = "", words_are_tokens: bool = True
+    ) -> None:
         self._openai = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=120)
+        self._model = model
         words = "".join(f" {word}" for word in VOCABULARY)
-        tokenized = post_json(f"{router.url}/tokenize", {"model": MODEL, "prompt": words, "add_special_tokens": False})
-        assert len(tokenized["tokens"]) == len(VOCABULARY), "a word of the vocabulary is no token"
-        self._allowed_token_ids: list[int] = tokenized["tokens"]
+        tokenized = post_json(f"{router.url}/tokenize", {"model": model, "prompt": words, "add_special_tokens": False})
+        if words_are_tokens:
+            assert len(tokenized["tokens"]) == len(VOCABULARY), "a word of the vocabulary is no token"
+        self.allowed_token_ids: list[int] = tokenized["tokens"]
+        self._fields = {"allowed_token_ids": self.allowed_token_ids} | ({"cache_salt": salt} if salt else {})
 
     def __enter__(self) -> Client:
         return self
@@ -90,6 +100,7 @@ class Client:
         choices = [choice for chunk in chunks for choice in chunk.choices]
         return Answer(
             worker=response.headers["x-kvrouter-worker"],
+            dp_rank=response.headers.get("x-kvrouter-dp-rank", ""),
             predicted=int(response.headers["x-kvrouter-overlap-tokens"]),
             text="".join(map(_content, chunks)),
             finish_reason=next((choice.finish_reason for choice in choices if choice.finish_reason), None),
@@ -142,13 +153,13 @@ class Client:
 
     def _request(self, messages: Iterable[dict[str, str]], answer_tokens: int) -> dict[str, Any]:
         return {
-            "model": MODEL,
+            "model": self._model,
             "messages": cast(list[ChatCompletionMessageParam], list(messages)),
             "max_tokens": answer_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "extra_body": {"allowed_token_ids": self._allowed_token_ids},
+            "extra_body": self._fields,
         }
 
 

@@ -24,6 +24,7 @@ OTHERS = ("xllamacpp==2026.10.11549", "gguf==0.19.0", "accelerate==1.15.0", "nix
 # hidden size, layers, attention heads, key-value heads
 MODELS = {"tiny": (128, 2, 4, 2), "small": (768, 12, 12, 4)}
 LAST_FAMILY = "gemma3"  # that is made
+ADAPTERS = {"poet": 1, "clerk": 2}  # LoRA adapters of the tiny model, each with its seed
 
 
 class InstallationError(Exception):
@@ -59,11 +60,16 @@ class Installation:
 
     def complete(self) -> bool:
         """Whether everything is there, in the right versions."""
-        return all(map(self._made, MODELS)) and self._has_families() and self.gguf.exists() and self._has_vllm()
+        made = all(map(self._made, MODELS)) and self._has_families() and all(map(self._has_adapter, ADAPTERS))
+        return made and self.gguf.exists() and self._has_vllm()
 
     def family(self, name: str) -> Path:
         """The folder of a model of `make_families.py`."""
         return self.directory / "families" / name
+
+    def adapter(self, name: str) -> Path:
+        """The folder of a LoRA adapter of the tiny model."""
+        return self.directory / "adapters" / name
 
     def install(self) -> None:
         """Make everything that is missing. Raises InstallationError."""
@@ -73,9 +79,14 @@ class Installation:
         for name in MODELS:
             if not self._made(name):
                 _run(self.python, make_model, self.model(name), *MODELS[name])
+        for name, seed in ADAPTERS.items():
+            if not self._has_adapter(name):
+                make_adapter = Path(__file__).with_name("make_adapter.py")
+                _run(self.python, make_adapter, self.adapter(name), self.model("tiny"), seed)
         if not self._has_families():
             _run(self.python, Path(__file__).with_name("make_families.py"), self.directory / "families")
-        self._install_others(python_311())
+        if not self.gguf.exists():
+            self._install_others(python_311())
 
     def _install_others(self, python: str) -> None:
         """Engines without events, in an environment beside vLLM's that sees its packages."""
@@ -109,6 +120,9 @@ class Installation:
 
     def _has_families(self) -> bool:
         return (self.family(LAST_FAMILY) / "model.safetensors").exists()
+
+    def _has_adapter(self, name: str) -> bool:
+        return (self.adapter(name) / "adapter_model.safetensors").exists()
 
     def _made(self, name: str) -> bool:
         return (self.model(name) / "model.safetensors").exists()  # the file that is written last

@@ -83,6 +83,14 @@ class ServerProcess:
                 self._process.stdin.close()
             self._process = None
 
+    def pause(self) -> None:
+        """SIGSTOP to the whole group."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT to the whole group."""
+        self._signal(signal.SIGCONT)
+
     def log_end(self) -> str:
         """The last lines of the log, and where it is."""
         lines = self.log.read_text(errors="replace").splitlines()[-30:]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.installation import Installation
-from engine.processes import ServerProcess
+from engine.processes import ServerProcess, wait_for
 from engine.web import answers, get_json, post_json
 
 MODEL = "tiny"
@@ -53,6 +53,7 @@ class VllmWorker:
         self.api_key = api_key
         self._vllm = [installation.vllm] if python is None else [python, "-m", "vllm.entrypoints.cli.main"]
         self._environment = _WORKER_ENVIRONMENT | dict(environment or {})
+        self.installation = installation
         self._model = model or installation.model(MODEL)
         self._flags = list(flags)
         self._port, self._replay_port = free_ports(2)
@@ -84,11 +85,26 @@ class VllmWorker:
             command += ["--api-key", self.api_key]
         self._process.start([str(word) for word in [*command, *self._flags]], self._environment)
 
+    def swap(self, model: Path) -> None:
+        """Another model, from the next start on."""
+        self._model = model
+
+    def add_flags(self, *flags: str) -> None:
+        """More of them, from the next start on."""
+        self._flags += flags
+
     def wait_until_ready(self) -> None:
         self._process.wait_for(lambda: answers(f"{self.url}/health"), WORKER_START_SECONDS, "answers /health")
 
     def kill(self) -> None:
         self._process.kill()
+
+    def pause(self) -> None:
+        """It stands still, and its connections stay."""
+        self._process.pause()
+
+    def go_on(self) -> None:
+        self._process.go_on()
 
     def stop(self) -> None:
         self._process.stop()
@@ -98,11 +114,19 @@ class RouterProcess:
     """`kvrouter serve`, given nothing but the workers' URLs and what a test asks for. A context manager.
 
     `patience`: the seconds of silence after which a worker counts as hung, if not the default. `failovers`: how often a
-    stream may go on elsewhere.
+    stream may go on elsewhere; `token`: the operator's; `check_seconds`: between trials how workers
+    read prompts.
     """
 
     def __init__(
-        self, workers: list[VllmWorker], logs: Path, *options: str, patience: float | None = None, failovers: int = 0
+        self,
+        workers: list[VllmWorker],
+        logs: Path,
+        *options: str,
+        patience: float | None = None,
+        failovers: int = 0,
+        token: str = "",
+        check_seconds: float | None = None,
     ) -> None:
         self._process = ServerProcess("kvrouter", logs / "kvrouter.log")
         self._command = [str(Path(sys.executable).with_name("kvrouter")), "serve", "--port", "0", *options]
@@ -111,6 +135,10 @@ class RouterProcess:
         self._environment = {} if patience is None else {"KVROUTER_FLEET__STALL_SECONDS": str(patience)}
         if failovers:
             self._environment["KVROUTER_PROXY__STREAM_FAILOVERS"] = str(failovers)
+        if check_seconds is not None:
+            self._environment["KVROUTER_TOKENIZER__CHECK_INTERVAL"] = str(check_seconds)
+        if token:
+            self._environment["KVROUTER_SERVER__TOKEN"] = token
         if keys := {worker.api_key for worker in workers} - {""}:
             (self._environment["KVROUTER_FLEET__API_KEY"],) = keys
         self.url = ""
@@ -140,6 +168,15 @@ class RouterProcess:
         """The tokens of a conversation that each worker holds, by URL."""
         matches = post_json(f"{self.url}/match", {"model": MODEL, "messages": messages})["matches"]
         return {match["worker"]: match["matched_tokens"] for match in matches}
+
+    def tokenizer(self) -> dict[str, Any]:
+        """How it says that prompts become tokens."""
+        report: dict[str, Any] = get_json(f"{self.url}/workers")["tokenizers"][MODEL]
+        return report
+
+    def wait_until_compared(self) -> None:
+        """Until then it reads prompts by its best guess at the model's files."""
+        wait_for(lambda: self.tokenizer()["shapes"], ROUTER_START_SECONDS, "its tokens are compared")
 
     def reset_caches(self) -> None:
         statuses = post_json(f"{self.url}/reset_prefix_cache")["workers"]

@@ -14,9 +14,10 @@ def get_json(url: str) -> Any:
     return _json(Request(url))
 
 
-def post_json(url: str, body: Any = None) -> Any:
-    """What a URL answers to a JSON body. Raises HTTPError, OSError."""
-    return _json(Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"))
+def post_json(url: str, body: Any = None, token: str = "") -> Any:
+    """What a URL answers to a JSON body. `token`: who asks. Raises HTTPError, OSError."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    return _json(Request(url, json.dumps(body).encode(), headers, method="POST"))
 
 
 def post_reply(url: str, body: Any) -> tuple[Message, Any]:

@@ -99,6 +99,24 @@ async def test_by_headers_alone(tmp_path: Path) -> None:
         assert b"some words" in worker.last.body
 
 
+async def test_nothing_of_answers(tmp_path: Path) -> None:
+    """As kgateway configures Envoy: the stream stays open all the same until the answer is over."""
+
+    def change(_: Any) -> Any:
+        found = cheapest(None)
+        skipped = {"response_header_mode": "SKIP", "response_trailer_mode": "SKIP"}
+        filters(found)[0]["typed_config"]["processing_mode"] |= skipped
+        return found
+
+    held = Held()
+    async with (
+        scripted_worker(held) as worker,
+        picker(worker.url) as (side, port),
+        envoy(port, tmp_path, change) as through,
+    ):
+        await release_is_seen(side, through, held)
+
+
 async def test_one_filter_that_is_asked_to_show_no_more(tmp_path: Path) -> None:
     """Answers would be shown; `mode_override` says for each that it need not be."""
 

@@ -18,7 +18,7 @@ from router.picker.http2 import frames
 
 ECHO, SILENT, MANY, CRASH = "/t.T/Echo", "/t.T/Silent", "/t.T/Many", "/t.T/Crash"
 LARGEST = 2**20
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 class Calls:

@@ -20,7 +20,7 @@ async def test_who_is_late_is_called_in_turn_and_who_is_dropped_is_not() -> None
     deadlines.drop("dropped")
     deadlines.drop("unknown")
     deadlines.set("later", done.set)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await done.wait()
     assert called == ["a", "b"]
     deadlines.set("never", lambda: called.append("never"))
@@ -28,6 +28,6 @@ async def test_who_is_late_is_called_in_turn_and_who_is_dropped_is_not() -> None
     done.clear()
     others = Deadlines(0.03)
     others.set("after", done.set)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await done.wait()
     assert called == ["a", "b"]

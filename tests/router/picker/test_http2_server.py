@@ -182,7 +182,7 @@ async def test_answers_wait_for_windows(server: tuple[Calls, int]) -> None:
 async def test_a_server_that_stops_says_so_and_lets_calls_end() -> None:
     stopping = grpc_server(stop_seconds=10)
     calls, port = await stopping.__aenter__()
-    async with asyncio.timeout(10), raw_peer(port) as client:
+    async with asyncio.timeout(60), raw_peer(port) as client:
         block = hpack.Encoder().encode(request(ECHO))
         await client.send(frame(frames.HEADERS, frames.END_HEADERS, 1, block))
         await calls.until(lambda: bool(calls.open))

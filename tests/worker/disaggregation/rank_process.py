@@ -282,7 +282,7 @@ class Ranks:
     def landed(self, name: int, page: int) -> bool:
         """Whether the first bytes of this page's first layer arrived."""
         first = next(iter(self._ranks[name].kv.values()))[page]
-        return _until(lambda: bool(first[0] != SENTINEL), 5)
+        return _until(lambda: bool(first[0] != SENTINEL), 60)
 
     def wait_unread(self) -> bool:
         """Whether the sockets of this process came to be full of bytes that their peers do not take."""
@@ -292,7 +292,7 @@ class Ranks:
             time.sleep(0.2)
             return 0 < held == sum(map(_unread, os.listdir("/proc/self/fd")))
 
-        return _until(full, 5)
+        return _until(full, 60)
 
     # What is left
 
@@ -312,7 +312,7 @@ class Ranks:
             counts["grants"] = len(rank.grants)
             return [f"{count} {what}" for what, count in counts.items() if count]
 
-        _until(lambda: not held(), 3)
+        _until(lambda: not held(), 60)
         return held()
 
     def rejected(self, name: int) -> dict[str, int]:
@@ -320,14 +320,14 @@ class Ranks:
 
     def wait_requests(self, name: int) -> bool:
         """Whether a request came for a room that has no sender."""
-        return _until(lambda: self._ranks[name].manager.stats().waiting_requests > 0, 5)
+        return _until(lambda: self._ranks[name].manager.stats().waiting_requests > 0, 60)
 
     def wait_peers(self, name: int, count: int) -> bool:
         """Whether this rank came to know so many."""
-        return _until(lambda: self._ranks[name].manager.stats().peers == count, 5)
+        return _until(lambda: self._ranks[name].manager.stats().peers == count, 60)
 
     def threads(self) -> list[str]:
-        _until(lambda: threading.active_count() == 1, 3)
+        _until(lambda: threading.active_count() == 1, 60)
         return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
     def descriptors(self) -> int:
@@ -394,7 +394,7 @@ class RankProcess:
 
     def stop(self) -> None:
         os.kill(self._process.pid or 0, signal.SIGSTOP)
-        assert _until(lambda: self._state() == "T", 5)
+        assert _until(lambda: self._state() == "T", 60)
 
     def resume(self) -> None:
         os.kill(self._process.pid or 0, signal.SIGCONT)
@@ -402,7 +402,7 @@ class RankProcess:
     def close(self) -> None:
         if self._process.is_alive():
             self._connection.send(None)
-            self._process.join(5)
+            self._process.join(60)
             self.kill()
 
 

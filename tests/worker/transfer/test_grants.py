@@ -84,7 +84,7 @@ def test_revoke_waits_for_those_inside() -> None:
             break
     assert not answers
     grant.leave()
-    thread.join(10)
+    thread.join(60)
     assert answers == [Quiescence.QUIESCENT]
 
 

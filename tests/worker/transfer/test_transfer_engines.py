@@ -327,7 +327,7 @@ def test_a_receiver_killed_in_a_write(engine: str, receiver: Receiver, start_pee
     failures: list[TransferError] = []
     thread = _writing(receiver, peer, _grant_all(peer), failures, 5.0)
     peer.kill()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     (failure,) = failures
     assert isinstance(failure, PeerLostError if engine not in ONE_SIDED else TransferError)
@@ -340,7 +340,7 @@ def test_a_receiver_that_sleeps_costs_no_more_than_the_deadline(
     failures: list[TransferError] = []
     thread = _writing(receiver, target, key, failures, 0.3)
     target.stop()
-    thread.join(10)
+    thread.join(60)
     target.resume()
     assert not thread.is_alive()
     assert isinstance(failures[0], DeadlineError)
@@ -395,7 +395,7 @@ def test_a_session_can_be_closed_while_it_writes(receiver: Receiver, target: Pee
     thread = threading.Thread(target=write)
     thread.start()
     session.close()
-    thread.join(10)
+    thread.join(60)
     target.resume()
     assert isinstance(failures[0], PeerLostError)
 

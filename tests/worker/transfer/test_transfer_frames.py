@@ -86,7 +86,7 @@ def receiver(parties: tuple[Party, Party]) -> Iterator[Party]:
 
 def _dial(receiver: Party) -> socket.socket:
     address = json.loads(receiver.engine.address())
-    return socket.create_connection((address["host"], address["port"]), timeout=5)
+    return socket.create_connection((address["host"], address["port"]), timeout=60)
 
 
 def _session(receiver: Party) -> Channel:

@@ -138,13 +138,13 @@ class PeerProcess:
         assert self.process.stdout is not None
         self.process.stdin.close()
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.kill()
         self.process.stdout.close()
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     """Fails the test when the condition does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():

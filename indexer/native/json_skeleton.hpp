@@ -15,8 +15,8 @@ struct JsonField {
 };
 
 // The same JSON with `""` for every string that is no name, and its outermost fields. Of the grammar it knows only where
-// strings begin and end: what is no JSON has an outline that is none.
-class JsonOutline {
+// strings begin and end: what is no JSON has a skeleton that is none.
+class JsonSkeleton {
 public:
     std::string text;
     std::vector<JsonField> fields;

@@ -1,0 +1,73 @@
+"""What it costs to know that a body has one meaning: make bench-bodies.
+
+Each side says that a chat is a JSON object that every parser reads alike, and reads what routing by load looks at. In
+turns: ours, the native pass that leaves an outline of the body; the same by the strict parser that reads what is rare,
+and msgspec; and msgspec alone, which checks nothing. Printed: medians of processor time, in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+
+from indexer.cores import native_core
+from router.access.bodies import BodyCheck, read_object
+from router.apis.body_fields import NamedFields
+from router.apis.fields import read_body
+from router.settings import LimitSettings
+
+_ROUNDS = 300
+_CALLS = 20
+_LIMITS = LimitSettings()
+_CHECK = BodyCheck(_LIMITS)
+
+
+def _chat(size: int) -> bytes:
+    text = "You are brief and answer in one sentence. "
+    messages = [
+        {"role": role, "content": text * 6} for role in ("system", "user", "assistant") for _ in range(size // 768)
+    ]
+    return json.dumps({"model": "m", "messages": messages, "max_tokens": 16, "stream": True}).encode()
+
+
+def _outlined(body: bytes) -> None:
+    outline = _CHECK.outline(body)
+    assert outline is not None
+    read_body(outline, NamedFields)
+
+
+def _strict(body: bytes) -> None:
+    read_object(body, _LIMITS.values)
+    read_body(body, NamedFields)
+
+
+def _unchecked(body: bytes) -> None:
+    read_body(body, NamedFields)
+
+
+_SIDES: dict[str, Callable[[bytes], None]] = {"ours": _outlined, "strict": _strict, "unchecked": _unchecked}
+
+
+def main() -> None:
+    """Measure."""
+    if native_core() is None:
+        raise SystemExit("There is no native core here: make native")
+    print(f"{'body':>8}" + "".join(f"{side:>12}" for side in _SIDES) + f"{'strict/ours':>14}")
+    for size in (1024, 65536):
+        body = _chat(size)
+        times: dict[str, list[float]] = {side: [] for side in _SIDES}
+        for _ in range(_ROUNDS):
+            for side, read in _SIDES.items():
+                began = time.process_time_ns()
+                for _ in range(_CALLS):
+                    read(body)
+                times[side].append((time.process_time_ns() - began) / _CALLS / 1000)
+        cost = {side: median(taken) for side, taken in times.items()}
+        row = "".join(f"{cost[side]:12.1f}" for side in _SIDES)
+        print(f"{len(body) / 1024:5.0f} KB{row}{cost['strict'] / cost['ours']:14.1f}")
+
+
+if __name__ == "__main__":
+    main()

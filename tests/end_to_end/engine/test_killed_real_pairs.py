@@ -1,0 +1,164 @@
+"""Prefill and decode vLLMs that die, and clients that leave: what had not begun is not lost, and nothing is kept.
+
+`make test-engine-pd` runs these. A worker that stands still (SIGSTOP) takes connections, and its part of a request can
+be ended at any point.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from engine.installation import Installation
+from engine.pairs import LEASE_SECONDS, asked, completed, metrics, pair_worker, prompts, router_before, started
+from engine.processes import wait_for
+from engine.servers import RouterProcess, VllmWorker
+
+pytestmark = pytest.mark.engine_pd
+
+TOKENS = 200
+PATIENCE = 60.0  # so that a worker that stands still is not taken for a hung one
+Answer = tuple[list[int], dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def vllms(installation: Installation, logs: Path) -> Iterator[dict[str, VllmWorker]]:
+    found = {"alone": VllmWorker("alone", installation, logs)}
+    found |= {name: pair_worker(name, installation, logs) for name in ("prefill", "decode")}
+    with started(*found.values()):
+        yield found
+
+
+@pytest.fixture
+def pair(vllms: dict[str, VllmWorker], logs: Path, tmp_path: Path) -> Iterator[RouterProcess]:
+    """A router before one prefill and one decode worker, both running, whatever the test before did to them."""
+    killed = [worker for worker in vllms.values() if not worker.running]
+    for worker in killed:
+        worker.start()
+    for worker in killed:
+        worker.wait_until_ready()
+    with router_before([vllms["prefill"]], [vllms["decode"]], logs, tmp_path, patience=PATIENCE) as router:
+        yield router
+
+
+@contextmanager
+def asking(router: RouterProcess, prompt: str) -> Iterator[Future[Answer]]:
+    """A completion under way."""
+    with ThreadPoolExecutor(1) as threads:
+        yield threads.submit(completed, router.url, prompt, TOKENS)
+
+
+def is_sent(router: RouterProcess, worker: VllmWorker) -> bool:
+    """Whether the router has a request in flight there."""
+    return bool(router.workers()[worker.url]["requests_in_flight"])
+
+
+def test_the_prefill_worker_is_killed_before_its_leg(pair: RouterProcess, vllms: dict[str, VllmWorker]) -> None:
+    long = prompts(1)
+    vllms["prefill"].kill()
+    answers = [completed(pair.url, prompt) for prompt in long]
+    assert answers == [completed(vllms["alone"].url, prompt) for prompt in long]
+
+
+def test_the_prefill_worker_is_killed_in_its_leg(pair: RouterProcess, vllms: dict[str, VllmWorker]) -> None:
+    prompt = prompts(2)[-2]
+    vllms["prefill"].pause()
+    with asking(pair, prompt) as answer:
+        wait_for(lambda: is_sent(pair, vllms["prefill"]), 30, "the prefill worker has it")
+        vllms["prefill"].kill()
+        assert answer.result(60)[0] == completed(vllms["alone"].url, prompt, TOKENS)[0]
+
+
+def test_the_prefill_worker_is_killed_before_its_blocks_are_fetched(
+    pair: RouterProcess, vllms: dict[str, VllmWorker]
+) -> None:
+    prompt = prompts(3)[-2]
+    vllms["decode"].pause()
+    before = metrics(vllms["prefill"])["request_success_total"]
+    with asking(pair, prompt) as answer:
+        wait_for(
+            lambda: metrics(vllms["prefill"])["request_success_total"] > before,
+            30,
+            "the prefill worker has done it",
+        )
+        vllms["prefill"].kill()
+        vllms["decode"].go_on()
+        assert answer.result(60)[0] == completed(vllms["alone"].url, prompt, TOKENS)[0]
+
+
+def test_the_prefill_worker_is_killed_after_its_leg(pair: RouterProcess, vllms: dict[str, VllmWorker]) -> None:
+    prompt = prompts(4)[-2]
+    with streamed(pair, prompt) as events:
+        tokens = next(events)
+        vllms["prefill"].kill()
+        for more in events:
+            tokens += more
+    assert tokens == completed(vllms["alone"].url, prompt, TOKENS)[0]
+
+
+def test_the_decode_worker_is_killed_in_a_stream(pair: RouterProcess, vllms: dict[str, VllmWorker]) -> None:
+    prompt, *others = prompts(5)[2:]
+    with streamed(pair, prompt) as events:
+        tokens = next(events)
+        vllms["decode"].kill()
+        for more in events:
+            tokens += more
+    assert len(tokens) < TOKENS
+    # The prefill worker serves alone.
+    assert [completed(pair.url, each) for each in others] == [completed(vllms["alone"].url, each) for each in others]
+
+
+@pytest.mark.parametrize("leaves", ["before the decode", "in the stream"])
+def test_a_client_that_leaves_leaves_nothing_behind(
+    pair: RouterProcess, vllms: dict[str, VllmWorker], leaves: str
+) -> None:
+    prompt = prompts(6 if leaves == "in the stream" else 7)[-2]
+    if leaves == "in the stream":
+        with streamed(pair, prompt, tokens=3000) as events:
+            next(events)
+    else:
+        vllms["decode"].pause()
+        before = metrics(vllms["prefill"])["request_success_total"]
+        with streamed(pair, prompt, tokens=3000):
+            wait_for(
+                lambda: metrics(vllms["prefill"])["request_success_total"] > before, 30, "the prefill worker is done"
+            )
+        vllms["decode"].go_on()
+    for worker in (vllms["prefill"], vllms["decode"]):
+        wait_for(lambda: not is_sent(pair, worker), 10, "the router has nothing in flight")  # noqa: B023
+        wait_for(lambda: not left_in(worker), LEASE_SECONDS + 20, "the worker has nothing left")  # noqa: B023
+    assert completed(pair.url, prompt)[0] == completed(vllms["alone"].url, prompt)[0]
+
+
+def left_in(worker: VllmWorker) -> dict[str, float]:
+    """Requests and blocks that a worker still holds."""
+    found = metrics(worker)
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return {name: found[name] for name in names if found[name]}
+
+
+@contextmanager
+def streamed(router: RouterProcess, prompt: str, tokens: int = TOKENS) -> Iterator[Iterator[list[int]]]:
+    """A completion as it comes, by the tokens of each event. Left when the context is."""
+    address = urlsplit(router.url)
+    body = json.dumps(asked(prompt, tokens, stream=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+
+        def events() -> Iterator[list[int]]:
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        choices = json.loads(line.removeprefix(b"data: ")).get("choices")
+                        if choices and choices[0].get("token_ids"):
+                            yield choices[0]["token_ids"]
+
+        yield events()

@@ -1,0 +1,102 @@
+"""Every mode of vLLM that its CPU engine runs: is the overlap the one the engine reports, and what do caches save?
+
+MODES      those to try, by parts of their names, with commas; all by default
+MODE_TABLE a file to write the table to, as Markdown; its rows of other modes stay
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.client import Answer, Client
+from engine.conversations import Conversation, conversations
+from engine.installation import ADAPTERS, Installation
+from engine.mode_report import ModeResult, write_table
+from engine.modes import MODES, PORT, TOKEN, Mode
+from engine.servers import MODEL, RouterProcess, VllmWorker, free_ports
+
+pytestmark = pytest.mark.engine
+
+CONVERSATIONS = 18
+THINK_SECONDS = 0.3  # the last blocks of an answer are told of meanwhile
+LEAST_EXACT = 0.98
+MOST_OVER = 0.005  # of the prompts' tokens
+
+_wanted = [part for part in os.environ.get("MODES", "").split(",") if part]
+_chosen = [mode for mode in MODES if not _wanted or any(part in mode.name for part in _wanted)]
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[list[ModeResult]]:
+    """Those of all modes, printed at the end."""
+    found: list[ModeResult] = []
+    yield found
+    write_table(found, os.environ.get("MODE_TABLE"))
+
+
+@pytest.mark.parametrize("mode", _chosen, ids=lambda mode: mode.name)
+def test_the_overlap_is_the_one_the_engine_reports(
+    installation: Installation, logs: Path, results: list[ModeResult], mode: Mode
+) -> None:
+    with started(mode, installation, logs) as workers:
+        with RouterProcess(workers, logs, patience=30.0, token=TOKEN) as router:
+            answers = sent(mode, workers, router)
+        with RouterProcess(workers, logs, "--policy", "round_robin", patience=30.0) as router:
+            beside = sent(mode, workers, router, salt="round robin")
+    result = ModeResult(mode.name, answers, beside)
+    results.append(result)
+    assert all(answer.complete for answer in answers)
+    assert result.exact_share >= LEAST_EXACT, result.explain_misses()
+    assert result.over_share <= MOST_OVER, result.explain_misses()
+    if mode.hits:
+        assert result.cached_share > result.beside_share
+    else:
+        assert result.cached_share == 0
+
+
+@contextmanager
+def started(mode: Mode, installation: Installation, logs: Path) -> Iterator[list[VllmWorker]]:
+    """The servers of a mode, ready."""
+    (port,) = free_ports(1)
+    adapters = [f"{name}={installation.adapter(name)}" for name in ADAPTERS]
+    with ExitStack() as stack:
+        workers = []
+        for number, own in enumerate(mode.servers):
+            flags = [str(port) if flag == PORT else flag for flag in (*mode.flags, *own)]
+            flags = [word for flag in flags for word in (adapters if flag == "ADAPTERS" else [flag])]
+            model = installation.family(mode.family) if mode.family else None
+            name = "".join(letter if letter.isalnum() else "-" for letter in mode.name)
+            worker = VllmWorker(f"mode-{name}-{number}", installation, logs, model, flags, environment=mode.environment)
+            workers.append(worker)
+            stack.callback(worker.stop)
+            worker.start()
+        for worker in workers:
+            worker.wait_until_ready()
+        yield workers
+
+
+def sent(mode: Mode, workers: list[VllmWorker], router: RouterProcess, salt: str = "") -> list[Answer]:
+    """The answers to the traffic. `salt`: its caches are its own, and nothing happens in between."""
+    router.wait_until_compared()
+    some = conversations()[:CONVERSATIONS]
+    acts = () if salt else mode.acts
+    part = CONVERSATIONS // (len(acts) + 1)
+    answers = conversed(mode, router, some[:part], salt)
+    for number, act in enumerate(acts, 1):
+        act(workers, router)
+        answers += conversed(mode, router, some[number * part : (number + 1) * part], salt)
+    return answers
+
+
+def conversed(mode: Mode, router: RouterProcess, some: list[Conversation], salt: str) -> list[Answer]:
+    models = mode.models or (MODEL,)
+    answers: list[Answer] = []
+    for place, model in enumerate(models):
+        with Client(router, model, salt, words_are_tokens=not mode.family) as client:
+            answers += client.converse_all(some[place :: len(models)], think_seconds=THINK_SECONDS)
+    return answers

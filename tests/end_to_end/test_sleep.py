@@ -1,0 +1,111 @@
+"""Workers that sleep: put to sleep and woken through the router, or behind its back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from router_under_test import QUICK, Reply, RouterUnderTest, router, until
+
+from worker.simulated import SimulatedWorkerSettings, running
+
+pytestmark = pytest.mark.anyio
+
+TOKEN = {"authorization": "Bearer t"}
+PROMPT = "The worker that holds the longest prefix answers soonest. " * 8
+
+
+@pytest.fixture
+async def urls() -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(running(SimulatedWorkerSettings())) for _ in range(2)]
+
+
+@pytest.fixture
+async def routed(urls: list[str]) -> AsyncIterator[RouterUnderTest]:
+    settings: dict[str, Any] = {"fleet": QUICK, "admission": {"cold_start_timeout": 60}}
+    async with router(*urls, server={"token": "t"}, **settings) as routed:
+        yield routed
+
+
+async def ask(routed: RouterUnderTest, tokens: int = 2) -> Reply:
+    return await routed.call("/v1/completions", {"model": "simulated", "prompt": PROMPT, "max_tokens": tokens})
+
+
+async def tell(routed: RouterUnderTest, path: str) -> Reply:
+    return await routed.call(path, {}, headers=TOKEN)
+
+
+async def states(routed: RouterUnderTest) -> list[str]:
+    return [worker["state"] for worker in await routed.workers()]
+
+
+async def test_who_sleeps_gets_no_requests_and_holds_nothing(routed: RouterUnderTest, urls: list[str]) -> None:
+    first = (await ask(routed)).worker
+    (other,) = (url for url in urls if url != first)
+    reply = await tell(routed, f"/sleep?worker={first}")
+    assert [(each["worker"], each["status"]) for each in reply.json()["workers"]] == [(first, 200)]
+    assert sorted(await states(routed)) == ["asleep", "ready"]
+    assert [(await ask(routed)).worker for _ in range(4)] == [other] * 4
+    assert (await tell(routed, f"/wake_up?worker={first}")).status == 200
+    assert await states(routed) == ["ready", "ready"]
+    matches = (await routed.call("/match", {"model": "simulated", "prompt": PROMPT})).json()["matches"]
+    assert {match["worker"]: match["matched_tokens"] > 0 for match in matches} == {first: False, other: True}
+
+
+async def test_requests_wait_until_somebody_wakes(routed: RouterUnderTest) -> None:
+    under_way = asyncio.ensure_future(ask(routed, tokens=20))
+
+    async def sent() -> bool:
+        return any(worker["requests_in_flight"] for worker in await routed.workers())
+
+    await until(sent)
+    assert (await tell(routed, "/sleep")).status == 200
+    assert (await under_way).status == 200  # who had begun was waited for
+    assert await states(routed) == ["asleep", "asleep"]
+    waiting = asyncio.ensure_future(ask(routed))
+
+    async def counted() -> bool:
+        return await routed.metric("kvrouter_model_demand", model="simulated") == 1
+
+    await until(counted)
+    assert (await tell(routed, "/wake_up")).status == 200
+    assert (await waiting).status == 200
+
+
+async def test_sleep_behind_the_routers_back_is_noticed(routed: RouterUnderTest, urls: list[str]) -> None:
+    async def tell_worker(path: str) -> None:
+        async with routed.session.post(f"{urls[0]}{path}") as response:
+            assert response.status == 200
+
+    async def says(expected: str) -> None:
+        async def said() -> bool:
+            return {each["url"]: each["state"] for each in await routed.workers()}[urls[0]] == expected
+
+        await until(said)
+
+    await tell_worker("/sleep?level=0")
+    await says("asleep")
+    assert (await ask(routed)).worker == urls[1]
+    await tell_worker("/wake_up")
+    await says("ready")
+
+
+async def test_a_worker_that_cannot_sleep_goes_on() -> None:
+    async with (
+        running(SimulatedWorkerSettings(disaggregation="sglang")) as sglang,
+        router(sglang, server={"token": "t"}) as routed,
+    ):
+        reply = await tell(routed, "/sleep")
+        assert (reply.status, reply.error["code"]) == (502, "sleep")
+        assert await states(routed) == ["ready"]
+        assert (await ask(routed)).status == 200
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up"])
+async def test_it_wants_the_operators_token(routed: RouterUnderTest, path: str) -> None:
+    assert (await routed.call(path, {})).status == 401
+    assert await states(routed) == ["ready", "ready"]
