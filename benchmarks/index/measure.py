@@ -63,8 +63,8 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
     resident = indexer.resident_bytes() - resident
     verify(indexer, workload)
     blocks = workload.blocks
-    spent = [seconds / blocks * 1e6 for seconds in (cpu, zmq)]
-    return Ingest(blocks / seconds, *spent, resident / blocks, publisher_cpu / seconds)
+    a_block = 1e6 / blocks
+    return Ingest(blocks / seconds, cpu * a_block, zmq * a_block, resident / blocks, publisher_cpu / seconds)
 
 
 def _zmq_seconds(indexer: RunningIndexer) -> float:
