@@ -344,7 +344,7 @@ class StreamReader:
 
     def _watch(self, socket: zmq.Socket[bytes], handler: Callable[[], bool]) -> None:
         self._handlers[socket] = handler
-        self._selector.register(socket.fd, EVENT_READ, socket)
+        self._selector.register(int(socket.fd), EVENT_READ, socket)
         self._ready[socket] = None  # it may have told before
 
     def _obey(self) -> bool:
@@ -368,7 +368,7 @@ class StreamReader:
         if stream is None:
             return
         for socket in stream.sockets():
-            self._selector.unregister(socket.fd)
+            self._selector.unregister(int(socket.fd))
             del self._handlers[socket]
             self._ready.pop(socket, None)
         self._close(stream)

@@ -67,7 +67,7 @@ def _headers(*pairs: tuple[str, str]) -> pb.HttpHeaders:
     return pb.HttpHeaders(headers=pb.HeaderMap(headers=[pb.HeaderValue(key=k, raw_value=v.encode()) for k, v in pairs]))
 
 
-def _request_head(mode: Any) -> bytes:
+def _request_head(mode: pb.ProcessingMode.BodySendMode) -> bytes:
     head = _headers((":method", "POST"), (":path", PATH), ("content-type", "application/json"))
     return _message(request_headers=head, protocol_config=pb.ProtocolConfiguration(request_body_mode=mode))
 

@@ -63,7 +63,8 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
     resident = indexer.resident_bytes() - resident
     verify(indexer, workload)
     blocks = workload.blocks
-    return Ingest(blocks / seconds, cpu / blocks * 1e6, zmq / blocks * 1e6, resident / blocks, publisher_cpu / seconds)
+    a_block = 1e6 / blocks
+    return Ingest(blocks / seconds, cpu * a_block, zmq * a_block, resident / blocks, publisher_cpu / seconds)
 
 
 def _zmq_seconds(indexer: RunningIndexer) -> float:
