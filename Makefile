@@ -17,7 +17,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-bodies bench-transfer bench-replicas bench-processes bench-reporter
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -101,6 +101,10 @@ bench-tokenize: .venv/installed
 
 bench-bodies: .venv/installed native
 	$(BIN)/python -m benchmarks.bodies
+
+# Promises kept in real time: a router and four simulated workers, four minutes.
+bench-service-levels: .venv/installed
+	$(BIN)/python -m benchmarks.service_levels $(ARGS)
 
 bench-chaos: .venv/installed
 	$(BIN)/python -m benchmarks.chaos $(ARGS)

@@ -55,8 +55,8 @@ def config_page() -> str:
             lines += ["", *_table(definition, section, told, definitions, prefix="workers[].")]
             streams = definitions["StreamSettings"]
             lines += _table(streams, section, told, definitions, prefix="workers[].streams[].")[2:]
-        elif section == "models":
-            lines += ["", *_table(definition, section, told, definitions, prefix="models.<name>.")]
+        elif section in ("models", "service_levels"):
+            lines += ["", *_table(definition, section, told, definitions, prefix=f"{section}.<name>.")]
         else:
             lines += ["", *_table(definition, section, told, definitions, prefix=f"{section}.")]
         if section == "tenants":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -11,10 +12,12 @@ from urllib.request import Request, urlopen
 from router.http.connection_problem import connection_problem
 
 
-def ask(url: str, path: str, body: dict[str, Any]) -> Any:
+def ask(url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> Any:
     """The answer to a question. Raises ConnectionError, saying what went wrong."""
     try:
-        request = Request(url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = Request(
+            url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
+        )
         with urlopen(request, timeout=30) as response:
             return json.load(response)
     except HTTPError as error:

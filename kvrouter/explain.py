@@ -11,11 +11,13 @@ from kvrouter.api_client import ask
 from kvrouter.fitting_table import FittingColumn, FittingTable
 
 
-def print_explanation(url: str, body: dict[str, Any]) -> None:
+def print_explanation(url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
     """Ask `/explain` and print its answer. Raises ConnectionError, saying what went wrong."""
-    answer = ask(url, "/explain", body)
+    answer = ask(url, "/explain", body, headers)
     console = Console()
     console.print(_table(answer))
+    if promised := answer.get("promise"):
+        console.print(_promise(promised))
     if decided := answer.get("disaggregation"):
         prefill = decided.get("prefill")
         where = f"on {prefill['worker']}, rank {prefill['dp_rank']}" if prefill else "where it is decoded"
@@ -33,6 +35,7 @@ def _table(answer: dict[str, Any]) -> FittingTable:
         FittingColumn("overlap", [str(each["overlap"]) for each in candidates], 5),
         FittingColumn("requests", [str(each["load"]["requests"]) for each in candidates], 3),
         FittingColumn("cost", [f"{each['total']:.6g}" for each in candidates], 6),
+        FittingColumn("TTFT", [_band(each["forecast"]["ttft"]) for each in candidates], 2),
         FittingColumn("of it", [_terms(each) for each in candidates], 4, left=True, wraps=True),
     ]
     title = f"{answer['tokens']} tokens for {answer['model'] or 'any model'}; cost in {answer['unit']}"
@@ -41,3 +44,20 @@ def _table(answer: dict[str, Any]) -> FittingTable:
 
 def _terms(candidate: dict[str, Any]) -> str:
     return ", ".join(f"{term} {figure:.6g}" for term, figure in candidate["terms"].items() if figure)
+
+
+def _band(times: dict[str, float]) -> str:
+    """What is expected, and between what nearly all of it lies."""
+    expected, low, high = (f"{times[name]:.3g}" for name in ("expected", "low", "high"))
+    return f"{expected} s" if low == high else f"{expected} s ({low}-{high})"
+
+
+def _promise(promised: dict[str, Any]) -> str:
+    """Whether it would be kept, and by how much."""
+    spare = [
+        f"{what} {'to spare' if seconds >= 0 else 'too late'}: {1000 * abs(seconds):.0f} ms"
+        for what, seconds in (("TTFT", promised["ttft_to_spare"]), ("TPOT", promised["tpot_to_spare"]))
+        if seconds is not None
+    ]
+    end = "kept" if promised["kept"] else "refused" if promised["refused"] else "broken"
+    return f"The promise would be {end} (chance {promised['chance']:.0%}); {', '.join(spare)}."

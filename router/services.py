@@ -60,6 +60,7 @@ from router.routing.router import Router
 from router.settings import Settings, UpstreamSettings
 from router.sharing import LoadSharing, PeerLoad, SharingCollector, replica_channels
 from router.sharing.worker_processes import WorkerProcesses
+from router.telemetry.forecast_metrics import ForecastMetrics
 from router.telemetry.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.telemetry.tracing import tracing_to
 from router.tokens.tokenizer_metrics import TokenizerCollector
@@ -168,6 +169,8 @@ async def running_services(
         admission = _admission(settings, router, policy, fleet, load, sharing)
         metrics = RequestMetrics(registry)
         AdmissionMetrics(admission, registry)
+        forecasts = ForecastMetrics(learned.forecasts, registry)
+        admission.on_promise_refused.append(forecasts.refused)
         for collector in (
             SharingCollector(sharing, fleet),
             IndexCollector(indexer),
@@ -190,7 +193,9 @@ async def running_services(
             return findings(fleet, indexer, audit) + source.findings() + sharing.findings()
 
         series = Series(metrics, audit, admission.waiting_for, learned.seconds_per_token)
-        snapshot = FleetSnapshot(fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings)
+        snapshot = FleetSnapshot(
+            fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings, forecasts.summary
+        )
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
         request_stream = RequestStream(router.look_at_prompts)
@@ -256,6 +261,7 @@ def _router(
         sharing,
         settings.disaggregation,
         cache_bytes=settings.tokenizer.cache_bytes,
+        broken_promise=settings.policy.broken_promise,
     )
     router.responses.on_learned.append(sharing.share_response)
     sharing.on_response.append(router.responses.remember)

@@ -40,13 +40,19 @@ def explain(
     model: Annotated[str, typer.Option(help="The model's name.")],
     url: Annotated[str, typer.Option(help="The router to ask.")] = "http://127.0.0.1:8080",
     chat: Annotated[bool, typer.Option(help="The prompt is a user's message, rendered with the chat template.")] = True,
+    ttft: Annotated[
+        float | None, typer.Option(min=0.001, help="Promise the first token within so many seconds.")
+    ] = None,
+    tpot: Annotated[float | None, typer.Option(min=0.0001, help="Promise each token after it in so many.")] = None,
+    service_level: Annotated[str | None, typer.Option(help="Promise what this class in the settings does.")] = None,
 ) -> None:
-    """Ask where a prompt would go now, and why."""
+    """Ask where a prompt would go now, why, and whether a promise would be kept."""
     from kvrouter.explain import print_explanation
 
     path = "/v1/chat/completions" if chat else "/v1/completions"
     try:
-        print_explanation(url, {"path": path, "request": _request_of(prompt, model, chat)})
+        body = {"path": path, "request": _request_of(prompt, model, chat)}
+        print_explanation(url, body, _promise_headers(ttft, tpot, service_level))
     except ConnectionError as error:
         fail(str(error))
 
@@ -113,3 +119,10 @@ def _request_of(prompt: str, model: str, chat: bool) -> dict[str, Any]:
     text = sys.stdin.read() if prompt == "-" else prompt
     fields = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     return {"model": model, **fields}
+
+
+def _promise_headers(ttft: float | None, tpot: float | None, service_level: str | None) -> dict[str, str]:
+    """The headers that ask for a promise. Times in seconds."""
+    headers = {"x-slo-ttft-ms": ttft and f"{1000 * ttft:g}", "x-slo-tpot-ms": tpot and f"{1000 * tpot:g}"}
+    headers["x-kvrouter-service-level"] = service_level
+    return {name: value for name, value in headers.items() if value}

@@ -29,14 +29,13 @@ from indexer.errors import RequestError
 from router.admission.fair_queue import FairQueue, Waiting
 from router.admission.ticket import Ticket, deadline_error
 from router.fleet.fleet import Worker
+from router.policies.promises import Forecast, Promise
 from router.routing.assignment import Assignment
 from router.routing.errors import unavailable
-from router.policies.promises import Promise
 from router.routing.late_binding import held_order, promised_order
 from router.routing.limits import Limits
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
-from router.routing.selection import Selection
 from router.settings import AdmissionSettings
 
 # Waiting requests that choose again at one time, at most: each choice costs a walk through the index.
@@ -63,6 +62,7 @@ class _Request(Waiting):
     reason: WaitReason = field(kw_only=True)
     assignment: asyncio.Future[Assignment] = field(kw_only=True)
     since: float = field(kw_only=True)
+    in_time: bool = True  # it can keep its promise, if it has one
     until_deadline: bool = False
 
 
@@ -132,15 +132,12 @@ class Admission:
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self._no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
-        prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
-        order = held_order(ticket.arrived or now, prefill)
-        if promise is not None and promise.first_token_by is not None:
-            order = promised_order(promise.first_token_by, prefill)
+        promise = ticket.promise
         request = _Request(
             ticket.priority,
             ticket.tenant,
             prompt.name,
-            order,
+            self._order(prompt, ticket),
             max(ticket.tokens, 1),
             ticket.size,
             prompt=prompt,
@@ -149,6 +146,7 @@ class Admission:
             reason=_reason(has_capacity, cold),
             assignment=loop.create_future(),
             since=now,
+            in_time=promise is None or not promise.late,
         )
         if not self._free_queue_space(request):
             if assignment := self._force(request):
@@ -176,6 +174,15 @@ class Admission:
             if request.queued:  # its client left
                 self.queue.remove(request)
                 self.wake()
+
+    def _order(self, prompt: RoutedPrompt, ticket: Ticket) -> float:
+        """Where a request comes among those of its tenant and priority. One that has no chance to keep its promise
+        comes after those that have, but waits no longer for that than others wait at most."""
+        prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
+        order = held_order(ticket.arrived or self._clock(), prefill)
+        if promise is None or promise.first_token_by is None:
+            return order
+        return order + self._timeout if promise.late else promised_order(promise.first_token_by, prefill)
 
     def would_hold(
         self, prompt: RoutedPrompt, tried: Collection[Worker] = (), promise: Promise | None = None
@@ -209,6 +216,7 @@ class Admission:
         self._planned = None
         self._full = set()
         tries = 0
+        late: list[_Request] = []
         for request in self.queue.in_order(without=self._full):
             if not self._router.any_has_capacity(request.prompt, request.tried, self.limits, self.late_binding):
                 if not request.tried:
@@ -226,8 +234,14 @@ class Admission:
                 request.reason = placed
                 if placed is WaitReason.SATURATED and not request.tried and not request.prompt.stored:
                     self._full.add(request.name)
+                if request.in_time and request.ticket.promise is not None and request.ticket.promise.late:
+                    late.append(request)
                 continue
             self._give(request, placed)
+        for request in late:
+            request.in_time = False
+            if request.queued:
+                self.queue.move(request, self._order(request.prompt, request.ticket))
 
     def _try(
         self,
@@ -239,8 +253,10 @@ class Admission:
         selection = self._router.choose(prompt, tried, self.limits, now, promise)
         if selection is None:
             return WaitReason.SATURATED
-        if promise is not None and promise.refuses_late and selection.late > 0:
-            raise self._cannot_keep(promise, selection)
+        if promise is not None:
+            promise.late = selection.late > 0
+            if promise.late and promise.refuses_late:
+                raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
         if self.late_binding and self._router.should_wait(selection):
             return WaitReason.LATE_BINDING
         return self._router.reserve(prompt, selection, now)
@@ -251,7 +267,7 @@ class Admission:
         promise = request.ticket.promise
         selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
         if promise is not None and promise.refuses_late and selection is not None and selection.late > 0:
-            raise self._cannot_keep(promise, selection)
+            raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
         return self._router.reserve(request.prompt, selection) if selection else None
 
     def _give(self, request: _Request, assignment: Assignment) -> None:
@@ -281,6 +297,9 @@ class Admission:
             if self._awaits_worker(request.prompt, request.tried):
                 raise self._no_worker(request.name)
             assignment = self._force(request)
+            promise = request.ticket.promise
+            if assignment is None and promise is not None and promise.refuses_late:
+                raise self._cannot_keep(promise, request.name or "", self._clock() - request.since, None)
             if assignment is None:
                 raise self._too_many("queue_timeout", request.priority)
         except RequestError as error:
@@ -320,12 +339,12 @@ class Admission:
                 self._give(last, assignment)
         return True
 
-    def _cannot_keep(self, promise: Promise, selection: Selection) -> RequestError:
-        """What a request is refused with that would be late everywhere."""
+    def _cannot_keep(self, promise: Promise, model: str, late: float, forecast: Forecast | None) -> RequestError:
+        """What a request is refused with that would be so late everywhere."""
         self._count_refused("promise")
         for on_broken in self.on_promise_refused:
-            on_broken(selection.rank.target.model, promise)
-        forecast, seconds = selection.forecast, min(max(math.ceil(selection.late), 1), _LONGEST_RETRY)
+            on_broken(model, promise)
+        seconds = min(max(math.ceil(late), 1), _LONGEST_RETRY)
         expected = ""
         if forecast is not None:
             expected = f"; {forecast.ttft.expected:.2f} s and {1000 * forecast.tpot.expected:.0f} ms are expected now"

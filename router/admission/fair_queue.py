@@ -109,6 +109,13 @@ class FairQueue(Generic[W]):
         elif request.tenant not in self._of_tenant and self._clocks[request.tenant] <= self._clock:
             del self._clocks[request.tenant]
 
+    def move(self, request: W, order: float) -> None:
+        """A waiting request gets another place in its lane."""
+        lane = self._lanes[_lane_of(request)]
+        lane.remove(request)
+        request.order = order
+        lane.add(request)
+
     def served(self, tenant: str, tokens: int) -> None:
         """A tenant got something, waited for or not. Counts while any request waits."""
         if not self.length:

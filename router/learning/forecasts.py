@@ -1,59 +1,38 @@
 """Predictions of TTFT and TPOT: what the learned rates say, put right by how far such predictions were off before.
 
-The last `_KEPT` ratios of what came to what the rates said are kept for each worker and model, apart for short,
-middling and long times, since what is short is off by more. Their median corrects the prediction, the outer tenths are
-its band. Where a worker has too few, those of all workers of the model count.
+The last ratios of what came to what the rates said are kept for each worker and model, apart for short, middling and
+long times, since what is short is off by more. Where a worker has too few, those of all workers of the model count.
 
-Every promised answer is watched, and of the others a few a second.
+    TTFT = prefills that wait there + this one's own
+    TPOT = step / (1 - share of the last seconds in which the worker computed prompts)
+
+Every promised answer is watched, and of the others a few a second. What is promised on a target, and the share, are
+kept from the first promise on: without any this costs nothing.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right, insort
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Callable
+from math import exp
 from typing import Final
 
 from indexer import Target
-from router.policies.promises import Band, Forecast, Promise, tpot_by_rates, ttft_by_rates
-from router.policies.rates import RateTable
+from router.holdings.speculation import ReleaseCallback
+from router.policies.promises import Estimate, Forecast, Promise, broken_by, tpot_by_rates, ttft_by_rates
+from router.policies.rates import RateTable, prefill_seconds
+from router.policies.ratios import Ratios
 from router.policies.records import Candidate
 
-_KEPT: Final = 128
 _ENOUGH: Final = 16
 # Seconds by the rates at which the next kind of ratios begins.
 _KINDS: Final = (0.1, 1.0)
-_LOW: Final = 0.1
-_HIGH: Final = 0.9
 # Between answers without a promise that are watched, in seconds.
 _SELDOM: Final = 0.05
 _LEAST_SECONDS: Final = 1e-6
-
-
-class Ratios:
-    """The last ratios of what came to what was predicted."""
-
-    __slots__ = ("_latest", "_ordered")
-
-    def __init__(self) -> None:
-        self._latest: deque[float] = deque()
-        self._ordered: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._ordered)
-
-    def add(self, ratio: float) -> None:
-        """One more; the oldest is forgotten."""
-        if len(self._latest) >= _KEPT:
-            oldest = self._latest.popleft()
-            del self._ordered[bisect_right(self._ordered, oldest) - 1]
-        self._latest.append(ratio)
-        insort(self._ordered, ratio)
-
-    def below(self, share: float) -> float:
-        """The ratio below which this share of them lies. There is one, at least."""
-        return self._ordered[int(share * (len(self._ordered) - 1) + 0.5)]
+# Over which the share of prefills is averaged: about what an answer takes.
+_HORIZON: Final = 10.0
 
 
 class _Errors:
@@ -63,23 +42,22 @@ class _Errors:
         self._of_model: dict[tuple[str, int], Ratios] = {}
         self._of_worker: dict[tuple[str, str, int], Ratios] = {}
 
-    def add(self, worker: str, model: str, predicted: float, seconds: float) -> None:
+    def add(self, target: Target, predicted: float, seconds: float) -> None:
         """What came, after what the rates said."""
-        predicted = max(predicted, _LEAST_SECONDS)
         ratio, kind = seconds / predicted, bisect_right(_KINDS, predicted)
-        self._of_model.setdefault((model, kind), Ratios()).add(ratio)
-        self._of_worker.setdefault((worker, model, kind), Ratios()).add(ratio)
+        self._of_model.setdefault((target.model, kind), Ratios()).add(ratio)
+        self._of_worker.setdefault((target.worker, target.model, kind), Ratios()).add(ratio)
 
-    def band(self, worker: str, model: str, predicted: float) -> Band | None:
-        """The band of a prediction; None while too little is known."""
+    def estimate(self, target: Target, predicted: float) -> Estimate:
+        """What is to be expected, after what the rates say."""
+        predicted = max(predicted, _LEAST_SECONDS)
         kind = bisect_right(_KINDS, predicted)
-        ratios = self._of_worker.get((worker, model, kind))
+        ratios = self._of_worker.get((target.worker, target.model, kind))
         if ratios is None or len(ratios) < _ENOUGH:
-            ratios = self._of_model.get((model, kind))
-            if ratios is None or len(ratios) < _ENOUGH:
-                return None
-        low, middle, high = ratios.below(_LOW), ratios.below(0.5), ratios.below(_HIGH)
-        return Band(predicted * low, predicted * middle, predicted * high)
+            ratios = self._of_model.get((target.model, kind))
+            if ratios is not None and len(ratios) < _ENOUGH:
+                ratios = None
+        return Estimate(predicted, ratios)
 
     def forget(self, worker: str) -> None:
         """A worker was removed."""
@@ -87,10 +65,31 @@ class _Errors:
             del self._of_worker[known]
 
 
+class _Busy:
+    """What a target does: the prefills it got, in seconds that fade, and the times per token promised there."""
+
+    __slots__ = ("at", "prefills", "promised")
+
+    def __init__(self) -> None:
+        self.prefills = 0.0
+        self.at = 0.0
+        self.promised: dict[float, int] = {}
+
+    def prefill_share(self, now: float) -> float:
+        """The share of the time in which it computes prompts."""
+        return self.prefills * exp((self.at - now) / _HORIZON) / _HORIZON
+
+    def add(self, seconds: float, now: float) -> None:
+        """It got a prefill."""
+        self.prefills = self.prefills * exp((self.at - now) / _HORIZON) + seconds
+        self.at = now
+
+
 class Forecasts:
     """Predicts, and learns from what comes.
 
-    `cpu_token`, `disk_token`: what loading a cached token takes, as a share of computing it. `on_first_token` and
+    `cpu_token`, `disk_token`: what loading a cached token takes, as a share of computing it. `due`: from when on the
+    next answer without a promise is watched. `promising`: whether anything was ever promised. `on_first_token` and
     `on_answered` are called with each watched answer as it begins and ends.
     """
 
@@ -102,6 +101,7 @@ class Forecasts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.due = 0.0
+        self.promising = False
         self.clock = clock
         self.on_first_token: list[Callable[[WatchedAnswer], None]] = []
         self.on_answered: list[Callable[[WatchedAnswer], None]] = []
@@ -110,6 +110,7 @@ class Forecasts:
         self._disk_token = disk_token
         self._ttft = _Errors()
         self._tpot = _Errors()
+        self._busy: dict[Target, _Busy] = {}
 
     def of(self, candidate: Candidate, tokens: int, output_tokens: float, backlog: float) -> Forecast:
         """What a candidate would take for a prompt of `tokens` whose answer is expected to have `output_tokens`.
@@ -119,17 +120,44 @@ class Forecasts:
         target = candidate.target
         rates = self._rates.learner(target.worker, target.model).rates
         transfer = self._cpu_token * candidate.cpu + self._disk_token * candidate.disk
-        ttft = ttft_by_rates(candidate, rates, tokens, backlog, transfer)
-        tpot = tpot_by_rates(candidate, rates, tokens, output_tokens)
-        ttft_band = self._ttft.band(target.worker, target.model, ttft)
-        tpot_band = self._tpot.band(target.worker, target.model, tpot)
-        return Forecast(
-            ttft,
-            tpot,
-            ttft_band or Band(ttft, ttft, ttft),
-            tpot_band or Band(tpot, tpot, tpot),
-            ttft_band is not None and tpot_band is not None,
-        )
+        ttft = self._ttft.estimate(target, ttft_by_rates(candidate, rates, tokens, backlog, transfer))
+        busy = self._busy.get(target)
+        share = 0.0 if busy is None else busy.prefill_share(self.clock())
+        if not self.promising:
+            tpot = self._tpot.estimate(target, tpot_by_rates(candidate, rates, tokens, output_tokens, 0.0))
+            return Forecast(ttft, tpot)
+        own = prefill_seconds(rates, tokens, candidate.overlap, candidate.requests, candidate.context) / _HORIZON
+        tpot = self._tpot.estimate(target, tpot_by_rates(candidate, rates, tokens, output_tokens, share + own))
+        if busy is None or not busy.promised:
+            return Forecast(ttft, tpot)
+        before = Estimate(tpot_by_rates(candidate, rates, 0, 0.0, share), tpot.ratios)
+        return Forecast(ttft, tpot, broken_by(busy.promised, before, tpot))
+
+    def promise(self) -> None:
+        """Something is promised: from now on it is kept what targets do. What is known of times per token was learned
+        without that."""
+        if not self.promising:
+            self.promising = True
+            self._tpot = _Errors()
+
+    def placed(self, target: Target, seconds: float, now: float) -> None:
+        """A target got a prefill that takes so long."""
+        busy = self._busy.get(target)
+        if busy is None:
+            busy = self._busy[target] = _Busy()
+        busy.add(seconds, now)
+
+    def hold(self, target: Target, tpot: float) -> ReleaseCallback:
+        """A time per token is promised on a target, until what is returned is called."""
+        promised = self._busy.setdefault(target, _Busy()).promised
+        promised[tpot] = promised.get(tpot, 0) + 1
+
+        def end(failed: bool = False) -> None:  # noqa: ARG001
+            promised[tpot] -= 1
+            if not promised[tpot]:
+                del promised[tpot]
+
+        return end
 
     def watch(self, target: Target, forecast: Forecast, promise: Promise | None, sent: float) -> WatchedAnswer:
         """Watch a streamed answer to a request that is sent now."""
@@ -138,16 +166,14 @@ class Forecasts:
 
     def first_token(self, answer: WatchedAnswer, seconds: float) -> None:
         """A watched answer began, so long after it was sent."""
-        target = answer.target
-        self._ttft.add(target.worker, target.model, answer.forecast.ttft_by_rates, seconds)
+        self._ttft.add(answer.target, answer.forecast.ttft.by_rates, seconds)
         for on_first_token in self.on_first_token:
             on_first_token(answer)
 
     def answered(self, answer: WatchedAnswer, tpot: float | None) -> None:
         """A watched answer ended. `tpot`: seconds for each token after the first; None where it has no other."""
-        target = answer.target
         if tpot is not None:
-            self._tpot.add(target.worker, target.model, answer.forecast.tpot_by_rates, tpot)
+            self._tpot.add(answer.target, answer.forecast.tpot.by_rates, tpot)
         for on_answered in self.on_answered:
             on_answered(answer)
 
@@ -155,13 +181,29 @@ class Forecasts:
         """A worker was removed."""
         self._ttft.forget(worker)
         self._tpot.forget(worker)
+        for target in [target for target in self._busy if target.worker == worker]:
+            del self._busy[target]
 
 
 class WatchedAnswer:
-    """One streamed answer and what was predicted of it. Times by the clock; `ttft` from its sending on, and `tpot`:
-    None until they are known."""
+    """One streamed answer and what was predicted of it.
 
-    __slots__ = ("_forecasts", "begun", "forecast", "promise", "sent", "target", "tpot", "ttft")
+    `predicted_ttft`, `predicted_tpot`: the bands as they were then. `sent`, `begun`: by the clock. `ttft` from its
+    sending on, and `tpot`: None until they are known.
+    """
+
+    __slots__ = (
+        "_forecasts",
+        "begun",
+        "forecast",
+        "predicted_tpot",
+        "predicted_ttft",
+        "promise",
+        "sent",
+        "target",
+        "tpot",
+        "ttft",
+    )
 
     def __init__(
         self, forecasts: Forecasts, target: Target, forecast: Forecast, promise: Promise | None, sent: float
@@ -169,6 +211,8 @@ class WatchedAnswer:
         self._forecasts = forecasts
         self.target = target
         self.forecast = forecast
+        self.predicted_ttft = forecast.ttft.band
+        self.predicted_tpot = forecast.tpot.band
         self.promise = promise
         self.sent = sent
         self.begun = 0.0

@@ -49,6 +49,7 @@ class FleetSnapshot:
         series: Series,
         about: About,
         findings: Callable[[], list[dict[str, Any]]],
+        forecasts: Callable[[], list[dict[str, Any]]],
     ) -> None:
         self._fleet = fleet
         self._indexer = indexer
@@ -59,6 +60,7 @@ class FleetSnapshot:
         self._series = series
         self._about = about
         self._findings = findings
+        self._forecasts = forecasts
         self._requests = SeenRequests(names=indexer.names)
         self._prefixes = HotPrefixes(names=indexer.names)
         self._viewers = 0
@@ -140,6 +142,7 @@ class FleetSnapshot:
                     seldom_at = time.monotonic()
                     update["prefixes"] = self._prefixes.tree()
                     update["findings"] = self._findings()
+                    update["forecasts"] = self._forecasts()
                     update["about"] = {**self._about.identity, "models": self._about.models()}
                 yield update
 

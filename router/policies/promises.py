@@ -1,18 +1,29 @@
-"""What a request was promised, what is predicted for it, and which candidate keeps the promise.
+"""What a request was promised, what is predicted for it, and which candidate it better goes to.
 
     late = max(TTFT - time left, 0) + output · max(TPOT - promised, 0)      in seconds, of an answer of `output` tokens
+    J'   = J + ω · (chance that its promise is broken there + promises of others that it breaks there)
 
-A candidate that is not late keeps the promise. Among those that keep it the policy chooses as ever; where none does, the
-least late one is chosen.
+J is the policy's cost, and ω what a broken promise costs: `policy.broken_promise`. The lowest J' wins. So among
+candidates that keep the promise the cheapest one wins, and a promise that is kept nowhere scatters no prefixes in vain.
+A session keeps its place: where most of a prompt is cached and the first token comes in time, that is where it goes.
+A request that is refused rather than served late goes to a candidate that keeps its promise wherever there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from random import Random
+from collections.abc import Mapping
+from typing import Final
 
 from router.policies.rates import Rates, prefill_seconds
-from router.policies.records import Candidate, Policy, Request, one_of_tied
+from router.policies.ratios import Ratios
+from router.policies.records import Candidate, CostUnit, Decision
+
+# A loss that no other candidate is looked for because of.
+LITTLE: Final = 0.05
+# The price of a token where costs are counted in seconds.
+_SECONDS_PER_TOKEN: Final = 4e-5
+# A worker computes prompts all the time, nearly: its decoding is slower by no more than this.
+_MOST_SHARE: Final = 0.95
 
 
 class Promise:
@@ -21,9 +32,10 @@ class Promise:
     `service_level`: the class that it comes from, "" where the request said it all. `ttft`: from the arrival of the
     request to its first token; `first_token_by`: the same by `time.monotonic`. `tpot`: for each token after it. None:
     nothing is promised of it. `refuses_late`: whether it is refused once no candidate keeps it; else it is served late.
+    `late`: whether it would have been late when a place was last looked for.
     """
 
-    __slots__ = ("first_token_by", "refuses_late", "service_level", "tpot", "ttft")
+    __slots__ = ("first_token_by", "late", "refuses_late", "service_level", "tpot", "ttft")
 
     def __init__(
         self,
@@ -38,6 +50,7 @@ class Promise:
         self.tpot = tpot
         self.service_level = service_level
         self.refuses_late = refuses_late
+        self.late = False
 
 
 class Band:
@@ -52,30 +65,74 @@ class Band:
         self.high = high
 
 
+class Estimate:
+    """One time as the rates have it, and how far such estimates were off; None: not known yet."""
+
+    __slots__ = ("by_rates", "ratios")
+
+    def __init__(self, by_rates: float, ratios: Ratios | None) -> None:
+        self.by_rates = by_rates
+        self.ratios = ratios
+
+    @property
+    def expected(self) -> float:
+        """The middle of what comes."""
+        return self.by_rates if self.ratios is None else self.by_rates * self.ratios.at(0.5)
+
+    @property
+    def band(self) -> Band:
+        """What nearly all of what comes is between."""
+        by_rates, ratios = self.by_rates, self.ratios
+        if ratios is None:
+            return Band(by_rates, by_rates, by_rates)
+        return Band(by_rates * ratios.at(0.1), by_rates * ratios.at(0.5), by_rates * ratios.at(0.9))
+
+    def chance(self, seconds: float) -> float:
+        """The chance that it takes so long at most."""
+        if self.ratios is None:
+            return float(self.by_rates <= seconds)
+        return self.ratios.at_most(seconds / self.by_rates)
+
+
 class Forecast:
     """What a candidate is predicted to take for a request: to its first token from now on, and for each one after it.
 
-    `ttft_by_rates`, `tpot_by_rates`: as the rates alone have it, before what their errors have taught. `measured`:
-    whether the band rests on enough errors.
+    `others_broken`: how many promises to others it is expected to break there.
     """
 
-    __slots__ = ("measured", "tpot", "tpot_by_rates", "ttft", "ttft_by_rates")
+    __slots__ = ("others_broken", "tpot", "ttft")
 
-    def __init__(self, ttft_by_rates: float, tpot_by_rates: float, ttft: Band, tpot: Band, measured: bool) -> None:
-        self.ttft_by_rates = ttft_by_rates
-        self.tpot_by_rates = tpot_by_rates
+    def __init__(self, ttft: Estimate, tpot: Estimate, others_broken: float = 0.0) -> None:
         self.ttft = ttft
         self.tpot = tpot
-        self.measured = measured
+        self.others_broken = others_broken
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is known how far it may be off."""
+        return self.ttft.ratios is not None and self.tpot.ratios is not None
 
     def late(self, promise: Promise, now: float, output_tokens: float) -> float:
         """Seconds by which a promise is expected to be missed; 0 where it is kept."""
         late = 0.0
         if promise.first_token_by is not None:
             late = max(self.ttft.expected - (promise.first_token_by - now), 0.0)
-        if promise.tpot is not None and self.tpot.expected > promise.tpot:
-            late += output_tokens * (self.tpot.expected - promise.tpot)
+        if promise.tpot is not None:
+            late += output_tokens * max(self.tpot.expected - promise.tpot, 0.0)
         return late
+
+    def chance(self, promise: Promise, now: float) -> float:
+        """The chance that a promise is kept."""
+        chance = 1.0
+        if promise.first_token_by is not None:
+            chance = self.ttft.chance(promise.first_token_by - now)
+        if promise.tpot is not None:
+            chance *= self.tpot.chance(promise.tpot)
+        return chance
+
+    def loss(self, promise: Promise, now: float) -> float:
+        """How many promises are expected to be broken, its own and those of others."""
+        return 1.0 - self.chance(promise, now) + self.others_broken
 
 
 def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: float, transfer_tokens: float) -> float:
@@ -88,19 +145,51 @@ def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: floa
     return backlog + prefill + rates.token * transfer_tokens
 
 
-def tpot_by_rates(candidate: Candidate, rates: Rates, tokens: int, output_tokens: float) -> float:
-    """Seconds for each token of an answer beside what a candidate has in flight."""
+def tpot_by_rates(candidate: Candidate, rates: Rates, tokens: int, output_tokens: float, prefill_share: float) -> float:
+    """Seconds for each token of an answer beside what a candidate has in flight, while it computes prompts for this
+    share of the time."""
     context = candidate.context + tokens + output_tokens / 2
-    return rates.step + rates.token * (candidate.requests + 1) + rates.context_token * context
+    step = rates.step + rates.token * (candidate.requests + 1) + rates.context_token * context
+    return step / (1 - min(prefill_share, _MOST_SHARE))
+
+
+def broken_by(promised: Mapping[float, int], before: Estimate, after: Estimate) -> float:
+    """How many promises a prefill is expected to break, when it changes the time per token. `promised`: how many
+    answers in flight were promised which time per token."""
+    return sum(count * max(before.chance(tpot) - after.chance(tpot), 0.0) for tpot, count in promised.items())
+
+
+def stays(usual: Candidate, forecast: Forecast, promise: Promise, tokens: int, now: float) -> bool:
+    """Whether a prompt of `tokens` goes to the policy's own choice, whatever others would take."""
+    if forecast.loss(promise, now) <= LITTLE:
+        return True
+    if promise.refuses_late or 2 * usual.overlap < tokens:
+        return False
+    return promise.first_token_by is None or forecast.ttft.expected <= promise.first_token_by - now
 
 
 def choose_for_promise(
-    policy: Policy, candidates: list[Candidate], late: Callable[[Candidate], float], request: Request, random: Random
-) -> tuple[Candidate, float]:
-    """The candidate for a promised request, and by how much it is late: see above. `late`: of a candidate."""
-    by_candidate = [late(candidate) for candidate in candidates]
-    least = min(by_candidate)
-    best = [candidate for candidate, each in zip(candidates, by_candidate, strict=True) if each <= least]
-    if least > 0:
-        return one_of_tied(best, random), least
-    return policy(best, request).chosen, 0.0
+    decision: Decision, forecasts: list[Forecast], promise: Promise, now: float, broken_promise: float
+) -> int:
+    """The place of the candidate that a promised request better goes to: see above.
+
+    `decision`: the policy's own, without the promise; `forecasts`: of its candidates, in their order.
+    `broken_promise`: ω, in prefill tokens.
+    """
+    candidates = decision.candidates
+    places = list(range(len(candidates)))
+    if promise.refuses_late:
+        places_in_time = [place for place in places if forecasts[place].late(promise, now, 1.0) <= 0]
+        places = places_in_time or places
+    worth = _worth(decision.unit, broken_promise)
+    losses = [forecast.loss(promise, now) for forecast in forecasts]
+    totals = [sum(decision.terms(candidate).values()) for candidate in candidates]
+    if worth is None:  # the policy's costs are in nothing that promises could be counted in
+        return min(places, key=lambda place: (losses[place], totals[place]))
+    return min(places, key=lambda place: totals[place] + worth * losses[place])
+
+
+def _worth(unit: CostUnit, tokens: float) -> float | None:
+    if unit is CostUnit.TOKENS:
+        return tokens
+    return tokens * _SECONDS_PER_TOKEN if unit is CostUnit.SECONDS else None

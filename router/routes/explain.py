@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from indexer.errors import RequestError
 from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
 from router.admission.admission import Admission
+from router.admission.service_levels import ServiceLevels, read_promise
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
 from router.http.headers import HeaderItems
 from router.policies import Cost
+from router.policies.promises import Estimate, Forecast, Promise
 from router.routing.router import Router
 from router.services import Services
 
@@ -28,7 +31,8 @@ def explain_routes(services: Services) -> APIRouter:
     async def explain_decision(request: Request) -> dict[str, Any]:
         """The decision a request would get now, without sending it."""
         body, headers = await request.body(), request.scope["headers"]
-        return await explain(services.router, services.admission, services.indexer.names, body, headers)
+        levels = ServiceLevels.of(services.settings)
+        return await explain(services.router, services.admission, services.indexer.names, body, headers, levels)
 
     return routes
 
@@ -46,9 +50,17 @@ class _ExplainFields(msgspec.Struct):
 
 
 async def explain(
-    router: Router, admission: Admission, names: WorkerNames, body: bytes, headers: HeaderItems
+    router: Router,
+    admission: Admission,
+    names: WorkerNames,
+    body: bytes,
+    headers: HeaderItems,
+    levels: ServiceLevels | None = None,
 ) -> dict[str, Any]:
-    """The answer to `/explain`, the best candidate first. Raises RequestError naming the field at fault."""
+    """The answer to `/explain`, the best candidate first. `levels`: the classes in the settings.
+
+    Raises RequestError naming the field at fault.
+    """
     fields = read_body(body, _ExplainFields)
     if not isinstance(fields.request, dict):
         raise RequestError(
@@ -59,7 +71,9 @@ async def explain(
     asked = msgspec.json.encode(fields.request)
     prompt = await router.read(read_call(Call("POST", fields.path, headers, asked)), len(asked))
     prompt = replace(prompt, path=fields.path)
-    selection = router.choose(prompt)
+    now = time.monotonic()
+    promise = read_promise(headers, levels, "", prompt.name, now)
+    selection = router.choose(prompt, now=now, promise=promise)
     assert selection is not None  # nothing is at a limit where there is none
     decision = selection.decision
     costs = sorted(decision.costs, key=lambda cost: cost.total)
@@ -69,10 +83,14 @@ async def explain(
         "tokens": prompt.tokens,
         "exact": prompt.exact,
         "session": prompt.session,
-        "held": admission.would_hold(prompt),
+        "held": admission.would_hold(prompt, promise=promise),
+        "promise": promise and _promise(promise, router.forecast(decision.chosen, prompt), now),
         "choice": {"worker": names.of(decision.chosen.target.worker), "dp_rank": decision.chosen.target.dp_rank},
         "unit": decision.unit,
-        "candidates": [_candidate(names, cost) for cost in costs],
+        "candidates": [
+            _candidate(names, cost) | {"forecast": _forecast(router.forecast(cost.candidate, prompt), promise, now)}
+            for cost in costs
+        ],
         "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
     }
 
@@ -87,3 +105,37 @@ def _candidate(names: WorkerNames, cost: Cost) -> dict[str, Any]:
         "terms": cost.terms,
         "total": cost.total,
     }
+
+
+def _promise(promise: Promise, forecast: Forecast, now: float) -> dict[str, Any]:
+    """Whether the choice would keep a promise, and with how many seconds to spare: below 0 where it is late."""
+    ttft, tpot = promise.ttft, promise.tpot
+    return {
+        "service_level": promise.service_level or None,
+        "ttft": ttft,
+        "tpot": tpot,
+        "kept": forecast.late(promise, now, 1.0) <= 0,
+        "chance": round(forecast.chance(promise, now), 3),
+        "ttft_to_spare": None if ttft is None else round(ttft - forecast.ttft.expected, 6),
+        "tpot_to_spare": None if tpot is None else round(tpot - forecast.tpot.expected, 6),
+        "refused": promise.refuses_late and forecast.late(promise, now, 1.0) > 0,
+    }
+
+
+def _forecast(forecast: Forecast, promise: Promise | None, now: float) -> dict[str, Any]:
+    """What a candidate would take, in seconds."""
+    told: dict[str, Any] = {
+        "ttft": _estimate(forecast.ttft),
+        "tpot": _estimate(forecast.tpot),
+        "measured": forecast.measured,
+    }
+    if promise is not None:
+        told["kept"] = forecast.late(promise, now, 1.0) <= 0
+        told["chance"] = round(forecast.chance(promise, now), 3)
+        told["others_broken"] = round(forecast.others_broken, 3)
+    return told
+
+
+def _estimate(estimate: Estimate) -> dict[str, float]:
+    band = estimate.band
+    return {"low": round(band.low, 6), "expected": round(band.expected, 6), "high": round(band.high, 6)}

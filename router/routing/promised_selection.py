@@ -1,16 +1,14 @@
-"""The selection for a request that was promised something: a target that keeps the promise, as the policy likes them.
+"""The selection for a request that was promised something.
 
-The policy's own choice is nearly always one that keeps it. Only where it is not, what every other candidate would take
-is predicted.
+The policy's own choice is nearly always one that keeps the promise and breaks no other, or where the session has its
+place. Only where it is not, what every other candidate would take is predicted.
 """
 
 from __future__ import annotations
 
-from random import Random
-
 from router.learning.learned import Learned
-from router.policies import Candidate, Decision, Policy, Request
-from router.policies.promises import Forecast, Promise, choose_for_promise
+from router.policies import Candidate, Decision
+from router.policies.promises import Forecast, Promise, choose_for_promise, stays
 from router.routing.candidates import CandidateSet
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
@@ -19,41 +17,35 @@ from router.sharing import PeerLoad
 
 
 class PromisedSelector:
-    """Predicts what candidates would take, and selects by that. `policy`: the router's own."""
+    """Predicts what candidates would take, and selects by that. `broken_promise`: what one costs, in prefill tokens."""
 
-    def __init__(self, learned: Learned, peer_load: PeerLoad, policy: Policy, random: Random) -> None:
+    def __init__(self, learned: Learned, peer_load: PeerLoad, broken_promise: float) -> None:
         self._forecasts = learned.forecasts
         self._outputs = learned.outputs
         self._peer_load = peer_load
-        self._policy = policy
-        self._random = random
+        self._broken_promise = broken_promise
 
     def select(
-        self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, request: Request, promise: Promise, now: float
+        self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, promise: Promise, now: float
     ) -> Selection:
         """The selection; `usual` is what it would be without a promise."""
-        output = request.output_tokens
-        forecast = self.forecast(usual.rank, usual.decision.chosen, prompt)
-        late = forecast.late(promise, now, output)
-        if late > 0 and found.count > 1:
+        self._forecasts.promise()
+        selection, forecast = usual, self.forecast(usual.rank, usual.decision.chosen, prompt)
+        if found.count > 1 and not stays(usual.decision.chosen, forecast, promise, prompt.tokens, now):
             decision = usual.decision
             candidates = decision.candidates
-            chosen, late = choose_for_promise(
-                self._policy,
-                candidates,
-                lambda each: self.forecast(found.rank_of(each), each, prompt).late(promise, now, output),
-                request,
-                self._random,
-            )
-            if chosen is not decision.chosen:
-                usual = found.select(Decision(chosen, candidates, decision.terms, unit=decision.unit))
-                forecast = self.forecast(usual.rank, chosen, prompt)
-        usual.promise, usual.forecast, usual.late = promise, forecast, late
-        return usual
+            forecasts = [self.forecast(found.rank_of(each), each, prompt) for each in candidates]
+            place = choose_for_promise(decision, forecasts, promise, now, self._broken_promise)
+            chosen, forecast = candidates[place], forecasts[place]
+            selection = found.select(Decision(chosen, candidates, decision.terms, unit=decision.unit))
+        selection.promise, selection.forecast = promise, forecast
+        selection.late = forecast.late(promise, now, self._output(selection.rank, prompt))
+        return selection
 
     def forecast(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Forecast:
         """What a candidate is predicted to take for a prompt that is sent now."""
-        worker, dp_rank = rank.target.worker, rank.target.dp_rank
-        backlog = rank.load.backlog + self._peer_load.backlog(worker, dp_rank)
-        output = self._outputs.expected(rank.served.model, prompt.max_tokens) * prompt.answers
-        return self._forecasts.of(candidate, prompt.tokens, output, backlog)
+        backlog = rank.load.backlog + self._peer_load.backlog(rank.target.worker, rank.target.dp_rank)
+        return self._forecasts.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
+
+    def _output(self, rank: RoutableRank, prompt: RoutedPrompt) -> float:
+        return self._outputs.expected(rank.served.model, prompt.max_tokens) * prompt.answers

@@ -95,7 +95,8 @@ class Reservations:
             rates = self._learned.rates.learner(worker.url, target.model).rates
             seconds = prefill_seconds(rates, prompt.tokens, chosen.overlap, chosen.requests, chosen.context)
         forecast = selection.forecast
-        if forecast is None and now >= self._forecasts.due and needs_prompts and prompt.streamed and computes and decodes:
+        whole = prompt.streamed and computes and decodes
+        if forecast is None and now >= self._forecasts.due and whole and needs_prompts:
             forecast = self._forecast(rank, chosen, prompt)
         reservation = Reservation(
             load,
@@ -110,6 +111,11 @@ class Reservations:
             work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
         attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
         assignment = Assignment(selection, reservation, attempt)
+        if self._forecasts.promising:
+            self._forecasts.placed(target, seconds, now)
+            promise = selection.promise
+            if promise is not None and promise.tpot is not None and decodes:
+                assignment.when_released(self._forecasts.hold(target, promise.tpot))
         if forecast is not None and prompt.streamed and prompt.answers == 1 and len(prompt.identities) <= 1:
             assignment.watched = self._forecasts.watch(target, forecast, selection.promise, now)
         return assignment

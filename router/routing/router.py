@@ -68,8 +68,10 @@ class Router:
         sharing: LoadSharing,
         disaggregation: DisaggregationSettings,
         cache_bytes: int = CACHE_BYTES,
+        broken_promise: float = 15_000.0,
     ) -> None:
-        """`cache_bytes` bounds what is kept of the chats of earlier requests."""
+        """`cache_bytes` bounds what is kept of the chats of earlier requests. `broken_promise`: what one costs, in
+        prefill tokens."""
         random = Random()
         overlaps = OverlapFinder(indexer, speculation, sharing.peer_load, history, audit)
         self._fleet = fleet
@@ -82,7 +84,7 @@ class Router:
             fleet, load, sharing.peer_load, overlaps, learned, random, self._linear, policy.spec.uses_rates
         )
         self._disaggregated = DisaggregatedSelector(self._candidates, policy.choose, disaggregation, random)
-        self._promised = PromisedSelector(learned, sharing.peer_load, policy.choose, random)
+        self._promised = PromisedSelector(learned, sharing.peer_load, broken_promise)
         self._reservations = Reservations(
             indexer, load, speculation, learned, history, audit, sharing, self._promised.forecast
         )
@@ -182,8 +184,8 @@ class Router:
 
         Where a prompt is computed by another worker than decodes the answer, nothing is predicted.
         """
-        request = self._candidates.request(prompt, found)
         if self._fleet.disaggregated:
+            request = self._candidates.request(prompt, found)
             selection = self._disaggregated.select(prompt, excluded, found, request, now)
             selection.promise = promise
             return selection
@@ -191,8 +193,8 @@ class Router:
         if self._linear is not None and not found.rates:
             usual = found.cheapest(self._linear, prompt.tokens)
         if usual is None:
-            usual = found.select(self._policy(found.candidates, request))
-        return self._promised.select(found, usual, prompt, request, promise, now)
+            usual = found.select(self._policy(found.candidates, self._candidates.request(prompt, found)))
+        return self._promised.select(found, usual, prompt, promise, now)
 
     def forecast(self, candidate: Candidate, prompt: RoutedPrompt) -> Forecast:
         """What a candidate is predicted to take for a prompt that is sent now."""

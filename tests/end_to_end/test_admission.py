@@ -262,6 +262,20 @@ async def test_who_has_waited_too_long_is_told_when_to_come_again() -> None:
         await routed.until_released()
 
 
+async def test_who_waits_until_its_promise_cannot_be_kept_is_refused_then() -> None:
+    gate = Gate()
+    levels = {"strict": {"ttft": 0.3, "when_late": "refuse"}, "patient": {"ttft": 0.3}}
+    async with one_worker(gate, ONE_AT_A_TIME, service_levels=levels) as (routed, asking):
+        await asking.queued("patient", {"x-kvrouter-service-level": "patient"})
+        asking.send("strict", {"x-kvrouter-service-level": "strict"})
+        refused = await asking.reply("strict")
+        assert (refused.status, refused.error["code"]) == (429, "promise_not_kept")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert await routed.metric("kvrouter_promises_total", service_level="strict", outcome="refused") == 1
+        gate.open(2)
+        assert (await asking.reply("patient")).status == 200  # late
+
+
 async def test_a_full_queue_refuses_at_once_or_sheds_what_is_lower() -> None:
     gate = Gate()
     async with one_worker(gate, ONE_AT_A_TIME | {"queue": 1}) as (routed, asking):
@@ -445,6 +459,15 @@ async def test_the_short_ones_that_are_held_go_first() -> None:
         scripts[0].gate.open()
         await until_arrived(scripts[0], 2)
         assert scripts[0].arrived == [scripts[0].arrived[0], "short"]
+
+
+async def test_of_those_that_are_held_the_one_with_the_least_slack_goes_first() -> None:
+    async with busy_fleet() as (_, asking, scripts):
+        await asking.queued("patient", {"x-slo-ttft-ms": "900000"}, tokens=LONG, stream=True)
+        await asking.queued("urgent", {"x-slo-ttft-ms": "600000"}, tokens=LONG, stream=True)
+        scripts[0].gate.open()
+        await until_arrived(scripts[0], 2)
+        assert scripts[0].arrived == [scripts[0].arrived[0], "urgent"]
 
 
 async def test_who_is_held_too_long_goes_to_its_choice() -> None:

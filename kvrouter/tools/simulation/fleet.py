@@ -26,7 +26,7 @@ from router.fleet.load import Reservation, TargetLoad
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import CHUNK_TOKENS
 from router.learning.eviction_pressure import EvictionPressure
-from router.policies import Candidate, Policy, Request
+from router.policies import Candidate, Decision, Policy, Request
 from router.policies.rates import prefill_seconds
 from router.routing.late_binding import held_order, should_hold
 
@@ -35,7 +35,7 @@ LINGER = 2.0  # seconds that an ended prompt still counts as cached soon
 _LOOK_SECONDS = 1.0
 _MEAN_OUTPUT = 256.0
 # Held requests that choose again at one event, at most.
-_TRIES = 16
+MOST_TRIES = 16
 
 
 @dataclass(slots=True)
@@ -272,7 +272,7 @@ class Fleet:
     def _retry(self) -> set[int]:
         """Let held requests choose again, as long as any worker has room."""
         bound: set[int] = set()
-        for held in self._held[:_TRIES]:
+        for held in self._held[:MOST_TRIES]:
             if all(should_hold(load.pending) for load in self._loads):
                 break
             choice = self._choose(held[2].request)
@@ -282,6 +282,9 @@ class Fleet:
         return bound
 
     def _choose(self, request: TracedRequest) -> Candidate:
+        return self._decide(request).chosen
+
+    def _decide(self, request: TracedRequest) -> Decision:
         if self._now >= self._next_look:
             self._next_look = self._now + _LOOK_SECONDS
             self._pressure.removed(dict(zip(self._targets, self._removed, strict=True)))
@@ -303,14 +306,19 @@ class Fleet:
                 candidate.eviction = price
             candidates.append(candidate)
         asked = Request(request.input_tokens, _MEAN_OUTPUT, request.session)
-        return self._policy(candidates, asked).chosen
+        return self._policy(candidates, asked)
+
+    def _prefill_of(self, request: TracedRequest, choice: Candidate) -> float:  # noqa: ARG002
+        """Seconds that a prefill is expected to take; 0 where nothing looks at that."""
+        return 0.0
 
     def _bind(self, outcome: Outcome, choice: Candidate) -> int:
         request = outcome.request
         worker = outcome.worker = self._targets.index(choice.target)
         outcome.sent = self._now
         uncached = max(request.input_tokens - choice.overlap, 1)
-        reservation = Reservation(self._loads[worker], uncached, request.input_tokens)
+        prefill = self._prefill_of(request, choice)
+        reservation = Reservation(self._loads[worker], uncached, request.input_tokens, prefill)
         self._in_flight[id(request)] = _InFlight(outcome, worker, reservation)
         best = max(self._view.overlaps(request.blocks).values(), default=0)
         self._pressure.routed(request.blocks, best * self._block_tokens)

@@ -61,11 +61,20 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
+class Promised:
+    """A class of requests and its promise, in seconds; None: nothing is promised of it."""
+
+    service_level: str
+    ttft: float | None
+    tpot: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class TracedRequest:
     """A request of a trace.
 
     `arrival` in seconds. `blocks`: ids of the prompt's full blocks. `finished`: those of prompt and answer together,
-    as the next turn of the conversation names them.
+    as the next turn of the conversation names them. `promised`: what its class is promised, if it has one.
     """
 
     arrival: float
@@ -74,6 +83,7 @@ class TracedRequest:
     blocks: tuple[int, ...]
     finished: tuple[int, ...]
     session: str
+    promised: Promised | None = None
 
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:

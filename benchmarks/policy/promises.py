@@ -1,0 +1,210 @@
+"""Promises kept: mixes of classes on the same traces, by this project with and without promises, and by its peers.
+
+The load of a cell is a share of saturation: the load at which one in ten answers of today's default, which knows of no
+promise, misses the goals of the other tables (`kvrouter.tools.simulation.measures`). A session has one class. The peers
+are llm-d's predicted-latency scheduling (`kvrouter.tools.simulation.predicted_latency`), which is given this project's
+predictions, and Dynamo's cost (`router.policies.peers`). Nobody refuses anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from benchmarks.policy.grid import Cell
+from benchmarks.policy.report import markdown
+from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload
+from kvrouter.tools.simulation.fleet import Fleet, Outcome
+from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, percentile
+from kvrouter.tools.simulation.profiles import LLAMA_70B
+from kvrouter.tools.simulation.promised_fleet import By, PromisedFleet
+from kvrouter.tools.simulation.sides import OURS
+from kvrouter.tools.simulation.trace import Promised, TracedRequest
+from router.policies import policy_named
+from router.settings import PolicyName, PolicySettings
+
+INTERACTIVE = Promised("interactive", 2.0, 0.05)
+AGENTS = Promised("agent", 4.0, 0.1)
+BATCH = Promised("batch", 30.0, 0.2)
+LOADS = (0.5, 0.7, 0.9, 1.0, 1.1)
+_STEPS = 5  # of the search for saturation
+
+OURS_PROMISED, TODAY = "kv_aware, promises", OURS.name
+_LEAST, _MOST, _DYNAMO = "llm_d, least headroom", "llm_d, most headroom", "dynamo"
+SIDES = (OURS_PROMISED, TODAY, _LEAST, _MOST, _DYNAMO)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Classes by their share of the sessions; None: nothing is promised."""
+
+    name: str
+    shares: tuple[tuple[float, Promised | None], ...]
+
+
+PROMISED = Mix("all promised", ((0.5, INTERACTIVE), (0.25, AGENTS), (0.25, BATCH)))
+HALF = Mix("half promised", ((0.25, INTERACTIVE), (0.125, AGENTS), (0.125, BATCH), (0.5, None)))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """`share`: of promised answers that were in time; `others`: TTFT p90 of those without a promise, 0 without any;
+    `error`: the middle of how far off predicted TTFTs were, as a share, where any were predicted."""
+
+    share: float
+    others: float
+    by_class: dict[str, float]
+    error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a saturation belongs to: a workload on a fleet. `below`, `above`: loads between which that is."""
+
+    workload: Workload | Path
+    workers: int
+    kv_tokens: int
+    below: float
+    above: float
+    seconds: float = 200.0
+
+    def requests(self, load: float, seed: int) -> list[TracedRequest]:
+        """What comes at a load, as `Cell` has it."""
+        return self.cell(load).requests(seed)
+
+    def cell(self, load: float) -> Cell:
+        return Cell(self.workload, LLAMA_70B, self.workers, self.kv_tokens, load, self.seconds)
+
+    @property
+    def name(self) -> str:
+        what = self.workload.name if isinstance(self.workload, Workload) else "trace"
+        return f"{what}, {self.workers} workers, {self.kv_tokens / 1e6:g} M tokens"
+
+    def saturation(self) -> float:
+        """The load at which one in ten answers of today's default misses the goals."""
+        below, above = self.below, self.above
+        for _ in range(_STEPS):
+            middle = (below + above) / 2
+            outcomes = steady(play(TODAY, self, self.requests(middle, 0), 0).outcomes)
+            missed = sum(not in_time(each, TTFT_GOAL, TPOT_GOAL) for each in outcomes) > 0.1 * len(outcomes)
+            below, above = (below, middle) if missed else (middle, above)
+        return below
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A run: what became of its requests, and how far off its predictions were."""
+
+    outcomes: list[Outcome]
+    error: float
+
+
+def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
+    """The workloads and fleets of a run."""
+    if trace is not None:
+        yield Ground(trace, 8, 1_200_000, 0.6, 2.2)
+        if not quick:
+            yield Ground(trace, 4, 1_200_000, 0.6, 2.2)
+        return
+    yield Ground(CONVERSATION, 8, 300_000, 0.5, 1.6)
+    if not quick:
+        yield Ground(AGENT, 8, 1_200_000, 0.5, 1.4)
+        yield Ground(CONVERSATION, 32, 300_000, 0.5, 1.6, seconds=100.0)
+
+
+def play(side: str, ground: Ground, requests: Sequence[TracedRequest], seed: int) -> Played:
+    """One side on one ground."""
+    random = Random(seed)
+    policy = PolicyName.DYNAMO if side == _DYNAMO else PolicyName.KV_AWARE
+    choose = policy_named(PolicySettings(name=policy), random).choose
+    fleet = (LLAMA_70B, ground.workers, ground.kv_tokens, choose)
+    if side in (TODAY, _DYNAMO):
+        return Played(Fleet(*fleet, side == TODAY, random).run(requests), 0.0)
+    by = {OURS_PROMISED: By.BROKEN_PROMISES, _LEAST: By.LEAST_HEADROOM, _MOST: By.MOST_HEADROOM}[side]
+    promised = PromisedFleet(*fleet, random, by, side == OURS_PROMISED)
+    outcomes = promised.run(requests)
+    known = [answer for answer in promised.watched if answer.ttft and answer.forecast.measured]
+    errors = [abs(answer.ttft - answer.predicted_ttft.expected) / answer.ttft for answer in known if answer.ttft]
+    return Played(outcomes, median(errors) if errors else 0.0)
+
+
+def steady(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those that arrived after the warm-up."""
+    last = outcomes[-1].request.arrival
+    return [outcome for outcome in outcomes if outcome.request.arrival >= WARM_UP * last]
+
+
+def in_time(outcome: Outcome, ttft: float | None, tpot: float | None) -> bool:
+    """Whether an answer came within these times, in seconds."""
+    first = outcome.begun - outcome.request.arrival
+    each = (outcome.ended - outcome.begun) / max(outcome.request.output_tokens - 1, 1)
+    return (ttft is None or first <= ttft) and (tpot is None or each <= tpot)
+
+
+def classed(requests: Sequence[TracedRequest], mix: Mix, seed: int) -> list[TracedRequest]:
+    """The requests with the classes of their sessions."""
+    random = Random(seed)
+    of_session: dict[str, Promised | None] = {}
+    weights, classes = zip(*mix.shares, strict=True)
+    for request in requests:
+        if request.session not in of_session:
+            of_session[request.session] = random.choices(classes, weights)[0]
+    return [replace(request, promised=of_session[request.session]) for request in requests]
+
+
+def kept(played: Played) -> Kept:
+    """What became of the promises of a run."""
+    by_class: dict[str, list[bool]] = {}
+    others: list[float] = []
+    for outcome in steady(played.outcomes):
+        promised = outcome.request.promised
+        if promised is None:
+            others.append(outcome.begun - outcome.request.arrival)
+        else:
+            good = in_time(outcome, promised.ttft, promised.tpot)
+            by_class.setdefault(promised.service_level, []).append(good)
+    everything = [each for answers in by_class.values() for each in answers]
+    return Kept(
+        sum(everything) / max(len(everything), 1),
+        percentile(others, 0.9) if others else 0.0,
+        {name: sum(answers) / len(answers) for name, answers in sorted(by_class.items())},
+        played.error,
+    )
+
+
+def compare(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], None]) -> str:
+    """All cells; each is shown as it is done. Returns the table of the verdict."""
+    rows = [["promises kept", *SIDES, "ours / best other", "TTFT p90 of the others / today's", "off by"]]
+    for ground in grounds(trace, quick):
+        saturation = ground.saturation()
+        for mix in (PROMISED, HALF):
+            for load in LOADS[2:] if quick else LOADS:
+                runs: dict[str, list[Kept]] = {side: [] for side in SIDES}
+                for seed in range(seeds):
+                    requests = classed(ground.requests(load * saturation, seed), mix, seed)
+                    for side in SIDES:
+                        runs[side].append(kept(play(side, ground, requests, seed)))
+                name = f"{ground.name}, {mix.name}, {load:g} of saturation"
+                rows.append([name, *_verdict(runs)])
+                show(f"{rows[-1]}\n" + "\n".join(f"  {side}: {_classes(runs[side])}" for side in SIDES))
+    return markdown(rows)
+
+
+def _verdict(runs: dict[str, list[Kept]]) -> list[str]:
+    shares = {side: median(each.share for each in runs[side]) for side in SIDES}
+    ours = runs[OURS_PROMISED]
+    ratio = median(mine.share / max(runs[side][seed].share for side in SIDES[1:]) for seed, mine in enumerate(ours))
+    others = [mine.others / today.others for mine, today in zip(ours, runs[TODAY], strict=True) if today.others]
+    return [
+        *(f"{shares[side]:.3f}" for side in SIDES),
+        f"{ratio:.2f}",
+        f"{median(others):.2f}" if others else "",
+        f"{median(each.error for each in ours):.0%}",
+    ]
+
+
+def _classes(runs: Sequence[Kept]) -> str:
+    return ", ".join(f"{name} {median(run.by_class[name] for run in runs):.3f}" for name in runs[0].by_class)

@@ -1,0 +1,70 @@
+"""The command `python -m benchmarks.service_levels`: how many promises a real router keeps, with and without knowing
+of them, at shares of what the fleet can do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+from urllib.request import urlopen
+
+import typer
+import yaml
+
+from benchmarks.service_levels.load import CLASSES, Answer, arrivals, capacity
+from kvrouter.processes import KvrouterProcess
+
+# Slow enough that two cores can play the engines, the router and the clients.
+_WORKER = ["simulate", "--port", "0", "--step-ms", "40", "--prefill-ms", "0.3"]
+_CLIENTS_A_WORKER = 24
+
+
+def main(
+    workers: Annotated[int, typer.Option(min=2, help="Simulated workers.")] = 4,
+    seconds: Annotated[float, typer.Option(min=5, help="Length of a run.")] = 60.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs at each load.")] = 1,
+) -> None:
+    """Share of promises kept by class, at 0.8 and 1.1 of capacity."""
+    with ExitStack() as stack:
+        fleet = [stack.enter_context(KvrouterProcess(_WORKER)) for _ in range(workers)]
+        urls = [worker.wait_until_listening() for worker in fleet]
+        config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "config.yaml"
+        levels = {each.name: {"ttft": each.ttft, "tpot": each.tpot} for each in CLASSES}
+        config.write_text(yaml.safe_dump({"workers": [{"url": url} for url in urls], "service_levels": levels}))
+        router = stack.enter_context(KvrouterProcess(["serve", "--config", str(config), "--port", "0"]))
+        url = router.wait_until_listening()
+        most = asyncio.run(capacity(url, _CLIENTS_A_WORKER * workers, seconds / 2))
+        typer.echo(f"{workers} workers answer {most:.1f} requests a second.\n")
+        typer.echo("| share kept | all | " + " | ".join(each.name for each in CLASSES) + " |")
+        typer.echo("|---|---:|" + "---:|" * len(CLASSES))
+        for load in (0.8, 1.1):
+            for promises in (False, True):
+                answers: list[Answer] = []
+                for seed in range(seeds):
+                    answers += asyncio.run(arrivals(url, load * most, seconds, promises, seed))
+                told = "told" if promises else "not told"
+                typer.echo(
+                    f"| {load:g} of capacity, {told} | {_share(answers)} | "
+                    + " | ".join(_share([answer for answer in answers if answer.asked is each]) for each in CLASSES)
+                    + " |"
+                )
+        typer.echo("\n" + _metrics(url))
+
+
+def _share(answers: list[Answer]) -> str:
+    return f"{sum(answer.in_time for answer in answers) / max(len(answers), 1):.3f}"
+
+
+def _metrics(url: str) -> str:
+    """What the router itself says of its promises."""
+    with urlopen(f"{url}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return "\n".join(
+        line for line in lines if line.startswith(("kvrouter_promises_total", "kvrouter_ttft_calibration"))
+    )
+
+
+typer.run(main)

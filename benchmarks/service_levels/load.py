@@ -1,0 +1,112 @@
+"""Clients of three classes, and what they were promised. Prompts are token ids; agents share the start of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
+import aiohttp
+
+MODEL = "simulated"
+_TIMEOUT = 120.0
+_VOCABULARY = 1000
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """Requests of one kind: `share` of all, tokens, and what they are promised, in seconds."""
+
+    name: str
+    share: float
+    prompt: int
+    shared: int  # of the prompt, with all others of the class
+    output: int
+    ttft: float
+    tpot: float
+
+
+CLASSES = (
+    Class("interactive", 0.5, 400, 0, 40, 1.5, 0.1),
+    Class("agent", 0.25, 2000, 1600, 20, 3.0, 0.2),
+    Class("batch", 0.25, 3000, 0, 40, 20.0, 0.4),
+)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got: seconds; None: nothing."""
+
+    asked: Class
+    ttft: float | None = None
+    tpot: float = 0.0
+
+    @property
+    def in_time(self) -> bool:
+        """Whether it came as promised."""
+        return self.ttft is not None and self.ttft <= self.asked.ttft and self.tpot <= self.asked.tpot
+
+
+async def arrivals(url: str, rate: float, seconds: float, promises: bool, seed: int) -> list[Answer]:
+    """Requests that come at random, so many a second, whatever became of those before. Returns when all have ended."""
+    random, answers, tasks = Random(seed), list[Answer](), list[asyncio.Task[None]]()
+    end = time.monotonic() + seconds
+    async with _session() as session:
+        while (now := time.monotonic()) < end:
+            answer = Answer(random.choices(CLASSES, [each.share for each in CLASSES])[0])
+            answers.append(answer)
+            tasks.append(asyncio.create_task(_ask(session, url, answer, promises, random)))
+            await asyncio.sleep(max(random.expovariate(rate) - (time.monotonic() - now), 0.0))
+        await asyncio.gather(*tasks)
+    return answers
+
+
+async def capacity(url: str, clients: int, seconds: float) -> float:
+    """Answers a second that the fleet gives to so many clients which always want one."""
+    random, ended = Random(0), 0
+    end = time.monotonic() + seconds
+    async with _session() as session:
+
+        async def client() -> None:
+            nonlocal ended
+            while time.monotonic() < end:
+                answer = Answer(random.choices(CLASSES, [each.share for each in CLASSES])[0])
+                await _ask(session, url, answer, False, random)
+                ended += time.monotonic() < end
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+    return ended / seconds
+
+
+def _session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, answer: Answer, promises: bool, random: Random) -> None:
+    asked = answer.asked
+    own = [random.randrange(_VOCABULARY) for _ in range(asked.prompt - asked.shared)]
+    body = {
+        "model": MODEL,
+        "prompt": [*range(asked.shared), *own],
+        "max_tokens": asked.output,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
+    headers = {"x-kvrouter-service-level": asked.name} if promises else {}
+    begun, first, last = time.monotonic(), None, 0.0
+    try:
+        async with session.post(f"{url}/v1/completions", data=json.dumps(body), headers=headers) as response:
+            response.raise_for_status()
+            async for _ in response.content.iter_any():
+                last = time.monotonic()
+                first = first or last
+    except (aiohttp.ClientError, TimeoutError):
+        return
+    if first is not None:
+        answer.ttft, answer.tpot = first - begun, (last - first) / (asked.output - 1)

@@ -1,0 +1,152 @@
+"""The same fleet before a router that knows what requests are promised: it predicts by the rates that it learns, and
+chooses by them, as `router.routing.promised_selection` and `router.admission` do; or as llm-d does.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from enum import StrEnum
+from random import Random
+
+from kvrouter.tools.simulation.engine import Progress
+from kvrouter.tools.simulation.fleet import MOST_TRIES, Fleet, Outcome
+from kvrouter.tools.simulation.predicted_latency import predicted_latency
+from kvrouter.tools.simulation.profiles import Profile
+from kvrouter.tools.simulation.trace import TracedRequest
+from router.holdings.speculation import ReleaseCallback
+from router.learning.forecasts import WatchedAnswer
+from router.learning.learned import Learned, RequestTiming
+from router.policies import Candidate, Decision, Policy
+from router.policies.promises import Forecast, Promise, choose_for_promise, stays
+from router.policies.rates import Rates, prefill_seconds
+from router.routing.late_binding import held_order, promised_order, should_hold
+from router.settings import AdmissionSettings, PolicySettings
+
+_TIMEOUT = AdmissionSettings().timeout
+_BROKEN_PROMISE = PolicySettings().broken_promise
+
+
+class By(StrEnum):
+    """Who chooses: this project, or llm-d by the least or the most headroom."""
+
+    BROKEN_PROMISES = "broken_promises"
+    LEAST_HEADROOM = "least_headroom"
+    MOST_HEADROOM = "most_headroom"
+
+
+class PromisedFleet(Fleet):
+    """One run of a trace whose requests are promised something. `watched`: every answer, with what was predicted."""
+
+    def __init__(
+        self, profile: Profile, workers: int, kv_tokens: int, policy: Policy, random: Random, by: By, late_binding: bool
+    ) -> None:
+        super().__init__(profile, workers, kv_tokens, policy, late_binding, random)
+        self.watched: list[WatchedAnswer] = []
+        self._by = by
+        self._learned = Learned(Rates(), self._clock)
+        self._learned.forecasts.promise()
+        self._numbers_of = {target: number for number, target in enumerate(self._targets)}
+        self._promises: dict[int, Promise] = {}  # by the identity of the request
+        self._answers: dict[int, tuple[WatchedAnswer, RequestTiming, ReleaseCallback | None]] = {}
+
+    def _place(self, outcome: Outcome) -> set[int]:
+        request = outcome.request
+        if (promised := request.promised) is not None:
+            self._promises[id(request)] = Promise(promised.ttft, promised.tpot, request.arrival, promised.service_level)
+        choice = self._choose(request)
+        if self._late_binding and should_hold(choice.pending):
+            insort(self._held, (self._order(request, choice), next(self._numbers), outcome))
+            return set()
+        return {self._bind(outcome, choice)}
+
+    def _retry(self) -> set[int]:
+        bound = set[int]()
+        late = []
+        for held in self._held[:MOST_TRIES]:
+            request = held[2].request
+            waited = self._now - request.arrival
+            if all(should_hold(load.pending) for load in self._loads) and waited <= self._longest(request):
+                continue
+            promise = self._promises.get(id(request))
+            was_late = promise is not None and promise.late
+            choice = self._choose(request)
+            if waited > self._longest(request) or not should_hold(choice.pending):
+                self._held.remove(held)
+                bound.add(self._bind(held[2], choice))
+            elif promise is not None and promise.late and not was_late:
+                late.append((held, choice))
+        for held, choice in late:
+            self._held.remove(held)
+            insort(self._held, (self._order(held[2].request, choice), held[1], held[2]))
+        return bound
+
+    def _longest(self, request: TracedRequest) -> float:
+        """How long a request is held at most."""
+        promised = request.promised
+        return max(_TIMEOUT, promised.ttft) if promised is not None and promised.ttft is not None else _TIMEOUT
+
+    def _order(self, request: TracedRequest, choice: Candidate) -> float:
+        prefill, promise = self._prefill(request, choice), self._promises.get(id(request))
+        order = held_order(request.arrival, prefill)
+        if promise is None or promise.first_token_by is None:
+            return order
+        return order + _TIMEOUT if promise.late else promised_order(promise.first_token_by, prefill)
+
+    def _choose(self, request: TracedRequest) -> Candidate:
+        decision = self._decide(request)
+        promise = self._promises.get(id(request))
+        if self._by is not By.BROKEN_PROMISES:
+            forecasts = [self._forecast(each, request) for each in decision.candidates]
+            most = self._by is By.MOST_HEADROOM
+            return predicted_latency(
+                decision.candidates, forecasts, promise, self._now, request.input_tokens, self._random, most
+            )
+        if promise is None:
+            return decision.chosen
+        chosen, forecast = decision.chosen, self._forecast(decision.chosen, request)
+        if not stays(chosen, forecast, promise, request.input_tokens, self._now):
+            chosen, forecast = self._least_loss(decision, request, promise)
+        promise.late = forecast.late(promise, self._now, self._output()) > 0
+        return chosen
+
+    def _least_loss(self, decision: Decision, request: TracedRequest, promise: Promise) -> tuple[Candidate, Forecast]:
+        forecasts = [self._forecast(each, request) for each in decision.candidates]
+        place = choose_for_promise(decision, forecasts, promise, self._now, _BROKEN_PROMISE)
+        return decision.candidates[place], forecasts[place]
+
+    def _forecast(self, candidate: Candidate, request: TracedRequest) -> Forecast:
+        backlog = self._loads[self._numbers_of[candidate.target]].backlog
+        return self._learned.forecasts.of(candidate, request.input_tokens, self._output(), backlog)
+
+    def _output(self) -> float:
+        return self._learned.outputs.expected("m", None)
+
+    def _prefill(self, request: TracedRequest, choice: Candidate) -> float:
+        rates = self._learned.rates.learner(choice.target.worker, "m").rates
+        return prefill_seconds(rates, request.input_tokens, choice.overlap, choice.requests, choice.context)
+
+    def _bind(self, outcome: Outcome, choice: Candidate) -> int:
+        request, target, forecasts = outcome.request, choice.target, self._learned.forecasts
+        promise = self._promises.get(id(request))
+        answer = forecasts.watch(target, self._forecast(choice, request), promise, self._now)
+        forecasts.placed(target, self._prefill(request, choice), self._now)
+        release = forecasts.hold(target, promise.tpot) if promise is not None and promise.tpot is not None else None
+        self._answers[id(request)] = answer, self._learned.timing(choice, request.input_tokens), release
+        self.watched.append(answer)
+        return super()._bind(outcome, choice)
+
+    def _prefill_of(self, request: TracedRequest, choice: Candidate) -> float:
+        return self._prefill(request, choice)
+
+    def _progress(self, worker: int, progress: Progress) -> set[int]:
+        for sequence in progress.begun:
+            answer, timing, _ = self._answers[id(sequence.request)]
+            answer.first_token(self._now)
+            timing.first_byte()
+        for sequence in progress.ended:
+            answer, timing, release = self._answers.pop(id(sequence.request))
+            answer.ended(sequence.request.output_tokens)
+            timing.end(sequence.request.output_tokens)
+            if release is not None:
+                release()
+        return super()._progress(worker, progress)

@@ -1,0 +1,77 @@
+"""The simulation of promises: classes, sides, and what comes out."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from benchmarks.policy.promises import (
+    HALF,
+    OURS_PROMISED,
+    PROMISED,
+    SIDES,
+    TODAY,
+    Ground,
+    Played,
+    classed,
+    in_time,
+    kept,
+    play,
+)
+from benchmarks.policy.workloads import AGENT
+from indexer import Target
+from kvrouter.tools.simulation.fleet import Outcome
+from kvrouter.tools.simulation.predicted_latency import predicted_latency
+from kvrouter.tools.simulation.trace import Promised, TracedRequest
+from router.policies import Candidate
+from router.policies.promises import Estimate, Forecast, Promise
+
+GROUND = Ground(AGENT, 2, 300_000, 0.5, 1.6, seconds=40.0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_every_side_answers_everything_and_is_judged_by_the_promises(side: str) -> None:
+    requests = classed(GROUND.requests(1.0, 0), HALF, 0)
+    played = play(side, GROUND, requests, 0)
+    assert len(played.outcomes) == len(requests)
+    assert all(outcome.ended >= outcome.begun >= outcome.request.arrival for outcome in played.outcomes)
+    result = kept(played)
+    assert 0.5 < result.share <= 1
+    assert result.others > 0
+    assert (side in (TODAY, "dynamo")) == (result.error == 0)
+
+
+def test_sessions_have_one_class_and_runs_repeat() -> None:
+    requests = classed(GROUND.requests(1.0, 0), PROMISED, 0)
+    by_session: dict[str, set[Promised | None]] = {}
+    for request in requests:
+        by_session.setdefault(request.session, set()).add(request.promised)
+    assert all(len(classes) == 1 for classes in by_session.values())
+    assert kept(play(OURS_PROMISED, GROUND, requests, 1)) == kept(play(OURS_PROMISED, GROUND, requests, 1))
+
+
+def test_what_is_in_time() -> None:
+    outcome = Outcome(TracedRequest(1.0, 10, 11, (), (), "s"), begun=2.0, ended=3.0)
+    assert in_time(outcome, 1.0, 0.1)
+    assert in_time(outcome, None, None)
+    assert not in_time(outcome, 0.9, None)
+    assert not in_time(outcome, None, 0.09)
+    assert kept(Played([outcome], 0.0)).others == 1.0
+
+
+@pytest.mark.parametrize(("most", "chosen"), [(False, "b"), (True, "a")])
+def test_llm_d_takes_the_least_headroom_or_the_most(most: bool, chosen: str) -> None:
+    targets = [Candidate(Target(name, 0, "m"), requests=1) for name in "abc"]
+    forecasts = [Forecast(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (0.1, 0.9, 5.0)]
+    choice = predicted_latency(targets, forecasts, Promise(1.0, 0.05, 0.0), 0.0, 100, Random(1), most)
+    assert choice.target.worker == chosen
+
+
+def test_llm_d_takes_the_idle_and_then_the_least_late_where_none_keeps_a_promise() -> None:
+    targets = [Candidate(Target(name, 0, "m"), requests=name != "c") for name in "abc"]
+    forecasts = [Forecast(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (2.0, 3.0, 4.0)]
+    promise = Promise(1.0, 0.05, 0.0)
+    assert predicted_latency(targets, forecasts, promise, 0.0, 100, Random(1)).target.worker == "c"
+    busy = predicted_latency(targets[:2], forecasts[:2], promise, 0.0, 100, Random(1))
+    assert busy.target.worker == "a"

@@ -1,0 +1,149 @@
+"""Promises of first and later tokens, as clients ask for them and operators see them: a real router and workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from router_under_test import Reply, RouterUnderTest, router, until
+
+from router.access import hashed_key
+from worker.simulated import SimulatedWorkerSettings, running
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+MODEL = "simulated"
+LEVELS = {
+    "strict": {"ttft": 0.001, "when_late": "refuse"},
+    "late": {"ttft": 0.001},
+    "loose": {"ttft": 3600, "tpot": 3600},
+}
+STREAM = {"model": MODEL, "prompt": "What is promised is kept.", "max_tokens": 4, "stream": True}
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+@pytest.fixture(scope="module")
+async def routed() -> AsyncIterator[RouterUnderTest]:
+    """Two workers that are taken to need ten milliseconds a token until it is learned otherwise."""
+    settings = SimulatedWorkerSettings(base_step_s=0.001)
+    async with (
+        running(settings) as one,
+        running(settings) as two,
+        router(one, two, service_levels=LEVELS, rates={"token": 0.01}) as routed,
+    ):
+        yield routed
+
+
+async def asked(routed: RouterUnderTest, headers: dict[str, str], **fields: Any) -> Reply:
+    return await routed.call(PATH, STREAM | fields, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({"x-slo-ttft-ms": "soon"}, "x-slo-ttft-ms"),
+        ({"x-llm-d-slo-tpot-ms": "-1"}, "x-llm-d-slo-tpot-ms"),
+        ({"x-kvrouter-service-level": "best"}, "x-kvrouter-service-level"),
+    ],
+)
+async def test_a_promise_that_cannot_be_read_is_refused(
+    routed: RouterUnderTest, headers: dict[str, str], param: str
+) -> None:
+    reply = await asked(routed, headers)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+async def test_what_cannot_be_kept_is_refused_early(routed: RouterUnderTest) -> None:
+    labels = {"model": MODEL, "service_level": "strict", "outcome": "refused"}
+    before = await routed.metric("kvrouter_promises_total", **labels)
+    with pytest.raises(openai.RateLimitError) as refusal:
+        await routed.openai.completions.create(
+            model=MODEL, prompt="x", extra_headers={"x-kvrouter-service-level": "strict"}
+        )
+    assert refusal.value.code == "promise_not_kept"
+    assert 1 <= int(refusal.value.response.headers["retry-after"]) <= 60
+    assert await routed.metric("kvrouter_promises_total", **labels) == before + 1
+    assert await routed.metric("kvrouter_admission_refused_total", reason="promise") >= 1
+    await routed.until_released()
+
+
+@pytest.mark.parametrize(
+    ("headers", "level", "outcome"),
+    [
+        ({"x-kvrouter-service-level": "late"}, "late", "late"),
+        ({"x-kvrouter-service-level": "loose"}, "loose", "kept"),
+        # What headers say goes before the class, and llm-d's later names before the older ones.
+        ({"x-kvrouter-service-level": "strict", "x-slo-ttft-ms": "3600000"}, "strict", "kept"),
+        ({"x-slo-ttft-ms": "1", "x-llm-d-slo-ttft-ms": "3600000"}, "", "kept"),
+    ],
+)
+async def test_what_is_served_is_counted_as_kept_or_late(
+    routed: RouterUnderTest, headers: dict[str, str], level: str, outcome: str
+) -> None:
+    labels = {"model": MODEL, "service_level": level, "outcome": outcome}
+    before = await routed.metric("kvrouter_promises_total", **labels)
+    errors = await routed.metric("kvrouter_ttft_error_seconds_count", model=MODEL)
+    prompt = f"{level}, {outcome}: {headers} " * 4
+    reply = await asked(routed, headers, prompt=prompt, **USAGE)
+    assert reply.status == 200
+
+    async def counted() -> bool:
+        return await routed.metric("kvrouter_promises_total", **labels) == before + 1
+
+    await until(counted, 30)
+    assert await routed.metric("kvrouter_ttft_error_seconds_count", model=MODEL) == errors + 1
+    assert await routed.metric("kvrouter_tpot_error_seconds_count", model=MODEL) >= 1
+    await routed.until_released()
+
+
+async def test_explain_tells_whether_a_promise_would_be_kept_and_by_how_much(routed: RouterUnderTest) -> None:
+    async def explained(headers: dict[str, str]) -> Any:
+        request = {"path": PATH, "request": STREAM | {"prompt": "Nobody has seen this before."}}
+        return (await routed.call("/explain", request, headers=headers)).json()
+
+    plain = await explained({})
+    assert plain["promise"] is None
+    forecast = plain["candidates"][0]["forecast"]
+    assert 0 < forecast["ttft"]["low"] <= forecast["ttft"]["expected"] <= forecast["ttft"]["high"]
+    assert forecast["tpot"]["expected"] > 0
+
+    kept = (await explained({"x-slo-ttft-ms": "3600000"}))["promise"]
+    assert (kept["kept"], kept["refused"], kept["tpot_to_spare"]) == (True, False, None)
+    assert 3500 < kept["ttft_to_spare"] < 3600
+    broken = (await explained({"x-kvrouter-service-level": "strict"}))["promise"]
+    assert (broken["kept"], broken["refused"]) == (False, True)
+    assert -10 < broken["ttft_to_spare"] < 0
+    bad = await routed.call("/explain", {"path": PATH, "request": STREAM}, headers={"x-kvrouter-service-level": "best"})
+    assert bad.status == 400
+
+
+async def test_predictions_learn_how_far_off_they_are() -> None:
+    """Rates that begin a hundred times too high: after some answers the band has what comes."""
+    settings = SimulatedWorkerSettings(base_step_s=0.002)
+    async with running(settings) as one, router(one, rates={"step": 0.2}, service_levels=LEVELS) as routed:
+        for number in range(24):
+            await asked(routed, {"x-kvrouter-service-level": "loose"}, prompt=f"{number} " * 8, **USAGE)
+        request = {"path": PATH, "request": STREAM | {"prompt": "25 " * 8}}
+        forecast = (await routed.call("/explain", request)).json()["candidates"][0]["forecast"]
+        assert forecast["measured"]
+        assert forecast["ttft"]["expected"] < 0.1
+        assert forecast["ttft"]["low"] < forecast["ttft"]["high"]
+        assert 0 <= await routed.metric("kvrouter_ttft_calibration_ratio", model=MODEL) <= 1
+
+
+@pytest.mark.parametrize("by", ["model", "tenant"])
+async def test_a_class_may_be_that_of_a_model_or_a_tenant(by: str) -> None:
+    sections: dict[str, Any] = {"service_levels": LEVELS, "rates": {"token": 0.01}}
+    headers = {}
+    if by == "model":
+        sections["models"] = {MODEL: {"service_level": "strict"}}
+    else:
+        sections["tenants"] = {"named": {"one": {"keys": [hashed_key("k")], "service_level": "strict"}}}
+        sections["server"] = {"token": "operator"}
+        headers = {"authorization": "Bearer k"}
+    async with running(SimulatedWorkerSettings(base_step_s=0.001)) as one, router(one, **sections) as routed:
+        assert (await asked(routed, headers)).error["code"] == "promise_not_kept"
+        assert (await asked(routed, headers | {"x-kvrouter-service-level": "loose"})).status == 200
