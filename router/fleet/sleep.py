@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from enum import StrEnum
+from typing import Literal, TypeAlias
 
 import aiohttp
 
@@ -19,12 +19,8 @@ from router.fleet.worker import Worker
 _SECONDS = 600.0
 
 
-class SleepMode(StrEnum):
-    """What becomes of the requests that a worker has."""
-
-    WAIT = "wait"  # it sleeps when they have ended
-    ABORT = "abort"
-    KEEP = "keep"  # they go on when it is woken
+# What becomes of the requests that a worker has: it sleeps when they have ended, they end, or go on when it is woken.
+SleepMode: TypeAlias = Literal["wait", "abort", "keep"]
 
 
 async def put_to_sleep(

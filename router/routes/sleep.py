@@ -30,7 +30,7 @@ def sleep_routes(services: Services) -> APIRouter:
 
     @routes.post("/sleep", responses=errors(400, 401, 403, 404, 502, 503))
     async def sleep(
-        worker: _Workers = (), model: str | None = None, level: _Level = 1, mode: SleepMode = SleepMode.WAIT
+        worker: _Workers = (), model: str | None = None, level: _Level = 1, mode: SleepMode = "wait"
     ) -> JSONResponse:
         """Put workers to sleep: they get no requests until they are woken. The answer tells of each worker."""
         status, fields = report(await put_to_sleep(fleet, session, asked(worker, model), level, mode), "sleep")

@@ -79,11 +79,6 @@ def reset_at_the_engine(workers: list[VllmWorker], router: RouterProcess) -> Non
     post_json(f"{workers[0].url}/reset_prefix_cache")
 
 
-def _ranks(*numbers: int) -> Servers:
-    return tuple(("--data-parallel-rank", str(number)) for number in numbers)
-
-
-_EXTERNAL = ("--data-parallel-size", "2", "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", PORT)
 _HYBRID = (
     *("--data-parallel-hybrid-lb", "--data-parallel-size", "4", "--data-parallel-size-local", "2"),
     *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", PORT, "--api-server-count", "1"),
@@ -94,7 +89,6 @@ _FEW = ("--num-gpu-blocks-override", "160")  # 5120 tokens, so that most is evic
 MODES = (
     Mode("two workers"),
     Mode("DP=2, internal", servers=(("--data-parallel-size", "2", "--api-server-count", "1"),)),
-    Mode("DP=2, external", ("--data-parallel-external-lb", *_EXTERNAL), _ranks(0, 1)),
     Mode("DP=4, hybrid", _HYBRID, (("--data-parallel-start-rank", "0"), ("--data-parallel-start-rank", "2"))),
     Mode("block size 128", ("--block-size", "128", "--num-gpu-blocks-override", "250")),
     *(Mode(f"hashes by {name}", ("--prefix-caching-hash-algo", name)) for name in ("sha256_cbor", "xxhash")),

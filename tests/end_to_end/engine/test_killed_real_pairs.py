@@ -107,15 +107,13 @@ def test_the_prefill_worker_is_killed_after_its_leg(pair: RouterProcess, vllms: 
     assert tokens == completed(vllms["alone"].url, prompt, TOKENS)[0]
 
 
-def test_the_decode_worker_is_killed_in_a_stream(pair: RouterProcess, vllms: dict[str, VllmWorker]) -> None:
+def test_the_prefill_worker_serves_alone_when_the_decode_worker_is_killed(
+    pair: RouterProcess, vllms: dict[str, VllmWorker]
+) -> None:
     prompt, *others = prompts(5)[2:]
     with streamed(pair, prompt, MANY) as events:
-        tokens = next(events)
+        next(events)
         vllms["decode"].kill()
-        for more in events:
-            tokens += more
-    assert len(tokens) < MANY
-    # The prefill worker serves alone.
     assert all_tokens(pair.url, others) == all_tokens(vllms["alone"].url, others)
 
 
