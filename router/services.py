@@ -35,7 +35,8 @@ from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
 from router.fleet.config_reload import SettingsFile, follow_workers
 from router.fleet.discovery import ServedModel
-from router.fleet.fleet import Fleet, Worker, end_tasks
+from router.fleet.end_tasks import end_tasks
+from router.fleet.fleet import Fleet, Worker
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.load import LoadTable
 from router.fleet.redirects import refuse_redirects

@@ -15,6 +15,7 @@ from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.answers import read_answer
 from router.fleet.circuit import CircuitLimits
 from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
+from router.fleet.end_tasks import end_tasks
 from router.fleet.engine_metrics import EngineMetrics, Sleep
 from router.fleet.health import Health
 from router.fleet.stall_detector import StallDetector
@@ -24,7 +25,7 @@ from router.http.connection_problem import connection_problem
 from router.http.worker_url import host_of, split_user_info
 from router.settings import FleetSettings, Role, WorkerSettings
 
-__all__ = ["Fleet", "Worker", "WorkerState", "end_tasks"]
+__all__ = ["Fleet", "Worker", "WorkerState"]
 
 log = structlog.get_logger()
 
@@ -414,11 +415,3 @@ def _names(wanted: dict[str, tuple[str, WorkerSettings]]) -> dict[str, str]:
         taken.add(name)
         names[url] = name
     return names
-
-
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait for their end."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

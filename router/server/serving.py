@@ -16,7 +16,7 @@ from router.app import running_router
 from router.embedded_index import running_indexer
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.config_reload import SettingsFile
-from router.fleet.fleet import end_tasks
+from router.fleet.end_tasks import end_tasks
 from router.fleet.stream_addresses import RegisteredStreams
 from router.routes.match_requests import match_reader
 from router.server.announcements import announce_models, announce_page, announce_start, say

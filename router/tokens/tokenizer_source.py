@@ -20,7 +20,8 @@ import structlog
 from indexer import Target
 from router.errors import TokenizerUnavailableError
 from router.fleet.discovery import ServedModel, WorkerDescription
-from router.fleet.fleet import Worker, end_tasks
+from router.fleet.end_tasks import end_tasks
+from router.fleet.fleet import Worker
 from router.fleet.worker_keys import WorkerKey
 from router.holdings.audit import TargetAudit
 from router.settings import ModelSettings, TokenizerSettings

@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.replicas.redis_server import RedisServer, free_port
 from kvrouter.processes import KvrouterProcess
-from router.fleet.fleet import end_tasks
+from router.fleet.end_tasks import end_tasks
 from router.fleet.load import LoadTable, Reservation
 from router.sharing import LoadSharing, PeerLoad
 from router.sharing.redis import RedisChannel

@@ -13,7 +13,7 @@ import pytest
 from indexer import Indexer, Registration, Target
 from kvevents import EventSource
 from router.fleet.allowed_networks import Address, AllowedNetworks
-from router.fleet.fleet import end_tasks
+from router.fleet.end_tasks import end_tasks
 from router.fleet.stream_addresses import RegisteredStreams, allowed_sources
 
 pytestmark = pytest.mark.anyio
