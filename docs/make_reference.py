@@ -196,12 +196,13 @@ def api_page(document: Schema) -> str:
         "workers': [api.md](../api.md) tells how they are routed. `/match`, `/register`, `/unregister`, `/query`, "
         "`/query_by_hash`, `/dump`, `/workers`, `/health` and `/metrics` are those of `kvrouter indexer` too.",
     )
+    schemas = document.get("components", {}).get("schemas", {})
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             lines += ["", f"## {method.upper()} {path}", ""]
             lines += [" ".join(operation["description"].split("\n\n")[0].split())]
             rows = [
-                (each["name"], each["in"], _kind(each["schema"], {}), each["required"], "")
+                (each["name"], each["in"], _kind(each["schema"], schemas), each["required"], "")
                 for each in operation.get("parameters", [])
             ]
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
