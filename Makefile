@@ -83,7 +83,7 @@ bench-processes: .venv/installed
 bench-index: .venv/installed .bench/dynamo/installed
 	$(BIN)/python -m benchmarks.index $(ARGS)
 
-# One index of a thousand ranks and 40 million blocks: three gigabytes of memory, ten for a moment.
+# One index of a thousand ranks and 40 million blocks: three gigabytes of memory and two of disk, some minutes.
 bench-fleet: .venv/installed native
 	$(BIN)/python -m benchmarks.index.fleet $(ARGS)
 

@@ -396,30 +396,32 @@ async def test_a_stream_that_is_reset_releases_its_load(asked: Asked, answered: 
     await asked.side.until_released()
 
 
-async def test_a_gateway_that_tells_nothing_of_answers(asked: Asked) -> None:
+async def test_a_gateway_that_tells_nothing_of_answers(workers: list[ScriptedWorker]) -> None:
     """Its requests end well, not as abandoned ones, and their prefills when they are expected to."""
+    async with picker(workers[0].url) as (side, port), channel_to(port) as channel:
+        asked = Asked(side, channel, [])
 
-    async def no_prefills() -> bool:
-        return all(load["pending"] == 0 for load in await asked.side.loads())
+        async def no_prefills() -> bool:
+            return all(load["pending"] == 0 for load in await side.loads())
 
-    async def abandoned() -> bool:
-        return await asked.side.metric("kvrouter_requests_abandoned_total") == 1
+        async def abandoned() -> bool:
+            return await side.metric("kvrouter_requests_abandoned_total") == 1
 
-    for number in range(2):
-        stream, _ = await asked.routed()
-        assert await asked.side.requests_in_flight() == 1
-        if number:
-            await until(no_prefills, 30)
-        await stream.ends()
-        await asked.side.until_released()
-    assert await asked.side.metric("kvrouter_requests_abandoned_total") == 0
-    told, _ = await asked.routed()
-    await told.answer_head(200, STREAM)
-    await told.hears()
-    await told.ends()
-    left, _ = await asked.routed()  # where answers are told of, one that none came to was left
-    left.call.cancel()
-    await until(abandoned, 30)
+        for number in range(2):
+            stream, _ = await asked.routed()
+            assert await side.requests_in_flight() == 1
+            if number:
+                await until(no_prefills, 30)
+            await stream.ends()
+            await side.until_released()
+        assert await side.metric("kvrouter_requests_abandoned_total") == 0
+        told, _ = await asked.routed()
+        await told.answer_head(200, STREAM)
+        await told.hears()
+        await told.ends()
+        left, _ = await asked.routed()  # where answers are told of, one that none came to was left
+        left.call.cancel()
+        await until(abandoned, 30)
 
 
 async def test_a_stream_that_ends_within_the_body_leaves_nothing(asked: Asked) -> None:
