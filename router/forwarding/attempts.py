@@ -298,9 +298,10 @@ class Attempts:
             self.tried[-1] = assignment.prefill.worker  # the decode worker is not to blame
 
     def _exclude_pair(self) -> bool:
-        """One worker of a pair failed and perhaps the other is why: exclude both, as far as there are others.
+        """One worker of a pair failed and perhaps the other is why: exclude both, as far as there are others, or the
+        prefill worker, where the decode worker can do without.
 
-        False, and nothing changes, when there is no other pair, or it is no pair.
+        False, and nothing changes, when there is no other way, or it is no pair.
         """
         assignment = self.assignment
         if assignment is None or assignment.prefill is None:
@@ -312,7 +313,16 @@ class Attempts:
             self._without = [*self._without, prefill]
             if not self.others:
                 self.tried[-1] = prefill
+        elif not self.others and self._sends < self._most and self._decodes_alone(assignment):
+            # What it could not fetch of the prefill worker may be why: it computes the prompt itself.
+            self._without = [*self._without, prefill]
+            self.tried[-1] = prefill
+            return True
         return self.others or other_prefill
+
+    def _decodes_alone(self, assignment: Assignment) -> bool:
+        adapter = self._services.router.adapter_of(assignment.worker)
+        return adapter is not None and adapter.decodes_alone
 
     def leave(self, problem: str) -> None:
         """The attempt failed before anything of an answer was passed on: let go of its worker."""

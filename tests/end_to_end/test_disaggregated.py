@@ -302,6 +302,17 @@ async def test_the_only_decode_that_answers_an_error_is_tried_with_another_prefi
         await both.nothing_is_left()
 
 
+async def test_the_only_decode_that_answers_an_error_computes_the_prompt_itself() -> None:
+    """As vLLM's does whose prefill worker died before the KV was fetched."""
+    async with fleet("nixl", [prefill], [at_first(broken, stream)]) as both:
+        reply = await both.routed.call(PATH, BODY)
+        assert (reply.status, reply.headers["x-kvrouter-attempts"]) == (200, "2")
+        prefilled, decoded = both.sent()
+        assert len(prefilled) == 1
+        assert ["kv_transfer_params" in body for body in decoded] == [True, False]
+        await both.nothing_is_left()
+
+
 async def test_the_only_prefill_that_answers_an_error_is_tried_with_another_decode() -> None:
     waiting = at_first(silent, stream)
     async with fleet("sglang", [at_first(broken, silent)], [waiting, waiting]) as both:

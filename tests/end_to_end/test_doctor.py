@@ -121,7 +121,9 @@ async def test_each_broken_worker_is_found_to_be_broken_in_its_way(sound: Sound)
 
         workers = [(cause, worker) for cause, each in broken.items() for worker in each]
         causes = await found(*(worker for _, worker in workers))
-    assert causes == [[cause] for cause, _ in workers]
+    for (cause, _), told in zip(workers, causes, strict=True):
+        # Where numbers go back, what one conversation brought can be taken for another's.
+        assert told == [cause] or (cause is Cause.SEQUENCE and cause in told)
 
 
 async def test_a_key_opens_the_worker(sound: Sound) -> None:

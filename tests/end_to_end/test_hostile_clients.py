@@ -161,7 +161,7 @@ async def test_what_only_engines_know_wants_the_token(
                 assert (reply.status, "server.token" in reply.error["message"]) == (401, True)
         assert worker.exchanges == []
         # The first every worker is asked; the others the router answers itself.
-        own = ("/server_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+        own = ("/server_info", "/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
         others = [(method, path) for method, path in ENGINE_ROUTES if path not in own]
         for method, path in others:
             assert (await routed.call(path, {}, method=method, headers=ADMIN)).status == 200
