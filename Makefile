@@ -26,8 +26,9 @@ native: .venv/installed
 demo: .venv/demo
 	$(BIN)/kvrouter demo $(ARGS)
 
+# With what Python keeps of modules, whatever the environment says: the tests start many processes.
 test: .venv/installed
-	$(BIN)/pytest --numprocesses 4 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 4 $(ARGS)
 
 # The same tests, of what is compiled: from there, where nothing is imported from the clone itself.
 TESTED = indexer router kvrouter end_to_end

@@ -54,8 +54,11 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 
 @contextmanager
-def service(*arguments: str, ended_by: signal.Signals = signal.SIGTERM) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A running service: its URL and its process, which a signal ends promptly and well."""
+def service(
+    *arguments: str, ended_by: signal.Signals = signal.SIGTERM, before: list[str] | None = None
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A running service: its URL and its process, which a signal ends promptly and well. `before`: gets what it printed
+    before it was ready."""
     with popen(*arguments) as process:
         giving_up = threading.Timer(DEADLINE, process.kill)
         giving_up.start()
@@ -67,6 +70,8 @@ def service(*arguments: str, ended_by: signal.Signals = signal.SIGTERM) -> Itera
                 assert line, f"kvrouter {arguments[0]} did not start: {printed}"
                 printed += line
             giving_up.cancel()
+            if before is not None:
+                before.append(printed)
             yield listens.group(1), process
             process.send_signal(ended_by)
             output, _ = process.communicate(timeout=60)

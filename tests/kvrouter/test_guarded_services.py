@@ -75,8 +75,13 @@ def test_passwords_in_urls_are_told_to_nobody(worker: str, settings: Path) -> No
     settings.write_text(
         json.dumps(found | {"fleet": {"probe_timeout": 0.5, "retry_interval": 0.2}, "logs": {"access": True}})
     )
-    said = []
-    with service("serve", f"--config={settings}", "--port=0", "--log-level=debug") as (url, process):
+    said, before = [], list[str]()
+    options = (f"--config={settings}", "--port=0", "--log-level=debug")
+    with service("serve", *options, before=before) as (url, process):
+        deadline = time.monotonic() + 60
+        while '"state":"new"' in ask(url, "/workers")[1].replace(" ", ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         for _ in range(3):
             said.append(ask(url, "/v1/completions", COMPLETION))
         said += [ask(url, path) for path in ("/health", "/metrics", "/workers", "/dump", "/v1/models", "/openapi.json")]
@@ -85,7 +90,7 @@ def test_passwords_in_urls_are_told_to_nobody(worker: str, settings: Path) -> No
         said.append(ask(url, "/workers", {"url": f"http://user:{PASSWORD}@169.254.169.254/"}))
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
-        logged = process.stdout.read()
+        logged = "".join(before) + process.stdout.read()
     assert [status for status, _ in said[:3]] == [200, 200, 200]
     assert "no-such-host.invalid" in logged
     for secret in (PASSWORD, b64encode(f"user:{PASSWORD}".encode()).decode()):
