@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -10,9 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "xxh3.hpp"
-
 namespace kvrouter {
+
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
 
 // How many numbers take about as long to read as a name, and as a list or an object.
 constexpr u64 kOfAName = 4, kOfAList = 8;
