@@ -125,6 +125,7 @@ class Stream:
     refused: bool = False
     gone: bool = False  # the publisher was reached, and is not there any more
     suspended: bool = False  # its worker does not answer
+    left: bool = False  # nobody wants to know what it says from now on
     reached_at: float = 0.0  # (monotonic) the last time that something accepted the connection
     hang_ups: int = 0  # one after another
     connect_at: float | None = None  # (monotonic) again, because ZeroMQ gave up
@@ -143,8 +144,8 @@ class Stream:
 class StreamReader:
     """Reads the streams of all targets. `start` and `stop` own its thread; the other methods are for any thread.
 
-    `streams`: those it follows, by target, to be looked at. `keys`: who it is to the publishers of encrypted streams;
-    without, somebody new. `names`: what workers are called in the log.
+    `streams`: those it was told to follow, by target, to be looked at. `keys`: who it is to the publishers of encrypted
+    streams; without, somebody new. `names`: what workers are called in the log.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class StreamReader:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 1023, four of which a stream has
         self.streams: dict[Target, Stream] = {}
+        self._followed: dict[Target, Stream] = {}  # those the thread has got to
         # ZeroMQ's own poll looks at every socket each time. What is watched here instead tells once that something
         # came; so a socket is `ready` until nothing is left, and again after what else may have taken its word.
         self._selector = DefaultSelector()
@@ -189,7 +191,7 @@ class StreamReader:
             self._thread.join()
         while not self._commands.empty():  # streams that were opened and not yet followed have sockets, too
             self._commands.get_nowait()()
-        for stream in self.streams.values():
+        for stream in self._followed.values():
             self._close(stream)
         self._selector.close()
         self._wake_in.close(0)
@@ -234,10 +236,13 @@ class StreamReader:
 
     def follow(self, stream: Stream) -> None:
         """Read an opened stream, in place of the one its target had."""
+        self._forget(stream.target)
+        self.streams[stream.target] = stream
         self._tell(lambda: self._follow(stream))
 
     def remove(self, target: Target) -> None:
         """Stop following a target's stream."""
+        self._forget(target)
 
         def leave() -> None:
             self._leave(target)
@@ -250,7 +255,7 @@ class StreamReader:
 
         def suspend() -> None:
             for target in affected:
-                if (stream := self.streams.get(target)) is not None:
+                if (stream := self._followed.get(target)) is not None:
                     stream.suspended = suspended
                     stream.shown()
 
@@ -263,7 +268,7 @@ class StreamReader:
             return False
 
         def resync() -> None:
-            stream = self.streams.get(target)
+            stream = self._followed.get(target)
             if stream is not None:
                 stream.began_at = time.monotonic()
                 self._act(stream, stream.sequence.on_resync(stream.began_at))
@@ -297,14 +302,19 @@ class StreamReader:
         answer: Future[T] = Future()
 
         def call() -> None:
-            stream = self.streams.get(target)
+            stream = self._followed.get(target)
             try:
-                answer.set_result(ask(target, stream.sequence if stream else None))
+                answer.set_result(ask(target, stream.sequence if stream and not stream.left else None))
             except Exception as error:
                 answer.set_exception(error)
 
         self._tell(call)
         return answer.result(_ANSWER_TIMEOUT)
+
+    def _forget(self, target: Target) -> None:
+        stream = self.streams.pop(target, None)
+        if stream is not None:
+            stream.left = True
 
     def _tell(self, command: Callable[[], None]) -> None:
         with self._waking:  # sockets are not for two threads at once
@@ -333,7 +343,7 @@ class StreamReader:
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
-                for stream in self.streams.values():
+                for stream in self._followed.values():
                     if stream.connect_at is not None and now >= stream.connect_at:
                         stream.connect_at = None
                         _connect_again(stream.live, stream.source.endpoint)
@@ -357,14 +367,14 @@ class StreamReader:
     def _follow(self, stream: Stream) -> None:
         self._leave(stream.target)
         stream.shown()  # it may go on from what was saved
-        self.streams[stream.target] = stream
+        self._followed[stream.target] = stream
         self._watch(stream.live, lambda: self._read_live(stream))
         self._watch(stream.monitor, lambda: self._read_monitor(stream))
         if stream.replay is not None:
             self._watch(stream.replay, lambda: self._read_replay(stream))
 
     def _leave(self, target: Target) -> None:
-        stream = self.streams.pop(target, None)
+        stream = self._followed.pop(target, None)
         if stream is None:
             return
         for socket in stream.sockets():
@@ -455,6 +465,8 @@ class StreamReader:
             stream.refused = True
 
     def _act(self, stream: Stream, actions: list[Action]) -> None:
+        if stream.left:  # its target may be another's by now
+            return
         for action in actions:
             match action:
                 case Apply(frame):

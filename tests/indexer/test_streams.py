@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, MutableMapping
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NoReturn
 
 import pytest
@@ -286,6 +286,38 @@ def test_a_target_registered_anew_holds_nothing_of_the_old_stream(
         caught_up(TARGET, round_)
         assert matched(indexer) == 0
         indexer.unregister([TARGET])
+
+
+def test_a_target_registered_anew_does_not_show_the_old_stream(
+    indexer: Indexer,
+    publishers: Callable[..., Publisher],
+    register: Callable[..., None],
+    caught_up: CaughtUp,
+    stream: Stream,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even while a batch of it is being applied."""
+    old, new = publishers(), publishers()
+    apply, applying, go_on = indexer.index.apply_payload, Event(), Event()
+
+    def apply_slowly(*batch: Any) -> Any:
+        applying.set()
+        assert go_on.wait(DEADLINE_S)
+        return apply(*batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(indexer.index, "apply_payload", apply_slowly)
+        register(old, replay=False)
+        old.publish(block(0))
+        assert applying.wait(DEADLINE_S)
+        indexer.unregister([TARGET])
+        register(new, replay=False)
+        old.publish(block(1))
+        assert (stream(TARGET).last_seq, stream(TARGET).state) == (None, StreamState.CONNECTING)
+        go_on.set()
+        new.publish(BlockStored([1], None, [9], 1))
+        caught_up(TARGET, 0)
+    assert matched(indexer) == 0
 
 
 def test_an_unregistered_target_is_forgotten(
