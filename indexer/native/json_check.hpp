@@ -2,7 +2,6 @@
 #pragma once
 
 #include <array>
-#include <cstdint>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -11,10 +10,9 @@
 #include <utility>
 #include <vector>
 
-namespace kvrouter {
+#include "integers.hpp"
 
-using u32 = std::uint32_t;
-using u64 = std::uint64_t;
+namespace kvrouter {
 
 // How many numbers take about as long to read as a name, and as a list or an object.
 constexpr u64 kOfAName = 4, kOfAList = 8;

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "xxh3.hpp"
+#include "integers.hpp"
 
 namespace kvrouter {
 

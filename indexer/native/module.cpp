@@ -8,8 +8,8 @@
 #include "columns.hpp"
 #include "index.hpp"
 #include "json_check.hpp"
-#include "json_outline.hpp"
 #include "json_numbers.hpp"
+#include "json_outline.hpp"
 
 namespace nb = nanobind;
 using namespace kvrouter;

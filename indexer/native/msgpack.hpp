@@ -6,12 +6,9 @@
 #include <string>
 #include <string_view>
 
-namespace kvrouter {
+#include "integers.hpp"
 
-using u8 = std::uint8_t;
-using u16 = std::uint16_t;
-using u32 = std::uint32_t;
-using u64 = std::uint64_t;
+namespace kvrouter {
 
 // An integer as MessagePack has them: from -2^63 to 2^64 - 1.
 struct Integer {

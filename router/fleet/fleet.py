@@ -41,11 +41,10 @@ class Fleet:
     """Watches the workers of all sources. `start` and `stop` own its tasks.
 
     `on_model` is called for every model of a worker that answers, each time it does; `on_removed` for each that is
-    gone; `on_replaced` for each that serves another model under a name; `on_cache_lost` for each that fell
-    asleep and keeps no cache;
-    `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for each whose
-    metrics were read; `on_key` for each whose API key is another one. `networks`: where it may connect to on a
-    stranger's word. `keys_for_added`: workers that were added over HTTP get the fleet's key too. `peer_load`: the
+    gone; `on_replaced` for each that serves another model under a name; `on_cache_lost` for each that fell asleep and
+    keeps no cache; `on_change` whenever more may be known of a worker, or it may take more than before; `on_scrape` for
+    each whose metrics were read; `on_key` for each whose API key is another one. `networks`: where it may connect to on
+    a stranger's word. `keys_for_added`: workers that were added over HTTP get the fleet's key too. `peer_load`: the
     requests that each of some ranks of a worker has from other routers. `aliases`: the models behind other names.
     """
 

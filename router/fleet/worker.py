@@ -69,9 +69,8 @@ class Worker:
     `url`: the base URL, by which it is known inside. `name`: what it is called where people look. `key`: what it wants
     to be shown. `source` names where it comes from. `warming_since`: when it came up, for `slow_start` seconds.
     `replaced_adapters`: the names of adapters that have other weights than at first. `changed_models`: those that are
-    others than they were, by name. `asleep`: its engine was put to sleep;
-    `sleep_in_change`: it is being told so, and what its metrics say of it may be old.
-    `look_now` is set when it should be asked again soon.
+    others than they were, by name. `asleep`: its engine was put to sleep; `sleep_in_change`: it is being told so, and
+    what its metrics say of it may be old. `look_now` is set when it should be asked again soon.
     """
 
     settings: WorkerSettings

@@ -309,16 +309,13 @@ class Attempts:
         prefill = assignment.prefill.worker
         known = [*self._excluded(), prefill]
         other_prefill = self._sends < self._most and self._services.router.others(self.prompt, known, prefill=True)
-        if other_prefill:
+        # What the decode worker could not fetch of the prefill worker may be why: then it computes the prompt itself.
+        other_way = other_prefill or (not self.others and self._sends < self._most and self._decodes_alone(assignment))
+        if other_way:
             self._without = [*self._without, prefill]
             if not self.others:
                 self.tried[-1] = prefill
-        elif not self.others and self._sends < self._most and self._decodes_alone(assignment):
-            # What it could not fetch of the prefill worker may be why: it computes the prompt itself.
-            self._without = [*self._without, prefill]
-            self.tried[-1] = prefill
-            return True
-        return self.others or other_prefill
+        return self.others or other_way
 
     def _decodes_alone(self, assignment: Assignment) -> bool:
         adapter = self._services.router.adapter_of(assignment.worker)

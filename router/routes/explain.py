@@ -31,13 +31,12 @@ from router.settings import LimitSettings
 def explain_routes(services: Services) -> APIRouter:
     """The route that explains a decision."""
     routes = APIRouter()
+    names, limits, levels = services.indexer.names, services.settings.limits, services.proxy.services.service_levels
 
     @routes.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
     async def explain_decision(request: Request) -> dict[str, Any]:
         """The decision a request would get now, without sending it."""
         body, headers = await request.body(), request.scope["headers"]
-        levels = ServiceLevels.of(services.settings)
-        names, limits = services.indexer.names, services.settings.limits
         return await explain(services.router, services.admission, names, limits, body, headers, levels)
 
     return routes
@@ -124,15 +123,16 @@ def _candidate(names: WorkerNames, cost: Cost) -> dict[str, Any]:
 def _promise(promise: Promise, forecast: Forecast, now: float) -> dict[str, Any]:
     """Whether the choice would keep a promise, and with how many seconds to spare: below 0 where it is late."""
     ttft, tpot = promise.ttft, promise.tpot
+    kept = forecast.late(promise, now, 1.0) <= 0
     return {
         "service_level": promise.service_level or None,
         "ttft": ttft,
         "tpot": tpot,
-        "kept": forecast.late(promise, now, 1.0) <= 0,
+        "kept": kept,
         "chance": round(forecast.chance(promise, now), 3),
         "ttft_to_spare": None if ttft is None else round(ttft - forecast.ttft.expected, 6),
         "tpot_to_spare": None if tpot is None else round(tpot - forecast.tpot.expected, 6),
-        "refused": promise.refuses_late and forecast.late(promise, now, 1.0) > 0,
+        "refused": promise.refuses_late and not kept,
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ pytestmark = pytest.mark.anyio
 
 TOKEN = {"authorization": "Bearer t"}
 ADAPTER = {"lora_name": "poet", "lora_path": "/adapters/poet"}
-
-
-@pytest.fixture
-async def urls() -> AsyncIterator[list[str]]:
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running(SimulatedWorkerSettings())) for _ in range(2)]
 
 
 @pytest.fixture

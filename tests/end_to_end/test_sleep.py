@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ pytestmark = pytest.mark.anyio
 TOKEN = {"authorization": "Bearer t"}
 PROMPT = "The worker that holds the longest prefix answers soonest. " * 8
 BODY = {"model": "simulated", "prompt": PROMPT, "max_tokens": 2}
-
-
-@pytest.fixture
-async def urls() -> AsyncIterator[list[str]]:
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running(SimulatedWorkerSettings())) for _ in range(2)]
 
 
 @pytest.fixture

@@ -28,8 +28,7 @@ class Publisher:
 
     `silent`: replay requests stay unanswered. `keep`: how many batches a replay can still bring. `dropped`: sequence
     numbers that the next replay leaves out. `halves_replays`: any replay leaves out every other batch, the one after it
-    the others.
-    `legacy`: replay messages carry no topic. `hwm`: live messages that wait for a slow subscriber (0: all).
+    the others. `legacy`: replay messages carry no topic. `hwm`: live messages that wait for a slow subscriber (0: all).
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], topic: bytes = b"", hwm: int = 0) -> None:

@@ -5,25 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.client import Answer
+from engine.report import Answered, cached_share
 
 COLUMNS = ("mode", "requests", "exact", "over", "under", "over, of prompt tokens", "cached", "by round robin")
 
 
 @dataclass(frozen=True)
-class ModeResult:
+class ModeResult(Answered):
     """The answers of a mode, and those to the same requests by round robin."""
 
     mode: str
     answers: list[Answer]
     beside: list[Answer]
-
-    @property
-    def misses(self) -> list[Answer]:
-        return [answer for answer in self.answers if answer.predicted != answer.cached]
-
-    @property
-    def exact_share(self) -> float:
-        return 1 - len(self.misses) / len(self.answers)
 
     @property
     def over_share(self) -> float:
@@ -32,12 +25,8 @@ class ModeResult:
         return over / sum(answer.prompt_tokens for answer in self.answers)
 
     @property
-    def cached_share(self) -> float:
-        return _cached_share(self.answers)
-
-    @property
     def beside_share(self) -> float:
-        return _cached_share(self.beside)
+        return cached_share(self.beside)
 
     def explain_misses(self) -> str:
         return "\n".join(
@@ -53,7 +42,3 @@ class ModeResult:
         under = len(self.misses) - over
         shares = [f"{share:.1%}" for share in (self.over_share, self.cached_share, self.beside_share)]
         return (self.mode, str(len(self.answers)), f"{self.exact_share:.1%}", str(over), str(under), *shares)
-
-
-def _cached_share(answers: list[Answer]) -> float:
-    return sum(answer.cached for answer in answers) / sum(answer.prompt_tokens for answer in answers)

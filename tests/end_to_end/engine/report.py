@@ -24,19 +24,15 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """The same conversations, sent in one way."""
+def cached_share(answers: list[Answer]) -> float:
+    """The share of all prompt tokens that came from the engines' caches."""
+    return sum(answer.cached for answer in answers) / sum(answer.prompt_tokens for answer in answers)
 
-    policy: str
-    users: int
-    think_seconds: float
+
+class Answered:
+    """What its answers say of the predictions."""
+
     answers: list[Answer]
-
-    @property
-    def predicts(self) -> bool:
-        """Whether the policy looks at prompts; one that does not predicts nothing."""
-        return any(answer.predicted for answer in self.answers)
 
     @property
     def misses(self) -> list[Answer]:
@@ -49,8 +45,22 @@ class Run:
 
     @property
     def cached_share(self) -> float:
-        """The share of all prompt tokens that came from the engines' caches."""
-        return sum(answer.cached for answer in self.answers) / sum(answer.prompt_tokens for answer in self.answers)
+        return cached_share(self.answers)
+
+
+@dataclass(frozen=True)
+class Run(Answered):
+    """The same conversations, sent in one way."""
+
+    policy: str
+    users: int
+    think_seconds: float
+    answers: list[Answer]
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the policy looks at prompts; one that does not predicts nothing."""
+        return any(answer.predicted for answer in self.answers)
 
     def explain_misses(self) -> str:
         """A line for each miss with what may explain it."""

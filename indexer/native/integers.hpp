@@ -1,0 +1,13 @@
+// The integers that hashes, tokens and counts are.
+#pragma once
+
+#include <cstdint>
+
+namespace kvrouter {
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+}  // namespace kvrouter
