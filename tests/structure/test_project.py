@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +55,22 @@ def test_the_changelog_begins_with_what_is_not_released() -> None:
 def test_the_wheel_says_its_licence() -> None:
     assert PROJECT["license"] == "Apache-2.0"
     assert all((ROOT / name).is_file() for name in PROJECT["license-files"])
+
+
+def test_a_built_wheel_says_where_it_comes_from(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    place = {
+        "GITHUB_SERVER_URL": "https://forge.example",
+        "GITHUB_REPOSITORY": "team/kvrouter",
+        "GITHUB_REF_NAME": "v1.2.3",
+    }
+    subprocess.run(["bash", ROOT / ".github/name-home"], cwd=tmp_path, env=os.environ | place, check=True)
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Source"] == "https://forge.example/team/kvrouter"
+    assert all(url.startswith(urls["Source"]) for url in urls.values())
+    built = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())["jobs"]
+    for job in ("built", "plain"):
+        assert {"run": "bash .github/name-home"} in built[job]["steps"]
 
 
 def test_every_template_of_an_issue_can_be_read() -> None:
