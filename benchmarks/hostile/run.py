@@ -61,7 +61,7 @@ class Result:
         found = [f"customers lost {count} requests: {name}" for name, count in self.among.lost.items()]
         if self.statuses[500]:
             found.append(f"{self.statuses[500]} answers with 500")
-        for name in ("exchanges", "placements", "reservations", "upstream legs"):
+        for name in ("exchanges", "placements", "reservations", "upstream legs", "upstream connections"):
             if self.left[name]:
                 found.append(f"{self.left[name]} {name} are left")
         if self.left["tasks"] > self.before["tasks"]:

@@ -51,7 +51,7 @@ class Result:
     def problems(self) -> list[str]:
         """What should not be."""
         found = [f"{name}: {count}" for name, count in self.outcomes.items() if "NO END" in name]
-        for name in ("clients", "exchanges", "placements", "reservations", "upstream legs"):
+        for name in ("clients", "exchanges", "placements", "reservations", "upstream legs", "upstream connections"):
             if self.left[name]:
                 found.append(f"{self.left[name]} {name} are left")
         if self.left["tasks"] > self.before["tasks"]:

@@ -230,19 +230,35 @@ class Upstream(ConnectionOwner):
         try:
             async with asyncio.timeout(self._connect_timeout):
                 host = origin.host if self._address_of is None else await self._address_of(origin.host)
-                _, connection = await self._loop.create_connection(
-                    lambda: UpstreamConnection(self),  # type: ignore[type-var]  # it has what asyncio asks of protocols
-                    host,
-                    origin.port,
-                    ssl=self._tls,
-                    server_hostname=origin.host if self._tls else None,
-                )
+                connection = await self._connected(host)
         except TimeoutError:
             request.fail(UnreachableError(f"no connection within {self._connect_timeout:g} s"))
         except (OSError, ValueError) as error:
             request.fail(UnreachableError(connection_problem(error)))
         else:
             connection.send(request)
+
+    async def _connected(self, host: str) -> UpstreamConnection:
+        made: list[UpstreamConnection] = []
+
+        def make() -> UpstreamConnection:
+            made.append(UpstreamConnection(self))
+            return made[-1]
+
+        try:
+            await self._loop.create_connection(
+                make,  # type: ignore[type-var]  # it has what asyncio asks of protocols
+                host,
+                self.origin.port,
+                ssl=self._tls,
+                server_hostname=self.origin.host if self._tls else None,
+            )
+        except BaseException:
+            # Given up in the moment in which it was made, a connection is closed by uvloop without being told.
+            for connection in made:
+                self.closed(connection)
+            raise
+        return made[-1]
 
 
 class Upstreams:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 
 from router.http.headers import forwarded_lines
 from router.http.origin import end_of_head
@@ -26,6 +27,7 @@ from router.upstream import (
     UpstreamTimeoutError,
 )
 from router.upstream import pool as pool_module
+from router.upstream.connection import UpstreamConnection
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -313,3 +315,23 @@ def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
 
     # When the machine stands still for long Linux goes back to acknowledging each.
     assert any(asyncio.run(acknowledged()) < chunks for _ in range(10))
+
+
+def test_a_connection_that_is_given_up_as_it_is_made_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def give_up() -> None:
+        async with served() as (upstreams, url):
+            upstream = upstreams.of(url)
+            opened = upstream.opened
+            given_up = asyncio.Event()
+
+            def give_up_now(connection: UpstreamConnection) -> None:
+                opened(connection)
+                sent.abort()
+                given_up.set()
+
+            monkeypatch.setattr(upstream, "opened", give_up_now)
+            sent = upstream.send(Remembering(), "GET", b"/", b"", b"")
+            await given_up.wait()
+            assert await _gone(upstreams)
+
+    uvloop.run(give_up())
