@@ -14,7 +14,7 @@ from random import Random
 import pytest
 import structlog
 from budget import SECONDS, SEED
-from differential import Comparison
+from differential import Comparison, Outcome
 from recording_worker import RecordingWorker
 from router_under_test import serving
 from ways import InProcess, OverSockets
@@ -67,6 +67,11 @@ class _Memory:
             self.middle = resident_bytes()
 
 
+def _tell(outcome: Outcome, memory: _Memory) -> None:
+    sizes = " ".join(f"{size / 2**20:.0f}" for size in (memory.start, memory.middle, resident_bytes()))
+    print(f"seed {SEED}: {outcome}; MiB resident at the start, in the middle and at the end: {sizes}")
+
+
 async def test_both_ways_and_h11_agree_or_it_is_refused() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     ends, memory = time.monotonic() + SECONDS, _Memory()
@@ -83,11 +88,13 @@ async def test_both_ways_and_h11_agree_or_it_is_refused() -> None:
                 await comparison.several(random)
                 memory.look(outcome.generated)
 
-        await asyncio.gather(*(go_on(Random(f"{SEED}-{task}")) for task in range(_AT_ONCE)))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for task in range(_AT_ONCE):
+                    tasks.create_task(go_on(Random(f"{SEED}-{task}")))
+        finally:
+            _tell(outcome, memory)
         assert [await way.requests_in_flight() for way in (fast[1], asgi[1])] == [0, 0]
-    end = resident_bytes()
-    told = " ".join(f"{size / 2**20:.0f}" for size in (memory.start, memory.middle, end))
-    print(f"seed {SEED}: {outcome}, MiB resident at the start, in the middle, at the end: {told}")
     assert outcome.passed > outcome.sent / 10  # or else nothing was tried
     assert outcome.failed == 0
-    assert not memory.start or end - memory.start < 64 * 2**20
+    assert not memory.start or resident_bytes() - memory.start < 64 * 2**20

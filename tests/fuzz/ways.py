@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from functools import partial
 from random import Random
 from typing import Any
@@ -24,11 +26,100 @@ from router.forwarding.request_context import ContextMiddleware, context_of
 from router.server.http_server import HttpServer
 
 _ANSWER_SECONDS = 30.0
-_QUIET_SECONDS = 0.5
-# In the process it is quiet after so many rounds of the loop without an answer: a clock goes on where a loop stands.
+# It is quiet after so many rounds of the loop without an answer: a clock goes on where a loop stands.
 _QUIET_ROUNDS = 20
-_ROUND_SECONDS = 0.01
+_ROUND_SECONDS = {True: 0.01, False: 0.05}  # in the process, or over sockets
 _PIECES = 8
+# How many of a connection's requests are answered by some bytes.
+Answered = Callable[[bytes], int]
+
+
+class Manner(Enum):
+    """How a connection's requests are sent."""
+
+    AT_ONCE = auto()
+    IN_PIECES = auto()  # of any size
+    ONE_BY_ONE = auto()  # each when the one before it is answered
+    HALF_CLOSED = auto()  # at once, and at once it is said that nothing more follows
+
+
+class _Client:
+    """Sends a connection's requests, and keeps the answers until the other side closes it.
+
+    Once nothing comes any more it says that nothing more follows: who closes first leaves a port behind that is taken
+    for a minute.
+    """
+
+    def __init__(
+        self, requests: Sequence[bytes], random: Random, manner: Manner, answered: Answered, in_process: bool
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._requests = len(requests)
+        self._one_by_one = manner is Manner.ONE_BY_ONE
+        self._half_closes = manner is Manner.HALF_CLOSED
+        self._answered = answered
+        self._round_seconds = _ROUND_SECONDS[in_process]
+        pieces = list(requests) if self._one_by_one else [b"".join(requests)]
+        if manner is Manner.IN_PIECES:
+            data = pieces[0]
+            places = sorted(random.randrange(len(data) + 1) for _ in range(random.randrange(1, _PIECES)))
+            pieces = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
+        self._pieces = [piece for piece in reversed(pieces) if piece]
+        self._came: list[bytes] = []
+        self._since = b""  # what came since the last piece
+        self._quiet = 0
+        self._over = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.closed: asyncio.Future[bytes] = self._loop.create_future()
+
+    @abstractmethod
+    def send(self, data: bytes) -> bool:
+        """Send this; whether more may follow at once."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Say that nothing more follows."""
+
+    def go_on(self) -> None:
+        """Send what can be sent."""
+        while self._pieces and not self._over:
+            self._since = b""
+            if not self.send(self._pieces.pop()) or self._one_by_one:
+                break
+        if self._half_closes and not self._pieces and not self._over:
+            self._say_the_end()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(self._round_seconds, self._listen)
+
+    def came(self, data: bytes) -> None:
+        """A part of an answer."""
+        self._quiet = 0
+        self._came.append(data)
+        if self._one_by_one and self._pieces:
+            self._since += data
+            if self._answered(self._since):
+                self._loop.call_soon(self.go_on)
+
+    def lost(self) -> None:
+        """The connection is closed."""
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.closed.done():
+            self.closed.set_result(b"".join(self._came))
+
+    def _listen(self) -> None:
+        if self._over:
+            return
+        self._quiet += 1
+        if self._quiet < _QUIET_ROUNDS or self._pieces or self._answered(b"".join(self._came)) < self._requests - 1:
+            self._timer = self._loop.call_later(self._round_seconds, self._listen)
+        else:
+            self._say_the_end()
+
+    def _say_the_end(self) -> None:
+        self._over = True
+        self.end()
 
 
 class OverSockets:
@@ -38,65 +129,44 @@ class OverSockets:
         self.worker = worker
         self._url = urlsplit(url)
 
-    async def answers(self, data: bytes, random: Random, half_close: bool, done: Callable[[bytes], bool]) -> bytes:  # noqa: ARG002
-        """All that comes back over a connection with this data, until the router closes it.
-
-        `half_close`: say at once that nothing more follows. Else it is said once nothing comes any more and what came
-        is enough, by `done`: who closes first leaves a port behind that is taken for a minute.
-        """
+    async def answers(self, requests: Sequence[bytes], random: Random, manner: Manner, answered: Answered) -> bytes:
+        """All that comes back over a connection with these requests, until the router closes it."""
         transport, client = await asyncio.get_running_loop().create_connection(
-            lambda: _Client(data, half_close, done), self._url.hostname, self._url.port
+            lambda: _SocketClient(requests, random, manner, answered, in_process=False),
+            self._url.hostname,
+            self._url.port,
         )
         try:
-            return await _in_time(client.closed, data)
+            return await _in_time(client.closed, requests)
         finally:
             transport.abort()
 
     async def requests_in_flight(self) -> int:
         """As the router tells."""
         ask = b"GET /workers HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
-        answer = await self.answers(ask, Random(0), False, bool)
+        answer = await self.answers([ask], Random(0), Manner.AT_ONCE, len)
         (worker,) = json.loads(answer.partition(b"\r\n\r\n")[2])["workers"]
         return sum(rank["load"]["requests"] for rank in worker["ranks"])
 
 
-class _Client(asyncio.Protocol):
-    """Sends a connection's requests, and reads the answers until the other side closes it."""
-
-    def __init__(self, data: bytes, half_close: bool, done: Callable[[bytes], bool]) -> None:
-        self._data = data
-        self._half_close = half_close
-        self._done = done
-        self._came: list[bytes] = []
-        self.closed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
+class _SocketClient(_Client, asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
-        transport.write(self._data)
-        if self._half_close:
-            transport.write_eof()
-        else:
-            self._wait()
+        self.go_on()
 
-    def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_QUIET_SECONDS, self._say_the_end)
+    def send(self, data: bytes) -> bool:
+        self._transport.write(data)
+        return True
 
-    def _say_the_end(self) -> None:
-        if self._transport.is_closing():
-            return
-        if self._done(b"".join(self._came)):
+    def end(self) -> None:
+        if not self._transport.is_closing():
             self._transport.write_eof()
-        else:
-            self._wait()
 
     def data_received(self, data: bytes) -> None:
-        self._came.append(data)
+        self.came(data)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        if not self._half_close:
-            self._timer.cancel()
-        if not self.closed.done():
-            self.closed.set_result(b"".join(self._came))
+        self.lost()
 
 
 class _DoorAndProxy:
@@ -135,17 +205,14 @@ class InProcess:
         config.load()
         self._protocol = partial(config.http_protocol_class, config=config, server_state=ServerState(), app_state={})
 
-    async def answers(self, data: bytes, random: Random, half_close: bool, done: Callable[[bytes], bool]) -> bytes:
-        """As over a socket, of data that comes in pieces."""
-        pieces = [data]
-        if random.random() < 0.2:
-            places = sorted(random.randrange(len(data) + 1) for _ in range(random.randrange(1, _PIECES)))
-            pieces = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
-        transport = _Memory(self._protocol(), pieces, half_close, done)
+    async def answers(self, requests: Sequence[bytes], random: Random, manner: Manner, answered: Answered) -> bytes:
+        """As over a socket."""
+        client = _Memory(requests, random, manner, answered, in_process=True)
+        client.connect(self._protocol())
         try:
-            return await _in_time(transport.closed, data)
+            return await _in_time(client.closed, requests)
         finally:
-            transport.abort()
+            client.abort()
 
 
 class _StillThere:
@@ -160,64 +227,43 @@ class _StillThere:
     getpeername = getsockname
 
 
-class _Memory(asyncio.Transport):
-    """A transport of bytes that are there already. What is written to it is kept."""
+class _Memory(_Client, asyncio.Transport):
+    """A client that is the server's transport too. Its protocol is called as a loop calls it."""
 
-    def __init__(
-        self, protocol: Any, pieces: list[bytes], half_close: bool, done: Callable[[bytes], bool]
-    ) -> None:
-        super().__init__({"socket": _StillThere()})
-        self._loop = asyncio.get_running_loop()
+    def connect(self, protocol: Any) -> None:
+        self._extra: dict[str, Any] = {"socket": _StillThere()}
         self._protocol = protocol
-        self._pieces = [piece for piece in reversed(pieces) if piece]
-        self._done = done
-        self._came: list[bytes] = []
-        self._half_close = half_close
-        self._paused = self._closing = self._ended = False
-        self.closed: asyncio.Future[bytes] = self._loop.create_future()
+        self._paused = self._closing = False
         protocol.connection_made(self)
-        self._quiet = 0
-        self._timer = self._loop.call_later(_ROUND_SECONDS, self._listen)
-        self._feed()
+        self.go_on()
 
-    def _feed(self) -> None:
-        if self._pieces and not self._paused and not self._closing:
-            self._protocol.data_received(self._pieces.pop())
-            self._loop.call_soon(self._feed)
-        elif self._half_close and not self._pieces and not self._closing and not self._ended:
-            self._end()
+    def send(self, data: bytes) -> bool:
+        if self._paused:
+            self._pieces.append(data)
+            return False
+        self._protocol.data_received(data)
+        if self._pieces and not self._one_by_one:
+            self._loop.call_soon(self.go_on)
+        return False
 
-    def _listen(self) -> None:
-        if self._ended:
-            return
-        self._quiet += 1
-        if self._quiet < _QUIET_ROUNDS or self._pieces or not self._done(b"".join(self._came)):
-            self._timer = self._loop.call_later(_ROUND_SECONDS, self._listen)
-        else:
-            self._end()
-
-    def _end(self) -> None:
-        self._ended = True
-        if not self._protocol.eof_received():
+    def end(self) -> None:
+        if not self._closing and not self._protocol.eof_received():
             self.close()
 
     def write(self, data: Any) -> None:
         if not self._closing:
-            self._quiet = 0
-            self._came.append(bytes(data))
+            self.came(bytes(data))
 
     def close(self) -> None:
         if not self._closing:
-            self._closing = True
-            self._timer.cancel()
+            self._closing = self._over = True
             self._loop.call_soon(self._lost)
 
     abort = close
 
     def _lost(self) -> None:
         self._protocol.connection_lost(None)
-        if not self.closed.done():
-            self.closed.set_result(b"".join(self._came))
+        self.lost()
 
     def is_closing(self) -> bool:
         return self._closing
@@ -228,15 +274,15 @@ class _Memory(asyncio.Transport):
     def resume_reading(self) -> None:
         if self._paused:
             self._paused = False
-            self._loop.call_soon(self._feed)
+            self._loop.call_soon(self.go_on)
 
     def get_write_buffer_size(self) -> int:
         return 0
 
 
-async def _in_time(closed: asyncio.Future[bytes], data: bytes) -> bytes:
+async def _in_time(closed: asyncio.Future[bytes], requests: Sequence[bytes]) -> bytes:
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             return await closed
     except TimeoutError:
-        raise AssertionError(f"no end of the answers to {data!r}") from None
+        raise AssertionError(f"no end of the answers to {list(requests)!r}") from None
