@@ -162,7 +162,13 @@ _KNOWN_HEADS = [
     (b"POST /v1/embeddings HTTP/1.1\r\nHost: r\r\nX-Data-Parallel-Rank: 1\r\n", b"\r\n\r\n"),
 ]
 _KNOWN_LENGTHS = [b"Content-Length: %d"] * 40 + [
-    *(b"Content-Length: 0%d", b"Content-Length: %d ", b"Content-Length:%d", b"content-length: %d", b"Content-Length:\t%d"),
+    *(
+        b"Content-Length: 0%d",
+        b"Content-Length: %d ",
+        b"Content-Length:%d",
+        b"content-length: %d",
+        b"Content-Length:\t%d",
+    ),
     *(b"Content-Length: +%d", b"Content-Length: %d, %d", b"Content-Length: %d\r\nContent-Length: %d"),
     *(b"Content-Length : %d", b"Content-Length: %d\n", b"Content-Length: 9%d", b"Content-Length: -%d", b"X: %d"),
     *(b"Transfer-Encoding: chunked\r\nContent-Length: %d", b"Content-Length: 0x%x", b"Content-Length: %d\r\n x"),
@@ -305,7 +311,23 @@ def _fields(random: Random) -> dict[str, Any]:
 
 def _odd_field(random: Random) -> str:
     inside = random.choice(
-        ["1", '{"a": 1}', "9" * 5000, "-0", "1E400", "1e-999", '"\\u0000"', '"a\\/"', "NaN", "1e999", '"\\ud800"', '{"a": 1, "a": 2}', '"\x01"', "01", "[" * 300]
+        [
+            "1",
+            '{"a": 1}',
+            "9" * 5000,
+            "-0",
+            "1E400",
+            "1e-999",
+            '"\\u0000"',
+            '"a\\/"',
+            "NaN",
+            "1e999",
+            '"\\ud800"',
+            '{"a": 1, "a": 2}',
+            '"\x01"',
+            "01",
+            "[" * 300,
+        ]
     )
     match random.randrange(4):
         case 0:
