@@ -30,7 +30,7 @@ BODY = json.dumps({"model": MODEL, "prompt": "x", "input": "x", "messages": [{"r
 # What an operator has passed on: these methods, HEAD where there is GET, and OPTIONS.
 INFERENCE = ["/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/chat/completions?a=%2e%2e"]
 PASSED = {
-    **dict.fromkeys(INFERENCE, ["POST"]),
+    **{target: ["POST"] for target in INFERENCE},
     "/v1/rerank": ["POST"],  # engines read no salt there: it is closed to tenants that are kept apart
     "/v1/files": ["GET", "POST"],
     "/v1/files/a": ["GET", "POST", "DELETE"],

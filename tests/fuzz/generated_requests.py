@@ -82,6 +82,10 @@ _STEERING = [
     "\\u006bv_transfer_params",
     *sorted(FIELDS),
 ]
+_ODD_VALUES = [
+    *("1", '{"a": 1}', "9" * 5000, "-0", "1E400", "1e-999", "NaN", "1e999", "01", "[" * 300),
+    *('"\\u0000"', '"a\\/"', '"\\ud800"', '"\x01"', '{"a": 1, "a": 2}'),
+]
 _HEADERS = [
     "x-data-parallel-rank: 1",
     *(f"{name.decode()}: 1" for name in sorted(HEADERS)),
@@ -310,25 +314,7 @@ def _fields(random: Random) -> dict[str, Any]:
 
 
 def _odd_field(random: Random) -> str:
-    inside = random.choice(
-        [
-            "1",
-            '{"a": 1}',
-            "9" * 5000,
-            "-0",
-            "1E400",
-            "1e-999",
-            '"\\u0000"',
-            '"a\\/"',
-            "NaN",
-            "1e999",
-            '"\\ud800"',
-            '{"a": 1, "a": 2}',
-            '"\x01"',
-            "01",
-            "[" * 300,
-        ]
-    )
+    inside = random.choice(_ODD_VALUES)
     match random.randrange(4):
         case 0:
             return f'"{random.choice(_STEERING)}": {inside}'

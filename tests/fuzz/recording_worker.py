@@ -24,7 +24,10 @@ class Got:
 
 
 class RecordingWorker:
-    """Serves the model `m`. `got`: by number, which a header or the body has; `stray`: those that have none, or one that was there before."""
+    """Serves the model `m`. `got`: by number, which a header or the body has.
+
+    `stray`: those that have none, or one that was there before.
+    """
 
     def __init__(self) -> None:
         self.got: dict[bytes, Got] = {}
