@@ -38,7 +38,7 @@ _ONE_BY_ONE = 0.3
 _MANNERS = {Manner.AT_ONCE: 75, Manner.IN_PIECES: 20, Manner.HALF_CLOSED: 3, Manner.ONE_BY_ONE: 2}
 # One of so many connections is over sockets.
 _OVER_SOCKETS = 12
-_SPACED_LINE = re.compile(rb"\A([A-Za-z]+) +([!-~]+) +(HTTP/1\.1\r\n)")
+_SPACED_LINE = re.compile(rb"\A([A-Za-z]+) +([!-~]+) +(HTTP/[0-9.]+\r\n)")
 _LAST = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
 # The JSON bodies of engines are read by this, whatever the content's type is said to be.
 _lenient_json = json.loads
