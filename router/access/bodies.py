@@ -164,7 +164,7 @@ def _checked_other(content_type: bytes, body: bytes, limits: LimitSettings, engi
                 raise refusal(name)
             if name in CARRIERS and _seems_object(value) and steering_fields({name: read_object(value, limits.values)}):
                 raise refusal(name)
-    elif _seems_object(body):
+    if _seems_object(body):  # whatever it is called: not every engine looks
         read = read_object(body, limits.values)
         if steering := steering_fields(read):
             if engine_fields is EngineFields.REFUSE:

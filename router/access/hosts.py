@@ -62,7 +62,7 @@ def check_site(headers: Headers) -> None:
     kinds = {value.partition(b";")[0].strip() for value in said[b"content-type"]}
     if not _SIMPLE.isdisjoint(kinds) or (_FORM in kinds and said[b"origin"]):
         raise RequestError("This takes JSON. Send content-type: application/json.", status=415, param="content-type")
-    foreign = any({urlsplit(origin).netloc} != said[b"host"] for origin in said[b"origin"])
+    foreign = any({_netloc_of(origin)} != said[b"host"] for origin in said[b"origin"])
     if foreign or not said[b"sec-fetch-site"].isdisjoint((b"cross-site", b"same-site")):
         raise RequestError(
             "This changes the state of the service, and the page of another site asks for it.",
@@ -75,6 +75,13 @@ def check_site(headers: Headers) -> None:
 def _name_of(host: bytes) -> str | None:
     try:
         return urlsplit(f"//{host.decode('ascii').strip()}").hostname
+    except ValueError:
+        return None
+
+
+def _netloc_of(origin: bytes) -> bytes | None:
+    try:
+        return urlsplit(origin).netloc
     except ValueError:
         return None
 

@@ -33,7 +33,7 @@ def lines_of(headers: Headers) -> bytes:
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     """The headers but those that are dropped, and those that a `connection` header names."""
-    for name, value in headers:
-        if name == b"connection" and value.lower() not in _NAMING_NOTHING:
-            dropped = dropped | {part.strip().lower() for part in value.split(b",")}
+    naming = [value for name, value in headers if name == b"connection" and value.lower() not in _NAMING_NOTHING]
+    if naming:
+        dropped |= {part.strip().lower() for part in b",".join(naming).split(b",")}
     return [header for header in headers if header[0] not in dropped]

@@ -1,6 +1,6 @@
 """What of a request's head every parser of HTTP/1.1 reads alike. llhttp takes more; the rest is refused.
 
-RFC 9112, 3.2 (the target, Host) and 6.1 (Transfer-Encoding).
+RFC 9112, 2.3 (the version), 3.2 (the target, Host) and 6.1 (Transfer-Encoding).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Final
 
 from router.http.headers import Headers
 
+_VERSIONS: Final = ("1.1", "1.0")
 # A path with its query. A fragment is no part of a request's target, and would be lost on the way.
 _TARGET: Final = re.compile(rb"/[!-\"$-~]*")
 
@@ -18,6 +19,8 @@ def head_problem(target: bytes, version: str, headers: Headers) -> str | None:
     """Why a head is refused; None for one that is not. Names of headers are in lower case."""
     if _TARGET.fullmatch(target) is None:
         return "the target is no path"
+    if version not in _VERSIONS:
+        return "the version is another than HTTP/1.0 and 1.1"
     hosts = codings = lengths = 0
     for name, value in headers:
         if name == b"host":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from enum import IntEnum
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -20,6 +21,14 @@ SHARED_STRIDE = 8
 SHARED_TOKENS = SHARED_STRIDE * CHUNK_TOKENS
 # Prefixes of one prompt that are shared: those of 131 072 tokens.
 MAX_SHARED = 1024
+# A message of ours is a tenth of it.
+_MOST_BYTES = 4 * 1024 * 1024
+# What is above it is no count of anything.
+_MOST = 1 << 50
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+_Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Kind(IntEnum):
@@ -33,23 +42,23 @@ class Kind(IntEnum):
 class RankLoad(msgspec.Struct, array_like=True, frozen=True):
     """What a router has in flight on a DP rank: requests, tokens as in `load`, and seconds of prefill."""
 
-    worker: str
-    dp_rank: int
-    requests: int
-    pending: int
-    context: int
-    waiting: int
-    streamed: int
-    backlog: float
+    worker: _Name
+    dp_rank: _Rank
+    requests: _Count
+    pending: _Count
+    context: _Count
+    waiting: _Count
+    streamed: _Count
+    backlog: _Seconds
 
 
 class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
     """A prompt was sent to a target. `prefixes`: 8 bytes each. Its end is reported with `number`."""
 
-    number: int
-    worker: str
-    dp_rank: int
-    model: str
+    number: _Count
+    worker: _Name
+    dp_rank: _Rank
+    model: _Name
     prefixes: bytes
 
 
@@ -61,20 +70,30 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     `failed`: those of `ended` that their workers did not compute.
     """
 
-    router: str
-    number: int
+    router: _Name
+    number: _Count
     kind: Kind
     loads: list[RankLoad] = []
     sent: list[SentPrompt] = []
     ended: list[int] = []
     oldest: int = 0
-    made: list[tuple[str, str]] = []
-    spent: list[tuple[str, int, int]] = []
+    made: list[tuple[_Name, _Name]] = []
+    spent: list[tuple[_Name, _Count, _Count]] = []
     failed: list[int] = []
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Message).decode
+_decode = msgspec.msgpack.Decoder(Message).decode
+
+
+def decode(data: bytes) -> Message:
+    """A message of another router. Raises ValueError for anything else, and for what no router has in flight."""
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has {len(data)} bytes")
+    try:
+        return _decode(data)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
 
 
 def shared_hashes(hashes: array[int]) -> array[int]:

@@ -17,6 +17,9 @@ from router.sharing.messages import MAX_SHARED, SHARED_STRIDE, Kind, Message, Ra
 MAX_ROUTERS = 1024
 MAX_RANKS = 65_536
 MAX_PROMPTS = 16_384
+# And of all peers together.
+MAX_ALL_RANKS = 1 << 20
+MAX_ALL_PROMPTS = 1 << 17
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class PeerLoad:
         self._peers: dict[str, _Peer] = {}
         self._sums: dict[tuple[str, int], PeerTargetLoad] = {}
         self._prompts = SpeculativeHoldings(linger, clock, SHARED_STRIDE)
+        self._ranks = self._held = 0  # of all peers: loads and prompts
 
     def apply(self, message: Message) -> bool:
         """Take in a peer's message. Returns whether the peer is new. Messages that were overtaken count for nothing."""
@@ -70,14 +74,15 @@ class PeerLoad:
             return False
         peer.number, peer.received_at = message.number, self._clock()
         for load in message.loads:
-            if len(peer.loads) < MAX_RANKS or (load.worker, load.dp_rank) in peer.loads:
+            has_room = len(peer.loads) < MAX_RANKS and self._ranks < MAX_ALL_RANKS
+            if has_room or (load.worker, load.dp_rank) in peer.loads:
                 self._set(peer, (load.worker, load.dp_rank), load)
         for prompt in message.sent:
             self._hold(peer, prompt)
         gone = list(takewhile(lambda number: number < message.oldest, peer.prompts))
+        failed = set(message.failed)
         for number in chain(gone, message.ended):
-            if ended := peer.prompts.pop(number, None):
-                ended(number in message.failed)
+            self._release(peer, number, number in failed)
         return new
 
     def of(self, worker: str, dp_rank: int) -> PeerTargetLoad:
@@ -122,15 +127,17 @@ class PeerLoad:
             return
         for rank in list(peer.loads):
             self._set(peer, rank, None)
-        for ended in peer.prompts.values():
-            ended()
+        for number in list(peer.prompts):
+            self._release(peer, number)
 
     def _set(self, peer: _Peer, rank: tuple[str, int], load: RankLoad | None) -> None:
         before = peer.loads.pop(rank, None)
         total = self._sums.setdefault(rank, PeerTargetLoad())
         if before is not None:
+            self._ranks -= 1
             _add(total, before[0], -1)
         if load is not None and (load.requests or load.context):
+            self._ranks += 1
             peer.loads[rank] = (load, self._clock())
             _add(total, load, 1)
         elif total == NOTHING:
@@ -139,10 +146,19 @@ class PeerLoad:
             on_change(*rank)
 
     def _hold(self, peer: _Peer, prompt: SentPrompt) -> None:
-        if len(peer.prompts) >= MAX_PROMPTS or len(prompt.prefixes) % 8 or len(prompt.prefixes) > 8 * MAX_SHARED:
+        self._release(peer, prompt.number)  # where it was told before
+        full = len(peer.prompts) >= MAX_PROMPTS or self._held >= MAX_ALL_PROMPTS
+        if full or len(prompt.prefixes) % 8 or len(prompt.prefixes) > 8 * MAX_SHARED:
             return
         target = Target(prompt.worker, prompt.dp_rank, prompt.model)
         peer.prompts[prompt.number] = self._prompts.hold(target, array("Q", prompt.prefixes))
+        self._held += 1
+
+    def _release(self, peer: _Peer, number: int, failed: bool = False) -> None:
+        ended = peer.prompts.pop(number, None)
+        if ended is not None:
+            self._held -= 1
+            ended(failed)
 
 
 def _add(total: PeerTargetLoad, load: RankLoad, sign: int) -> None:

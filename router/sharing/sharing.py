@@ -11,7 +11,6 @@ from functools import partial
 from secrets import token_hex
 from typing import Any, Protocol
 
-import msgspec
 import structlog
 
 from indexer import Target
@@ -163,7 +162,7 @@ class LoadSharing:
         """Take in a message; what is none counts for nothing."""
         try:
             message = decode(data)
-        except msgspec.DecodeError as error:
+        except ValueError as error:
             log.debug("a message of another router cannot be read", reason=str(error))
             return
         if message.router == self.router:

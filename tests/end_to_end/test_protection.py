@@ -299,6 +299,8 @@ LENGTH = b"Content-Length: %d\r\n" % len(SMUGGLED)
         b"CONNECT evil.example:80 HTTP/1.1\r\nHost: r\r\n\r\n",
         b"OPTIONS * HTTP/1.1\r\nHost: r\r\n\r\n",
         b"GET /x HTTP/1.1 \r\n smuggled\r\n\r\n",
+        HEAD.replace(b"1.1", b"2.0") + LENGTH + b"\r\n" + SMUGGLED,
+        HEAD.replace(b"1.1", b"0.9") + LENGTH + b"\r\n" + SMUGGLED,
         b"\x16\x03\x01\x02\x00\x01\x00\x01",
     ],
 )

@@ -9,27 +9,36 @@ or after which it reads no further, is the last of its connection.
 
 from __future__ import annotations
 
-import asyncio
 import json
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from email import policy
 from email.parser import BytesParser
 from email.utils import collapse_rfc2231_value
 from random import Random
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 import h11
 from generated_requests import request as generated
-from recording_worker import Got, RecordingWorker
+from generated_requests import request_with_known_head
+from recording_worker import Got
+from ways import InProcess, Manner, OverSockets
 
 from router.access.routes import Access, Routes
 from router.access.steering import FIELDS, HEADERS, steering_fields
 from router.http.target import canonical_path
 
 _ROUTES = Routes()
-_ANSWER_SECONDS = 30.0
-_QUIET_SECONDS = 0.5
+# How large a share of connections has requests with known heads.
+_ONE_BY_ONE = 0.3
+# Of the others: how many are sent in which manner.
+_MANNERS = {Manner.AT_ONCE: 75, Manner.IN_PIECES: 20, Manner.HALF_CLOSED: 3, Manner.ONE_BY_ONE: 2}
+# One of so many connections is over sockets.
+_OVER_SOCKETS = 12
+_SPACED_LINE = re.compile(rb"\A([A-Za-z]+) +([!-~]+) +(HTTP/[0-9.]+\r\n)")
 _LAST = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
 # The JSON bodies of engines are read by this, whatever the content's type is said to be.
 _lenient_json = json.loads
@@ -48,22 +57,52 @@ class Read:
 
 @dataclass
 class Outcome:
-    """What became of the requests, by the status of the answer; `passed`: how many reached the worker."""
+    """What became of the requests, each of which is sent by both ways.
 
-    requests: int = 0
+    `passed`: how many reached a worker. The others were refused by the router, or answered by itself; or they never
+    came whole, and have no answer. `failed`: answers of 5xx, by the router: its workers give none.
+    """
+
+    generated: int = 0
+    sent: int = 0
     connections: int = 0
     passed: int = 0
-    statuses: dict[int, int] = field(default_factory=dict)
+    refused: int = 0
+    failed: int = 0
+    unanswered: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
 
-    def count(self, status: int) -> None:
-        self.statuses[status] = self.statuses.get(status, 0) + 1
+    @property
+    def answered_itself(self) -> int:
+        """How many the router answered from what it knows."""
+        return self.sent - self.passed - self.refused - self.failed - self.unanswered
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{status}: {count}" for status, count in sorted(self.statuses.items()))
+        return (
+            f"{self.generated} requests generated, {self.sent} sent over {self.connections} connections: "
+            f"{self.passed} reached a worker, {self.refused} were refused, {self.answered_itself} answered by the "
+            f"router itself, {self.unanswered} never whole, {self.failed} failed with 5xx ({told})"
+        )
+
+    def count(self, sent: int, statuses: list[int], passed: int) -> None:
+        """These requests were sent by one way."""
+        self.sent += sent
+        self.passed += passed
+        self.refused += sum(400 <= status < 500 for status in statuses)
+        self.failed += sum(status >= 500 for status in statuses)
+        self.unanswered += sent - len(statuses)
+        self.statuses.update(statuses)
 
 
 def read_by_h11(data: bytes) -> Read | None:
-    """The first request in some bytes, when it is a whole one to h11."""
+    """The first request in some bytes, when it is a whole one to h11.
+
+    The words of its first line may have several spaces between them: RFC 9112, 3, and what is sent on has one.
+    """
     connection = h11.Connection(h11.SERVER)
     try:
-        connection.receive_data(data)
+        connection.receive_data(_SPACED_LINE.sub(rb"\1 \2 \3", data, count=1))
         head = connection.next_event()
         if not isinstance(head, h11.Request):
             return None
@@ -143,40 +182,6 @@ def _names_in_form(kind: bytes, body: bytes) -> set[str]:
     return {collapse_rfc2231_value(name) for name in names if name is not None}
 
 
-class _Answers(asyncio.Protocol):
-    """Sends a connection's requests, and reads the answers until the other side closes it.
-
-    `half_close`: say at once that nothing more follows. Else it is said once nothing comes any more: who closes first
-    leaves a port behind that is taken for a minute.
-    """
-
-    def __init__(self, data: bytes, half_close: bool) -> None:
-        self._data = data
-        self._half_close = half_close
-        self._came: list[bytes] = []
-        self.done = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.write(self._data)
-        if self._half_close:
-            transport.write_eof()
-        else:
-            self._timer = asyncio.get_running_loop().call_later(_QUIET_SECONDS, self._say_the_end, transport)
-
-    def _say_the_end(self, transport: asyncio.Transport) -> None:
-        if not transport.is_closing():
-            transport.write_eof()
-
-    def data_received(self, data: bytes) -> None:
-        self._came.append(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        if not self._half_close:
-            self._timer.cancel()
-        if not self.done.done():
-            self.done.set_result(b"".join(self._came))
-
-
 def statuses_in(answers: bytes, methods: list[bytes]) -> list[int]:
     """The statuses of a connection's answers; 0 for one that is cut off or is none."""
     found: list[int] = []
@@ -216,12 +221,13 @@ def _chunked_length(data: bytes) -> int:
 
 
 class Comparison:
-    """A router's two ways in, and the worker behind each; any number of connections are compared at once."""
+    """The ways in to routers with the same settings, and the worker behind each; any number of connections at once."""
 
-    def __init__(self, ways: list[tuple[str, RecordingWorker]]) -> None:
-        """`ways`: the router's URL and its worker."""
+    def __init__(self, in_process: list[InProcess], over_sockets: list[OverSockets]) -> None:
+        """Each: the ways that are compared. One of `_OVER_SOCKETS` connections goes over the latter."""
         self.outcome = Outcome()
-        self._ways = ways
+        self._in_process = in_process
+        self._over_sockets = over_sockets
         self._number = 0
 
     async def several(self, random: Random, most: int = 24) -> None:
@@ -229,40 +235,51 @@ class Comparison:
 
         Raises AssertionError that shows the request when something is wrong.
         """
+        one_by_one = random.random() < _ONE_BY_ONE
+        made = request_with_known_head if one_by_one else generated
         kept: list[tuple[int, bytes, Read | None]] = []
         while len(kept) < most:
             number = self._number
             self._number += 1
-            data = generated(random, number)
+            data = made(random, number)
             read = read_by_h11(data)
             kept.append((number, data, read))
             if read is None or read.ends_connection:
                 break
-        await self._send(kept, random.random() < 0.02)
+        over_sockets = random.randrange(_OVER_SOCKETS) == 0
+        await self._send(kept, random, self._over_sockets if over_sockets else self._in_process, one_by_one)
 
-    async def _send(self, requests: list[tuple[int, bytes, Read | None]], half_close: bool) -> None:
+    async def _send(
+        self,
+        requests: list[tuple[int, bytes, Read | None]],
+        random: Random,
+        ways: Sequence[InProcess | OverSockets],
+        one_by_one: bool,
+    ) -> None:
         outcome = self.outcome
+        outcome.generated += len(requests)
         last = requests[-1][2]
         ended = last is None or last.ends_connection
+        manner = Manner.ONE_BY_ONE if one_by_one else random.choices(list(_MANNERS), list(_MANNERS.values()))[0]
         seen: list[tuple[list[int], list[bool]]] = []
-        for url, worker in self._ways:
-            statuses = await self._statuses(url, [each for _, each, _ in requests], ended, half_close)
+        for way in ways:
+            worker = way.worker
+            statuses = await self._statuses(way, [each for _, each, _ in requests], ended, random, manner)
             passed = []
             for number, each, read in requests:
                 got = worker.got.pop(b"%d" % number, None)
                 passed.append(got is not None)
                 if got is not None and (problem := judge(read, got)) is not None:
                     raise AssertionError(f"{problem}: {each!r} became {got}")
-            assert worker.stray == [], (requests, worker.stray)
-            outcome.requests += len(requests)
-            outcome.passed += sum(passed)
-            for status in statuses:
-                outcome.count(status)
+            assert not worker.stray, worker.stray
+            outcome.count(len(requests), statuses, sum(passed))
             seen.append((statuses, passed))
         for (_, each, _), *passed in zip(requests, *(passed for _, passed in seen), strict=True):
             assert len(set(passed)) == 1, f"only one way passes on {each!r}: {seen} for {requests}"
 
-    async def _statuses(self, url: str, requests: list[bytes], ended: bool, half_close: bool) -> list[int]:
+    async def _statuses(
+        self, way: InProcess | OverSockets, requests: list[bytes], ended: bool, random: Random, manner: Manner
+    ) -> list[int]:
         """The answers' statuses. What follows a refusal that ended its connection is sent over the next one.
 
         `ended`: nothing is read after the last of them. Otherwise one more request follows, which ends the connection.
@@ -270,9 +287,14 @@ class Comparison:
         found: list[int] = []
         while len(found) < len(requests):
             rest = requests[len(found) :]
-            data = b"".join(rest) if ended else b"".join(rest) + _LAST
-            answers = await self._answers(url, data, half_close)
-            statuses = statuses_in(answers, [each.partition(b" ")[0] for each in rest])
+            methods = [each.partition(b" ")[0] for each in rest]
+            sent = rest if ended else [*rest, _LAST]
+
+            def answered(came: bytes, methods: list[bytes] = methods) -> int:
+                return len(statuses_in(came, methods))
+
+            answers = await way.answers(sent, random, manner, answered)
+            statuses = statuses_in(answers, methods)
             if len(statuses) > len(rest):
                 # What follows the last one may be no request.
                 assert statuses.pop() == (400 if ended else 200), f"{statuses} for {rest}"
@@ -283,17 +305,3 @@ class Comparison:
             assert all(0 < status < 500 for status in statuses), f"{statuses} for {rest}"
             found += statuses
         return found
-
-    async def _answers(self, url: str, data: bytes, half_close: bool) -> bytes:
-        address = urlsplit(url)
-        loop = asyncio.get_running_loop()
-        transport, answers = await loop.create_connection(
-            lambda: _Answers(data, half_close), address.hostname, address.port
-        )
-        try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                return await answers.done
-        except TimeoutError:
-            raise AssertionError(f"no end of the answers to {data!r}") from None
-        finally:
-            transport.abort()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass
 
 _MODELS = b'{"data": [{"id": "m"}]}'
+# A request's number where its head has none.
+_NUMBER = re.compile(rb'\{"#": ([0-9]+),')
 # What a router asks every worker by itself; clients' requests have a number.
 _QUESTIONS = frozenset({b"/kv_event_sources", b"/server_info", b"/metrics", b"/tokenize"})
 
@@ -21,7 +24,10 @@ class Got:
 
 
 class RecordingWorker:
-    """Serves the model `m`. `got`: by number; `stray`: those that have none, or one that was there before."""
+    """Serves the model `m`. `got`: by number, which a header or the body has.
+
+    `stray`: those that have none, or one that was there before.
+    """
 
     def __init__(self) -> None:
         self.got: dict[bytes, Got] = {}
@@ -42,6 +48,8 @@ class RecordingWorker:
         """Keep it, unless it is a question of the router's."""
         status, body = b"200 OK", b"{}"
         numbers = [value for name, value in request.headers if name == b"x-fuzz"]
+        if in_body := _NUMBER.match(request.body):
+            numbers.append(in_body[1])
         if not numbers and request.target == b"/v1/models":
             body = _MODELS
         elif not numbers and (request.target in _QUESTIONS or request.target.endswith(b"/render")):

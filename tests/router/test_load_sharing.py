@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from array import array
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from router.holdings.speculation import CHUNK_TOKENS
 from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing, PeerLoad
 from router.sharing.datagrams import DatagramChannel
-from router.sharing.messages import SHARED_TOKENS, Kind, Message, RankLoad, decode, encode
+from router.sharing.messages import SHARED_TOKENS, Kind, Message, RankLoad, SentPrompt, decode, encode
 
 EXPIRY = 3.0
 LINGER = 1.0
@@ -252,11 +253,27 @@ def test_backlogs_elsewhere_pass_with_time() -> None:
 def test_what_is_no_message_is_left_alone() -> None:
     async def play() -> None:
         here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
-        for data in (b"", b"nonsense", encode([1, 2, 3]), encode(news(here.router, 1, load_of("w", 5)))):
+        odd = [load_of("w", -5), load_of("w", 2**60), load_of("w", 5, backlog=math.nan), load_of("w", 5, rank=-1)]
+        for data in (
+            *(b"", b"nonsense", encode([1, 2, 3]), encode(news(here.router, 1, load_of("w", 5)))),
+            encode(news("\x01", 1, load_of("w", 5))).replace(b"\x01", b"\xff", 1),  # no UTF-8
+            *(encode(news("a", 1, load)) for load in odd),
+            encode(Message("a", 1, Kind.NEWS, spent=[("t", 0, -5)])),
+        ):
             here.receive(data)
         assert here.peer_load.routers() == []
 
     asyncio.run(play())
+
+
+def test_a_prompt_that_is_told_twice_is_held_once() -> None:
+    peers, hashes = PeerLoad(EXPIRY, 0.0), array("Q", range(8))
+    for number in (1, 2):
+        sent = SentPrompt(7, "w", 0, "m", hashes[7:].tobytes())
+        peers.apply(Message("a", number, Kind.NEWS, sent=[sent]))
+    assert peers.overlaps(hashes) == {Target("w", 0, "m"): SHARED_TOKENS}
+    peers.apply(Message("a", 3, Kind.NEWS, ended=[7]))
+    assert peers.overlaps(hashes) == {}
 
 
 def test_a_lost_carrier_is_a_finding_and_costs_nothing_else() -> None:
@@ -369,8 +386,6 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 @pytest.mark.parametrize("prefixes", [b"1234567", b"12345678" * 2000])
 def test_prefixes_that_cannot_be_are_not_held(prefixes: bytes) -> None:
-    from router.sharing.messages import SentPrompt
-
     there = PeerLoad(EXPIRY, LINGER)
     there.apply(Message("a", 1, Kind.NEWS, sent=[SentPrompt(1, "w", 0, "m", prefixes)]))
     assert there.overlaps(array("Q", [int.from_bytes(b"12345678", "little")] * 8)).get(Target("w", 0, "m"), 0) == 0

@@ -1,0 +1,159 @@
+"""Every method with every target and every credential: what reaches a worker is what the list of routes says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import product
+from urllib.parse import urlsplit
+
+import pytest
+from envoy_client import EnvoyStream, Mode
+from grpc_call import channel_to
+from picker_under_test import picker
+from router_under_test import RouterUnderTest, router
+from scripted_worker import MODEL, ScriptedWorker, scripted_worker
+
+from router.access import hashed_key
+
+pytestmark = pytest.mark.anyio
+
+OF_ENVOY = ["GET", "POST", "DELETE", "SLEEP"]
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "SLEEP"]
+TOKEN = "admin"
+CREDENTIALS = {"nobody": "", "tenant": "key-a", "operator": TOKEN}
+TENANTS = {"named": {"a": {"keys": [hashed_key("key-a")]}}, "isolate": True}
+BODY = json.dumps({"model": MODEL, "prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}]})
+
+# What an operator has passed on: these methods, HEAD where there is GET, and OPTIONS.
+INFERENCE = ["/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/chat/completions?a=%2e%2e"]
+PASSED = {
+    **{target: ["POST"] for target in INFERENCE},
+    "/v1/rerank": ["POST"],  # engines read no salt there: it is closed to tenants that are kept apart
+    "/v1/files": ["GET", "POST"],
+    "/v1/files/a": ["GET", "POST", "DELETE"],
+    "/version": ["GET"],
+}
+# Engines' own, or what is in another form than a path of ours and still a path: any method, by an operator.
+UNKNOWN = [
+    *("/collective_rpc", "/get_server_info", "/shutdown", "/v1/completions/", "/V1/completions", "/v1/completions;x"),
+    *("/v1/completions;..", "/v1/completions%20", "/v1/completions%3F", "/health/", "/v1/files/a%20b", "/workers/x"),
+]
+ANY_METHOD = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+OWN = ["/", "/health", "/v1/models", "/v1/models/a%2Fb", "/workers", "/match"]
+REFUSED = [
+    *("/v1/models/../../sleep", "/v1/models/..", "/v1/./completions", "/v1/completions/.", "/v1/completions;/../"),
+    *("/v1/models/%2e%2e/%2e%2e/sleep", "/v1/models/%2E%2e/sleep", "/v1/models/.%2E/sleep", "/v1/models/%2E%2E/sleep"),
+    *("/v1/models/..%2f..%2fsleep", "/v1/models/..%2F..%2Fsleep", "/v1/models/x/../../../shutdown"),
+    *("/v1//completions", "//v1/completions", "//r/v1/completions", "/v1/completions//"),
+    *("/v1\\completions", "\\v1\\completions", "/v1%5ccompletions", "/v1%5Ccompletions", "/..\\sleep"),
+    *("/v1/completions%00", "/v1/completions\0", "/v1/completions%01", "/v1/models/%7F", "/v1/models/a%0D%0Ab"),
+    *("/%68ealth", "/v1/completion%73", "/v1%2Fcompletions", "/%53leep", "/v1/models/%252e%252e/sleep", "/%", "/%zz"),
+    *("/v1/models/\xff", "/v1/models/%FF", "/v1/models/%c3%A9", "/v1/models/%C0%AE%C0%AE/sleep", "/%E0%80%AFsleep"),
+    *("/v1/completions#x", "/v1/completions?a#x", "/v1/completions?\\", "/v1/completions\t", "/v1/comp letions"),
+    *("http://r/v1/completions", "http://evil.example/sleep", "r:80", "*", "v1/completions", "/v1/completions|"),
+]
+
+
+def expected(who: str, behind_envoy: bool = False) -> set[tuple[str, str]]:
+    """What of all that may reach a worker. `behind_envoy`: it reads the methods itself."""
+    if who == "nobody":
+        return set()
+    if who == "tenant":
+        return {("POST", target) for target in INFERENCE}
+    listed = {(method, target) for target, methods in PASSED.items() for method in [*methods, "OPTIONS"]}
+    listed |= {("HEAD", target) for method, target in listed if method == "GET"}
+    methods = METHODS if behind_envoy else [*ANY_METHOD, "HEAD", "OPTIONS"]
+    return listed | {(method, target) for target in UNKNOWN for method in methods}
+
+
+class Kept:
+    """A connection that is kept as long as the router keeps it. One request after the other."""
+
+    def __init__(self, url: str) -> None:
+        self._address = urlsplit(url)
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def status(self, method: str, target: str, key: str) -> int:
+        """The status that a request is answered with."""
+        if self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(self._address.hostname, self._address.port)
+        authorization = f"Authorization: Bearer {key}\r\n" if key else ""
+        head = f"{method} {target} HTTP/1.1\r\nHost: r\r\n{authorization}Content-Length: {len(BODY)}\r\n\r\n"
+        self._writer.write((head + BODY).encode("latin-1"))
+        answer = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        if method != "HEAD":
+            length = answer.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+            await self._reader.readexactly(int(length or 0))
+        if b"\r\nconnection: close" in answer:
+            await self.close()
+        return int(answer[9:12])
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+@asynccontextmanager
+async def guarded(fast_lane: bool) -> AsyncIterator[tuple[RouterUnderTest, ScriptedWorker]]:
+    async with scripted_worker() as worker:
+        server = {"token": TOKEN, "fast_lane": fast_lane}
+        async with router(worker.url, server=server, tenants=TENANTS) as routed:
+            yield routed, worker
+
+
+@pytest.mark.parametrize("fast_lane", [True, False], ids=["fast", "asgi"])
+async def test_a_worker_sees_what_the_list_says(fast_lane: bool) -> None:
+    async with guarded(fast_lane) as (routed, worker):
+        for who, key in CREDENTIALS.items():
+            kept = Kept(routed.url)
+            allowed = expected(who)
+            worker.exchanges.clear()
+            for target in (*REFUSED, *OWN, *PASSED, *UNKNOWN):
+                for method in METHODS:
+                    status = await kept.status(method, target, key)
+                    if (method, target) in allowed:
+                        assert status == 200, (who, method, target)
+                    elif target in REFUSED:
+                        assert status == 400, (who, method, target)
+                    else:
+                        assert status < 500, (who, method, target)
+            await kept.close()
+            seen = [(exchange.method, exchange.target) for exchange in worker.exchanges]
+            assert len(seen) == len(set(seen))
+            assert set(seen) == allowed
+
+
+async def test_a_gateway_is_sent_to_a_worker_by_the_same_list() -> None:
+    """The picker answers what is refused itself; what it lets through goes to the worker as it came."""
+
+    async def asked(method: str, target: str, key: str, passes: bool) -> int:
+        """The status of an answer of the picker's own; 0 where it names a worker."""
+        stream = EnvoyStream(channel, Mode.FULL_DUPLEX_STREAMED)
+        credential = [("authorization", f"Bearer {key}")] if key else []
+        await stream.head(target, ("content-type", "application/json"), *credential, method=method)
+        if passes:
+            await stream.body(BODY.encode())
+        async with asyncio.timeout(60):
+            heard = await stream.hears()
+            if passes and heard.HasField("request_headers"):
+                await stream.hears()  # its body
+        await stream.ends()
+        return heard.immediate_response.status.code if heard.HasField("immediate_response") else 0
+
+    async with scripted_worker() as worker:
+        server = {"token": TOKEN}
+        async with picker(worker.url, server=server, tenants=TENANTS) as (_, port), channel_to(port) as channel:
+            for (who, key), target in product(CREDENTIALS.items(), (*REFUSED, *PASSED, *UNKNOWN)):
+                allowed = expected(who, behind_envoy=True)
+                told = await asyncio.gather(
+                    *(asked(method, target, key, (method, target) in allowed) for method in OF_ENVOY)
+                )
+                for method, status in zip(OF_ENVOY, told, strict=True):
+                    if (method, target) in allowed:
+                        assert status == 0, (who, method, target)
+                    else:
+                        assert status == 400 if target in REFUSED else status in (401, 403, 405), (who, method, target)
