@@ -54,7 +54,7 @@ class _OfModel:
 
 
 class RequestMetrics:
-    """What became of requests. Models are names that workers serve, up to a number of them, so label sets stay bounded."""
+    """What became of requests. Models are names that workers serve, and not too many, so label sets stay bounded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.refused = prometheus_client.Counter(
