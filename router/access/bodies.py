@@ -26,7 +26,8 @@ from router.apis.json_edit import field, with_field, without_fields
 from router.apis.strict_json import LONG, Outline, outline_of, strict_json
 from router.settings import EngineFields, LimitSettings
 
-_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# One that does not end is one too: else it would be looked for its end from each quote in it.
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 # A name, and a list or an object, take about as long to read as so many numbers.
 _OF_A_NAME: Final = 4
 _OF_A_LIST: Final = 8

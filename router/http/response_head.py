@@ -12,13 +12,15 @@ WITHOUT_BODY: Final = (204, 304)
 _EVENT_STREAM = b"text/event-stream"
 # Who answers the client says these itself.
 _OUR_OWN = HOP_BY_HOP | {b"date", b"server", REQUEST_ID}
+_WITHOUT_LENGTH = _OUR_OWN | {LENGTH}
 _OUR_PREFIX = b"x-kvrouter-"
 
 
 class ResponseHead:
     """A head; names are in lower case. `is_stream`: of events. `length`: what it says of the body's, empty if nothing.
 
-    `passed_on`: the headers that are about the message, not about the connection or who answers.
+    `passed_on`: the headers that are about the message, not about the connection or who answers. A body that does not
+    follow, whatever the worker says, has no length.
     """
 
     __slots__ = ("_beginning", "_lines", "_made_with", "headers", "is_stream", "length", "passed_on", "status")
@@ -26,9 +28,10 @@ class ResponseHead:
     def __init__(self, status: int, headers: Headers) -> None:
         self.status = status
         self.headers = headers
-        self.length = self.first(LENGTH)
+        self.length = b"" if status in WITHOUT_BODY else self.first(LENGTH)
         self.is_stream = self.first(b"content-type").startswith(_EVENT_STREAM)
-        self.passed_on = [header for header in end_to_end(headers, _OUR_OWN) if not _is_ours(header[0])]
+        dropped = _WITHOUT_LENGTH if status in WITHOUT_BODY else _OUR_OWN
+        self.passed_on = [header for header in end_to_end(headers, dropped) if not _is_ours(header[0])]
         self._lines: bytes | None = None
         self._beginning = self._made_with = b""
 
@@ -61,4 +64,7 @@ class ResponseHead:
 
 def _is_ours(name: bytes) -> bool:
     """Whether it is a name of ours, or would be taken for one: many programs know no `_` from `-`."""
-    return name.startswith(_OUR_PREFIX) or (b"_" in name and name.replace(b"_", b"-").startswith(_OUR_PREFIX))
+    if b"_" in name:
+        name = name.replace(b"_", b"-")
+        return name.startswith(_OUR_PREFIX) or name == REQUEST_ID
+    return name.startswith(_OUR_PREFIX)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from router.learning.forecasts import Forecasts, WatchedAnswer
 from router.policies.promises import Promise
 from router.policies.ratios import Ratios
+from router.telemetry.metrics import MOST_MODELS, OTHER_MODELS
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TPOT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
@@ -60,7 +61,7 @@ class ForecastMetrics:
 
     def refused(self, model: str, promise: Promise) -> None:
         """A request was refused, since no worker would have kept its promise."""
-        self._promise(model, promise, "refused")
+        self._promise(self._named(model), promise, "refused")
 
     def summary(self) -> list[dict[str, Any]]:
         """For each model: how many answers were compared, how far off predictions of the last ones were in the middle,
@@ -79,8 +80,13 @@ class ForecastMetrics:
     def _of(self, model: str) -> _OfModel:
         return self._of_models.setdefault(model, _OfModel())
 
+    def _named(self, model: str) -> str:
+        """The model as it is counted."""
+        known = model in self._of_models or len(self._of_models) < MOST_MODELS
+        return model if known else OTHER_MODELS
+
     def _first_token(self, answer: WatchedAnswer) -> None:
-        model, ttft, predicted = answer.target.model, answer.ttft, answer.predicted_ttft
+        model, ttft, predicted = self._named(answer.target.model), answer.ttft, answer.predicted_ttft
         assert ttft is not None
         known = self._of(model)
         known.answers += 1
@@ -92,7 +98,7 @@ class ForecastMetrics:
             self._calibration.labels(model).set(1 - known.in_band.at_most(0.5))
 
     def _answered(self, answer: WatchedAnswer) -> None:
-        model = answer.target.model
+        model = self._named(answer.target.model)
         if answer.tpot is not None:
             self._tpot_error.labels(model).observe(abs(answer.tpot - answer.predicted_tpot.expected))
         if answer.promise is not None:

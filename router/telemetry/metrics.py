@@ -20,6 +20,11 @@ from router.telemetry.counters import Counter, CounterSeries, Histogram
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
+# Names of models that have series of their own, and what all others are counted as: a worker may serve another name
+# whenever it is asked.
+MOST_MODELS = 1024
+OTHER_MODELS = "other"
+
 
 class _OfModel:
     """The series of one model, so that no request looks them up."""
@@ -30,12 +35,14 @@ class _OfModel:
         "costs",
         "decisions",
         "first_byte",
+        "model",
         "overlap_tokens",
         "prompt_tokens",
         "queue",
     )
 
     def __init__(self, model: str, metrics: RequestMetrics) -> None:
+        self.model = model
         self.queue = metrics.queue.of(model)
         self.first_byte = metrics.first_byte.of(model)
         self.decisions = metrics.decisions.of(model)
@@ -47,7 +54,7 @@ class _OfModel:
 
 
 class RequestMetrics:
-    """What became of requests. Models are names that workers serve, so label sets stay bounded."""
+    """What became of requests. Models are names that workers serve, and not too many, so label sets stay bounded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.refused = prometheus_client.Counter(
@@ -107,6 +114,10 @@ class RequestMetrics:
         self._of_models: dict[str, _OfModel] = {}
 
     def _of(self, model: str) -> _OfModel:
+        if len(self._of_models) >= MOST_MODELS:
+            model = OTHER_MODELS
+            if model in self._of_models:
+                return self._of_models[model]
         of_model = self._of_models[model] = _OfModel(model, self)
         return of_model
 
@@ -128,13 +139,13 @@ class RequestMetrics:
             if amount:
                 cost = costs.get(term)
                 if cost is None:
-                    cost = costs[term] = self.cost.of(model, term, unit.value)
+                    cost = costs[term] = self.cost.of(of_model.model, term, unit.value)
                 cost.amount += amount
 
     def begun(self, model: str, worker: str, status: int, tokens: int, overlap: int) -> None:
         """A worker answers a prompt of this many tokens."""
         of_model = self._of_models.get(model) or self._of(model)
-        self.answered.of(model, worker, status).amount += 1
+        self.answered.of(of_model.model, worker, status).amount += 1
         of_model.prompt_tokens.amount += tokens
         of_model.overlap_tokens.amount += overlap
 
@@ -151,7 +162,8 @@ class RequestMetrics:
     def streamed(self, model: str, seconds: float, usage: Usage | None) -> None:
         """A stream ended, so long after its first byte."""
         if usage is not None and usage.completion > 1:
-            self.token_time.of(model).observe(seconds / (usage.completion - 1))
+            of_model = self._of_models.get(model) or self._of(model)
+            self.token_time.of(of_model.model).observe(seconds / (usage.completion - 1))
 
     def failures(self) -> dict[str, float]:
         """What went wrong until now: `errors` of workers, what the router `refused` for want of room, and `retried`."""

@@ -14,8 +14,12 @@ from indexer.errors import RequestError
 from indexer.hashing import pack_tokens
 from router.apis.requests import ChatPrompt
 from router.errors import TokenizerUnavailableError
+from router.tokens.long_words import exceeds_work, strings_in
 
 Message = dict[str, Any]
+# More than any model of the family takes; and what takes a tenth of a second.
+_MOST_CHARACTERS = 2**20
+_MOST_WORK = 2 * 10**8
 
 
 class Harmony:
@@ -45,7 +49,13 @@ class Harmony:
         self._efforts: dict[str, Any] = {"low": efforts.LOW, "medium": efforts.MEDIUM, "high": efforts.HIGH}
 
     def encode(self, chat: ChatPrompt) -> bytes:
-        """The packed token ids of a conversation. Raises RequestError (400) for what gpt-oss has no form for."""
+        """The packed token ids of a conversation. Raises RequestError (400) for what gpt-oss has no form for.
+
+        And TokenizerUnavailableError for what would take too long: the library lets no other thread run meanwhile.
+        """
+        texts = list(strings_in([chat.messages, chat.tools]))
+        if sum(map(len, texts)) > _MOST_CHARACTERS or exceeds_work(texts, _MOST_WORK):
+            raise TokenizerUnavailableError("harmony would take too long over a prompt as long, or of as long words")
         try:
             return self._encoded(chat)
         except RequestError:
@@ -79,9 +89,9 @@ class Harmony:
         """With calls of functions as the model was trained with, and vLLM shows them: the recipient first."""
         start, message, channel, constrain = self._marks
         made: list[int] = []
-        place = 0
+        place, last = 0, max((at for at, token in enumerate(tokens) if token == message), default=0)
         while place < len(tokens):
-            end = tokens.index(message, place) if tokens[place] == start and message in tokens[place:] else 0
+            end = tokens.index(message, place) if tokens[place] == start and place < last else 0
             header = tokens[place + 1 : end] if end else []
             if channel in header and constrain in header[header.index(channel) :]:
                 author = self._encoding.decode(header[: header.index(channel)])

@@ -127,20 +127,40 @@ class TokenizerSource:
         self._session = session
         self._settings = settings
         self._models: dict[str, _Model] = {}
+        self._served: dict[str, set[str]] = {}  # by worker, what it served when it answered last
         self._one_at_a_time = asyncio.Lock()
 
     async def provide(self, worker: Worker, served: ServedModel) -> None:
         """Make sure that a model which an answering worker serves has a tokenizer; called each time it answers."""
         async with self._one_at_a_time:  # workers of one model ask for the same, and loading is not thread-safe
             model = self._models.get(served.model) or await self._begin(served)
+        self._forget_former(worker)
         model.workers[worker.url] = worker
         if model.task is None or model.task.done():
             due = [url for url in list(model.workers) if self._due(model, url)]
             if due:
                 model.task = asyncio.create_task(self._try(model, due), name=f"try tokenizer of {model.name}")
 
+    def _forget_former(self, worker: Worker) -> None:
+        """Forget the models that a worker no longer serves, nor any other: it may name others whenever it is asked."""
+        served = worker.models()
+        if served == self._served.get(worker.url):
+            return
+        self._served[worker.url] = served
+        for model in [each for each in self._models.values() if worker.url in each.workers]:
+            if model.name in served:
+                continue
+            del model.workers[worker.url]
+            model.tried.pop(worker.url, None)
+            if not model.workers and model.name not in self._configured:
+                if model.task is not None:
+                    model.task.cancel()
+                del self._models[model.name]
+                self._tokenizers.remove(model.name)
+
     def removed(self, worker: Worker) -> None:
         """A worker is gone."""
+        self._served.pop(worker.url, None)
         for model in self._models.values():
             model.workers.pop(worker.url, None)
             if model.tried.pop(worker.url, None) is not None:

@@ -208,6 +208,7 @@ async def test_the_page_of_another_site_changes_nothing(plain: RouterUnderTest) 
         {"content-type": "application/x-www-form-urlencoded"} | evil,
         evil,
         {"origin": "null"},
+        {"origin": "http://["},
         {"sec-fetch-site": "cross-site"},
     ):
         for path in ("/workers", "/register", "/reset_prefix_cache", "/sleep"):
@@ -321,6 +322,12 @@ async def test_other_kinds_of_bodies_do_not_steer_either(worker: ScriptedWorker,
     urlencoded = {"content-type": "application/x-www-form-urlencoded"}
     for body in (b"request_id=1", b"x=1&r%69d=2", b"x=1;rid=2"):
         assert (await plain.call("/v1/files", body, headers=urlencoded)).status == 400
+    for kind in ("application/x-www-form-urlencoded", "text/plain", "application/json;charset=utf-7"):
+        for path in ("/v1/files", "/invocations"):
+            steering = (await plain.call(path, b'{"rid": 1, "rid": 2}', headers={"content-type": kind})).status
+            assert steering in (400, 415), (kind, path)
+    assert (await plain.call("/v1/files", b'{"rid": 1, "x": 2}', headers=urlencoded)).status == 200
+    assert worker.exchanges.pop().body == b'{"x": 2}'
     for encoding in ("utf-16", "utf-16-le", "utf-32-be", "utf-8-sig"):
         assert (await plain.call("/v1/files", '{"rid": 1}'.encode(encoding))).status == 400
     for body in (b' {"rid": 1, "x": 1, "x": 2}', b'{"rid": 1, "x": NaN}', b'{"rid": 1, "x": "\\ud800"}'):

@@ -163,6 +163,23 @@ async def test_no_question_of_ours_follows_a_redirect() -> None:
         assert elsewhere.exchanges == []
 
 
+@pytest.mark.parametrize("fast_lane", [True, False])
+async def test_an_answer_without_a_body_has_no_length(fast_lane: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever its worker says: a client would wait for what does not come."""
+    status = ""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 %b\r\ncontent-length: 5\r\nX_Request_Id: evil\r\n\r\n" % status.encode())
+
+    async with scripted_worker(script) as worker, router(worker.url, server={"fast_lane": fast_lane}) as routed:
+        for status in ("204 No Content", "304 Not Modified"):
+            for method, path in (("POST", PATH), ("GET", "/v1/files/a")):
+                reply = await routed.call(path, BODY if method == "POST" else None, method=method)
+                assert reply.status == int(status[:3])
+                assert not {"content-length", "x_request_id"} & {name.lower() for name in reply.headers}
+    assert not [record for record in caplog.records if record.name == "uvicorn.error"]
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -302,6 +302,6 @@ class Comparison:
             if not statuses and len(rest) == 1:  # it was not whole: nobody waits for an answer
                 break
             assert statuses, f"no answer to {rest}"
-            assert all(0 < status < 500 for status in statuses), f"{statuses} for {rest}"
+            assert all(0 < status < 500 for status in statuses), f"{statuses}, {answers!r} for {rest}"
             found += statuses
         return found

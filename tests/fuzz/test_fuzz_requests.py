@@ -16,7 +16,7 @@ import structlog
 from budget import SECONDS, SEED
 from differential import Comparison, Outcome
 from recording_worker import RecordingWorker
-from router_under_test import serving
+from router_under_test import PATIENT, serving
 from ways import InProcess, OverSockets
 
 from router.app import running_router
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 FEW = 2000
 _WARM = 20_000  # requests after which memory is not to grow
 _AT_ONCE = 32
-_QUIET = {"probe_interval": 3600, "metrics_interval": 3600}
+_QUIET = {"probe_interval": 3600, "metrics_interval": 3600, **PATIENT}
 
 
 @pytest.fixture

@@ -103,6 +103,16 @@ def shown(harmony: Harmony, chat: ChatPrompt) -> str:
     return str(harmony._encoding.decode(list(PackedPrompt(harmony.encode(chat)))))
 
 
+@pytest.mark.parametrize("unit", ["a", "aÉ", "a\u0301", "!\u0301", " ", "\n", "_", "漢"])
+def test_harmony_is_spared_words_that_would_hold_everything_up(harmony: Harmony, unit: str) -> None:
+    """Its time grows with the square of a word's length: a minute for one of a quarter of a megabyte."""
+    long = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "x " + unit * 250_000}]}])
+    with pytest.raises(TokenizerUnavailableError):
+        harmony.encode(long)
+    text = (f"{unit * 20} and so on, 1234. " * 1000)[:20_000]
+    assert harmony.encode(ChatPrompt([{"role": "user", "content": text}]))
+
+
 def test_harmony(harmony: Harmony) -> None:
     system = {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}
     chat = ChatPrompt([system, USER, ANSWER | {"reasoning": "hm"}, USER], reasoning_effort="low")

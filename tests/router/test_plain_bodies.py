@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from indexer.cores import CORES
 from indexer.errors import RequestError
-from router.access.bodies import BodyCheck, read_object
+from router.access.bodies import BodyCheck, _values_in, read_object
 from router.access.routes import Routes
 from router.access.steering import CARRIERS, FIELDS
 from router.apis.body_fields import NamedFields
@@ -158,3 +158,9 @@ def test_an_named_is_what_routing_by_load_reads() -> None:
     ).encode()
     assert CHECK.named(body) == b'{"model": "m","stream": true,"user": "Zo\\u00eb"}'
     assert CHECK.named(b'{ "prompt": 1 }') == b"{}"
+
+
+def test_a_string_without_an_end_is_no_work() -> None:
+    """What is in it counts for nothing, and it is looked at once, not from each of its quotes on."""
+    body = b'{"model": "m", "x": "' + b'\\",' * 3000
+    assert _values_in(body, 10) < 100

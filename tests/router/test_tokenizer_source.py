@@ -121,6 +121,23 @@ async def test_otherwise_engines_are_asked_and_the_setting_is_named(local: Local
         assert "set models.m.tokenizer" in found["detail"]
 
 
+async def test_a_model_that_nobody_serves_any_more_is_forgotten(local: LocalTokenizer) -> None:
+    async with playing(local, kept=ModelSettings()) as played:
+        for name in ("m", "kept"):
+            served = ServedModel(name, name)
+            for number in (0, 1):
+                worker = played.workers[number]
+                worker.describe(WorkerDescription(Engine.VLLM, {name: served}))
+                await played.source.provide(worker, served)
+            await played.source.settled()
+        assert set(played.tokenizers.by_model()) == set(played.source.report()) == {"kept"}
+        other = ServedModel("other", "other")
+        for worker in played.workers:
+            worker.describe(WorkerDescription(Engine.VLLM, {"other": other}))
+            await played.source.provide(worker, other)
+        assert set(played.tokenizers.by_model()) == {"kept", "other"}
+
+
 async def test_what_the_settings_name_wins(local: LocalTokenizer, tmp_path: Path) -> None:
     async with playing(local, m=ModelSettings(tokenizer=str(MODEL_FOLDER))) as played:
         await played.answers(root=str(tmp_path))
