@@ -18,15 +18,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
 from family_templates import CHATML, DEEPSEEK, GEMMA, IDEFICS, LLAMA3
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
@@ -149,26 +149,6 @@ def qwen3_next(folder: Path) -> None:
     Qwen3NextForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
-def granite4(folder: Path) -> None:
-    """A Mamba layer beside one of attention."""
-    config = GraniteMoeHybridConfig(
-        vocab_size=VOCABULARY,
-        bos_token_id=None,
-        eos_token_id=_chatml(folder),
-        layer_types=["mamba", "attention"],
-        mamba_n_heads=4,
-        mamba_n_groups=1,
-        mamba_d_head=32,
-        mamba_d_state=16,
-        mamba_chunk_size=32,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        shared_intermediate_size=64,
-        **{name: size for name, size in _SIZES.items() if name != "head_dim"},
-    )
-    GraniteMoeHybridForCausalLM(config).bfloat16().save_pretrained(folder)
-
-
 def llama3(folder: Path) -> None:
     """A text begins with a token of its own, which the template writes, too."""
     special = (
@@ -188,6 +168,22 @@ def llama3(folder: Path) -> None:
         **_SIZES,
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+
+
+def llama3_eagle(folder: Path) -> None:
+    """What drafts for llama3 by its hidden states (EAGLE): one layer like its first, and what brings both together."""
+    beside = folder.parent / "llama3"
+    weights = load_file(beside / "model.safetensors")
+    first = "model.layers.0."
+    draft = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith(first)}
+    draft.pop("layers.0.input_layernorm.weight")
+    size = _SIZES["hidden_size"]
+    draft |= {"embed_tokens.weight": weights["model.embed_tokens.weight"]}
+    draft |= {"fc.weight": torch.randn(size, 2 * size).mul(0.05).bfloat16()}
+    config = json.loads((beside / "config.json").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    save_file(draft, folder / "model.safetensors", {"format": "pt"})
 
 
 def mistral(folder: Path) -> None:
@@ -320,8 +316,8 @@ def idefics3(folder: Path) -> None:
 FAMILIES: dict[str, Callable[[Path], None]] = {
     each.__name__: each
     for each in (
-        *(qwen3, llama3, mistral, gpt_oss, deepseek_v31, deepseek_v32, gemma3),
-        *(qwen3_next, granite4, idefics3),
+        *(qwen3, llama3, llama3_eagle, mistral, gpt_oss, deepseek_v31, deepseek_v32, gemma3),
+        *(qwen3_next, idefics3),
     )
 }
 

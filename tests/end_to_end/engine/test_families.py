@@ -41,7 +41,6 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "deepseek_v32": ("--tokenizer-mode", "deepseek_v32"),
     "gemma3": (),
     "qwen3_next": (*_TOOLS, "hermes"),
-    "granite4": (*_TOOLS, "hermes"),
     "idefics3": (),
 }
 _SEES = {"idefics3"}  # images
