@@ -102,6 +102,7 @@ MODES = (
     Mode("small caches", _FEW),
     Mode("offloading to CPU memory", (*_FEW, "--kv-offloading-size", "1", "--kv-offloading-backend", "native")),
     Mode("sliding windows (Gemma 3)", family="gemma3"),
+    Mode("linear attention (Qwen3-Next)", family="qwen3_next"),
     Mode("LoRA", ("--enable-lora", "--lora-modules", "ADAPTERS"), models=("poet", "clerk", "tiny")),
     Mode("kill -9 and restart", acts=(kill, start_again)),
     Mode("sleep and wake", acts=(put_to_sleep, wake)),
