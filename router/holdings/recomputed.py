@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from indexer import Target
 
-# So many answers in a row that are off by just a block. Being wrong about it costs no more than that block, for as long.
+# So many answers in a row that are off by just a block. To be wrong about it costs that block, and until two more.
 _ANSWERS = 2
 
 
