@@ -26,7 +26,8 @@ class Mode:
 
     `servers`: the flags of each, beside `flags`; `family`: a model of `make_families.py` in the place of the usual
     one; `models`: those that requests name in turn, if not the one that is served; `acts`: what happens between equal
-    parts of the traffic; `hits`: whether caches are used at all.
+    parts of the traffic; `hits`: whether caches are used at all; `learned_by`: the answers of each server that are off
+    before the router has learned what no event tells.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Mode:
     models: tuple[str, ...] = ()
     acts: tuple[Act, ...] = ()
     hits: bool = True
+    learned_by: int = 0
 
 
 def kill(workers: list[VllmWorker], router: RouterProcess) -> None:  # noqa: ARG001
@@ -98,7 +100,7 @@ MODES = (
     Mode("prefix caching off", ("--no-enable-prefix-caching",), hits=False),
     Mode("chunked prefill of 128 tokens", ("--enable-chunked-prefill", "--max-num-batched-tokens", "128")),
     Mode("speculative, ngram", ("--speculative-config", json.dumps(_NGRAM))),
-    Mode("speculative, EAGLE", ("--speculative-config", json.dumps(_EAGLE)), family="llama3"),
+    Mode("speculative, EAGLE", ("--speculative-config", json.dumps(_EAGLE)), family="llama3", learned_by=2),
     Mode("small caches", _FEW),
     Mode("offloading to CPU memory", (*_FEW, "--kv-offloading-size", "1", "--kv-offloading-backend", "native")),
     Mode("sliding windows (Gemma 3)", family="gemma3"),

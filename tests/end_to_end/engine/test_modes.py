@@ -54,7 +54,8 @@ def test_the_overlap_is_the_one_the_engine_reports(
     result = ModeResult(mode.name, answers, beside)
     results.append(result)
     assert all(answer.complete for answer in answers)
-    assert result.exact_share >= LEAST_EXACT, result.explain_misses()
+    misses = len(result.misses) - mode.learned_by * len(workers)
+    assert misses <= (1 - LEAST_EXACT) * len(answers), result.explain_misses()
     assert result.over_share <= MOST_OVER, result.explain_misses()
     if mode.hits:
         assert result.cached_share > result.beside_share
