@@ -7,7 +7,7 @@ BIN := .venv/bin
 ENGINE_DIR ?= .engine
 ENGINE_TABLE ?=
 # The families of models that it tries (all of them), and the file for their table.
-FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3
+FAMILIES ?= qwen3,llama3,mistral,gpt_oss,deepseek_v31,deepseek_v32,gemma3,qwen3_next,idefics3
 FAMILY_TABLE ?=
 # The modes of the engine that it tries, by parts of their names (all of them), and the file for their table.
 MODES ?=

@@ -25,6 +25,7 @@ from indexer.sequence import StreamState
 from indexer.streams import Stream
 from router.apis.usage import Usage
 from router.holdings.history import Retention, RoutingHistory
+from router.holdings.recomputed import RecomputedBlocks
 from router.settings import AuditSettings
 
 log = structlog.get_logger()
@@ -174,6 +175,9 @@ class Streams(Protocol):
     def registered(self) -> list[Registration]:
         """All that is known of."""
 
+    def block_size(self, target: Target) -> int | None:
+        """A target's block size in tokens, if it is known."""
+
 
 class HitAudit:
     """Judges every target by its answers, and chooses what it is predicted from."""
@@ -193,11 +197,13 @@ class HitAudit:
         self._tolerance = settings.tolerance
         self._audits: dict[Target, TargetAudit] = {}
         self.distrusted: set[Target] = set()  # targets whose events are known to mislead
+        self.recomputed = RecomputedBlocks()
 
     def forget(self, target: Target) -> None:
         """A target was removed."""
         self._audits.pop(target, None)
         self.distrusted.discard(target)
+        self.recomputed.forget(target)
 
     def distrusts(self, target: Target) -> bool:
         """Whether a target's events are known to mislead."""
@@ -255,6 +261,9 @@ class HitAudit:
         audit.wrong_tokens += abs(overlap - cached)
         audit.errors.add(overlap - cached, usage.prompt)
         if prediction.by_events is not None and prediction.made_at > self._known_since(target, audit):
+            if self._learns_recomputed(target, prediction.by_events, cached):
+                self._judge_anew(audit)
+                return
             audit.event_errors.add(prediction.by_events - cached, usage.prompt)
             audit.last_event_errors.add(prediction.by_events - cached, usage.prompt)
             self._choose_basis(target, audit)
@@ -297,10 +306,7 @@ class HitAudit:
                 audit.basis = Basis.EVENTS
             case _:
                 return
-        audit.judged_at = time.monotonic()
-        audit.event_errors.clear()
-        audit.last_event_errors.clear()
-        audit.errors.clear()
+        self._judge_anew(audit)
         if audit.basis is Basis.HISTORY:
             self.distrusted.add(target)
         else:
@@ -309,6 +315,20 @@ class HitAudit:
         say(
             f"cached tokens {what}", drift=round(drift, 3), predicted_from=audit.basis.value, **self.names.about(target)
         )
+
+    def _learns_recomputed(self, target: Target, predicted: int, cached: int) -> bool:
+        block_size = self._indexer.block_size(target)
+        if block_size is None or not self.recomputed.answered(target, predicted, cached, block_size):
+            return False
+        left_out = self.recomputed.tokens.get(target, 0)
+        log.info("the last tokens of each hit are computed again", tokens=left_out, **self.names.about(target))
+        return True
+
+    def _judge_anew(self, audit: TargetAudit) -> None:
+        audit.judged_at = time.monotonic()
+        audit.event_errors.clear()
+        audit.last_event_errors.clear()
+        audit.errors.clear()
 
     def _compare_lengths(self, audit: TargetAudit, prediction: Prediction, usage: Usage) -> None:
         differ = prediction.tokens != usage.prompt
@@ -334,6 +354,8 @@ class HitAudit:
         known = {registration.target for registration in self._indexer.registered()} | {target}
         self._audits = {each: audit for each, audit in self._audits.items() if each in known}
         self.distrusted &= known
+        for each in self.recomputed.tokens.keys() - known:
+            self.recomputed.forget(each)
         for each in self._history.targets():
             if each not in known:
                 self._history.removed(each)

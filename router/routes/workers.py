@@ -63,7 +63,7 @@ def _report(services: Services) -> list[dict[str, Any]]:
             entry |= named(worker) | worker_status(worker)
             for rank in entry["ranks"]:
                 rank |= _rank_load(services, worker, rank["dp_rank"])
-                rank |= _retention(services, worker.target(rank["dp_rank"], entry["model"]))
+                rank |= _learned(services, worker.target(rank["dp_rank"], entry["model"]))
     return report + [named(worker) | {"ranks": []} | worker_status(worker) for worker in by_url.values()]
 
 
@@ -77,12 +77,15 @@ def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, An
     }
 
 
-def _retention(services: Services, target: Target) -> dict[str, Any]:
-    """What a rank without events was seen to keep of what it was sent; null where no bound is known."""
-    learned = services.audit.retention(target)
-    if learned is None:
-        return {}
-    return {"retention": {"tokens": learned.tokens, "seconds": learned.seconds and round(learned.seconds, 1)}}
+def _learned(services: Services, target: Target) -> dict[str, Any]:
+    """What a rank without events was seen to keep of what it was sent, null where no bound is known; and how much of a
+    hit a rank was seen to compute again. Neither is there while nothing was learned."""
+    found: dict[str, Any] = {}
+    if (kept := services.audit.retention(target)) is not None:
+        found["retention"] = {"tokens": kept.tokens, "seconds": kept.seconds and round(kept.seconds, 1)}
+    if recomputed := services.audit.recomputed.tokens.get(target):
+        found["recomputed_tokens"] = recomputed
+    return found
 
 
 def _changes(services: Services) -> APIRouter:

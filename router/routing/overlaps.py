@@ -109,6 +109,10 @@ class OverlapFinder:
                         sent = self._history.resumable(target, chunks, window)
                 if shared >= held[rank.row] or sent or not trusted:
                     self._correct(found, by_events, rank, shared, sent, trusted, tokens)
+            for target, recomputed in self._audit.recomputed.tokens.items():
+                rank = of_target.get(target)
+                if rank is not None and rank.served is served:
+                    _leave_out(found, by_events, rank.row, recomputed)
             overlaps.add(found, by_events)
 
     def _correct(
@@ -163,3 +167,15 @@ class OverlapFinder:
         """What a target reuses of a prompt of `tokens` when it has computed `shared` of them."""
         shared = min(shared, tokens - 1)
         return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS)
+
+
+def _leave_out(found: RowMatches, by_events: dict[int, int], row: int, tokens: int) -> None:
+    """The last `tokens` of what a row's target has will be computed again."""
+    found.tokens[row] = max(found.tokens[row] - tokens, 0)
+    if row in by_events:
+        by_events[row] = max(by_events[row] - tokens, 0)
+    cpu, disk = found.transfers.pop(row, (0, 0))
+    disk = min(disk, found.tokens[row])
+    cpu = min(cpu, found.tokens[row] - disk)
+    if cpu or disk:
+        found.transfers[row] = cpu, disk

@@ -22,10 +22,12 @@ NOW = {"audit": {"samples": SAMPLES}, "proxy": {"speculation_seconds": 0}}
 
 
 class Engine:
-    """A worker whose cache never forgets. `tells`: its events say what it caches. `extra`: tokens it adds itself."""
+    """A worker whose cache never forgets. `tells`: its events say what it caches. `extra`: tokens it adds itself.
+    `drafts`: it computes the last block of a hit again."""
 
     def __init__(self) -> None:
         self.tells = True
+        self.drafts = False
         self.extra = 0
         self.publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True)
         self._blocks: dict[tuple[int, ...], int] = {}
@@ -57,7 +59,7 @@ class Engine:
             if prefix not in self._blocks:
                 self._blocks[prefix] = len(self._blocks) + 1
                 self.tell(prefix)
-        return cached * BLOCK
+        return max(cached - self.drafts, 0) * BLOCK
 
     def tell(self, prefix: tuple[int, ...]) -> None:
         """Publish the last block of a prefix."""
@@ -183,6 +185,19 @@ async def test_events_that_tell_nothing_are_replaced_by_history_until_they_are_r
         if await basis(routed) == "events":
             break
     assert (await basis(routed), await findings(routed)) == ("events", [])
+
+
+async def test_a_block_that_the_worker_computes_again_is_not_promised(engine: Engine, routed: RouterUnderTest) -> None:
+    engine.drafts = True
+    for _ in range(3):  # of the first nothing is held
+        await ask_and_see(routed, prompt(1))
+    assert await ask(routed, prompt(1)) == 80
+    (worker,) = (await routed.call("/workers")).json()["workers"]
+    assert worker["ranks"][0]["recomputed_tokens"] == BLOCK
+    engine.drafts = False
+    await ask(routed, prompt(1))
+    await ask(routed, prompt(1))
+    assert await ask(routed, prompt(1)) == 96
 
 
 async def test_prompts_that_the_worker_counts_otherwise_are_found(engine: Engine, routed: RouterUnderTest) -> None:

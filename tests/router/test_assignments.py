@@ -9,7 +9,7 @@ from random import Random
 
 import aiohttp
 
-from indexer import Indexer
+from indexer import Indexer, Target
 from indexer.hashing import PackedPrompt
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
@@ -18,6 +18,7 @@ from router.fleet.load import LoadTable
 from router.fleet.worker import Worker
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
+from router.holdings.recomputed import RecomputedBlocks
 from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings
 from router.learning.learned import Learned
 from router.policies import Candidate, policy_named
@@ -51,6 +52,7 @@ def with_router(
     play: Callable[[Router, Fleet], Coroutine[None, None, None]],
     peer_load: PeerLoad | None = None,
     policy: PolicyName = PolicyName.KV_AWARE,
+    recomputed: RecomputedBlocks | None = None,
     **more: float,
 ) -> None:
     async def run() -> None:
@@ -64,6 +66,8 @@ def with_router(
                 worker.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
                 worker.problem = None
             loads, history = LoadTable(), RoutingHistory()
+            audit = HitAudit(indexer, history, AuditSettings())
+            audit.recomputed = recomputed or audit.recomputed
             router = Router(
                 fleet,
                 indexer,
@@ -73,7 +77,7 @@ def with_router(
                 SpeculativeHoldings(60.0),
                 Learned(Rates()),
                 history,
-                HitAudit(indexer, history, AuditSettings()),
+                audit,
                 LoadSharing(loads, peer_load or PeerLoad(5.0, 2.0), []),
                 DisaggregationSettings(),
             )
@@ -108,6 +112,18 @@ def test_what_was_sent_is_expected_until_it_failed() -> None:
         assert not any(candidate.overlap for candidate in again.values())
 
     with_router(play)
+
+
+def test_a_block_that_is_computed_again_is_not_promised() -> None:
+    recomputed = RecomputedBlocks()
+
+    async def play(router: Router, _: Fleet) -> None:
+        sent = router.place(prompt(1))
+        for _ in range(2):
+            recomputed.answered(Target(sent.worker.url, 0, MODEL), SHARED, SHARED - 16, 16)
+        assert candidates(router, prompt(2))[sent.worker.url].overlap == SHARED - 16
+
+    with_router(play, recomputed=recomputed)
 
 
 def test_a_decision_keeps_what_it_was_made_with() -> None:

@@ -51,6 +51,9 @@ class Streams:
     def registered(self) -> list[Any]:
         return []
 
+    def block_size(self, target: Target) -> int | None:  # noqa: ARG002
+        return 16
+
 
 @pytest.fixture
 def streams() -> Streams:
@@ -104,6 +107,25 @@ def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
         ("warning", 0.64, "resynced"),
         ("warning", 0.64, "history"),
     ]
+
+
+def test_a_block_less_than_promised_each_time_is_left_out_from_then_on(audit: HitAudit, streams: Streams) -> None:
+    answers(audit, 1, 64, 48, 400)
+    answers(audit, 2, 0, 0, 400)  # there was nothing to leave out
+    assert not audit.recomputed.tokens
+    answers(audit, 1, 80, 64, 400)
+    assert audit.recomputed.tokens == {TARGET: 16}
+    answers(audit, SAMPLES, 48, 48, 400)
+    assert (audit.basis(TARGET), streams.resyncs, audit.audits()[0][1].errors.share) == (Basis.EVENTS, 0, 0.0)
+    answers(audit, 2, 48, 64, 400)  # started again without it
+    assert not audit.recomputed.tokens
+
+
+def test_other_misses_leave_nothing_out(audit: HitAudit) -> None:
+    for _ in range(3):
+        answers(audit, 1, 96, 80, 400)
+        answers(audit, 1, 96, 96, 400)
+    assert not audit.recomputed.tokens
 
 
 def test_a_resync_that_helps_ends_the_suspicion(audit: HitAudit, history: RoutingHistory) -> None:

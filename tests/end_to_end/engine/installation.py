@@ -23,7 +23,7 @@ CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 OTHERS = ("xllamacpp==2026.10.11549", "gguf==0.19.0", "accelerate==1.15.0", "nixl==1.5.1", "nixl-cu12==1.5.1")
 # hidden size, layers, attention heads, key-value heads
 MODELS = {"tiny": (128, 2, 4, 2), "small": (768, 12, 12, 4)}
-LAST_FAMILY = "gemma3"  # that is made
+LAST_FAMILY = "idefics3"  # that is made
 ADAPTERS = {"poet": 1, "clerk": 2}  # LoRA adapters of the tiny model, each with its seed
 
 

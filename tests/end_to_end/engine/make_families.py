@@ -18,18 +18,25 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
+from family_templates import CHATML, DEEPSEEK, GEMMA, IDEFICS, LLAMA3
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     set_seed,
 )
 
@@ -50,98 +57,6 @@ _WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_TOOLS_IN_SYSTEM = """\
-{%- if tools %}{{ '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
-{{- 'Functions:' }}{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
-"""
-CHATML = (
-    _TOOLS_IN_SYSTEM
-    + """\
-{%- set found = namespace(last=-1) %}
-{%- for message in messages %}{% if message.role == 'user' %}{% set found.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- elif message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
-{%- if message.reasoning_content is string and loop.index0 > found.last %}
-{{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
-{{- message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}
-{{- '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
-{%- endif %}
-"""
-)
-LLAMA3 = """\
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}
-{%- else %}{% set system = '' %}{% endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\n' }}
-{{- 'Today Date: ' + (date_string if date_string is defined else '26 Jul 2024') + '\\n\\n' + system }}
-{%- if tools %}{{ '\\nFunctions:' }}
-{%- for tool in tools %}{{ '\\n' }}{{ tool | tojson(indent=4) }}{% endfor %}{% endif %}
-{{- '<|eot_id|>' }}
-{%- for message in messages %}
-{%- if message.role in ('tool', 'ipython') %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
-{%- if message.content is mapping or message.content is iterable and message.content is not string %}
-{{- message.content | tojson }}{% else %}{{ message.content }}{% endif %}{{ '<|eot_id|>' }}
-{%- elif message.tool_calls %}
-{%- if message.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}
-{%- endif %}{% set call = message.tool_calls[0].function %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
-{{- call.arguments | tojson }}{{ '}<|eot_id|>' }}
-{%- else %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
-{{- message.content | trim + '<|eot_id|>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
-"""
-DEEPSEEK = """\
-{%- if thinking is not defined %}{% set thinking = false %}{% endif %}
-{%- set found = namespace(system='', user=false) %}
-{%- for message in messages %}{% if message.role == 'system' %}
-{%- set found.system = found.system + ('\\n\\n' if found.system else '') + message.content %}{% endif %}{% endfor %}
-{{- bos_token }}{{ found.system }}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{% set found.user = true %}{{ '<｜User｜>' + message.content }}
-{%- elif message.role == 'assistant' %}
-{%- if found.user %}{{ '<｜Assistant｜></think>' }}{% endif %}{% set found.user = false %}
-{{- message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-{{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}{{ call.function.arguments | tojson }}
-{{- '<｜tool▁call▁end｜>' }}{% endfor %}{{ '<｜end▁of▁sentence｜>' }}
-{%- elif message.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}{% endif %}
-{%- endfor %}
-{%- if found.user and add_generation_prompt %}
-{{- '<｜Assistant｜>' }}{{ '<think>' if thinking else '</think>' }}{% endif %}
-"""
-GEMMA = """\
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}
-{%- if messages[0].content is string %}{% set first = messages[0].content + '\\n\\n' %}
-{%- else %}{% set first = messages[0].content[0].text + '\\n\\n' %}{% endif %}{% set rest = messages[1:] %}
-{%- else %}{% set first = '' %}{% set rest = messages %}{% endif %}
-{%- for message in rest %}
-{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
-{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
-{{- first if loop.first else '' }}
-{%- if message.content is string %}{{ message.content | trim }}
-{%- else %}{% for part in message.content %}
-{%- if part.type == 'image' %}{{ '<start_of_image>' }}{% elif part.type == 'text' %}{{ part.text | trim }}{% endif %}
-{%- endfor %}{% endif %}{{ '<end_of_turn>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}
-"""
 _DEEPSEEK_TOKENS = (
     *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>", "<｜Assistant｜>"),
     *("<think>", "</think>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
@@ -201,13 +116,37 @@ def _save(folder: Path, backend: Tokenizer, kind: str, template: str | None, **s
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def qwen3(folder: Path) -> None:
-    """ChatML with tools, and thoughts that are dropped from the history."""
+def _chatml(folder: Path) -> int:
+    """A tokenizer with ChatML's template. The id of the token that ends an answer."""
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
     backend = _byte_level(special)
     _save(folder, backend, "Qwen2Tokenizer", CHATML, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token=None)
-    config = Qwen3Config(vocab_size=VOCABULARY, eos_token_id=backend.token_to_id("<|im_end|>"), **_SIZES)
+    return int(backend.token_to_id("<|im_end|>"))
+
+
+def qwen3(folder: Path) -> None:
+    """ChatML with tools, and thoughts that are dropped from the history."""
+    config = Qwen3Config(vocab_size=VOCABULARY, eos_token_id=_chatml(folder), **_SIZES)
     Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+
+
+def qwen3_next(folder: Path) -> None:
+    """A layer of linear attention beside one of full attention, whose heads are as large as the CPU's kernel wants."""
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        eos_token_id=_chatml(folder),
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=2,
+        linear_num_key_heads=1,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        **_SIZES | {"head_dim": 256, "num_key_value_heads": 2},
+    )
+    Qwen3NextForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 def llama3(folder: Path) -> None:
@@ -229,6 +168,22 @@ def llama3(folder: Path) -> None:
         **_SIZES,
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+
+
+def llama3_eagle(folder: Path) -> None:
+    """What drafts for llama3 by its hidden states (EAGLE): one layer like its first, and what brings both together."""
+    beside = folder.parent / "llama3"
+    weights = load_file(beside / "model.safetensors")
+    first = "model.layers.0."
+    draft = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith(first)}
+    draft.pop("layers.0.input_layernorm.weight")
+    size = _SIZES["hidden_size"]
+    draft |= {"embed_tokens.weight": weights["model.embed_tokens.weight"]}
+    draft |= {"fc.weight": torch.randn(size, 2 * size).mul(0.05).bfloat16()}
+    config = json.loads((beside / "config.json").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    save_file(draft, folder / "model.safetensors", {"format": "pt"})
 
 
 def mistral(folder: Path) -> None:
@@ -315,8 +270,55 @@ def gemma3(folder: Path) -> None:
     Gemma3ForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
+def idefics3(folder: Path) -> None:
+    """Images: each becomes 16 tokens between two others."""
+    image, begin, end, pad = "<image>", "<|begin_of_text|>", "<end_of_utterance>", "<pad>"
+    cells = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    backend = _byte_level((begin, end, "<fake_token_around_image>", image, "<global-img>", pad, *cells))
+    _save(
+        folder, backend, "PreTrainedTokenizerFast", IDEFICS, bos_token=begin, eos_token=end, pad_token=pad,
+        fake_image_token="<fake_token_around_image>", image_token=image, end_of_utterance_token=end,
+        global_image_token="<global-img>",
+    )  # fmt: skip
+    text = LlamaConfig(
+        vocab_size=VOCABULARY,
+        bos_token_id=backend.token_to_id(begin),
+        eos_token_id=backend.token_to_id(end),
+        pad_token_id=backend.token_to_id(pad),
+        **_SIZES,
+    )
+    sides = {"image_size": 112, "patch_size": 14}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2} | sides
+    config = Idefics3Config(
+        vision_config=vision,
+        text_config=text.to_dict(),
+        image_token_id=backend.token_to_id(image),
+        scale_factor=2,
+        tie_word_embeddings=True,
+        pad_token_id=backend.token_to_id(pad),
+    )
+    Idefics3ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
+    images = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": False,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "max_image_size": {"longest_edge": 112},
+        "size": {"longest_edge": 224},
+        "resample": 1,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    (folder / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": 16})
+    )
+
+
 FAMILIES: dict[str, Callable[[Path], None]] = {
-    each.__name__: each for each in (qwen3, llama3, mistral, gpt_oss, deepseek_v31, deepseek_v32, gemma3)
+    each.__name__: each
+    for each in (
+        *(qwen3, llama3, llama3_eagle, mistral, gpt_oss, deepseek_v31, deepseek_v32, gemma3),
+        *(qwen3_next, idefics3),
+    )
 }
 
 

@@ -14,6 +14,7 @@ Act = Callable[[list[VllmWorker], RouterProcess], None]
 Servers = tuple[tuple[str, ...], ...]
 
 PORT = "PORT"  # in flags: a free one, the same for all servers of a mode
+DRAFT = "DRAFT"  # in flags: the folder of what drafts for the family llama3
 TWO: Servers = ((), ())
 TOKEN = "of-the-operator"
 _UP_SECONDS = 60.0
@@ -25,7 +26,8 @@ class Mode:
 
     `servers`: the flags of each, beside `flags`; `family`: a model of `make_families.py` in the place of the usual
     one; `models`: those that requests name in turn, if not the one that is served; `acts`: what happens between equal
-    parts of the traffic; `hits`: whether caches are used at all.
+    parts of the traffic; `hits`: whether caches are used at all; `learned_by`: the answers of each server that are off
+    before the router has learned what no event tells.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Mode:
     models: tuple[str, ...] = ()
     acts: tuple[Act, ...] = ()
     hits: bool = True
+    learned_by: int = 0
 
 
 def kill(workers: list[VllmWorker], router: RouterProcess) -> None:  # noqa: ARG001
@@ -84,20 +87,24 @@ _HYBRID = (
     *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", PORT, "--api-server-count", "1"),
 )
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+_EAGLE = {"method": "eagle", "model": DRAFT, "num_speculative_tokens": 2}
 _FEW = ("--num-gpu-blocks-override", "160")  # 5120 tokens, so that most is evicted
 
 MODES = (
     Mode("two workers"),
     Mode("DP=2, internal", servers=(("--data-parallel-size", "2", "--api-server-count", "1"),)),
     Mode("DP=4, hybrid", _HYBRID, (("--data-parallel-start-rank", "0"), ("--data-parallel-start-rank", "2"))),
+    Mode("block size 16", ("--block-size", "16", "--num-gpu-blocks-override", "2000")),
     Mode("block size 128", ("--block-size", "128", "--num-gpu-blocks-override", "250")),
     *(Mode(f"hashes by {name}", ("--prefix-caching-hash-algo", name)) for name in ("sha256_cbor", "xxhash")),
     Mode("prefix caching off", ("--no-enable-prefix-caching",), hits=False),
     Mode("chunked prefill of 128 tokens", ("--enable-chunked-prefill", "--max-num-batched-tokens", "128")),
     Mode("speculative, ngram", ("--speculative-config", json.dumps(_NGRAM))),
+    Mode("speculative, EAGLE", ("--speculative-config", json.dumps(_EAGLE)), family="llama3", learned_by=2),
     Mode("small caches", _FEW),
     Mode("offloading to CPU memory", (*_FEW, "--kv-offloading-size", "1", "--kv-offloading-backend", "native")),
     Mode("sliding windows (Gemma 3)", family="gemma3"),
+    Mode("linear attention (Qwen3-Next)", family="qwen3_next"),
     Mode("LoRA", ("--enable-lora", "--lora-modules", "ADAPTERS"), models=("poet", "clerk", "tiny")),
     Mode("kill -9 and restart", acts=(kill, start_again)),
     Mode("sleep and wake", acts=(put_to_sleep, wake)),

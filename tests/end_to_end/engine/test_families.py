@@ -1,17 +1,20 @@
 """Every family of tokenizers and chat templates, in every shape of prompt: is the overlap the one the engine reports?
 
 FAMILIES     those to try, by name, with commas; all by default
-FAMILY_TABLE a file to write the table to, as Markdown
+FAMILY_TABLE a file to write the table to, as Markdown; its rows of other families stay
 """
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import os
+import struct
 import time
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +24,8 @@ import pytest
 
 from engine.installation import Installation
 from engine.processes import wait_for
-from engine.servers import MODEL, RouterProcess, VllmWorker
+from engine.servers import BLOCK_SIZE, MODEL, RouterProcess, VllmWorker
+from engine.table import write_table
 from engine.web import get_json
 from router.tokens.shapes import PROBES
 
@@ -36,7 +40,10 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "deepseek_v31": (),
     "deepseek_v32": ("--tokenizer-mode", "deepseek_v32"),
     "gemma3": (),
+    "qwen3_next": (*_TOOLS, "hermes"),
+    "idefics3": (),
 }
+_SEES = {"idefics3"}  # images
 _THINK_SECONDS = 0.3  # the last blocks of an answer are told of meanwhile
 _LONG = "The worker that holds the longest prefix of a prompt answers it soonest, unless its queue is long. " * 6
 
@@ -74,14 +81,10 @@ def results() -> Iterator[list[Result]]:
     """Those of all families, printed at the end."""
     found: list[Result] = []
     yield found
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *(result.row() for result in found)]
-    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    print(f"\n{table}")
+    write_table(COLUMNS, [result.row() for result in found], os.environ.get("FAMILY_TABLE"))
     for result in found:
         for shape, predicted, cached, tokens in result.misses:
             print(f"{result.family}, {shape}: predicted {predicted}, cached {cached} of {tokens}")
-    if path := os.environ.get("FAMILY_TABLE"):
-        Path(path).write_text(table)
 
 
 @pytest.mark.parametrize("family", os.environ.get("FAMILIES", ",".join(FLAGS)).split(","))
@@ -98,6 +101,12 @@ def test_the_overlap_is_the_one_the_engine_reports(
             results.append(result)
             for shape, path, body in _requests():
                 _send(router.url + path, result, shape, body)
+            if family in _SEES:
+                seen = Result(f"{family}, images", _report(router))
+                results.append(seen)
+                for shape, body in _with_images():
+                    _send(router.url + "/v1/chat/completions", seen, shape, body)
+                _check_images(seen)
     finally:
         worker.stop()
     assert len(result.requests) > 20
@@ -131,6 +140,39 @@ def _requests() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for prompt in (_LONG, [_LONG], list(range(5, 200)), [list(range(7, 200))]):
         for _ in range(2):
             yield "completions", "/v1/completions", {"prompt": prompt}
+
+
+def _with_images() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Conversations about an image, each twice and with another turn; the same about another image."""
+    for number, color in enumerate([(200, 30, 30), (30, 200, 30), (30, 30, 200)]):
+        image = {"type": "image_url", "image_url": {"url": _png(color)}}
+        parts = [{"type": "text", "text": _LONG}, image, {"type": "text", "text": f"What is it? {_LONG}"}]
+        asked = [{"role": "user", "content": parts}]
+        answered = [{"role": "assistant", "content": "A square."}, {"role": "user", "content": f"Sure? {_LONG}"}]
+        # Nothing of the first, and of the others what is before the image, which the engine has of those before.
+        yield ("new image" if number else "first"), {"messages": asked}
+        yield "again", {"messages": asked}
+        yield "another turn", {"messages": asked + answered}
+
+
+def _png(color: tuple[int, int, int], side: int = 64) -> str:
+    """A square of one color, as a data URL."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = zlib.compress((b"\0" + bytes(color) * side) * side)
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def _check_images(result: Result) -> None:
+    """What is before an image is predicted exactly, what is behind it by its length in text: a block more or less."""
+    assert result.requests
+    assert not result.refused
+    for shape, predicted, cached, _ in result.requests:
+        assert predicted == cached if shape in ("first", "new image") else abs(predicted - cached) <= BLOCK_SIZE, shape
 
 
 def _report(router: RouterProcess) -> dict[str, Any]:

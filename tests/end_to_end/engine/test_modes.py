@@ -17,7 +17,7 @@ from engine.client import Answer, Client
 from engine.conversations import Conversation, conversations
 from engine.installation import ADAPTERS, Installation
 from engine.mode_report import COLUMNS, ModeResult
-from engine.modes import MODES, PORT, TOKEN, Mode
+from engine.modes import DRAFT, MODES, PORT, TOKEN, Mode
 from engine.servers import MODEL, RouterProcess, VllmWorker, free_ports
 from engine.table import write_table
 
@@ -54,7 +54,8 @@ def test_the_overlap_is_the_one_the_engine_reports(
     result = ModeResult(mode.name, answers, beside)
     results.append(result)
     assert all(answer.complete for answer in answers)
-    assert result.exact_share >= LEAST_EXACT, result.explain_misses()
+    misses = len(result.misses) - mode.learned_by * len(workers)
+    assert misses <= (1 - LEAST_EXACT) * len(answers), result.explain_misses()
     assert result.over_share <= MOST_OVER, result.explain_misses()
     if mode.hits:
         assert result.cached_share > result.beside_share
@@ -71,6 +72,7 @@ def started(mode: Mode, installation: Installation, logs: Path) -> Iterator[list
         workers = []
         for number, own in enumerate(mode.servers):
             flags = [str(port) if flag == PORT else flag for flag in (*mode.flags, *own)]
+            flags = [flag.replace(DRAFT, str(installation.family("llama3_eagle"))) for flag in flags]
             flags = [word for flag in flags for word in (adapters if flag == "ADAPTERS" else [flag])]
             model = installation.family(mode.family) if mode.family else None
             name = "".join(letter if letter.isalnum() else "-" for letter in mode.name)

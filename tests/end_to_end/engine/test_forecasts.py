@@ -1,0 +1,58 @@
+"""How far off the predicted times to the first token are on two real engines whose prefill takes time: printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from engine.client import Client
+from engine.conversations import conversations
+from engine.installation import Installation
+from engine.servers import RouterProcess, VllmWorker
+
+pytestmark = pytest.mark.engine
+
+USERS = (1, 3)  # at a time: without a queue, and with one
+THINK_SECONDS = 0.3
+
+
+@pytest.fixture
+def workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]]:
+    found = [VllmWorker(f"slow{number}", installation, logs, installation.model("small")) for number in range(2)]
+    try:
+        for worker in found:
+            worker.start()
+        for worker in found:
+            worker.wait_until_ready()
+        yield found
+    finally:
+        for worker in found:
+            worker.stop()
+
+
+@pytest.mark.parametrize("users", USERS)
+def test_first_tokens_come_about_when_predicted(workers: list[VllmWorker], logs: Path, users: int) -> None:
+    with RouterProcess(workers, logs, patience=60.0) as router, Client(router, words_are_tokens=False) as client:
+        router.wait_until_compared()
+        answers = client.converse_all(conversations(users), users, THINK_SECONDS)
+        (forecast,) = forecasts(router)
+    times = sorted(answer.time_to_first_token for answer in answers)
+    print(f"\n{users} users, TTFT {times[len(times) // 2]:.2f} s in the middle: {forecast}")
+    assert all(answer.complete for answer in answers)
+    assert forecast["answers"] == len(answers)
+    assert forecast["ttft_error"] is not None
+
+
+def forecasts(router: RouterProcess) -> list[dict[str, Any]]:
+    """What the live page is told of each model: the median of the last errors, as a share of the time."""
+    with urlopen(f"{router.url}/live", timeout=30) as response:
+        for line in response:
+            if line.startswith(b"data: "):
+                found: list[dict[str, Any]] = json.loads(line.removeprefix(b"data: "))["forecasts"]
+                return found
+    raise AssertionError("the page is told nothing")
