@@ -327,11 +327,13 @@ class Indexer:
         if now >= self._windows_until:
             self._windows_until = now + _WINDOW_SECONDS
             self._windows = {known: window for known, window in self._windows.items() if window is not None}
-        if target not in self._windows:
+        try:
+            return self._windows[target]
+        except KeyError:
             status = self.index.status(target)
-            window = status.window if status is not None else None
-            self._windows[target] = None if window is None else window * (self.block_size(target) or 1)
-        return self._windows[target]
+            blocks = status.window if status is not None else None
+            window = self._windows[target] = None if blocks is None else blocks * (self.block_size(target) or 1)
+            return window
 
     def block_sizes(self, model: str, tenant: str = DEFAULT_TENANT) -> frozenset[int]:
         """The block sizes, in tokens, that the workers of a model use."""

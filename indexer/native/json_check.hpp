@@ -2,11 +2,12 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstring>
-#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,8 @@ constexpr u64 kOfAName = 4, kOfAList = 8;
 
 // Reads JSON's white space and strings.
 struct JsonReader {
+    using Bytes = signed char __attribute__((vector_size(16)));
+
     const char* at;
     const char* end;
 
@@ -50,18 +53,26 @@ struct JsonReader {
         }
     }
 
-    // Over ASCII that means itself, eight bytes at a time.
+    // Over ASCII that means itself, sixteen bytes at a time.
     void skip_plain() {
-        constexpr u64 kOnes = 0x0101010101010101, kHighs = 0x8080808080808080;
-        while (end - at >= 8) {
-            u64 bytes;
-            std::memcpy(&bytes, at, 8);
-            const u64 quote = bytes ^ kOnes * '"', backslash = bytes ^ kOnes * '\\';
-            const u64 special = (bytes - kOnes * 0x20) | (quote - kOnes) | (backslash - kOnes) | bytes;
-            if (special & kHighs) break;  // maybe: a byte may borrow from the one above it
-            at += 8;
+        while (end - at >= 16) {
+            Bytes bytes;
+            std::memcpy(&bytes, at, 16);
+            const auto special = (bytes < 0x20) | (bytes == '"') | (bytes == '\\');  // what is no ASCII is below 0
+            u64 halves[2];
+            std::memcpy(halves, &special, 16);
+            if (halves[0] | halves[1]) {
+                at += halves[0] ? first_byte(halves[0]) : 8 + first_byte(halves[1]);
+                return;
+            }
+            at += 16;
         }
         while (at != end && is_plain(static_cast<unsigned char>(*at))) ++at;
+    }
+
+    // Which byte is the first, as they lie in memory, that is not 0.
+    static int first_byte(u64 bytes) {
+        return (std::endian::native == std::endian::little ? std::countr_zero(bytes) : std::countl_zero(bytes)) / 8;
     }
 
     static bool is_plain(unsigned char byte) { return byte >= 0x20 && byte < 0x80 && byte != '"' && byte != '\\'; }
@@ -70,6 +81,7 @@ struct JsonReader {
         if (end - at < 2) return false;
         const char kind = at[1];
         at += 2;
+        if (kind == 'n' || kind == '"' || kind == '\\') return true;  // as nearly all are
         if (kind != 'u') return std::string_view("\"\\/bfnrt").find(kind) != std::string_view::npos;
         u32 unit = 0;
         if (!hex(unit) || (unit >= 0xDC00 && unit < 0xE000)) return false;
@@ -126,6 +138,7 @@ public:
     // Of a plain body an object of the kept fields alone; nothing of any other.
     std::optional<std::string> named(std::string_view body) const {
         Reader reader{{body.data(), body.data() + body.size()}, body.data(), *this, {}, 0, "{"};
+        reader.names.reserve(kUsualNames);
         reader.skip_space();
         if (reader.at == reader.end || *reader.at != '{' || !reader.object(0)) return std::nullopt;
         reader.skip_space();
@@ -136,6 +149,7 @@ public:
 
 private:
     static constexpr int kDepth = 64;
+    static constexpr std::size_t kUsualNames = 16;  // in all objects that are open
     static constexpr std::size_t kNames = 64;  // of an object: beyond it they are not compared here
     static constexpr std::size_t kDigits = 15;  // an integer or a fraction of no more is the same double everywhere
 
@@ -255,7 +269,11 @@ private:
         }
     };
 
-    std::map<std::string, bool, std::less<>> fields_;  // by name, whether they are kept; else they are not plain
+    struct Hash : std::hash<std::string_view> {
+        using is_transparent = void;
+    };
+
+    std::unordered_map<std::string, bool, Hash, std::equal_to<>> fields_;  // by name, whether they are kept; else they are not plain
     u64 elements_, values_, small_;
 };
 

@@ -6,7 +6,8 @@ A path that is not known here is passed through: it goes to the least loaded wor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import msgspec
 
@@ -32,8 +33,22 @@ RESPONSES = "/v1/responses"
 ANTHROPIC = "/v1/messages"
 
 
+# Of most bodies routing by load reads a model's name and little else, so that many are the same to it.
+_SHORT: Final = 256  # bytes
+_KEPT: Final = 1024
+
+
 def decode_named(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     """What routing by load needs of a JSON body: the model. Raises RequestError (400) when that is no name."""
+    return _decode_named(body, headers) if headers or len(body) > _SHORT else _decode_short(body)
+
+
+@lru_cache(_KEPT)
+def _decode_short(body: bytes) -> RoutedRequest:
+    return _decode_named(body, ())
+
+
+def _decode_named(body: bytes, headers: HeaderItems) -> RoutedRequest:
     fields = read_body(body, NamedFields)
     return RoutedRequest(
         optional_string(fields.model, "model"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.access import Admitted
 from router.admission.ticket import urgent
+from router.apis.response_owners import is_about_stored
 from router.apis.sessions import only_naming
 from router.http.headers import Headers, forwarded_lines
 from router.http.request_id import HEADER as REQUEST_ID
@@ -17,11 +18,13 @@ class RequestHead:
     """What a head says. `path` is without the query, `target` with it; names of headers are in lower case.
 
     `id`: the client's own name for the request, if it has one. `urgency`: the headers that a ticket is made of;
-    `naming`: those that may name a session. `admitted`: what it asks for and who asks, once that was
-    checked. `lines`: the headers that a worker gets but for the id, as they are sent, once they were made.
+    `naming`: those that may name a session. `about_stored`: it makes or reads what one worker alone has. `admitted`:
+    what it asks for and who asks, once that was checked. `lines`: the headers that a worker gets but for the id, as
+    they are sent, once they were made.
     """
 
     __slots__ = (
+        "about_stored",
         "admitted",
         "headers",
         "id",
@@ -43,6 +46,7 @@ class RequestHead:
         self.urgency = urgent(headers)
         self.naming = only_naming(headers)
         self.wants_explanation = _EXPLAIN in headers
+        self.about_stored = is_about_stored(path)
         self.admitted: Admitted | None = None
         self.lines: bytes | None = None
 

@@ -15,7 +15,7 @@ import structlog
 
 from indexer.errors import RequestError
 from router.apis.endpoints import error_event
-from router.apis.response_owners import SEARCHED_BYTES, is_about_stored
+from router.apis.response_owners import SEARCHED_BYTES
 from router.apis.stream_usage import HiddenUsage
 from router.apis.usage import Usage, UsageTail
 from router.fleet.health import Outcome
@@ -93,7 +93,7 @@ class ProxiedResponse:
         # The client does not wait for the rest.
         if head.is_stream or recorded or context.tenant is not None or assignment.wants_usage:
             self._tail = UsageTail()
-        if is_about_stored(context.head.path):
+        if context.head.about_stored:
             self._searched = b""
         self._count()
         self._learn(data, ended)

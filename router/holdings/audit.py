@@ -192,6 +192,7 @@ class HitAudit:
         """`names`: what workers are called where people look."""
         self.names = names or WorkerNames()
         self._indexer = indexer
+        self._stream = indexer.stream  # asked some times a request
         self._history = history
         self._samples = settings.samples
         self._tolerance = settings.tolerance
@@ -205,13 +206,9 @@ class HitAudit:
         self.distrusted.discard(target)
         self.recomputed.forget(target)
 
-    def distrusts(self, target: Target) -> bool:
-        """Whether a target's events are known to mislead."""
-        return target in self.distrusted
-
     def events_complete(self, target: Target) -> bool:
         """Whether a target's events so far were read, as far as they can be had."""
-        stream = self._indexer.stream(target)
+        stream = self._stream(target)
         return stream is not None and (stream.state is _LIVE or stream.state is _LOST)
 
     def answered(self, prediction: Prediction, usage: Usage | None) -> None:
@@ -228,7 +225,7 @@ class HitAudit:
 
     def basis(self, target: Target) -> Basis:
         """What a target's holdings are predicted from now."""
-        stream = self._indexer.stream(target)
+        stream = self._stream(target)
         if stream is None or stream.state is _CONNECTING:
             return Basis.HISTORY
         audit = self._audits.get(target)
@@ -280,7 +277,7 @@ class HitAudit:
 
     def _known_since(self, target: Target, audit: TargetAudit) -> float:
         """Predictions made before this say nothing of the events as they are read now."""
-        stream = self._indexer.stream(target)
+        stream = self._stream(target)
         return max(stream.began_at if stream else 0.0, audit.judged_at)
 
     def _choose_basis(self, target: Target, audit: TargetAudit) -> None:

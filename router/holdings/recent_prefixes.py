@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from itertools import islice
-from typing import NamedTuple
 
 from router.holdings.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
 
@@ -17,11 +16,14 @@ from router.holdings.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
 _MOST_LOOKED_AT = 256
 
 
-class Seen(NamedTuple):
+class Seen:
     """When a prompt was seen, in seconds, and how many chunks had been new until then."""
 
-    at: float
-    added: int
+    __slots__ = ("added", "at")
+
+    def __init__(self, at: float, added: int) -> None:
+        self.at = at
+        self.added = added
 
 
 class RecentPrefixes(PrefixHolder):

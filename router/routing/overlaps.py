@@ -84,7 +84,7 @@ class OverlapFinder:
         """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each of the prompts."""
         if self._indexer.index.cleared:
             self._forget_cleared()
-        of_target, distrusts = targets.of_target, self._audit.distrusts
+        of_target, distrusted = targets.of_target, self._audit.distrusted
         for number, chunks in enumerate(hashes):
             found = self._matches(targets, served, prompt.token_ids[number], prompt.cache_salt)
             by_events: dict[int, int] = {}
@@ -92,7 +92,7 @@ class OverlapFinder:
             for target, shared in self._peer_load.overlaps(chunks).items():
                 in_flight[target] = max(in_flight.get(target, 0), shared)
             history = self._history.overlaps(chunks)
-            for target in chain(history, self._audit.distrusted):
+            for target in chain(history, distrusted):
                 if target not in in_flight:
                     in_flight[target] = 0
             held, tokens = found.tokens, len(prompt.identities[number])
@@ -100,7 +100,7 @@ class OverlapFinder:
                 rank = of_target.get(target)
                 if rank is None or rank.served is not served:
                     continue
-                sent, trusted = history.get(target, 0), not distrusts(target)
+                sent, trusted = history.get(target, 0), target not in distrusted
                 if shared or sent:
                     window = self._indexer.window(target)
                     if window is not None:

@@ -98,9 +98,9 @@ def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
         answers(audit, SAMPLES - 1, predict, cached)
         assert (audit.basis(TARGET), streams.resyncs) == (Basis.EVENTS, 0)
         answers(audit, 1, predict, cached)
-        assert (audit.basis(TARGET), streams.resyncs, audit.distrusts(TARGET)) == (Basis.RESYNCED, 1, False)
+        assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.RESYNCED, 1, False)
         answers(audit, SAMPLES, predict, cached)
-        assert (audit.basis(TARGET), streams.resyncs, audit.distrusts(TARGET)) == (Basis.HISTORY, 1, True)
+        assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.HISTORY, 1, True)
     # Of what a worker keeps finding nothing, its history promises nothing either.
     assert history.overlaps(HASHES[0]).get(TARGET, 0) == (96 if cached else 0)
     assert [(line["log_level"], line["drift"], line["predicted_from"]) for line in logs] == [
@@ -145,9 +145,9 @@ def test_without_a_replay_history_is_next(audit: HitAudit, streams: Streams) -> 
 def test_events_that_prove_right_again_are_trusted_again(audit: HitAudit) -> None:
     answers(audit, 2 * SAMPLES, 0, 64)
     for _ in range(SAMPLES):  # what decisions were made with by then says nothing of the events
-        assert audit.distrusts(TARGET)
+        assert TARGET in audit.distrusted
         audit.answered(predicted(96, 48), Usage(100, 1, 48))
-    assert (audit.basis(TARGET), audit.distrusts(TARGET)) == (Basis.EVENTS, False)
+    assert (audit.basis(TARGET), TARGET in audit.distrusted) == (Basis.EVENTS, False)
 
 
 def test_predictions_made_before_a_resync_do_not_count_after_it(audit: HitAudit) -> None:

@@ -151,6 +151,13 @@ def test_what_is_rare_is_not_plain(body: bytes) -> None:
     assert CHECK.named(body) is None
 
 
+@pytest.mark.parametrize("byte", [b"\x00", b"\x1f", b"\x80", b"\xff", b'"', b"\\"])
+def test_what_is_not_plain_is_seen_wherever_it_stands(byte: bytes) -> None:
+    for length in range(40):
+        for place in range(length + 1):
+            assert CHECK.named(b'{"a": "' + b"a" * place + byte + b"a" * (length - place) + b'", "b": 1}') is None
+
+
 def test_an_named_is_what_routing_by_load_reads() -> None:
     """The prompt is left out, whatever it is: reading the rest takes as long for a long one as for a short one."""
     body = json.dumps(
