@@ -15,7 +15,7 @@ from indexer.dump import DumpedHolder, DumpedRun, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import HoldingsCounters, Target
 from indexer.matching import Match, RowMatches, TargetRows
-from kvevents import EventBatch, RejectedEvent, Tier
+from kvevents import EventBatch, MalformedBatchError, RejectedEvent, Tier
 
 # Blocks of a target that may wait for their parent.
 ORPHAN_BLOCKS = 65_536
@@ -68,6 +68,19 @@ class Index(ABC):
     @abstractmethod
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         """Apply the payload of a stream frame, event by event. Raises MalformedBatchError for one that is no batch."""
+
+    def apply_run(self, target: Target, payloads: list[bytes]) -> list[tuple[int, Applied | MalformedBatchError]]:
+        """Apply payloads, one after another. Those that there is something to tell of, by their places in the run."""
+        told: list[tuple[int, Applied | MalformedBatchError]] = []
+        for place, payload in enumerate(payloads):
+            try:
+                applied = self.apply_payload(target, payload)
+            except MalformedBatchError as error:
+                told.append((place, error))
+            else:
+                if applied.rejected or applied.cleared:
+                    told.append((place, applied))
+        return told
 
     @abstractmethod
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:

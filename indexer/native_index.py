@@ -19,7 +19,7 @@ from indexer.hashing import PackedPrompt
 from indexer.holdings import HoldingsCounters, Target
 from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, TargetStatus
 from indexer.matching import Match, RowMatches, TargetRows
-from kvevents import EventBatch, RejectedEvent, Tier, decode_batch
+from kvevents import EventBatch, MalformedBatchError, RejectedEvent, Tier, decode_batch
 from kvevents.decode import decode_event
 
 # What it says of a batch: whether it was one, whether it cleared the cache, whether a block size is new, and events by
@@ -54,9 +54,25 @@ class NativeIndex(Index):
 
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         number = self._numbers.get(target)
-        if number is None:
-            return _NOTHING
-        applied = self._core.apply(number, payload)
+        return _NOTHING if number is None else self._became(target, number, payload, self._core.apply(number, payload))
+
+    def apply_run(self, target: Target, payloads: list[bytes]) -> list[tuple[int, Applied | MalformedBatchError]]:
+        number, end = self._numbers.get(target), 0
+        told: list[tuple[int, Applied | MalformedBatchError]] = []
+        while number is not None and end < len(payloads):
+            end, outcome = self._core.apply_run(number, payloads, end)
+            if outcome:
+                try:
+                    applied = self._became(target, number, payloads[end - 1], outcome)
+                except MalformedBatchError as error:
+                    told.append((end - 1, error))
+                else:
+                    if applied.rejected or applied.cleared:
+                        told.append((end - 1, applied))
+        return told
+
+    def _became(self, target: Target, number: int, payload: bytes, applied: int | Outcome) -> Applied:
+        """What became of a payload, once what the core does not know of it was read here."""
         if isinstance(applied, int):
             return self._told(target, applied) if applied else _NOTHING
         is_batch, _, _, _, foreign = applied

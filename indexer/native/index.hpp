@@ -21,6 +21,8 @@ struct Applied {
     bool new_block_size = false;
     std::vector<RejectedEvent> rejected;
     std::vector<std::pair<u32, std::string_view>> foreign;  // number and bytes
+
+    bool tells() const { return !is_batch || cleared || new_block_size || !rejected.empty() || !foreign.empty(); }
 };
 
 class Index {
@@ -75,6 +77,16 @@ class Index {
             applied.new_block_size = holdings.block_sizes().size() != sizes;
         });
         return applied;
+    }
+
+    // Apply batches, up to the first that there is something to tell of. How many, that one included; `last` is what
+    // became of the last one.
+    std::size_t apply_run(u32 number, const std::vector<std::string_view>& payloads, Applied& last) {
+        for (std::size_t place = 0; place < payloads.size(); ++place) {
+            last = apply(number, payloads[place], nullptr, false);
+            if (last.tells()) return place + 1;
+        }
+        return payloads.size();
     }
 
     void clear(u32 number) {
