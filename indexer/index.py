@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from indexer.dump import DumpedHolder, DumpedRun, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import HoldingsCounters, Target
 from indexer.matching import Match, RowMatches, TargetRows
-from kvevents import EventBatch, MalformedBatchError, RejectedEvent, Tier
+from kvevents import EventBatch, RejectedEvent, Tier
 
 # Blocks of a target that may wait for their parent.
 ORPHAN_BLOCKS = 65_536
@@ -69,13 +69,17 @@ class Index(ABC):
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         """Apply the payload of a stream frame, event by event. Raises MalformedBatchError for one that is no batch."""
 
-    def apply_run(self, target: Target, payloads: list[bytes]) -> list[tuple[int, Applied | MalformedBatchError]]:
-        """Apply payloads, one after another. Those that there is something to tell of, by their places in the run."""
-        told: list[tuple[int, Applied | MalformedBatchError]] = []
-        for place, payload in enumerate(payloads):
+    def apply_all(self, targets: Sequence[Target], payloads: Sequence[bytes]) -> list[tuple[int, Applied | Exception]]:
+        """Apply payloads in order, each to the target at its place.
+
+        Those that there is something to tell of, by their places: what became of them, or why they could not be
+        applied.
+        """
+        told: list[tuple[int, Applied | Exception]] = []
+        for place, (target, payload) in enumerate(zip(targets, payloads, strict=True)):
             try:
                 applied = self.apply_payload(target, payload)
-            except MalformedBatchError as error:
+            except Exception as error:  # whatever one of them brings, the others are applied
                 told.append((place, error))
             else:
                 if applied.rejected or applied.cleared:

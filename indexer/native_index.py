@@ -6,7 +6,7 @@ What it does not know, a rare dialect or a malformed event, is read by `kvevents
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from struct import Struct
 from typing import TypeAlias
 
@@ -19,13 +19,14 @@ from indexer.hashing import PackedPrompt
 from indexer.holdings import HoldingsCounters, Target
 from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, TargetStatus
 from indexer.matching import Match, RowMatches, TargetRows
-from kvevents import EventBatch, MalformedBatchError, RejectedEvent, Tier, decode_batch
+from kvevents import EventBatch, RejectedEvent, Tier, decode_batch
 from kvevents.decode import decode_event
 
 # What it says of a batch: whether it was one, whether it cleared the cache, whether a block size is new, and events by
 # number: those that made no sense, and those not known.
 Outcome: TypeAlias = tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]
 _CLEARED, _NEW_BLOCK_SIZE = 1, 2  # of a batch that was applied whole
+_NOBODY = 2**32 - 1  # a target's number that none has
 _NOTHING, _CLEAR = Applied([], False), Applied([], True)
 # A target's number, its matched blocks, and those by tier.
 _MATCH = Struct("=6I")
@@ -56,19 +57,21 @@ class NativeIndex(Index):
         number = self._numbers.get(target)
         return _NOTHING if number is None else self._became(target, number, payload, self._core.apply(number, payload))
 
-    def apply_run(self, target: Target, payloads: list[bytes]) -> list[tuple[int, Applied | MalformedBatchError]]:
-        number, end = self._numbers.get(target), 0
-        told: list[tuple[int, Applied | MalformedBatchError]] = []
-        while number is not None and end < len(payloads):
-            end, outcome = self._core.apply_run(number, payloads, end)
+    def apply_all(self, targets: Sequence[Target], payloads: Sequence[bytes]) -> list[tuple[int, Applied | Exception]]:
+        numbers = [self._numbers.get(target, _NOBODY) for target in targets]
+        told: list[tuple[int, Applied | Exception]] = []
+        end = 0
+        while end < len(payloads):
+            end, outcome = self._core.apply_all(numbers, payloads, end)
             if outcome:
+                place = end - 1
                 try:
-                    applied = self._became(target, number, payloads[end - 1], outcome)
-                except MalformedBatchError as error:
-                    told.append((end - 1, error))
+                    applied = self._became(targets[place], numbers[place], payloads[place], outcome)
+                except Exception as error:  # whatever one of them brings, the others are applied
+                    told.append((place, error))
                 else:
                     if applied.rejected or applied.cleared:
-                        told.append((end - 1, applied))
+                        told.append((place, applied))
         return told
 
     def _became(self, target: Target, number: int, payload: bytes, applied: int | Outcome) -> Applied:

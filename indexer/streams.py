@@ -9,9 +9,9 @@ One file, because the sockets, their turns and their ends belong to that one thr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from selectors import EVENT_READ, DefaultSelector
@@ -72,6 +72,8 @@ _CONNECT_AGAIN_S = 1.0
 # Who hangs up that often at once does not understand us. One that stops does so once; one that hangs says nothing.
 _HANG_UPS = 3
 _AT_ONCE_S = 5.0
+# Of live batches before whatever else there is to do has its turn.
+_BYTES_A_ROUND = 256 << 10
 # After so many bytes were received, and when there is nothing to do, free memory is given back.
 _RECEIVED_BYTES = 16 << 20
 
@@ -169,6 +171,7 @@ class StreamReader:
         # ZeroMQ's own poll looks at every socket each time. What is watched here instead tells once that something
         # came; so a socket is `ready` until nothing is left, and again after what else may have taken its word.
         self._selector = DefaultSelector()
+        self._live: dict[zmq.Socket[bytes], Stream] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
         self._ready: dict[zmq.Socket[bytes], None] = {}
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -325,24 +328,22 @@ class StreamReader:
             self._wake_in.send(b"")
 
     def _run(self) -> None:
-        self._watch(self._wake_out, lambda: _drain(self._obey))
+        self._watch(self._wake_out, self._obey)
         next_tick = 0.0
         while not self._stopping.is_set():
-            for key, _ in self._selector.select(0 if self._ready else _TICK_SECONDS):
-                self._ready[key.data] = None
+            self._look(0 if self._ready else _TICK_SECONDS)
             if not self._ready and self._received > _RECEIVED_BYTES:
                 self._received = 0
                 give_back()
+            came = self._receive_live()
+            if came:
+                self._look(0)  # a reconnection must be known before what came by it
             for socket in list(self._ready):
-                handler = self._handlers.get(socket)
-                if handler is None:  # its stream was left meanwhile
-                    self._ready.pop(socket, None)
-                    continue
-                try:
-                    if handler():
-                        self._ready.pop(socket, None)
-                except Exception:  # whatever one stream brings, the others are read
-                    log.exception("a message could not be handled")
+                if (handler := self._handlers.get(socket)) is not None:
+                    with _logged():
+                        if handler():
+                            self._ready.pop(socket, None)
+            self._take(came)
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
@@ -355,8 +356,15 @@ class StreamReader:
                         self._act(stream, stream.sequence.on_tick(now))
                 self._index.sweep()
 
-    def _watch(self, socket: zmq.Socket[bytes], handler: Callable[[], bool]) -> None:
-        self._handlers[socket] = handler
+    def _look(self, seconds: float) -> None:
+        """Wait for so long until something comes, and learn where."""
+        for key, _ in self._selector.select(seconds):
+            self._ready[key.data] = None
+
+    def _watch(self, socket: zmq.Socket[bytes], read: Callable[[], bool] | None = None) -> None:
+        """Look at a socket. `read` what comes, for a turn each time; without, it is a live one."""
+        if read is not None:
+            self._handlers[socket] = lambda: _drain(read)
         self._selector.register(int(socket.fd), EVENT_READ, socket)
         self._ready[socket] = None  # it may have told before
 
@@ -371,10 +379,11 @@ class StreamReader:
         self._leave(stream.target)
         stream.shown()  # it may go on from what was saved
         self._followed[stream.target] = stream
-        self._watch(stream.live, lambda: self._read_live(stream))
-        self._watch(stream.monitor, lambda: _drain(lambda: self._read_monitor(stream)))
+        self._live[stream.live] = stream
+        self._watch(stream.live)
+        self._watch(stream.monitor, lambda: self._read_monitor(stream))
         if stream.replay is not None:
-            self._watch(stream.replay, lambda: _drain(lambda: self._read_replay(stream)))
+            self._watch(stream.replay, lambda: self._read_replay(stream))
 
     def _leave(self, target: Target) -> None:
         stream = self._followed.pop(target, None)
@@ -382,8 +391,9 @@ class StreamReader:
             return
         for socket in stream.sockets():
             self._selector.unregister(int(socket.fd))
-            del self._handlers[socket]
+            self._handlers.pop(socket, None)
             self._ready.pop(socket, None)
+        del self._live[stream.live]
         self._close(stream)
         self._index.clear(target)  # the target may have been added anew while this stream was still read
 
@@ -392,40 +402,62 @@ class StreamReader:
         for socket in stream.sockets():
             socket.close(0)
 
-    def _read_live(self, stream: Stream) -> bool:
-        """Read for a turn. Whether nothing is left."""
-        messages, drained = receive_run(stream.live)
-        if not messages:
-            return drained
-        while self._read_monitor(stream):  # a reconnection must be known before what came by it
-            pass
+    def _receive_live(self) -> list[tuple[Stream, list[StreamFrame]]]:
+        """A turn's batches of the streams that have some."""
+        came: list[tuple[Stream, list[StreamFrame]]] = []
+        size = 0
+        for socket in list(self._ready):
+            stream = self._live.get(socket)
+            if stream is None:
+                continue
+            if size >= _BYTES_A_ROUND:
+                break
+            messages, drained = receive_run(socket)
+            del self._ready[socket]
+            if not drained:
+                self._ready[socket] = None  # behind the others
+            frames = self._frames(stream, messages)
+            if frames:
+                size += self._measure(stream, [len(frame.payload) for frame in frames])
+                came.append((stream, frames))
+        return came
+
+    def _frames(self, stream: Stream, messages: list[list[bytes]]) -> list[StreamFrame]:
+        """What could be read of a stream's messages."""
         frames: list[StreamFrame] = []
         for parts in messages:
             try:
                 frames.append(parse_live(parts))
             except MalformedFrameError as error:
                 self._bad_frame(stream, str(error))
-        if not frames or stream.left:
-            return drained
-        self._measure(stream, sum(sizes := [len(frame.payload) for frame in frames]), max(sizes))
+        return frames
+
+    def _take(self, came: list[tuple[Stream, list[StreamFrame]]]) -> None:
+        """Bring batches in order and apply them: together, those that are the next ones."""
         now = time.monotonic()
-        if stream.sequence.takes(frames, now):
-            self._apply(stream, frames)
+        next_ones: list[tuple[Stream, StreamFrame]] = []
+        for stream, frames in came:
+            if stream.left:
+                continue
+            if stream.sequence.takes(frames, now):
+                next_ones += [(stream, frame) for frame in frames]
+            else:
+                with _logged():
+                    for frame in frames:
+                        self._act(stream, stream.sequence.on_live(frame, now))
+        self._apply(next_ones)
+        received_at = time.time()
+        for stream, frames in came:
             stream.shown()
-        else:
-            for frame in frames:
-                self._act(stream, stream.sequence.on_live(frame, now))
-        stream.received_at = time.time()
-        made_at = batch_time(frames[-1].payload)
-        stream.lag = None if made_at is None else stream.received_at - made_at
-        return drained
+            made_at = batch_time(frames[-1].payload)
+            stream.received_at, stream.lag = received_at, None if made_at is None else received_at - made_at
 
     def _read_replay(self, stream: Stream) -> bool:
         assert stream.replay is not None
         parts = receive(stream.replay)
         if parts is None:
             return False
-        self._measure(stream, len(parts[-1]), len(parts[-1]))
+        self._measure(stream, [len(parts[-1])])
         now = time.monotonic()
         try:
             if is_snapshot(parts):
@@ -438,13 +470,15 @@ class StreamReader:
         self._act(stream, actions)
         return True
 
-    def _measure(self, stream: Stream, size: int, largest: int) -> None:
-        """Messages of so many bytes came."""
+    def _measure(self, stream: Stream, sizes: list[int]) -> int:
+        """Messages of so many bytes came; their sum."""
+        size, largest = sum(sizes), max(sizes)
         self._received += size
         if largest > stream.largest_message:
             stream.largest_message = largest
             for socket in filter(None, (stream.live, stream.replay)):
                 bound_queue(socket, largest)
+        return size
 
     def _read_monitor(self, stream: Stream) -> bool:
         if not int(stream.monitor.get(EVENTS)) & POLLIN:
@@ -483,7 +517,7 @@ class StreamReader:
         for action in actions:
             match action:
                 case Apply(frame):
-                    self._apply(stream, [frame])
+                    self._apply([(stream, frame)])
                 case Clear():
                     log.info("event stream read anew", **self._names.about(stream.target))
                     self._index.clear(stream.target)
@@ -492,13 +526,17 @@ class StreamReader:
                     self._ask(stream, start)
         stream.shown()
 
-    def _apply(self, stream: Stream, frames: list[StreamFrame]) -> None:
-        for place, applied in self._index.apply_run(stream.target, [frame.payload for frame in frames]):
-            if isinstance(applied, MalformedBatchError):
+    def _apply(self, batches: list[tuple[Stream, StreamFrame]]) -> None:
+        targets, payloads = [stream.target for stream, _ in batches], [frame.payload for _, frame in batches]
+        for place, applied in self._index.apply_all(targets, payloads):
+            stream, frame = batches[place]
+            if isinstance(applied, Exception):
+                if not isinstance(applied, MalformedBatchError):
+                    log.error("a batch could not be applied", exc_info=applied)
                 self._bad_frame(stream, str(applied))
                 continue
             if applied.cleared:
-                stream.sequence.on_cleared(frames[place].seq)
+                stream.sequence.on_cleared(frame.seq)
             if applied.rejected:
                 stream.counters.bad_events += len(applied.rejected)
                 self._complain(stream, "event skipped", applied.rejected[0].reason)
@@ -520,6 +558,15 @@ class StreamReader:
         if not stream.complained:
             stream.complained = True
             log.warning(what, reason=reason, **self._names.about(stream.target))
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Whatever one stream brings, the others are read."""
+    try:
+        yield
+    except Exception:
+        log.exception("a message could not be handled")
 
 
 def _drain(read: Callable[[], bool]) -> bool:

@@ -56,14 +56,17 @@ nb::object apply(
     return as_outcome(applied);
 }
 
-nb::tuple apply_run(Index& index, u32 number, const std::vector<nb::bytes>& payloads, std::size_t start) {
-    std::vector<std::string_view> bytes;
-    for (std::size_t place = start; place < payloads.size(); ++place) bytes.push_back(view(payloads[place]));
+nb::tuple apply_all(
+    Index& index, const std::vector<u32>& numbers, const std::vector<nb::bytes>& payloads, std::size_t start) {
+    if (numbers.size() != payloads.size()) throw nb::value_error("a batch has one target");
+    std::vector<Index::Addressed> batches;
+    for (std::size_t place = start; place < payloads.size(); ++place)
+        batches.push_back({index.holdings(numbers[place]), view(payloads[place])});
     Applied applied;
     std::size_t count;
     {
         const nb::gil_scoped_release others_run;
-        count = index.apply_run(number, bytes, applied);
+        count = index.apply_all(batches, applied);
     }
     return nb::make_tuple(start + count, as_outcome(applied));
 }
@@ -237,7 +240,7 @@ NB_MODULE(_native, module) {
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())
         .def("apply", &apply, nb::arg("target"), nb::arg("payload"), nb::arg("known").none() = nb::none(),
              nb::arg("trusted") = false)
-        .def("apply_run", &apply_run)
+        .def("apply_all", &apply_all)
         .def("clear", &Index::clear, Release())
         .def("drop", &Index::drop, Release())
         .def("match", &match)

@@ -298,7 +298,7 @@ def test_a_target_registered_anew_does_not_show_the_old_stream(
 ) -> None:
     """Not even while a batch of it is being applied."""
     old, new = publishers(), publishers()
-    apply, applying, go_on = indexer.index.apply_run, Event(), Event()
+    apply, applying, go_on = indexer.index.apply_all, Event(), Event()
 
     def apply_slowly(*batches: Any) -> Any:
         applying.set()
@@ -306,7 +306,7 @@ def test_a_target_registered_anew_does_not_show_the_old_stream(
         return apply(*batches)
 
     with monkeypatch.context() as patched:
-        patched.setattr(indexer.index, "apply_run", apply_slowly)
+        patched.setattr(indexer.index, "apply_all", apply_slowly)
         register(old, replay=False)
         old.publish(block(0))
         assert applying.wait(DEADLINE_S)
