@@ -11,7 +11,7 @@ from contextlib import suppress
 import zmq
 
 # As numbers: every message asks for them, and members of an enumeration cost more than what they stand for.
-EVENTS, POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 
 # From one socket before the others have their turn.
 _MESSAGES_A_TURN = 64
@@ -26,33 +26,38 @@ _LARGEST_MESSAGE = 16 << 20  # bytes: ZeroMQ hangs up on a publisher of larger o
 def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
     """A message; None when there is none."""
     try:
-        return _message(socket)
+        frame = socket.recv(_NOBLOCK, False)
     except zmq.Again:
         return None
-
-
-def receive_run(socket: zmq.Socket[bytes]) -> tuple[list[list[bytes]], bool]:
-    """A turn's messages. And whether nothing is left."""
-    messages: list[list[bytes]] = []
-    size = 0
-    try:
-        while len(messages) < _MESSAGES_A_TURN and size < _BYTES_A_TURN:
-            message = _message(socket)
-            messages.append(message)
-            size += len(message[-1])
-    except zmq.Again:
-        return messages, True
-    return messages, False
-
-
-def _message(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """The next message; raises zmq.Again when there is none. All frames of a message come at once."""
-    frame = socket.recv(_NOBLOCK, False)
     parts = [frame.bytes]
     while frame.more:
         frame = socket.recv(_NOBLOCK, False)
         parts.append(frame.bytes)
     return parts
+
+
+def receive_run(socket: zmq.Socket[bytes]) -> tuple[list[list[bytes]], bool]:
+    """A turn's messages. And whether nothing is left."""
+    recv, messages, size = socket.recv, [], 0
+    try:
+        while len(messages) < _MESSAGES_A_TURN and size < _BYTES_A_TURN:
+            frame = recv(_NOBLOCK, False)
+            parts = [frame.bytes]
+            while frame.more:
+                frame = recv(_NOBLOCK, False)
+                parts.append(frame.bytes)
+            messages.append(parts)
+            if not size and not has_some(socket):  # often there is one; asking takes less than the exception
+                return messages, True
+            size += len(parts[-1])
+    except zmq.Again:
+        return messages, True
+    return messages, False
+
+
+def has_some(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message has come."""
+    return bool(int(socket.get(_EVENTS)) & _POLLIN)
 
 
 def discard(socket: zmq.Socket[bytes] | None) -> None:

@@ -26,13 +26,12 @@ from indexer.index import Index
 from indexer.memory import give_back
 from indexer.names import WorkerNames
 from indexer.receiving import (
-    EVENTS,
-    POLLIN,
     USUAL_MESSAGE,
     bound_queue,
     connect,
     connect_again,
     discard,
+    has_some,
     receive,
     receive_run,
 )
@@ -481,7 +480,7 @@ class StreamReader:
         return size
 
     def _read_monitor(self, stream: Stream) -> bool:
-        if not int(stream.monitor.get(EVENTS)) & POLLIN:
+        if not has_some(stream.monitor):
             return False
         match read_monitor(stream.monitor):
             case Connected():
