@@ -38,7 +38,8 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 
 def receive_run(socket: zmq.Socket[bytes]) -> tuple[list[list[bytes]], bool]:
     """A turn's messages. And whether nothing is left."""
-    recv, messages, size = socket.recv, [], 0
+    recv, size = socket.recv, 0
+    messages: list[list[bytes]] = []
     try:
         while len(messages) < _MESSAGES_A_TURN and size < _BYTES_A_TURN:
             frame = recv(_NOBLOCK, False)
