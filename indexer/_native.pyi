@@ -53,6 +53,11 @@ class Index:
         """Apply a batch. 0, or bits: 1, it cleared the cache; 2, it brought a new block size. Else: whether it is a
         batch; those two; rejected events with their reasons; foreign events, because of which nothing was applied: they
         may come again as `known`. `trusted`: msgspec wrote it."""
+    def apply_all(
+        self, targets: Sequence[int], payloads: Sequence[bytes], start: int
+    ) -> tuple[int, int | tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]]:
+        """Apply batches from the place `start` on, each to the target at its place, up to the first that there is
+        something to tell of: the place behind the last of them, and what `apply` says of it."""
     def clear(self, target: int) -> None: ...
     def drop(self, target: int) -> None: ...
     def match(self, root: int, block_size: int, tokens: bytes, known: array[int], blocks: int) -> tuple[bytes, bytes]:

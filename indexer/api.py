@@ -1,16 +1,13 @@
-"""The index over HTTP: `/match`, and registration and queries in the shape of Mooncake's RFC 1403.
+"""The index over HTTP, in the shape of Mooncake's RFC 1403: its questions, and besides
 
-`POST /match`       who would serve how much of a prompt from its cache
 `POST /register`    follow a stream          `POST /unregister`   forget it
-`POST /query`       who holds how much of a token sequence, by tenant and instance
-`POST /query_by_hash`   the same for prefix hashes
 `GET  /dump`        everything, for another indexer to begin with
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from secrets import compare_digest
 from typing import Any, Literal, TypeVar
 
@@ -18,22 +15,16 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from indexer.cores import native_core
-from indexer.errors import RequestError, error_body
-from indexer.hashing import PackedPrompt
+from indexer.errors import RequestError
 from indexer.holdings import Target
 from indexer.indexer import Indexer, Registration, TargetReport
-from indexer.matching import Match
-from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
-from indexer.queries import DEFAULT_TENANT, HashQuery, MatchQuery, UnknownModelError
+from indexer.queries import DEFAULT_TENANT
+from indexer.questions import ReadMatch, decoded, json_response, named_first, question_routes, refusal
 from kvevents import EventSource, Tier
 
-# Reads the body of `/match`, tokenizing its prompt. Raises RequestError.
-ReadMatch = Callable[[bytes], Awaitable[MatchQuery]]
 # A registration that may be followed, with addresses in the place of names. Raises ValueError, the field first.
 Admit = Callable[[Registration], Awaitable[Registration]]
 
@@ -67,76 +58,10 @@ class UnregisterBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
-class MatchBody(msgspec.Struct):
-    """`POST /match`: a prompt in one of three forms; whatever changes how it is rendered may stand beside it."""
-
-    model: str
-    messages: list[dict[str, Any]] | None = None
-    prompt: str | list[int] | None = None
-    token_ids: list[int] | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    tenant_id: str | None = None
-
-
-class HashQueryBody(msgspec.Struct):
-    """`POST /query_by_hash`: the prefix hashes of consecutive blocks, from the start of a prompt."""
-
-    model: str
-    block_hashes: list[int]
-    block_size: int | None = None
-    tenant_id: str = DEFAULT_TENANT
-
-
-class _PackedQuery(msgspec.Struct):
-    """A `QueryBody` whose token ids are left as they came: reading those of a long prompt takes most of the time."""
-
-    model: str
-    token_ids: msgspec.Raw
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    tenant_id: str = DEFAULT_TENANT
-
-
-class QueryBody(msgspec.Struct):
-    """`POST /query`: a token sequence."""
-
-    model: str
-    token_ids: list[int]
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    tenant_id: str = DEFAULT_TENANT
-
-
-_decode_packed = msgspec.json.Decoder(_PackedQuery).decode
-
-
-class _PlainRoute(APIRoute):
-    """A route whose endpoint takes the request and gives the answer: FastAPI has nothing to check of either."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself."""
-        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return endpoint
-
-
 def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: str) -> APIRouter:
     """The routes of the index API; those that change something want the token, unless it is empty."""
-    routes, questions = APIRouter(), APIRouter(route_class=_PlainRoute)
+    routes = APIRouter()
     protected = [Depends(token_check(token))]
-
-    @questions.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
-    async def match(request: Request) -> Response:
-        """How many tokens of a prompt each target would serve from its cache, the best first."""
-        query = await read_match(await request.body())
-        matches = _ask(indexer.match, query, "token_ids", 2**32 - 1)
-        return _json(
-            {
-                "model": query.model,
-                "tokens": len(query.token_ids),
-                "matches": [_match(indexer.names, m) for m in matches],
-            }
-        )
 
     @routes.post(
         "/register",
@@ -147,13 +72,13 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: s
     )
     async def register(request: Request) -> Response:
         """Follow the event stream of one DP rank. The same registration twice does nothing; another starts it anew."""
-        body = _decode(await request.body(), RegisterBody)
+        body = decoded(await request.body(), RegisterBody)
         registration = _registration(body)
         try:
             indexer.register(await admit(registration))
         except ValueError as error:
-            raise RequestError(str(error), param=_named_first(error)) from error
-        return _json({"status": "registered", "instance_id": body.instance_id, "dp_rank": body.dp_rank}, 201)
+            raise RequestError(str(error), param=named_first(error)) from error
+        return json_response({"status": "registered", "instance_id": body.instance_id, "dp_rank": body.dp_rank}, 201)
 
     @routes.post(
         "/unregister",
@@ -163,7 +88,7 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: s
     )
     async def unregister(request: Request) -> Response:
         """Follow the streams of an instance, or of the part that is named, no longer, and forget what they told."""
-        body = _decode(await request.body(), UnregisterBody)
+        body = decoded(await request.body(), UnregisterBody)
         targets = [known.target for known in indexer.registered() if _named(known.target, body)]
         if not targets:
             raise RequestError(
@@ -173,34 +98,14 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: s
                 param="instance_id",
             )
         indexer.unregister(targets)
-        return _json({"status": "unregistered", "instance_id": body.instance_id, "targets": len(targets)})
-
-    @questions.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
-    async def query(request: Request) -> Response:
-        """How much of a token sequence each instance holds, its last block too."""
-        asked = _query(await request.body())
-        matches = _ask(indexer.longest, asked, "token_ids", 2**32 - 1)
-        return _json({asked.tenant: _by_instance(indexer.names, matches)})
-
-    @questions.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
-    async def query_by_hash(request: Request) -> Response:
-        """The same for prefix hashes."""
-        body = _decode(await request.body(), HashQueryBody)
-        asked = HashQuery(body.model, body.block_hashes, body.block_size, body.tenant_id)
-        return _json(
-            {
-                body.tenant_id: _by_instance(
-                    indexer.names, _ask(indexer.longest_by_hash, asked, "block_hashes", 2**64 - 1)
-                )
-            }
-        )
+        return json_response({"status": "unregistered", "instance_id": body.instance_id, "targets": len(targets)})
 
     @routes.get("/dump", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}})
     async def dump() -> StreamingResponse:
         """All that another indexer needs to begin warm, as lines of JSON."""
         return StreamingResponse(indexer.dump(), media_type="application/x-ndjson")
 
-    routes.include_router(questions)
+    routes.include_router(question_routes(indexer, read_match))
     return routes
 
 
@@ -241,7 +146,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def refuse(_: Request, error: RequestError) -> Response:
-        return Response(error_body(error), error.status, media_type="application/json")
+        return refusal(error)
 
     @app.exception_handler(RequestValidationError)
     async def unusable(request: Request, error: RequestValidationError) -> Response:
@@ -255,22 +160,6 @@ def add_error_handlers(app: FastAPI) -> None:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         refusal = RequestError(f"{request.method} here: {error.detail}.", status=error.status_code, type=kind)
         return await refuse(request, refusal)
-
-
-def _query(body: bytes) -> MatchQuery:
-    """What `/query` asks. Raises RequestError."""
-    core = native_core()
-    if core is not None:
-        try:
-            packed = _decode_packed(body)
-            tokens = core.packed_numbers(bytes(packed.token_ids))
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            tokens = None  # what is wrong is said below
-        if tokens is not None:
-            prompt = PackedPrompt(tokens)
-            return MatchQuery(packed.model, prompt, packed.lora_name, packed.cache_salt, packed.tenant_id)
-    query = _decode(body, QueryBody)
-    return MatchQuery(query.model, query.token_ids, query.lora_name, query.cache_salt, query.tenant_id)
 
 
 def _registration(body: RegisterBody) -> Registration:
@@ -298,39 +187,6 @@ def _named(target: Target, body: UnregisterBody) -> bool:
     )
 
 
-def _ask(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int) -> list[Match]:
-    """Ask the indexer. Raises RequestError; `numbers` is the field whose numbers go from 0 to `highest`."""
-    try:
-        return find(query)
-    except UnknownModelError as error:
-        raise RequestError(str(error), status=404, type="not_found_error", param="model") from error
-    except OverflowError as error:
-        raise RequestError(f"{numbers}: every number must be from 0 to {highest}", param=numbers) from error
-    except ValueError as error:
-        raise RequestError(str(error), param=_named_first(error)) from error
-
-
-def _match(names: WorkerNames, match: Match) -> dict[str, Any]:
-    return {
-        "worker": names.of(match.target.worker),
-        "dp_rank": match.target.dp_rank,
-        "matched_tokens": match.matched_tokens,
-        "tiers": {tier.name.lower(): match.tiers[tier] for tier in Tier},
-    }
-
-
-def _by_instance(names: WorkerNames, matches: list[Match]) -> dict[str, Any]:
-    """RFC 1403's answer: an instance's tiers are those of its rank that holds the most."""
-    instances: dict[str, Any] = {}
-    for match in matches:
-        tiers = {tier.name: match.tiers[tier] for tier in (Tier.GPU, Tier.CPU, Tier.DISK)}
-        best = {"longest_matched": match.matched_tokens, **tiers, "DP": {}}
-        instances.setdefault(names.of(match.target.worker), best)["DP"][str(match.target.dp_rank)] = (
-            match.matched_tokens
-        )
-    return instances
-
-
 def _rank(report: TargetReport) -> dict[str, Any]:
     registration, stream, holdings = report.registration, report.stream, report.holdings
     source = registration.source
@@ -354,31 +210,3 @@ def _rank(report: TargetReport) -> dict[str, Any]:
         "orphans": holdings.orphans,
         "counters": msgspec.to_builtins(holdings.counters),
     }
-
-
-def _decode(body: bytes, kind: type[T]) -> T:
-    """Decode a JSON body. Raises RequestError with the path to what does not fit."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"{error}. Send a JSON object as the API describes.", param=_field(str(error))) from error
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RequestError(f"The body is not JSON: {error}. Send one JSON object.") from error
-
-
-def _named_first(error: ValueError) -> str:
-    """The field that an error of the indexer begins with."""
-    return str(error).partition(":")[0]
-
-
-def _field(message: str) -> str | None:
-    """The field that a msgspec message is about: the path it ends with, or the field it says is missing."""
-    _, quote, path = message.rpartition("`$.")
-    if quote:
-        return path.removesuffix("`").partition(".")[0].partition("[")[0]
-    missing = message.partition("required field `")[2].partition("`")[0]
-    return missing or None
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -8,11 +8,12 @@ from fastapi import FastAPI, Response
 from fastapi.responses import RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from indexer.api import Admit, ReadMatch, add_error_handlers, index_routes, workers_report
+from indexer.api import Admit, add_error_handlers, index_routes, workers_report
 from indexer.api_page import add_api_page
 from indexer.build_info import add_process_metrics, build_info
 from indexer.indexer import Indexer
 from indexer.metrics import IndexCollector
+from indexer.questions import QuestionsFirst, ReadMatch, question_routes
 
 
 def indexer_app(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: str = "") -> FastAPI:
@@ -20,6 +21,7 @@ def indexer_app(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: st
     app = FastAPI(title="kvrouter indexer", docs_url=None, redoc_url=None)
     app.include_router(index_routes(indexer, read_match, admit, token))
     add_error_handlers(app)
+    app.add_middleware(QuestionsFirst, question_routes(indexer, read_match))
     registry = CollectorRegistry()
     registry.register(IndexCollector(indexer))
     add_process_metrics(registry)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from indexer.dump import DumpedHolder, DumpedRun, TargetDump
@@ -68,6 +68,23 @@ class Index(ABC):
     @abstractmethod
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         """Apply the payload of a stream frame, event by event. Raises MalformedBatchError for one that is no batch."""
+
+    def apply_all(self, targets: Sequence[Target], payloads: Sequence[bytes]) -> list[tuple[int, Applied | Exception]]:
+        """Apply payloads in order, each to the target at its place.
+
+        Those that there is something to tell of, by their places: what became of them, or why they could not be
+        applied.
+        """
+        told: list[tuple[int, Applied | Exception]] = []
+        for place, (target, payload) in enumerate(zip(targets, payloads, strict=True)):
+            try:
+                applied = self.apply_payload(target, payload)
+            except Exception as error:  # whatever one of them brings, the others are applied
+                told.append((place, error))
+            else:
+                if applied.rejected or applied.cleared:
+                    told.append((place, applied))
+        return told
 
     @abstractmethod
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:

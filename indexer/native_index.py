@@ -6,7 +6,7 @@ What it does not know, a rare dialect or a malformed event, is read by `kvevents
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from struct import Struct
 from typing import TypeAlias
 
@@ -26,6 +26,7 @@ from kvevents.decode import decode_event
 # number: those that made no sense, and those not known.
 Outcome: TypeAlias = tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]
 _CLEARED, _NEW_BLOCK_SIZE = 1, 2  # of a batch that was applied whole
+_NOBODY = 2**32 - 1  # a target's number that none has
 _NOTHING, _CLEAR = Applied([], False), Applied([], True)
 # A target's number, its matched blocks, and those by tier.
 _MATCH = Struct("=6I")
@@ -54,9 +55,27 @@ class NativeIndex(Index):
 
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         number = self._numbers.get(target)
-        if number is None:
-            return _NOTHING
-        applied = self._core.apply(number, payload)
+        return _NOTHING if number is None else self._became(target, number, payload, self._core.apply(number, payload))
+
+    def apply_all(self, targets: Sequence[Target], payloads: Sequence[bytes]) -> list[tuple[int, Applied | Exception]]:
+        numbers = [self._numbers.get(target, _NOBODY) for target in targets]
+        told: list[tuple[int, Applied | Exception]] = []
+        end = 0
+        while end < len(payloads):
+            end, outcome = self._core.apply_all(numbers, payloads, end)
+            if outcome:
+                place = end - 1
+                try:
+                    applied = self._became(targets[place], numbers[place], payloads[place], outcome)
+                except Exception as error:  # whatever one of them brings, the others are applied
+                    told.append((place, error))
+                else:
+                    if applied.rejected or applied.cleared:
+                        told.append((place, applied))
+        return told
+
+    def _became(self, target: Target, number: int, payload: bytes, applied: int | Outcome) -> Applied:
+        """What became of a payload, once what the core does not know of it was read here."""
         if isinstance(applied, int):
             return self._told(target, applied) if applied else _NOTHING
         is_batch, _, _, _, foreign = applied

@@ -232,17 +232,28 @@ class StreamSequence:
             self._settle(now)
         return []
 
+    def takes(self, frames: list[StreamFrame], now: float) -> bool:
+        """Whether batches that came on the live socket are the next ones, and nothing else is under way, as nearly
+        always. Then they are to be applied; else nothing happened, and `on_live` says what to do of each."""
+        first, last = frames[0].seq, frames[-1]
+        if not self._goes_on(first) or [frame.seq for frame in frames] != [*range(first, first + len(frames))]:
+            return False
+        self._check_at = now + self._check_after
+        self._last_live_seq = self.last_seq = last.seq
+        self._heard = self._last_frame = last
+        self.counters.batches += len(frames)
+        if self.state is StreamState.LIVE and self.complete:
+            self.confirmed_at = now
+        return True
+
     def on_live(self, frame: StreamFrame, now: float) -> list[Action]:
         """A batch came on the live socket."""
+        if self.takes([frame], now):
+            return [Apply(frame)]
         self._check_at = now + self._check_after
         actions: list[Action] = []
         self._heard = frame
         before, self._last_live_seq = self._last_live_seq, frame.seq
-        if self._goes_on(frame, before):  # as nearly always: the same in fewer steps
-            self._took(frame)
-            if self.state is StreamState.LIVE and self.complete:
-                self.confirmed_at = now
-            return [Apply(frame)]
         if before is not None and frame.seq <= before:
             actions += self._restart()
             self._last_live_seq = frame.seq
@@ -448,11 +459,11 @@ class StreamSequence:
         self._replay = None
         self._missing = None
 
-    def _goes_on(self, frame: StreamFrame, before: int | None) -> bool:
-        """Whether a live batch is the next one, after that with the number `before`, and nothing else is under way."""
+    def _goes_on(self, seq: int) -> bool:
+        """Whether a live batch of this number is the next one, and nothing else is under way."""
         return (
-            frame.seq == self._next_seq
-            and (before is None or before < frame.seq)
+            seq == self._next_seq
+            and (self._last_live_seq is None or self._last_live_seq < seq)
             and self._replay is None
             and self.state is not StreamState.CONNECTING
             and not self._pending

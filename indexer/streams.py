@@ -9,9 +9,9 @@ One file, because the sockets, their turns and their ends belong to that one thr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from selectors import EVENT_READ, DefaultSelector
@@ -25,6 +25,16 @@ from indexer.holdings import Target
 from indexer.index import Index
 from indexer.memory import give_back
 from indexer.names import WorkerNames
+from indexer.receiving import (
+    USUAL_MESSAGE,
+    bound_queue,
+    connect,
+    connect_again,
+    discard,
+    has_some,
+    receive,
+    receive_run,
+)
 from indexer.sequence import (
     Action,
     Apply,
@@ -53,22 +63,16 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-# As numbers: every message asks for them, and members of an enumeration cost more than what they stand for.
-_EVENTS, _POLLIN, _NOBLOCK, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.RCVMORE)
-
 _TICK_SECONDS = 0.1  # between looks at the deadlines
-_MESSAGES_A_TURN = 64  # from one socket before the others have their turn …
+_MESSAGES_A_TURN = 64  # answers of a replay, or of a monitor, before the others have their turn …
 _SECONDS_A_TURN = 0.005  # … and how long they may take
 _ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
 _CONNECT_AGAIN_S = 1.0
 # Who hangs up that often at once does not understand us. One that stops does so once; one that hangs says nothing.
 _HANG_UPS = 3
 _AT_ONCE_S = 5.0
-# What a socket's queue may take. ZeroMQ counts messages, so how many that is follows from the largest one that came;
-# beyond it the publisher has to keep them, or drops some, and the gap is replayed.
-_RECEIVE_BYTES = 16 << 20
-_USUAL_MESSAGE = 4 << 10  # bytes
-_LARGEST_MESSAGE = 16 << 20  # bytes: ZeroMQ hangs up on a publisher of larger ones
+# Of live batches before whatever else there is to do has its turn.
+_BYTES_A_ROUND = 256 << 10
 # After so many bytes were received, and when there is nothing to do, free memory is given back.
 _RECEIVED_BYTES = 16 << 20
 
@@ -129,7 +133,7 @@ class Stream:
     reached_at: float = 0.0  # (monotonic) the last time that something accepted the connection
     hang_ups: int = 0  # one after another
     connect_at: float | None = None  # (monotonic) again, because ZeroMQ gave up
-    largest_message: int = _USUAL_MESSAGE
+    largest_message: int = USUAL_MESSAGE
 
     def shown(self) -> None:
         """The index shows all that the sequence has seen."""
@@ -166,6 +170,7 @@ class StreamReader:
         # ZeroMQ's own poll looks at every socket each time. What is watched here instead tells once that something
         # came; so a socket is `ready` until nothing is left, and again after what else may have taken its word.
         self._selector = DefaultSelector()
+        self._live: dict[zmq.Socket[bytes], Stream] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
         self._ready: dict[zmq.Socket[bytes], None] = {}
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -207,7 +212,7 @@ class StreamReader:
             try:
                 live = self._context.socket(zmq.SUB)
                 unless_opened.callback(live.close, 0)
-                _bound_queue(live, _USUAL_MESSAGE)
+                bound_queue(live, USUAL_MESSAGE)
                 live.setsockopt(zmq.HEARTBEAT_IVL, 5000)
                 live.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
                 live.subscribe(source.topic)
@@ -218,7 +223,7 @@ class StreamReader:
                 if source.replay_endpoint is not None:
                     replay = self._context.socket(zmq.DEALER)
                     unless_opened.callback(replay.close, 0)
-                    _bound_queue(replay, _USUAL_MESSAGE)
+                    bound_queue(replay, USUAL_MESSAGE)
                     replay.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
             except zmq.ZMQError as error:
                 raise ValueError(
@@ -228,9 +233,9 @@ class StreamReader:
                 self._keys = self._keys or temporary_key_pair()
                 for socket in filter(None, (live, replay)):
                     be_client(socket, source.curve_server_key, self._keys)
-            _connect(live, source.endpoint, "endpoint")
+            connect(live, source.endpoint, "endpoint")
             if replay is not None and source.replay_endpoint is not None:
-                _connect(replay, source.replay_endpoint, "replay_endpoint")
+                connect(replay, source.replay_endpoint, "replay_endpoint")
             unless_opened.pop_all()
         return Stream(target, source, StreamSequence(replay is not None, self._settings), live, monitor, replay)
 
@@ -325,40 +330,45 @@ class StreamReader:
         self._watch(self._wake_out, self._obey)
         next_tick = 0.0
         while not self._stopping.is_set():
-            for key, _ in self._selector.select(0 if self._ready else _TICK_SECONDS):
-                self._ready[key.data] = None
+            self._look(0 if self._ready else _TICK_SECONDS)
             if not self._ready and self._received > _RECEIVED_BYTES:
                 self._received = 0
                 give_back()
+            came = self._receive_live()
+            if came:
+                self._look(0)  # a reconnection must be known before what came by it
             for socket in list(self._ready):
-                handler = self._handlers.get(socket)
-                if handler is None:  # its stream was left meanwhile
-                    self._ready.pop(socket, None)
-                    continue
-                try:
-                    if _drain(handler):
-                        self._ready.pop(socket, None)
-                except Exception:  # whatever one stream brings, the others are read
-                    log.exception("a message could not be handled")
+                if (handler := self._handlers.get(socket)) is not None:
+                    with _logged():
+                        if handler():
+                            self._ready.pop(socket, None)
+            self._take(came)
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
                 for stream in self._followed.values():
                     if stream.connect_at is not None and now >= stream.connect_at:
                         stream.connect_at = None
-                        _connect_again(stream.live, stream.source.endpoint)
+                        connect_again(stream.live, stream.source.endpoint)
                         self._ready[stream.live] = None
                     if not stream.gone:  # nobody is there to be asked
                         self._act(stream, stream.sequence.on_tick(now))
                 self._index.sweep()
 
-    def _watch(self, socket: zmq.Socket[bytes], handler: Callable[[], bool]) -> None:
-        self._handlers[socket] = handler
+    def _look(self, seconds: float) -> None:
+        """Wait for so long until something comes, and learn where."""
+        for key, _ in self._selector.select(seconds):
+            self._ready[key.data] = None
+
+    def _watch(self, socket: zmq.Socket[bytes], read: Callable[[], bool] | None = None) -> None:
+        """Look at a socket. `read` what comes, for a turn each time; without, it is a live one."""
+        if read is not None:
+            self._handlers[socket] = lambda: _drain(read)
         self._selector.register(int(socket.fd), EVENT_READ, socket)
         self._ready[socket] = None  # it may have told before
 
     def _obey(self) -> bool:
-        if _receive(self._wake_out) is None:
+        if receive(self._wake_out) is None:
             return False
         with suppress(Empty):
             self._commands.get_nowait()()
@@ -368,7 +378,8 @@ class StreamReader:
         self._leave(stream.target)
         stream.shown()  # it may go on from what was saved
         self._followed[stream.target] = stream
-        self._watch(stream.live, lambda: self._read_live(stream))
+        self._live[stream.live] = stream
+        self._watch(stream.live)
         self._watch(stream.monitor, lambda: self._read_monitor(stream))
         if stream.replay is not None:
             self._watch(stream.replay, lambda: self._read_replay(stream))
@@ -379,8 +390,9 @@ class StreamReader:
             return
         for socket in stream.sockets():
             self._selector.unregister(int(socket.fd))
-            del self._handlers[socket]
+            self._handlers.pop(socket, None)
             self._ready.pop(socket, None)
+        del self._live[stream.live]
         self._close(stream)
         self._index.clear(target)  # the target may have been added anew while this stream was still read
 
@@ -389,30 +401,62 @@ class StreamReader:
         for socket in stream.sockets():
             socket.close(0)
 
-    def _read_live(self, stream: Stream) -> bool:
-        parts = _receive(stream.live)
-        if parts is None:
-            return False
-        while self._read_monitor(stream):  # a reconnection must be known before what came by it
-            pass
-        try:
-            frame = parse_live(parts)
-        except MalformedFrameError as error:
-            self._bad_frame(stream, str(error))
-            return True
-        self._measure(stream, len(frame.payload))
-        self._act(stream, stream.sequence.on_live(frame, time.monotonic()))
-        stream.received_at = time.time()
-        made_at = batch_time(frame.payload)
-        stream.lag = None if made_at is None else stream.received_at - made_at
-        return True
+    def _receive_live(self) -> list[tuple[Stream, list[StreamFrame]]]:
+        """A turn's batches of the streams that have some."""
+        came: list[tuple[Stream, list[StreamFrame]]] = []
+        size = 0
+        for socket in list(self._ready):
+            stream = self._live.get(socket)
+            if stream is None:
+                continue
+            if size >= _BYTES_A_ROUND:
+                break
+            messages, drained = receive_run(socket)
+            del self._ready[socket]
+            if not drained:
+                self._ready[socket] = None  # behind the others
+            frames = self._frames(stream, messages)
+            if frames:
+                size += self._measure(stream, [len(frame.payload) for frame in frames])
+                came.append((stream, frames))
+        return came
+
+    def _frames(self, stream: Stream, messages: list[list[bytes]]) -> list[StreamFrame]:
+        """What could be read of a stream's messages."""
+        frames: list[StreamFrame] = []
+        for parts in messages:
+            try:
+                frames.append(parse_live(parts))
+            except MalformedFrameError as error:
+                self._bad_frame(stream, str(error))
+        return frames
+
+    def _take(self, came: list[tuple[Stream, list[StreamFrame]]]) -> None:
+        """Bring batches in order and apply them: together, those that are the next ones."""
+        now = time.monotonic()
+        next_ones: list[tuple[Stream, StreamFrame]] = []
+        for stream, frames in came:
+            if stream.left:
+                continue
+            if stream.sequence.takes(frames, now):
+                next_ones += [(stream, frame) for frame in frames]
+            else:
+                with _logged():
+                    for frame in frames:
+                        self._act(stream, stream.sequence.on_live(frame, now))
+        self._apply(next_ones)
+        received_at = time.time()
+        for stream, frames in came:
+            stream.shown()
+            made_at = batch_time(frames[-1].payload)
+            stream.received_at, stream.lag = received_at, None if made_at is None else received_at - made_at
 
     def _read_replay(self, stream: Stream) -> bool:
         assert stream.replay is not None
-        parts = _receive(stream.replay)
+        parts = receive(stream.replay)
         if parts is None:
             return False
-        self._measure(stream, len(parts[-1]))
+        self._measure(stream, [len(parts[-1])])
         now = time.monotonic()
         try:
             if is_snapshot(parts):
@@ -425,24 +469,26 @@ class StreamReader:
         self._act(stream, actions)
         return True
 
-    def _measure(self, stream: Stream, size: int) -> None:
-        """A message of so many bytes came."""
+    def _measure(self, stream: Stream, sizes: list[int]) -> int:
+        """Messages of so many bytes came; their sum."""
+        size, largest = sum(sizes), max(sizes)
         self._received += size
-        if size > stream.largest_message:
-            stream.largest_message = size
+        if largest > stream.largest_message:
+            stream.largest_message = largest
             for socket in filter(None, (stream.live, stream.replay)):
-                _bound_queue(socket, size)
+                bound_queue(socket, largest)
+        return size
 
     def _read_monitor(self, stream: Stream) -> bool:
-        if not int(stream.monitor.get(_EVENTS)) & _POLLIN:
+        if not has_some(stream.monitor):
             return False
         match read_monitor(stream.monitor):
             case Connected():
                 if stream.refused and stream.replay is not None and stream.source.replay_endpoint is not None:
-                    _connect_again(stream.replay, stream.source.replay_endpoint)  # it was refused as well
+                    connect_again(stream.replay, stream.source.replay_endpoint)  # it was refused as well
                     self._ready[stream.replay] = None
                 stream.refused, stream.gone, stream.hang_ups, stream.connect_at = False, False, 0, None
-                _discard(stream.replay)
+                discard(stream.replay)
                 self._act(stream, stream.sequence.on_connected(time.monotonic()))
             case Reached():
                 stream.reached_at = time.monotonic()
@@ -470,26 +516,29 @@ class StreamReader:
         for action in actions:
             match action:
                 case Apply(frame):
-                    self._apply(stream, frame)
+                    self._apply([(stream, frame)])
                 case Clear():
                     log.info("event stream read anew", **self._names.about(stream.target))
                     self._index.clear(stream.target)
-                    _discard(stream.replay)
+                    discard(stream.replay)
                 case AskReplay(start):
                     self._ask(stream, start)
         stream.shown()
 
-    def _apply(self, stream: Stream, frame: StreamFrame) -> None:
-        try:
-            applied = self._index.apply_payload(stream.target, frame.payload)
-        except MalformedBatchError as error:
-            self._bad_frame(stream, str(error))
-            return
-        if applied.cleared:
-            stream.sequence.on_cleared(frame.seq)
-        if applied.rejected:
-            stream.counters.bad_events += len(applied.rejected)
-            self._complain(stream, "event skipped", applied.rejected[0].reason)
+    def _apply(self, batches: list[tuple[Stream, StreamFrame]]) -> None:
+        targets, payloads = [stream.target for stream, _ in batches], [frame.payload for _, frame in batches]
+        for place, applied in self._index.apply_all(targets, payloads):
+            stream, frame = batches[place]
+            if isinstance(applied, Exception):
+                if not isinstance(applied, MalformedBatchError):
+                    log.error("a batch could not be applied", exc_info=applied)
+                self._bad_frame(stream, str(applied))
+                continue
+            if applied.cleared:
+                stream.sequence.on_cleared(frame.seq)
+            if applied.rejected:
+                stream.counters.bad_events += len(applied.rejected)
+                self._complain(stream, "event skipped", applied.rejected[0].reason)
 
     def _ask(self, stream: Stream, start: int) -> None:
         assert stream.replay is not None
@@ -510,44 +559,13 @@ class StreamReader:
             log.warning(what, reason=reason, **self._names.about(stream.target))
 
 
-def _connect(socket: zmq.Socket[bytes], endpoint: str, field_name: str) -> None:
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Whatever one stream brings, the others are read."""
     try:
-        # With it, a name that has an IPv6 address is reached there only, and engines listen on IPv4.
-        socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        raise ValueError(
-            f"{field_name}: cannot connect to {endpoint!r} ({error}); expected e.g. tcp://127.0.0.1:5557"
-        ) from error
-
-
-def _connect_again(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    with suppress(zmq.ZMQError):  # ZeroMQ may have forgotten it
-        socket.disconnect(endpoint)
-    socket.connect(endpoint)
-
-
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """A message; None when there is none. `recv_multipart` does the same and takes longer."""
-    try:
-        parts = [socket.recv(_NOBLOCK)]
-    except zmq.Again:
-        return None
-    while socket.get(_RCVMORE):
-        parts.append(socket.recv())
-    return parts
-
-
-def _discard(replay: zmq.Socket[bytes] | None) -> None:
-    """Throw away what a publisher may have replayed in an earlier life; it is asked again."""
-    while replay is not None and _receive(replay) is not None:
-        pass
-
-
-def _bound_queue(socket: zmq.Socket[bytes], message: int) -> None:
-    """Let a socket receive as many messages of a size as its queue may take."""
-    socket.setsockopt(zmq.RCVHWM, max(_RECEIVE_BYTES // message, 1))
-    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+        yield
+    except Exception:
+        log.exception("a message could not be handled")
 
 
 def _drain(read: Callable[[], bool]) -> bool:

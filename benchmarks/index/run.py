@@ -155,11 +155,11 @@ class Run:
     def _share(self, event_blocks: int) -> None:
         """How much of an ingest other Python threads have to wait for."""
         scale, row = self._scale, f"{event_blocks}-block events"
-        alone = ingest_workload(1 << 17, 1, event_blocks, scale.form)
+        workload = ingest_workload(scale.blocks, 8, event_blocks, scale.form)
         native = next(side for side in self._sides if side.name == OURS)
-        with publisher_of(ingest_workload(scale.blocks, 8, event_blocks, scale.form)) as publisher:
+        with publisher_of(workload) as publisher:
             for _ in range(scale.rounds):
-                unlocked = in_process.unlocked_cost(alone) * 1e6
+                unlocked = in_process.unlocked_cost(workload) * 1e6
                 with running(native, scale.indexer_cores) as indexer:
                     done = measure.ingest(indexer, publisher)
                 locked = done.cpu_us_per_block - done.zmq_us_per_block - unlocked

@@ -21,6 +21,8 @@ struct Applied {
     bool new_block_size = false;
     std::vector<RejectedEvent> rejected;
     std::vector<std::pair<u32, std::string_view>> foreign;  // number and bytes
+
+    bool tells() const { return !is_batch || cleared || new_block_size || !rejected.empty() || !foreign.empty(); }
 };
 
 class Index {
@@ -49,36 +51,33 @@ class Index {
     // Apply a batch. `known`: the foreign events, as read by somebody else, where any could be; others are left out.
     // `trusted`: of `Decoder`, for the batch.
     Applied apply(u32 number, std::string_view payload, const std::vector<std::pair<u32, std::string>>* known, bool trusted) {
-        Applied applied;
-        const auto batch = borrow();
-        Decoder decoder(*batch, shared_.seed, trusted);
-        applied.is_batch = decoder.decode_batch(payload);
-        if (!applied.is_batch) return applied;
-        const u32 count = static_cast<u32>(batch->events.size());
-        if (known == nullptr) {
-            for (u32 index = 0; index < count; ++index)
-                if (batch->events[index].kind == EventKind::kForeign)
-                    applied.foreign.emplace_back(index, batch->events[index].raw);
-            if (!applied.foreign.empty()) return applied;
-        } else {
-            Decoder reader(*batch, shared_.seed, true);
-            for (const auto& [index, bytes] : *known) {
-                Reader in(bytes);
-                if (index >= count || !reader.decode_event(in)) continue;
-                batch->events[index] = batch->events.back();
-                batch->events.pop_back();
-            }
+        return apply(holdings(number), payload, known, trusted);
+    }
+
+    // What a target holds; none when it is not known. Whoever has it before the target is dropped changes nothing of
+    // another that gets its number.
+    std::shared_ptr<Holdings> holdings(u32 number) {
+        const std::lock_guard guard(targets_lock_);
+        return number < targets_.size() ? targets_[number].holdings : nullptr;
+    }
+
+    struct Addressed {
+        std::shared_ptr<Holdings> holdings;
+        std::string_view payload;
+    };
+
+    // Apply batches, up to the first that there is something to tell of. How many, that one included; `last` is what
+    // became of the last one.
+    std::size_t apply_all(const std::vector<Addressed>& batches, Applied& last) {
+        for (std::size_t place = 0; place < batches.size(); ++place) {
+            last = apply(batches[place].holdings, batches[place].payload, nullptr, false);
+            if (last.tells()) return place + 1;
         }
-        change(number, [&](Holdings& holdings) {
-            const std::size_t sizes = holdings.block_sizes().size();
-            apply_events(holdings, *batch, applied);
-            applied.new_block_size = holdings.block_sizes().size() != sizes;
-        });
-        return applied;
+        return batches.size();
     }
 
     void clear(u32 number) {
-        change(number, [&](Holdings& holdings) {
+        change(holdings(number), [&](Holdings& holdings) {
             const std::lock_guard turn(shared_.lock);
             holdings.clear();
             shared_.sweep(kSweepBlocks);
@@ -86,7 +85,7 @@ class Index {
     }
 
     void drop(u32 number) {
-        change(number, [&](Holdings& holdings) {
+        change(holdings(number), [&](Holdings& holdings) {
             const std::lock_guard turn(shared_.lock);
             holdings.drop();
             shared_.sweep(kSweepBlocks);
@@ -105,14 +104,14 @@ class Index {
 
     std::string dump(u32 number) {
         std::string bytes;
-        change(number, [&](Holdings& holdings) { bytes = kvrouter::dump(holdings, shared_); });
+        change(holdings(number), [&](Holdings& holdings) { bytes = kvrouter::dump(holdings, shared_); });
         return bytes;
     }
 
     // False when a dump makes no sense; the target then holds nothing. It must hold nothing before.
     bool restore(u32 number, std::string_view bytes, const std::vector<u64>& block_sizes) {
         bool restored = false;
-        change(number, [&](Holdings& holdings) {
+        change(holdings(number), [&](Holdings& holdings) {
             for (const u64 size : block_sizes) holdings.know_block_size(size);
             restored = Restoring(holdings, shared_, bytes).restore();
             const std::lock_guard turn(shared_.lock);
@@ -164,21 +163,48 @@ class Index {
         return {&batch, [](Batch* used) { used->clear(); }};
     }
 
+    Applied apply(
+        const std::shared_ptr<Holdings>& target, std::string_view payload,
+        const std::vector<std::pair<u32, std::string>>* known, bool trusted) {
+        Applied applied;
+        const auto batch = borrow();
+        Decoder decoder(*batch, shared_.seed, trusted);
+        applied.is_batch = decoder.decode_batch(payload);
+        if (!applied.is_batch) return applied;
+        const u32 count = static_cast<u32>(batch->events.size());
+        if (known == nullptr) {
+            for (u32 index = 0; index < count; ++index)
+                if (batch->events[index].kind == EventKind::kForeign)
+                    applied.foreign.emplace_back(index, batch->events[index].raw);
+            if (!applied.foreign.empty()) return applied;
+        } else {
+            Decoder reader(*batch, shared_.seed, true);
+            for (const auto& [index, bytes] : *known) {
+                Reader in(bytes);
+                if (index >= count || !reader.decode_event(in)) continue;
+                batch->events[index] = batch->events.back();
+                batch->events.pop_back();
+            }
+        }
+        change(target, [&](Holdings& holdings) {
+            const std::size_t sizes = holdings.block_sizes().size();
+            apply_events(holdings, *batch, applied);
+            applied.new_block_size = holdings.block_sizes().size() != sizes;
+        });
+        return applied;
+    }
+
     // Call `call` with a target that is known, as the only one who changes it; then show its status to others.
     template <typename Call>
-    void change(u32 number, Call call) {
-        std::shared_ptr<Holdings> holdings;
-        {
-            const std::lock_guard guard(targets_lock_);
-            if (number < targets_.size()) holdings = targets_[number].holdings;
-        }
+    void change(const std::shared_ptr<Holdings>& holdings, Call call) {
         if (!holdings) return;
         const std::lock_guard owner(holdings->changing);
         if (!holdings->alive) return;
         call(*holdings);
         Status status = holdings->status();
         const std::lock_guard guard(targets_lock_);
-        if (targets_[number].holdings == holdings) targets_[number].status = std::move(status);
+        Target& target = targets_[holdings->number];
+        if (target.holdings == holdings) target.status = std::move(status);
     }
 
     void apply_events(Holdings& holdings, const Batch& batch, Applied& applied) {

@@ -30,6 +30,15 @@ std::vector<u64> numbers(nb::handle array) {
     return copy;
 }
 
+nb::object as_outcome(const Applied& applied) {
+    if (applied.is_batch && applied.rejected.empty() && applied.foreign.empty())
+        return nb::int_((applied.cleared ? 1 : 0) + (applied.new_block_size ? 2 : 0));
+    nb::list rejected, foreign;
+    for (const auto& each : applied.rejected) rejected.append(nb::make_tuple(each.index, each.reason));
+    for (const auto& [at, bytes] : applied.foreign) foreign.append(nb::make_tuple(at, as_bytes(bytes)));
+    return nb::make_tuple(applied.is_batch, applied.cleared, applied.new_block_size, rejected, foreign);
+}
+
 nb::object apply(
     Index& index, u32 number, const nb::bytes& payload, const std::optional<std::vector<std::pair<u32, nb::bytes>>>& known,
     bool trusted) {
@@ -44,12 +53,22 @@ nb::object apply(
         const nb::gil_scoped_release others_run;
         applied = index.apply(number, bytes, events ? &*events : nullptr, trusted);
     }
-    if (applied.is_batch && applied.rejected.empty() && applied.foreign.empty())
-        return nb::int_((applied.cleared ? 1 : 0) + (applied.new_block_size ? 2 : 0));
-    nb::list rejected, foreign;
-    for (const auto& each : applied.rejected) rejected.append(nb::make_tuple(each.index, each.reason));
-    for (const auto& [at, bytes] : applied.foreign) foreign.append(nb::make_tuple(at, as_bytes(bytes)));
-    return nb::make_tuple(applied.is_batch, applied.cleared, applied.new_block_size, rejected, foreign);
+    return as_outcome(applied);
+}
+
+nb::tuple apply_all(
+    Index& index, const std::vector<u32>& numbers, const std::vector<nb::bytes>& payloads, std::size_t start) {
+    if (numbers.size() != payloads.size()) throw nb::value_error("a batch has one target");
+    std::vector<Index::Addressed> batches;
+    for (std::size_t place = start; place < payloads.size(); ++place)
+        batches.push_back({index.holdings(numbers[place]), view(payloads[place])});
+    Applied applied;
+    std::size_t count;
+    {
+        const nb::gil_scoped_release others_run;
+        count = index.apply_all(batches, applied);
+    }
+    return nb::make_tuple(start + count, as_outcome(applied));
 }
 
 // Bodies of more bytes are read while other threads run.
@@ -221,6 +240,7 @@ NB_MODULE(_native, module) {
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())
         .def("apply", &apply, nb::arg("target"), nb::arg("payload"), nb::arg("known").none() = nb::none(),
              nb::arg("trusted") = false)
+        .def("apply_all", &apply_all)
         .def("clear", &Index::clear, Release())
         .def("drop", &Index::drop, Release())
         .def("match", &match)

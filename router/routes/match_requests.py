@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from indexer import DEFAULT_TENANT, MatchQuery
-from indexer.api import ReadMatch
 from indexer.errors import RequestError
+from indexer.questions import ReadMatch
 from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt
 from router.forwarding.long_bodies import aside_if_long

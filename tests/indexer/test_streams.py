@@ -298,15 +298,15 @@ def test_a_target_registered_anew_does_not_show_the_old_stream(
 ) -> None:
     """Not even while a batch of it is being applied."""
     old, new = publishers(), publishers()
-    apply, applying, go_on = indexer.index.apply_payload, Event(), Event()
+    apply, applying, go_on = indexer.index.apply_all, Event(), Event()
 
-    def apply_slowly(*batch: Any) -> Any:
+    def apply_slowly(*batches: Any) -> Any:
         applying.set()
         assert go_on.wait(DEADLINE_S)
-        return apply(*batch)
+        return apply(*batches)
 
     with monkeypatch.context() as patched:
-        patched.setattr(indexer.index, "apply_payload", apply_slowly)
+        patched.setattr(indexer.index, "apply_all", apply_slowly)
         register(old, replay=False)
         old.publish(block(0))
         assert applying.wait(DEADLINE_S)

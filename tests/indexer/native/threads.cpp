@@ -20,6 +20,20 @@ int main(int count, char** arguments) {
             for (u64 round = 0; round < rounds; ++round)
                 index.apply(static_cast<u32>(random.below(kTargets)), random.batch(), nullptr, false);
         });
+    threads.emplace_back([&] {  // several batches at once, whatever becomes of their targets meanwhile
+        RandomPayloads random(50);
+        for (u64 round = 0; round < rounds / 4; ++round) {
+            std::vector<std::string> payloads;
+            for (u32 count = 0; count < 4; ++count) payloads.push_back(random.batch());
+            std::vector<Index::Addressed> batches;
+            for (const auto& each : payloads) batches.push_back({index.holdings(static_cast<u32>(random.below(kTargets))), each});
+            Applied last;
+            while (!batches.empty()) {
+                const auto done = index.apply_all(batches, last);
+                batches.erase(batches.begin(), batches.begin() + static_cast<std::ptrdiff_t>(done));
+            }
+        }
+    });
     for (u64 router = 0; router < 2; ++router)
         threads.emplace_back([&, router] {
             RandomPayloads random(100 + router);
