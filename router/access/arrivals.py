@@ -9,7 +9,7 @@ from starlette.types import Message, Receive
 
 from indexer.errors import RequestError
 from router.apis.strict_json import LONG
-from router.http.headers import Headers
+from router.http.headers import Headers, length_of
 from router.settings import ServerSettings
 
 
@@ -57,7 +57,7 @@ class ArrivingBody:
     def __init__(self, receive: Receive, headers: Headers, settings: ServerSettings, arrivals: Arrivals) -> None:
         announced = [value for name, value in headers if name == b"content-length"]
         self.complete = not announced and all(name != b"transfer-encoding" for name, _ in headers)
-        self._announced = max((int(value) for value in announced if value.isdigit()), default=0)
+        self._announced = max(map(length_of, announced), default=0)
         self._receive = receive
         self._settings = settings
         self._arrivals = arrivals

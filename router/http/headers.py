@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Final, TypeAlias
 
@@ -18,7 +19,15 @@ HOP_BY_HOP = frozenset(
 _NOT_FORWARDED: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
 # To which of its ranks a request is sent: vLLM and SGLang read it.
 RANK_HEADER: Final = b"x-data-parallel-rank"
+_LONGEST_LENGTH: Final = 18  # digits
 _NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
+
+
+def length_of(value: bytes) -> int:
+    """What a `content-length` says, in bytes; 0 for what is no length, and very much for one that cannot be."""
+    if not value.isdigit():
+        return 0
+    return int(value) if len(value) <= _LONGEST_LENGTH else sys.maxsize
 
 
 def forwarded_lines(headers: Headers) -> bytes:

@@ -13,6 +13,7 @@ Where Envoy does not show the answer's body, the answer is over when the call is
 from __future__ import annotations
 
 import asyncio
+import re
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final
@@ -35,7 +36,7 @@ from router.picker.grpc_calls import Call
 from router.picker.request_body import RequestBody, check_expected
 from router.picker.response import Observation, PickedResponse
 from router.picker.state import PickerState
-from router.upstream import Origin, ResponseHandler, ResponseHead, UnreachableError, UpstreamTimeoutError
+from router.upstream import Origin, ResponseHandler, ResponseHead, UnreachableError, UpstreamError, UpstreamTimeoutError
 
 log = structlog.get_logger()
 
@@ -46,6 +47,7 @@ _OBSERVED_SECONDS: Final = 0.5
 # What is routed by where the body does not come: any worker will do.
 _UNSEEN_BODY: Final = b"{}"
 _AUTHORIZATION: Final = b"authorization"
+_STATUS: Final = re.compile(r"[1-5][0-9]{2}", re.ASCII)
 _LATE: Final = ("timeout", "response_timeout", "per_try_timeout")
 
 
@@ -298,8 +300,12 @@ class PickedRequest(ResponseWriter):
             late = any(word in problem for word in _LATE)
             response.handler.on_failed(UpstreamTimeoutError(problem) if late else UnreachableError(problem))
             return
+        status = pseudo.get(":status", "")
+        if _STATUS.fullmatch(status) is None:
+            response.handler.on_failed(UpstreamError(f"its status is {status[:20]!r}"))
+            return
         self._phase = Phase.RESPONDING
-        response.begin(ResponseHead(int(pseudo.get(":status", "0")), headers), message.response_headers.end_of_stream)
+        response.begin(ResponseHead(int(status), headers), message.response_headers.end_of_stream)
 
     def _served_by(self, proxied: ProxiedRequest, address: str) -> None:
         """Envoy went on to a fallback."""

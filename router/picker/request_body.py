@@ -5,7 +5,7 @@ from __future__ import annotations
 from indexer.errors import RequestError
 from router.access import Admitted, Arrivals, too_large
 from router.forwarding.proxy import ProxyContext
-from router.http.headers import Headers
+from router.http.headers import Headers, length_of
 from router.picker import ext_proc_pb2 as pb
 from router.settings import EngineFields
 
@@ -16,11 +16,11 @@ def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, adm
     """Raise RequestError for a body that is too large, and where Envoy is configured to send none that is needed."""
     settings = proxy_context.settings
     length = next((value for name, value in headers if name == b"content-length"), b"")
-    if length.isdigit() and int(length) > settings.max_body_bytes:
+    if length_of(length) > settings.max_body_bytes:
         raise too_large(settings)
     if mode in (_Mode.FULL_DUPLEX_STREAMED, _Mode.BUFFERED):
         return
-    name = _Mode.BodySendMode.Name(mode)
+    name = _Mode.BodySendMode.Name(mode) if mode in _Mode.BodySendMode.values() else str(mode)
     services = proxy_context.services
     if mode != _Mode.NONE:
         problem = ""

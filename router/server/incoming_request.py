@@ -6,7 +6,7 @@ from typing import Final
 
 from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.request_head import RequestHead
-from router.http.headers import Headers
+from router.http.headers import Headers, length_of
 from router.http.response_head import LENGTH
 
 _WORKERS_PATHS: Final = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
@@ -62,7 +62,7 @@ class IncomingRequest:
         """How long its head says that the body is, in bytes; 0 where it says nothing."""
         for name, value in self.headers:
             if name == LENGTH:
-                return int(value)
+                return length_of(value)
         return 0
 
     def take_body(self) -> bytes:

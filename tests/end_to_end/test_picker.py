@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from envoy_client import DESTINATION, SUBSET, EnvoyStream, Mode, set_headers, streamed
+from envoy_client import DESTINATION, SUBSET, EnvoyStream, Mode, headers, set_headers, streamed
 from grpc_call import GrpcCall, channel_to
 from grpc_health.v1 import health_pb2
 from picker_under_test import BODY, JSON, PATH, STREAM, Asked, picker
@@ -89,6 +89,29 @@ async def test_a_large_body_goes_back_in_small_parts(asked: Asked) -> None:
     assert b"".join(part for part, _ in parts) == large
     assert max(len(part) for part, _ in parts) <= 64 * 1024
     await stream.ends()
+
+
+async def test_what_makes_no_sense_is_answered(asked: Asked) -> None:
+    for length, status in (("9" * 5000, 413), ("-1", None), ("\xb2", None)):
+        stream = asked.stream()
+        await stream.head(PATH, JSON, ("content-length", length))
+        await stream.body(BODY)
+        answer = (await stream.hears()).immediate_response
+        assert (answer.status.code or None) == status
+        asked_again = stream if status is None else None
+        if asked_again is not None:
+            await stream.hears()
+        await stream.ends()
+    stream = asked.stream(9)
+    await stream.head(PATH, JSON)
+    assert (await stream.hears()).immediate_response.status.code == 500
+    await stream.ends()
+    for told in ("x", "99999"):
+        stream, _ = await asked.routed()
+        await stream.tell(response_headers=headers([(":status", told)]))
+        assert (await stream.hears()).HasField("immediate_response")
+        await stream.ends()
+        await asked.side.until_released()
 
 
 async def test_trailers_end_a_body(asked: Asked) -> None:
