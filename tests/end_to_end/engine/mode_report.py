@@ -18,11 +18,10 @@ class ModeResult(Answered):
     answers: list[Answer]
     beside: list[Answer]
 
-    @property
-    def over_share(self) -> float:
-        """The tokens that were predicted and not found, of all prompts' tokens."""
-        over = sum(max(answer.predicted - answer.cached, 0) for answer in self.answers)
-        return over / sum(answer.prompt_tokens for answer in self.answers)
+    def over_share(self, but: int = 0) -> float:
+        """The tokens that were predicted and not found, of all prompts' tokens. `but`: not counting so many misses."""
+        over = sorted(max(answer.predicted - answer.cached, 0) for answer in self.answers)
+        return sum(over[: len(over) - but]) / sum(answer.prompt_tokens for answer in self.answers)
 
     @property
     def beside_share(self) -> float:
@@ -40,5 +39,5 @@ class ModeResult(Answered):
         """The cells under COLUMNS."""
         over = sum(answer.predicted > answer.cached for answer in self.answers)
         under = len(self.misses) - over
-        shares = [f"{share:.1%}" for share in (self.over_share, self.cached_share, self.beside_share)]
+        shares = [f"{share:.1%}" for share in (self.over_share(), self.cached_share, self.beside_share)]
         return (self.mode, str(len(self.answers)), f"{self.exact_share:.1%}", str(over), str(under), *shares)

@@ -102,12 +102,11 @@ MODES = (
     Mode("speculative, ngram", ("--speculative-config", json.dumps(_NGRAM))),
     Mode("speculative, EAGLE", ("--speculative-config", json.dumps(_EAGLE)), family="llama3", learned_by=2),
     Mode("small caches", _FEW),
-    Mode("offloading to CPU memory", (*_FEW, "--kv-offloading-size", "1", "--kv-offloading-backend", "native")),
     Mode("sliding windows (Gemma 3)", family="gemma3"),
     Mode("linear attention (Qwen3-Next)", family="qwen3_next"),
     Mode("LoRA", ("--enable-lora", "--lora-modules", "ADAPTERS"), models=("poet", "clerk", "tiny")),
     Mode("kill -9 and restart", acts=(kill, start_again)),
     Mode("sleep and wake", acts=(put_to_sleep, wake)),
-    Mode("cache reset at the engine", acts=(reset_at_the_engine,)),
+    Mode("cache reset at the engine", acts=(reset_at_the_engine,), learned_by=1),
     Mode("model swapped behind a URL", acts=(swap_model,)),
 )

@@ -18,10 +18,11 @@ from engine.servers import RouterProcess, VllmWorker
 pytestmark = pytest.mark.engine
 
 USERS = (1, 3)  # at a time: without a queue, and with one
+CONVERSATIONS = 12
 THINK_SECONDS = 0.3
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]]:
     found = [VllmWorker(f"slow{number}", installation, logs, installation.model("small")) for number in range(2)]
     try:
@@ -39,7 +40,7 @@ def workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]
 def test_first_tokens_come_about_when_predicted(workers: list[VllmWorker], logs: Path, users: int) -> None:
     with RouterProcess(workers, logs, patience=60.0) as router, Client(router, words_are_tokens=False) as client:
         router.wait_until_compared()
-        answers = client.converse_all(conversations(users), users, THINK_SECONDS)
+        answers = client.converse_all(conversations(users)[:CONVERSATIONS], users, THINK_SECONDS)
         (forecast,) = forecasts(router)
     times = sorted(answer.time_to_first_token for answer in answers)
     print(f"\n{users} users, TTFT {times[len(times) // 2]:.2f} s in the middle: {forecast}")
