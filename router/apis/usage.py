@@ -76,11 +76,12 @@ class UsageTail:
 def _object_after(tail: bytes, place: int) -> int:
     """Where the object begins that the key at a place stands for; below 0 when it is no key, or stands for none."""
     after = place + len(_KEY)
-    start = tail.find(b"{", after, after + _MOST_BETWEEN)
-    if start < 0 or (place and tail[place - 1] == _BACKSLASH):
+    if place and tail[place - 1] == _BACKSLASH:
         return -1
-    between = tail[after:start]
-    return start if between == b":" or between.strip() == b":" else -1
+    if tail[after : after + 2] == b":{":  # as most engines write it
+        return after + 1
+    start = tail.find(b"{", after, after + _MOST_BETWEEN)
+    return start if start >= 0 and tail[after:start].strip() == b":" else -1
 
 
 def _object_at(tail: bytes, start: int) -> dict[str, Any]:
