@@ -29,6 +29,9 @@ def costs(
 def lowest(costs: array[float], near: float) -> list[int]:
     """The rows that cost at most `near` more than the lowest, as a share of it, in order; none that is infinite."""
 
+def highest(held: array[int]) -> int:
+    """The highest number of an `array("I")`; 0 where there is none."""
+
 class JsonCheck:
     def __init__(self, names: list[str], kept: Sequence[str], elements: int, values: int, small: int) -> None:
         """`names`: fields that are not plain at the top of a body. `kept`: fields there that `named` keeps. `elements`:

@@ -15,7 +15,8 @@ numbered from 0 (4 bytes, big-endian), so that a broken snapshot shows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 END_OF_REPLAY = b"\xff" * 8
 SNAPSHOT_START = 2**64 - 2  # what asks for a snapshot, in place of a sequence number
@@ -25,7 +26,7 @@ class MalformedFrameError(ValueError):
     """A multipart message that is no frame of an event stream."""
 
 
-class StreamFrame(NamedTuple):
+class StreamFrame(msgspec.Struct, frozen=True, gc=False):
     """One event batch in transit: its sequence number and its encoded payload."""
 
     seq: int

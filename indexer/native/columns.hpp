@@ -39,6 +39,10 @@ inline void write_costs(
         costs[row] = fixed[row] + static_cast<double>(std::max(tokens - i64{held[row]}, least)) * per_token[row];
 }
 
+inline u32 highest(std::span<const u32> column) {
+    return column.empty() ? 0 : *std::max_element(column.begin(), column.end());
+}
+
 // The rows that cost at most `near` more than the lowest, as a share of it; none that is infinite.
 inline std::vector<u32> lowest_rows(std::span<const double> costs, double near) {
     std::vector<u32> rows;

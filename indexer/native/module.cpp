@@ -185,6 +185,11 @@ std::vector<u32> lowest(nb::handle costs, double near) {
     return lowest_rows({column.data(), column.size()}, near);
 }
 
+u32 highest_of(nb::handle held) {
+    const Column<u32> column(held, false);
+    return highest({column.data(), column.size()});
+}
+
 // How many bytes two pieces of memory begin alike.
 std::size_t common_bytes(const char* one, const char* other, std::size_t size) {
     std::size_t at = 0;
@@ -231,6 +236,7 @@ NB_MODULE(_native, module) {
     module.def("spread", &spread);
     module.def("costs", &costs);
     module.def("lowest", &lowest);
+    module.def("highest", &highest_of);
     nb::class_<JsonCheck>(module, "JsonCheck")
         .def(nb::init<std::vector<std::string>, std::vector<std::string>, u64, u64, u64>())
         .def("named", &named);

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from indexer.cores import native_core
 
 Costs: TypeAlias = Callable[["array[float]", "array[float]", "array[int]", int, int, "array[float]"], None]
+Highest: TypeAlias = Callable[["array[int]"], int]
 Lowest: TypeAlias = Callable[["array[float]", float], list[int]]
 
 
@@ -29,6 +30,7 @@ class CostColumns:
         native = native_core()
         self._write_costs: Costs = native.costs if native is not None else write_costs
         self.lowest: Lowest = native.lowest if native is not None else lowest
+        self.highest: Highest = native.highest if native is not None else highest
 
     def set(self, row: int, fixed: float, per_token: float) -> None:
         """A row's line."""
@@ -56,3 +58,8 @@ def lowest(costs: array[float], near: float) -> list[int]:
         return []
     most = least * (1 + near) if near else least
     return [row for row, cost in enumerate(costs) if cost <= most]
+
+
+def highest(held: array[int]) -> int:
+    """The highest number of a column; 0 where there is none."""
+    return max(held, default=0)

@@ -115,7 +115,7 @@ class CandidateSet:
         if excluded:
             best = max([tokens for row, tokens in enumerate(overlaps.tokens) if row not in excluded], default=0)
         else:
-            best = max(overlaps.tokens, default=0)
+            best = self.view.columns.highest(overlaps.tokens)
         hashes = self.hashes.get(rank.served, NO_HASHES)
         return Selection(decision, rank, hashes, overlaps.events_of(rank.row), best)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from indexer import Target
 from indexer.cores import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
-from router.policies.cost_columns import lowest, write_costs
+from router.policies.cost_columns import highest, lowest, write_costs
 from router.policies.peers import Dynamo, LeastLoaded, Lmetric
 
 POLICIES: dict[str, Callable[[Random], LinearPolicy]] = {
@@ -118,6 +118,7 @@ def test_the_native_columns_are_their_twins(
         if row < len(rows):
             one[row] = inf
     assert lowest(one, near) == _native.lowest(one, near)
+    assert highest(held) == _native.highest(held)
 
 
 @pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
