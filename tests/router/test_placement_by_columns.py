@@ -46,7 +46,8 @@ class Fixture:
             for number in range(WORKERS)
         ]
         self.indexer = indexer
-        self.fleet = Fleet(workers, FleetSettings(), indexer, session, nothing)
+        # Nothing of what was scraped gets too old while the test runs: columns would learn that a moment later.
+        self.fleet = Fleet(workers, FleetSettings(metrics_interval=600.0), indexer, session, nothing)
         for number, worker in enumerate(self.fleet.workers):
             ranks = (0, 1) if number % 5 == 0 else (0,)
             models = {MODEL: ServedModel(MODEL, MODEL)}
@@ -55,7 +56,7 @@ class Fixture:
             for rank in ranks:
                 indexer.register(Registration(Target(worker.url, rank, MODEL), None, "vLLM", BLOCK))
         self.loads, history = LoadTable(), RoutingHistory()
-        self.peer_load = PeerLoad(60.0, 2.0)
+        self.peer_load = PeerLoad(600.0, 2.0)
         policy = policy_named(PolicySettings(), Random(1))
         assert isinstance(policy.choose, KvAware)
         self.policy = policy.choose
