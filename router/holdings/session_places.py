@@ -106,6 +106,11 @@ class SessionPlaces:
         """Tokens on a target that sessions will come back for."""
         return self._wanted.get(target, 0)
 
+    def of(self, key: SessionKey) -> Target | None:
+        """Where a session has its place, if it has one."""
+        place = self._places.get(key)
+        return None if place is None else place.target
+
     def weight(self, target: Target, targets: int, capacity: int | None) -> float:
         """What evicting there costs, compared with elsewhere: see above.
 

@@ -1,5 +1,5 @@
-"""The same fleet before a router that agents tell whether and when they come back: the places of their sessions weigh in
-what evictions cost, as `router.holdings.session_places` has it.
+"""The same fleet before a router that agents tell whether and when they come back: the places of their sessions weigh
+in what evictions cost, as `router.holdings.session_places` has it.
 """
 
 from __future__ import annotations
