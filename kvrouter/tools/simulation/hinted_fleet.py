@@ -40,7 +40,7 @@ class HintedFleet(Fleet):
         self._kv_tokens = kv_tokens
         self._places = SessionPlaces(self._clock)
         self._in_place: dict[int, Place] = {}  # by the identity of the request
-        self._next_call = _announced(requests, pause_error, random)
+        self._next_call = announced(requests, pause_error)
 
     def _eviction_weight(self, target: Target) -> float:
         self._places.expire(self._now)
@@ -62,8 +62,12 @@ class HintedFleet(Fleet):
         return super()._progress(worker, progress)
 
 
-def _announced(requests: Sequence[TracedRequest], error: float, random: Random) -> dict[int, float | None]:
-    """The pause that each request announces, by its identity; None: it is its session's last."""
+def announced(requests: Sequence[TracedRequest], error: float) -> dict[int, float | None]:
+    """The pause that each request announces, by its identity; None: it is its session's last.
+
+    `error`: the standard deviation of the logarithm by which they are off.
+    """
+    random = Random(0)  # of its own: the fleet's goes on as without hints
     following: dict[str, TracedRequest] = {}
     pauses: dict[int, float | None] = {}
     for request in reversed(requests):
