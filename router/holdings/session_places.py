@@ -1,7 +1,7 @@
 """Where sessions that were said to go on have their prefix, so that it is kept for them while their tools run.
 
-    wanted(w)   tokens of such sessions' last prompts on w
-    weight(w) = 1 + STEEP · (wanted(w) - mean of the model's targets) / capacity(w)      from 0 to MOST
+    wanted(w)   tokens of such sessions' last prompts on w; of capacity(w) at most, since more cannot be kept there
+    weight(w) = 1 + STEEP · (wanted(w) - mean of the model's targets) / capacity(w)      at least 0
 
 What evicting costs on a target is weighted by this: what many will come back for is dear, what nobody wants is cheap.
 Without a word of any session every weight is 1. A session's place is wanted from its request on until the next one
@@ -19,7 +19,6 @@ from typing import Final, TypeAlias
 from indexer import Target
 
 STEEP: Final = 2.0
-MOST: Final = 3.0
 # Seconds that a place is kept after the answer: so many times the pause that was announced, and some more.
 _PAUSES: Final = 2.0
 _LEAST: Final = 5.0
@@ -118,8 +117,8 @@ class SessionPlaces:
         """
         if not self._places or not capacity:
             return 1.0
-        mean = self._of_model.get(target.model, 0) / targets
-        return min(max(1 + STEEP * (self.wanted(target) - mean) / capacity, 0.0), MOST)
+        mean = min(self._of_model.get(target.model, 0) / targets, capacity)
+        return max(1 + STEEP * (min(self.wanted(target), capacity) - mean) / capacity, 0.0)
 
     def _count(self, place: Place, tokens: int) -> None:
         target = place.target

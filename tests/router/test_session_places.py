@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from indexer import Target
-from router.holdings.session_places import MOST, STEEP, SessionPlaces
+from router.holdings.session_places import STEEP, SessionPlaces
 
 A, B, OTHER = Target("a", 0, "m"), Target("b", 0, "m"), Target("a", 0, "other")
 
@@ -37,8 +37,10 @@ def test_what_many_come_back_for_is_dear_and_what_nobody_wants_is_cheap(places: 
     assert [places.weight(target, 2, 1000) for target in (A, B)] == [1 + STEEP * 0.2, 1 - STEEP * 0.2]
     assert places.weight(OTHER, 1, 1000) == 1.0  # another model's
     assert places.weight(A, 2, None) == 1.0  # of what size is not known
-    places.keep((None, "t"), A, 10_000, None)
-    assert [places.weight(target, 2, 1000) for target in (A, B)] == [MOST, 0.0]
+    places.keep((None, "t"), A, 600, None)
+    assert [places.weight(target, 4, 1000) for target in (A, B)] == [1 + STEEP * 0.75, 1 - STEEP * 0.25]
+    places.keep((None, "u"), B, 800, None)
+    assert places.weight(B, 4, 400) == places.weight(A, 4, 400) == 1.0  # more than can be kept anywhere
 
 
 def test_a_place_is_where_the_last_request_went_until_the_session_ends(places: SessionPlaces) -> None:
