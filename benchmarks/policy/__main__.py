@@ -10,6 +10,7 @@ import typer
 
 from benchmarks.policy.decisions import TARGETS, decision_seconds
 from benchmarks.policy.grid import full_grid, play, quick_grid, trace_grid
+from benchmarks.policy.hints import compare_hints
 from benchmarks.policy.promises import compare
 from benchmarks.policy.report import CellResult, markdown, verdict
 from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL, Measures
@@ -34,6 +35,7 @@ def main(
     promises: Annotated[
         bool, typer.Option("--promises", help="Compare how many promises are kept, by classes of requests.")
     ] = False,
+    hints: Annotated[bool, typer.Option("--hints", help="Say what agents' hints are worth.")] = False,
     output: Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw TTFT p90 (needs the extra bench).")] = None,
 ) -> None:
@@ -45,6 +47,12 @@ def main(
         print(f"\n{table}\n\nThe run took {time.process_time() - begun:.0f} s of one core.")
         if output:
             output.write_text(f"# Promises kept\n\n{table}\n")
+        return
+    if hints:
+        table = compare_hints(quick, count, lambda line: print(line, flush=True))
+        print(f"\n{table}\n\nThe run took {time.process_time() - begun:.0f} s of one core.")
+        if output:
+            output.write_text(f"# Agents' hints\n\n{table}\n")
         return
     cells = trace_grid(trace, quick) if trace else quick_grid() if quick else full_grid()
     sides = WITHOUT_EVENTS if without_events else SIDES

@@ -16,7 +16,7 @@ from kvrouter.tools.simulation.fleet import Fleet
 from kvrouter.tools.simulation.measures import Measures, measured
 from kvrouter.tools.simulation.profiles import LLAMA_8B, LLAMA_70B, Profile
 from kvrouter.tools.simulation.sides import Side
-from kvrouter.tools.simulation.trace import TracedRequest, read_trace, requests_of
+from kvrouter.tools.simulation.trace import TracedRequest, TraceLine, read_trace, requests_of
 
 # Requests that decode together in a busy engine, and the context of each in tokens.
 _BATCH, _CONTEXT = 24, 6000
@@ -37,9 +37,16 @@ class Cell:
 
     @property
     def name(self) -> str:
-        what = self.workload.name if isinstance(self.workload, Workload) else "trace"
         load = f"load {self.load}" if isinstance(self.workload, Workload) else f"{self.load}/s a worker"
-        return f"{what}, {self.workers} of {self.profile.name}, {self.kv_tokens / 1e6:g} M tokens, {load}"
+        return f"{self.workload_name}, {self.fleet_name}, {load}"
+
+    @property
+    def workload_name(self) -> str:
+        return self.workload.name if isinstance(self.workload, Workload) else "trace"
+
+    @property
+    def fleet_name(self) -> str:
+        return f"{self.workers} of {self.profile.name}, {self.kv_tokens / 1e6:g} M tokens"
 
     def requests(self, seed: int) -> list[TracedRequest]:
         """The requests to replay."""
@@ -47,10 +54,15 @@ class Cell:
             lines = read_trace(self.workload, _TRACE_REQUESTS_A_WORKER * self.workers).lines
             seconds = (lines[-1].timestamp - lines[0].timestamp) / 1000
             return requests_of(lines, self.load * self.workers / (len(lines) / seconds))
+        return requests_of(self.lines(seed))
+
+    def lines(self, seed: int) -> list[TraceLine]:
+        """A made-up trace at this load."""
+        assert isinstance(self.workload, Workload)
         sample = sessions(self.workload, 1.0, _SAMPLE_SECONDS, Random(0))
         work = ideal_seconds(sample, *_prices(self.profile))
         rate = self.load * self.workers / work / (len(sample) / _SAMPLE_SECONDS)
-        return requests_of(sessions(self.workload, rate, self.seconds, Random(seed)))
+        return sessions(self.workload, rate, self.seconds, Random(seed))
 
 
 def _prices(profile: Profile) -> tuple[float, float]:

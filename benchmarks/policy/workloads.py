@@ -35,6 +35,8 @@ class Workload:
 
 CONVERSATION = Workload("conversation", 32, 1500, 5.0, 2500, 400, 320, 25.0)
 AGENT = Workload("agent", 8, 9000, 16.0, 1500, 1100, 130, 4.0)
+# Documents that are asked about once.
+SINGLE = Workload("single", 1, 1, 1.0, 9000, 1, 130, 1.0)
 
 
 def sessions(workload: Workload, rate: float, seconds: float, random: Random) -> list[TraceLine]:

@@ -10,7 +10,7 @@
 The first two are a deadline of the answer: it is cut off there. The last ones are those of OpenAI's and Anthropic's
 clients, which give up when nothing has come for so long. They hang up then, but a proxy between may hide it. After it
 a request is not sent any more, and an answer that has begun goes on. `grpc-timeout` belongs to gRPC calls, of which
-there are none here. What a request is promised is read in `service_levels`.
+there are none here. What a request is promised is read in `service_levels`, what agents tell in `agent_hints`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from indexer.errors import RequestError
 from router.admission.service_levels import PROMISE_HEADERS, ServiceLevels, read_promise
+from router.apis.agent_hints import HINT_HEADERS, AgentHints, hints_in_headers
 from router.http.headers import HeaderItems, Headers
 from router.policies.promises import Promise
 
@@ -29,7 +30,9 @@ PRIORITY_HEADER = b"x-kvrouter-priority"
 TIMEOUT_HEADER = b"x-request-timeout"
 _ENVOY_TIMEOUT_HEADER = b"x-envoy-expected-rq-timeout-ms"
 _READ_TIMEOUT_HEADERS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
-_HEADERS = _READ_TIMEOUT_HEADERS | PROMISE_HEADERS | {PRIORITY_HEADER, TIMEOUT_HEADER, _ENVOY_TIMEOUT_HEADER}
+_HEADERS = (
+    _READ_TIMEOUT_HEADERS | PROMISE_HEADERS | HINT_HEADERS | {PRIORITY_HEADER, TIMEOUT_HEADER, _ENVOY_TIMEOUT_HEADER}
+)
 
 # Longer ones are none.
 _LONGEST_TIMEOUT = 7 * 86400.0
@@ -42,7 +45,7 @@ class Ticket:
 
     `priority`: lower is sooner. `deadline`: when the whole answer must be there, or None. `place_by`: when the request
     is not worth sending any more, at `deadline` at the latest. `tokens`: of its prompts. `size`: the bytes of its body.
-    `promise`: when its tokens are to come; None for most.
+    `promise`: when its tokens are to come; None for most. `hints`: what its headers tell of the answer and the session.
     """
 
     priority: int
@@ -53,6 +56,7 @@ class Ticket:
     arrived: float
     place_by: float | None
     promise: Promise | None
+    hints: AgentHints | None
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class Ticket:
         arrived: float = 0.0,
         place_by: float | None = None,
         promise: Promise | None = None,
+        hints: AgentHints | None = None,
     ) -> None:
         self.priority = priority
         self.tenant = tenant
@@ -73,6 +78,7 @@ class Ticket:
         self.arrived = arrived
         self.place_by = place_by
         self.promise = promise
+        self.hints = hints
 
     def left(self, now: float) -> float | None:
         """Seconds until the answer must be there; None: any number."""
@@ -131,7 +137,7 @@ def read_ticket(
         priority = max(priority, best_priority)
     deadline = min(deadlines) if deadlines else None
     place_by = min([*deadlines, *give_up]) if deadlines or give_up else None
-    return Ticket(priority, tenant, deadline, tokens, size, now, place_by, promise)
+    return Ticket(priority, tenant, deadline, tokens, size, now, place_by, promise, hints_in_headers(headers))
 
 
 def deadline_error() -> RequestError:

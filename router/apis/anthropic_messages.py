@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from indexer.errors import RequestError
+from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import MessagesFields
 from router.apis.fields import kind_of, lenient, model_name, optional_string, read_body
 from router.apis.message_normalization import BILLING_HEADER
@@ -55,6 +56,7 @@ def decode_messages(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(fields.max_tokens, int, None),
         session=session_of(headers, fields),
+        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
     )
 
 

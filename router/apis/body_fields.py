@@ -8,13 +8,14 @@ import msgspec
 
 
 class SessionFields(msgspec.Struct):
-    """The fields of a body that may name its session."""
+    """The fields of a body that may name its session, and say what becomes of it."""
 
     session_id: Any = None
     vllm_xargs: Any = None
     metadata: Any = None
     prompt_cache_key: Any = None
     user: Any = None
+    nvext: Any = None
 
 
 class PromptFields(SessionFields):

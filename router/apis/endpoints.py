@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from indexer.errors import RequestError, error_body
+from router.apis.agent_hints import hints_in_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
 from router.apis.body_cache import BodyCache
 from router.apis.body_fields import NamedFields, SessionFields
@@ -55,6 +56,7 @@ def _decode_named(body: bytes, headers: HeaderItems) -> RoutedRequest:
         stream=lenient(fields.stream, bool, False),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
+        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
     )
 
 

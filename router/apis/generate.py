@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from indexer.errors import RequestError
+from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import SessionFields
 from router.apis.fields import kind_of, kinds_of, lenient, optional_string, read_body, token_ids
 from router.apis.requests import Prompt, RoutedRequest, TextPrompts, TokenPrompts
@@ -54,6 +55,7 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         n=lenient(sampling.get("n", fields.n), int, 1),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
+        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
         reads_cache=not _computes_all(fields, sampling),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from indexer.errors import RequestError
+from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
 from router.apis.requests import (
@@ -87,6 +88,7 @@ def _request(
         n=max(lenient(fields.n, int, 1), lenient(fields.best_of, int, 1)),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
+        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
         reads_cache=fields.prompt_logprobs is None and not echoes_logprobs,
         other_prompts=bool(fields.prompt_embeds),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from router.apis.agent_hints import AgentHints
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ class RoutedRequest:
     `max_tokens` bounds each of the `n` answers to a prompt; None is no bound. `session` is what the requests of one
     conversation or user have in common. `stored` is a response, a conversation, a file or the like that it is about,
     which only the worker that made it has. `reads_cache`: false for one that the engine computes from its start,
-    whatever is cached. `other_prompts`: it has prompts beside these, which have no tokens.
+    whatever is cached. `other_prompts`: it has prompts beside these, which have no tokens. `hints`: what its
+    body tells of the answer and the session.
     """
 
     model: str | None
@@ -127,6 +129,7 @@ class RoutedRequest:
     stored: str | None
     reads_cache: bool
     other_prompts: bool
+    hints: AgentHints | None
 
     def __init__(
         self,
@@ -141,6 +144,7 @@ class RoutedRequest:
         stored: str | None = None,
         reads_cache: bool = True,
         other_prompts: bool = False,
+        hints: AgentHints | None = None,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -153,6 +157,7 @@ class RoutedRequest:
         self.stored = stored
         self.reads_cache = reads_cache
         self.other_prompts = other_prompts
+        self.hints = hints
 
 
 @dataclass(frozen=True, slots=True)

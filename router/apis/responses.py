@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from indexer.errors import RequestError
+from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import ResponsesFields
 from router.apis.fields import kind_of, lenient, optional_string, read_body
 from router.apis.requests import ChatPrompt, RoutedRequest
@@ -35,6 +36,7 @@ def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         max_tokens=lenient(fields.max_output_tokens, int, None),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
+        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
         stored=optional_string(fields.previous_response_id, "previous_response_id") or _conversation(fields),
     )
 

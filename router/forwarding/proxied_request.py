@@ -247,6 +247,8 @@ class ProxiedRequest(AttemptHandler):
             model=prompt.name,
             arrived=self._arrived,
         )
+        if ticket.hints is not None:
+            prompt.hints = ticket.hints.before(prompt.hints)
         if tenant is not None:
             tenant.admit(prompt.name, prompt.tokens)
         if ticket.deadline is not None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from indexer import Indexer, Target
+from router.holdings.session_places import SessionPlaces
 from router.holdings.speculation import CHUNK_TOKENS
 from router.learning.eviction_pressure import EvictionPressure
 from router.learning.forecasts import Forecasts
@@ -19,6 +20,8 @@ _LOOK_SECONDS = 1.0
 
 class Learned:
     """How fast workers are, how long answers become, what evictions cost, and what follows for first tokens.
+
+    `places`: of the sessions that were said to go on.
 
     `cpu_token`, `disk_token`: what loading a cached token takes, as a share of computing it.
     """
@@ -34,6 +37,7 @@ class Learned:
         self.forecasts = Forecasts(self.rates, cpu_token, disk_token, clock)
         self.outputs = OutputLengths()
         self.pressure = EvictionPressure(CHUNK_TOKENS, clock=clock)
+        self.places = SessionPlaces(clock)
         self._clock = clock
         self._next_look = 0.0
 
@@ -45,6 +49,7 @@ class Learned:
         """A worker was removed."""
         self.rates.forget(worker)
         self.forecasts.forget(worker)
+        self.places.forget(worker)
 
     def seconds_per_token(self) -> float:
         """What computing a token of a prompt takes: the mean of the workers."""

@@ -19,7 +19,7 @@ class OutputLengths:
         count += 1
         self._means[model] = (mean + max(1 / (count + 1), _WEIGHT) * (tokens - mean), count)
 
-    def expected(self, model: str, max_tokens: int | None) -> float:
-        """Tokens to expect of an answer that may have `max_tokens`."""
-        mean, _ = self._means.get(model, (_FIRST_GUESS, 0))
+    def expected(self, model: str, max_tokens: int | None, told: int | None = None) -> float:
+        """Tokens to expect of an answer that may have `max_tokens`. `told`: what its agent expects."""
+        mean = self._means.get(model, (_FIRST_GUESS, 0))[0] if told is None else told
         return mean if max_tokens is None else min(mean, max_tokens)

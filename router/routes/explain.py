@@ -16,13 +16,16 @@ from indexer.openapi import errors, json_body
 from router.access.bodies import check_amounts
 from router.admission.admission import Admission
 from router.admission.service_levels import ServiceLevels, read_promise
+from router.apis.agent_hints import AgentHints, hints_in_headers
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
 from router.apis.requests import RoutedRequest
 from router.forwarding.long_bodies import aside_if_long
+from router.holdings.session_places import SessionPlaces
 from router.http.headers import HeaderItems
 from router.policies import Cost
 from router.policies.promises import Estimate, Forecast, Promise
+from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
 from router.services import Services
 from router.settings import LimitSettings
@@ -70,6 +73,8 @@ async def explain(
     call, request = await aside_if_long(body, partial(_asked, limits, headers))
     prompt = await router.read(request, len(call.body))
     prompt = replace(prompt, path=call.path)
+    if (told := hints_in_headers(headers)) is not None:
+        prompt.hints = told.before(prompt.hints)
     now = time.monotonic()
     promise = read_promise(headers, levels, "", prompt.name, now)
     selection = router.choose(prompt, now=now, promise=promise)
@@ -82,12 +87,14 @@ async def explain(
         "tokens": prompt.tokens,
         "exact": prompt.exact,
         "session": prompt.session,
+        "hints": prompt.hints and _hints(prompt, prompt.hints, router.places, names),
         "held": admission.would_hold(prompt, promise=promise),
         "promise": promise and _promise(promise, router.forecast(decision.chosen, prompt), now),
         "choice": {"worker": names.of(decision.chosen.target.worker), "dp_rank": decision.chosen.target.dp_rank},
         "unit": decision.unit,
         "candidates": [
-            _candidate(names, cost) | {"forecast": _forecast(router.forecast(cost.candidate, prompt), promise, now)}
+            _candidate(names, cost, router.places.wanted(cost.candidate.target))
+            | {"forecast": _forecast(router.forecast(cost.candidate, prompt), promise, now)}
             for cost in costs
         ],
         "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
@@ -108,13 +115,29 @@ def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Ca
     return call, read_call(call)
 
 
-def _candidate(names: WorkerNames, cost: Cost) -> dict[str, Any]:
+def _hints(prompt: RoutedPrompt, hints: AgentHints, places: SessionPlaces, names: WorkerNames) -> dict[str, Any]:
+    """What the agent tells, in tokens and seconds, and where its session has its place."""
+    place = None if prompt.session is None else places.of((prompt.cache_salt, prompt.session))
+    return {
+        "output_tokens": hints.output_tokens,
+        "next_call": hints.next_call,
+        "final": hints.final,
+        "place": place and {"worker": names.of(place.worker), "dp_rank": place.dp_rank},
+    }
+
+
+def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
     candidate = cost.candidate
     return {
         "worker": names.of(candidate.target.worker),
         "dp_rank": candidate.target.dp_rank,
         "overlap": candidate.overlap,
-        "load": {"requests": candidate.requests, "pending": candidate.pending, "context": candidate.context},
+        "load": {
+            "requests": candidate.requests,
+            "pending": candidate.pending,
+            "context": candidate.context,
+            "wanted": wanted,
+        },
         "terms": cost.terms,
         "total": cost.total,
     }

@@ -165,9 +165,7 @@ class CandidateFinder:
         targets = self.directory.of(prompt.name, prefill)
         view = targets.view
         if view is None:
-            view = targets.view = LoadView(
-                targets.ranks, self._load, self._peer_load, self._learned.pressure, self._policy
-            )
+            view = targets.view = LoadView(targets.ranks, self._load, self._peer_load, self._learned, self._policy)
         view.update(now)
         owner = self.responses.of(prompt.stored) if prompt.stored else None
         rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
@@ -189,7 +187,8 @@ class CandidateFinder:
         served = found.rank_of(found.candidates[0]).served
         hashes = found.hashes.get(served, NO_HASHES)
         beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
-        expected = self._learned.outputs.expected(served.model, prompt.max_tokens)
+        told = None if prompt.hints is None else prompt.hints.output_tokens
+        expected = self._learned.outputs.expected(served.model, prompt.max_tokens, told)
         return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
 
     def any_has_capacity(

@@ -8,7 +8,7 @@ rows now and then, in portions.
 from __future__ import annotations
 
 from router.fleet.load import LoadTable
-from router.learning.eviction_pressure import EvictionPressure
+from router.learning.learned import Learned
 from router.policies import Candidate, CostColumns, LinearPolicy
 from router.routing.routable_rank import RoutableRank
 from router.sharing import PeerLoad
@@ -32,13 +32,14 @@ class LoadView:
         ranks: list[RoutableRank],
         load: LoadTable,
         peer_load: PeerLoad,
-        pressure: EvictionPressure,
+        learned: Learned,
         policy: LinearPolicy | None,
     ) -> None:
         self._ranks = ranks
         self._journal = load.journal
         self._peer_load = peer_load
-        self._pressure = pressure
+        self._pressure = learned.pressure
+        self._places = learned.places
         self._policy = policy
         self._row_of_slot = {rank.load.slot: rank.row for rank in ranks}
         self._read_to = -1
@@ -63,6 +64,7 @@ class LoadView:
         if self._swept >= rows and now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_SECONDS
             self._swept = 0
+            self._places.expire(now)
             price = self._pressure.price()
             if abs(price - self._price) > _PRICE_CHANGE * self._price:
                 self._price = price
@@ -93,7 +95,7 @@ class LoadView:
             pending=load.pending + peers.pending,
             context=load.context + peers.context,
             waiting=len(load.prefills) + peers.waiting + engine.waiting,
-            eviction=self._price if self._price and self._pressure.evicting(target) else 0.0,
+            eviction=self._eviction(rank) if self._price else 0.0,
             kv_usage=engine.kv_usage,
         )
         if (weight := rank.weight) != 1:
@@ -104,3 +106,12 @@ class LoadView:
         if self._policy is not None:
             fixed, per_token = self._policy.line(record)
             self.columns.set(row, fixed, per_token)
+
+    def _eviction(self, rank: RoutableRank) -> float:
+        """What evicting costs there: nothing while it evicts nothing."""
+        target = rank.target
+        if not self._pressure.evicting(target):
+            return 0.0
+        if not len(self._places):
+            return self._price
+        return self._price * self._places.weight(target, len(self._ranks), rank.worker.capacity_tokens)

@@ -48,4 +48,5 @@ class PromisedSelector:
         return self._forecasts.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
 
     def _output(self, rank: RoutableRank, prompt: RoutedPrompt) -> float:
-        return self._outputs.expected(rank.served.model, prompt.max_tokens) * prompt.answers
+        told = None if prompt.hints is None else prompt.hints.output_tokens
+        return self._outputs.expected(rank.served.model, prompt.max_tokens, told) * prompt.answers

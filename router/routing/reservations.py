@@ -7,6 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from indexer import Indexer
+from router.apis.agent_hints import AgentHints
 from router.apis.usage import Usage
 from router.fleet.fleet import Worker
 from router.fleet.load import LoadTable, Reservation
@@ -132,9 +133,19 @@ class Reservations:
         if prefill is not None:
             self._record_prompts(prompt, prefill, now, whole=False)
         self._record_prompts(prompt, assignment, now, whole=prefill is None)
+        if prompt.hints is not None and prompt.session is not None:
+            self._record_session(prompt, prompt.hints, prompt.session, assignment)
         if now >= self._sample_from and self.sampler is not None:
             assignment.sample = self.sampler.placed(prompt, assignment)
             self._sample_from = self.sampler.due
+
+    def _record_session(self, prompt: RoutedPrompt, hints: AgentHints, session: str, assignment: Assignment) -> None:
+        """Keep the place of a session that was said to go on, and let go of that of one that ends."""
+        places, key = self._learned.places, (prompt.cache_salt, session)
+        if hints.returns:
+            assignment.when_released(places.keep(key, assignment.target, prompt.tokens, hints.next_call))
+        else:
+            places.leave(key)
 
     def _record_prompts(self, prompt: RoutedPrompt, assignment: Assignment, now: float, whole: bool) -> None:
         """Count known prompts as held soon, and predict what the answer will say of them. `whole`: the answer comes
@@ -196,6 +207,7 @@ class Reservations:
             self._speculation.forget(target)
             self._sharing.peer_load.forget_prompts(target)
             self._history.forget(target)
+        self._learned.places.forget(worker.url)
 
     def removed(self, worker: Worker) -> None:
         """A worker is gone: nothing of it is kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from indexer.hashing import PackedPrompt
+from router.apis.agent_hints import AgentHints
 from router.apis.requests import RoutedRequest
 from router.tokens.tokenizers import Tokenized
 
@@ -26,7 +27,8 @@ class RoutedPrompt:
     `exact`: the worker is expected to compute just these tokens. `answers`: how many each prompt wants, of `max_tokens`
     at most. `stored`: a response or another thing it is about, which only the worker that made it has. `priority`: as
     the body has it, lower is sooner. `path`: where it was sent. `by_text`: text stands for tokens in `identities`.
-    `reads_cache`: false where the engine computes the prompts from their start, whatever it has of them.
+    `reads_cache`: false where the engine computes the prompts from their start, whatever it has of them. `hints`: what
+    its agent tells of the answer and the session.
     """
 
     name: str | None
@@ -44,6 +46,7 @@ class RoutedPrompt:
     path: str
     by_text: bool
     reads_cache: bool
+    hints: AgentHints | None
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class RoutedPrompt:
         path: str = "",
         by_text: bool = False,
         reads_cache: bool = True,
+        hints: AgentHints | None = None,
     ) -> None:
         self.name = name
         self.tokens = tokens
@@ -78,6 +82,7 @@ class RoutedPrompt:
         self.path = path
         self.by_text = by_text
         self.reads_cache = reads_cache
+        self.hints = hints
 
 
 def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
@@ -89,6 +94,7 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         session=request.session,
         stored=request.stored,
         priority=request.priority,
+        hints=request.hints,
     )
 
 
@@ -116,4 +122,5 @@ def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedProm
         request.stored,
         request.priority,
         reads_cache=request.reads_cache,
+        hints=request.hints,
     )

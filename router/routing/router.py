@@ -29,6 +29,7 @@ from router.fleet.fleet import Fleet, Worker
 from router.fleet.load import LoadTable
 from router.holdings.audit import HitAudit
 from router.holdings.history import RoutingHistory
+from router.holdings.session_places import SessionPlaces
 from router.holdings.speculation import SpeculativeHoldings
 from router.learning.learned import Learned
 from router.policies import ByTurn, Candidate, LinearPolicy, NamedPolicy
@@ -200,6 +201,11 @@ class Router:
         """What a candidate is predicted to take for a prompt that is sent now."""
         rank = self._candidates.directory.of(prompt.name).of_target[candidate.target]
         return self._promised.forecast(rank, candidate, prompt)
+
+    @property
+    def places(self) -> SessionPlaces:
+        """Where the sessions that were said to go on have their prefix."""
+        return self._learned.places
 
     def prefill_seconds(self, prompt: RoutedPrompt) -> float:
         """How long a prompt's prefill would take where most of it is cached; all of it where no worker is left."""

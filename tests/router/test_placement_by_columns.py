@@ -7,10 +7,12 @@ from array import array
 from random import Random
 
 import aiohttp
+import pytest
 
 from indexer import Indexer, Registration, Target
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
+from router.apis.agent_hints import AgentHints
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.load import LoadTable
@@ -32,6 +34,7 @@ from router.tokens.tokenizers import Tokenizers
 
 MODEL, BLOCK = "m", 16
 WORKERS = 150
+CAPACITY = 4096  # tokens of a worker's cache
 LIMITS = Limits(requests=3, tokens=600)
 
 
@@ -51,11 +54,13 @@ class Fixture:
         for number, worker in enumerate(self.fleet.workers):
             ranks = (0, 1) if number % 5 == 0 else (0,)
             models = {MODEL: ServedModel(MODEL, MODEL)}
-            worker.describe(WorkerDescription(Engine.VLLM, models, block_size=BLOCK, ranks=ranks))
+            worker.describe(
+                WorkerDescription(Engine.VLLM, models, block_size=BLOCK, ranks=ranks, capacity=CAPACITY // BLOCK)
+            )
             worker.problem, worker.slow_start = None, 1000.0
             for rank in ranks:
                 indexer.register(Registration(Target(worker.url, rank, MODEL), None, "vLLM", BLOCK))
-        self.loads, history = LoadTable(), RoutingHistory()
+        self.loads, history, self.learned = LoadTable(), RoutingHistory(), Learned(Rates())
         self.peer_load = PeerLoad(600.0, 2.0)
         policy = policy_named(PolicySettings(), Random(1))
         assert isinstance(policy.choose, KvAware)
@@ -68,7 +73,7 @@ class Fixture:
             policy,
             self.loads,
             SpeculativeHoldings(60.0),
-            Learned(Rates()),
+            self.learned,
             history,
             HitAudit(indexer, history, AuditSettings()),
             LoadSharing(self.loads, self.peer_load, []),
@@ -125,7 +130,9 @@ def prompt_of(random: Random) -> RoutedPrompt:
 def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: int) -> None:
     """Something happens to the fleet."""
     worker = random.choice(fixture.fleet.workers)
-    match random.choice(("place", "place", "end", "first byte", "circuit", "rank", "scrape", "peer", "store", "warm")):
+    match random.choice(
+        ("place", "place", "end", "first byte", "circuit", "rank", "scrape", "peer", "store", "warm", "session")
+    ):
         case "place":
             in_flight.append(fixture.router.place(prompt_of(random)))
         case "end" if in_flight:
@@ -155,6 +162,9 @@ def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: 
             worker.warming_since = None if worker.warming_since is not None else worker.health.clock() - 500
             fixture.fleet.drain(worker, False)
             worker.health.forget()
+        case "session":
+            key = None, str(random.randrange(40))
+            fixture.learned.places.keep(key, worker.target(0, MODEL), random.randrange(1, CAPACITY), 0.0)
 
 
 def test_the_router_places_as_the_formula_does() -> None:
@@ -169,6 +179,41 @@ def test_the_router_places_as_the_formula_does() -> None:
                     limits = random.choice((NO_LIMITS, NO_LIMITS, LIMITS))
                     fixture.choose_as_the_formula_does(prompt_of(random), excluded, limits)
                 assert len(in_flight) > 10
+            finally:
+                indexer.stop()
+
+    asyncio.run(run())
+
+
+def test_what_sessions_come_back_for_is_dear_to_evict(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            indexer = Indexer()
+            try:
+                fixture = Fixture(indexer, session)
+                pressure, places = fixture.learned.pressure, fixture.learned.places
+                monkeypatch.setattr(pressure, "price", lambda: 0.5)
+                monkeypatch.setattr(pressure, "evicting", lambda target: target.worker != "http://w3:1")
+                prompt = prompt_of(Random(1))
+                prompt.session, prompt.hints = "agent", AgentHints(final=False)
+
+                def evictions() -> dict[str, float]:
+                    selection = fixture.router.choose(prompt)
+                    assert selection is not None
+                    return {each.target.worker: each.eviction for each in selection.decision.candidates}
+
+                assert set(evictions().values()) == {0.0, 0.5}
+                kept = fixture.router.place(prompt)
+                assert kept.target.worker == "http://w3:1"  # it evicts nothing
+                assert places.wanted(kept.target) == prompt.tokens
+                places.keep((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
+                fixture.loads.changed("http://w4:1", 0)
+                after = evictions()
+                assert after["http://w4:1"] > 0.9 > 0.5 == after["http://w6:1"] > after["http://w3:1"] == 0.0
+                prompt.hints = AgentHints(final=True)
+                fixture.router.place(prompt)
+                kept.release()
+                assert [places.wanted(kept.target), len(places)] == [0, 1]
             finally:
                 indexer.stop()
 

@@ -303,10 +303,14 @@ class Fleet:
                 kv_usage=engine.kv_usage,
             )
             if price and self._pressure.evicting(target):
-                candidate.eviction = price
+                candidate.eviction = price * self._eviction_weight(target)
             candidates.append(candidate)
         asked = Request(request.input_tokens, _MEAN_OUTPUT, request.session)
         return self._policy(candidates, asked)
+
+    def _eviction_weight(self, target: Target) -> float:  # noqa: ARG002
+        """What evicting costs there, compared with elsewhere."""
+        return 1.0
 
     def _prefill_of(self, request: TracedRequest, choice: Candidate) -> float:  # noqa: ARG002
         """Seconds that a prefill is expected to take; 0 where nothing looks at that."""
