@@ -29,7 +29,7 @@ class Access(Enum):
 class Route:
     """A method and a path. `own`: the router answers it itself. `json`: its body is one JSON object.
 
-    `pure`: it changes nothing that lasts, so that a worker may get it twice. `repeatable`: and another may be tried
+    `pure`: it changes nothing that lasts, so that a worker may get it twice. `generates`: and another may be tried
     while nothing of an answer came. `methods`: what its path takes, where it does not take this one.
     """
 
@@ -39,14 +39,21 @@ class Route:
     own: bool = False
     json: bool = False
     pure: bool = False
-    repeatable: bool = False
+    generates: bool = False
     methods: tuple[str, ...] = ()
 
 
 _RESPONSES = "/v1/responses"
 # Those of the inference API that an API key opens; access.tenants tells which of them.
 _INFERENCE = [
-    Route("POST", path, Access.TENANT, json=True, pure=path != _RESPONSES, repeatable=path != _RESPONSES)
+    Route(
+        "POST",
+        path,
+        Access.TENANT,
+        json=True,
+        pure=path != _RESPONSES,
+        generates=path in PROMPTED and path != _RESPONSES,
+    )
     for path in (*PROMPTED, *BY_LOAD)
 ]
 _OWN = [

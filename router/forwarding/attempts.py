@@ -98,7 +98,7 @@ class Attempts:
     @property
     def _repeatable(self) -> bool:
         """Whether another worker may be sent it although one was."""
-        return self._context.admitted.route.repeatable or self._not_stored
+        return self._context.admitted.route.generates or self._not_stored
 
     @property
     def _once(self) -> bool:

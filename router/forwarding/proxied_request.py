@@ -10,10 +10,10 @@
     ANSWERING   `response` passes on what comes, and learns from it
     ENDED       it holds nothing any more
 
-A request that reached no worker goes to another. As long as nothing of an answer has been passed on, one that asks a
-model and leaves nothing behind also does when its worker breaks off, twice at most, and, while the retry budget lasts,
-when its worker refuses it as overloaded or hangs. At any time its client may leave. Its load is released on every path.
-It waits in a task only while its prompt is tokenized or no worker has capacity for it.
+A request that reached no worker goes to another. As long as nothing of an answer has been passed on, one that asks for
+generation also does when its worker breaks off, twice at most, and, while the retry budget lasts, when its worker
+refuses it as overloaded or hangs. At any time its client may leave. Its load is released on every path. It waits in a
+task only while its prompt is tokenized or no worker has capacity for it.
 
 One file, because the phases are one machine: what one callback leaves, another finds.
 """

@@ -468,7 +468,7 @@ def answers(status: str) -> Any:
     return script
 
 
-@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/responses", "/load_lora_adapter"])
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/responses", "/v1/embeddings", "/load_lora_adapter"])
 @pytest.mark.parametrize("script", [answers("502 Bad Gateway"), answers("503 No"), Exchange.hang_up])
 async def test_what_is_not_safe_to_repeat_is_sent_once(lane: bool, path: str, script: Any) -> None:
     async with scripted_worker(script) as one, scripted_worker(script) as two:
@@ -477,17 +477,6 @@ async def test_what_is_not_safe_to_repeat_is_sent_once(lane: bool, path: str, sc
             reply = await routed.call(path, BODIES.get(path, {"model": MODEL}), headers=ADMIN)
             assert reply.status in (502, 503)
         assert len(one.exchanges) + len(two.exchanges) == 1
-
-
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score"])
-@pytest.mark.parametrize("script", [answers("502 Bad Gateway"), Exchange.hang_up])
-async def test_what_any_worker_computes_alike_goes_to_another(path: str, script: Any) -> None:
-    async with scripted_worker(script) as one, scripted_worker() as two:
-        async with router(one.url, two.url, policy={"name": "round_robin"}) as routed:
-            for _ in range(2):
-                reply = await routed.call(path, BODIES.get(path, {"model": MODEL}))
-                assert (reply.status, reply.worker) == (200, two.url)
-        assert one.exchanges
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/completions", "/v1/responses"])
