@@ -94,7 +94,6 @@ MODES = (
     Mode("two workers"),
     Mode("DP=2, internal", servers=(("--data-parallel-size", "2", "--api-server-count", "1"),)),
     Mode("DP=4, hybrid", _HYBRID, (("--data-parallel-start-rank", "0"), ("--data-parallel-start-rank", "2"))),
-    Mode("block size 16", ("--block-size", "16", "--num-gpu-blocks-override", "2000")),
     Mode("block size 128", ("--block-size", "128", "--num-gpu-blocks-override", "250")),
     *(Mode(f"hashes by {name}", ("--prefix-caching-hash-algo", name)) for name in ("sha256_cbor", "xxhash")),
     Mode("prefix caching off", ("--no-enable-prefix-caching",), hits=False),

@@ -91,18 +91,23 @@ def sent(mode: Mode, workers: list[VllmWorker], router: RouterProcess, salt: str
     some = conversations()[:CONVERSATIONS]
     acts = () if salt else mode.acts
     part = CONVERSATIONS // (len(acts) + 1)
-    answers = conversed(mode, router, some[:part], salt)
-    for number, act in enumerate(acts, 1):
-        act(workers, router)
-        answers += conversed(mode, router, some[number * part : (number + 1) * part], salt)
+    with ExitStack() as stack:
+        models = mode.models or (MODEL,)
+        # Made once: questions for tokens, which making one asks, go to no other worker when theirs is killed.
+        clients = [Client(router, model, salt, words_are_tokens=not mode.family) for model in models]
+        for client in clients:
+            stack.enter_context(client)
+        answers = conversed(clients, some[:part], salt)
+        for number, act in enumerate(acts, 1):
+            act(workers, router)
+            answers += conversed(clients, some[number * part : (number + 1) * part], salt)
     return answers
 
 
-def conversed(mode: Mode, router: RouterProcess, some: list[Conversation], salt: str) -> list[Answer]:
-    models = mode.models or (MODEL,)
+def conversed(clients: list[Client], some: list[Conversation], salt: str) -> list[Answer]:
+    """Each client goes through its share of the conversations."""
     answers: list[Answer] = []
-    for place, model in enumerate(models):
-        with Client(router, model, salt, words_are_tokens=not mode.family) as client:
-            think_seconds = 0.0 if salt else THINK_SECONDS
-            answers += client.converse_all(some[place :: len(models)], think_seconds=think_seconds)
+    for place, client in enumerate(clients):
+        think_seconds = 0.0 if salt else THINK_SECONDS
+        answers += client.converse_all(some[place :: len(clients)], think_seconds=think_seconds)
     return answers
