@@ -27,6 +27,7 @@ _SAMPLE = re.compile(
 # vLLM's: 1 for the state that it is in. Put to sleep at level 0, it is in none, and keeps its cache.
 _SLEEP = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\} +1(?:\.0)?$', re.MULTILINE)
 _TELLS_SLEEP = "vllm:engine_sleep_state{"
+_CACHES_NOTHING = re.compile(r'^vllm:cache_config_info\{[^}\n]*enable_prefix_caching="False"', re.MULTILINE)
 _RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
 # Of any figure: what is above it is no count of anything.
 _HIGHEST = 1e15
@@ -111,7 +112,7 @@ NOTHING_KNOWN = EngineView()
 class EngineMetrics:
     """The last scrape of one worker. After `stale` seconds nothing is known any more.
 
-    `sleep`: whether the engine sleeps; None where it does not tell.
+    `sleep`: whether the engine sleeps; None where it does not tell. `caches_prefixes`: unless it said that it does not.
     """
 
     def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -121,6 +122,7 @@ class EngineMetrics:
         self._tokens: dict[int, int] = {}
         self._read_at = 0.0
         self.sleep: Sleep | None = None
+        self.caches_prefixes = True
         self._asked_at: float | None = None
         self.progress_at = clock()
         self._rank_progress_at: dict[int, float] = {}
@@ -142,6 +144,7 @@ class EngineMetrics:
     def read(self, text: str, in_flight: Mapping[int, int]) -> None:
         """Take in the answer; `in_flight`: the requests of ours that each rank had meanwhile."""
         self.sleep = read_sleep(text)
+        self.caches_prefixes = _CACHES_NOTHING.search(text) is None
         loads = read_engine_loads(text)
         self._views = {}
         for rank, load in loads.items():

@@ -147,6 +147,7 @@ class CandidateFinder:
         self._policy = policy
         self._needs_rates = needs_rates
         fleet.on_scrape.append(self._scraped)
+        fleet.on_removed.append(self._removed)
         peer_load.on_change.append(load.changed)
 
     def find(
@@ -310,6 +311,13 @@ class CandidateFinder:
     def _scraped(self, worker: Worker) -> None:
         for dp_rank in worker.ranks():
             self._load.changed(worker.url, dp_rank)
+        if worker.metrics.caches_prefixes:
+            self._overlaps.uncached.discard(worker.url)
+        else:
+            self._overlaps.uncached.add(worker.url)
+
+    def _removed(self, worker: Worker) -> None:
+        self._overlaps.uncached.discard(worker.url)
 
 
 def without(workers: Sequence[Worker], excluded: Collection[Worker]) -> Sequence[Worker]:

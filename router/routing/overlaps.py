@@ -56,7 +56,7 @@ class Overlaps:
 
 
 class OverlapFinder:
-    """Asks all four sources."""
+    """Asks all four sources. `uncached`: the URLs of workers whose engines keep no prefixes, whatever they are sent."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class OverlapFinder:
         self._peer_load = peer_load
         self._history = history
         self._audit = audit
+        self.uncached: set[str] = set()
 
     def find(
         self,
@@ -113,6 +114,8 @@ class OverlapFinder:
                 rank = of_target.get(target)
                 if rank is not None and rank.served is served:
                     _leave_out(found, by_events, rank.row, recomputed)
+            if self.uncached:
+                self._leave_uncached_out(targets, found, by_events)
             overlaps.add(found, by_events)
 
     def _correct(
@@ -142,6 +145,13 @@ class OverlapFinder:
         found.tokens[row] = overlap
         if overlap != expected:
             by_events[row] = expected
+
+    def _leave_uncached_out(self, targets: ModelTargets, found: RowMatches, by_events: dict[int, int]) -> None:
+        for rank in targets.ranks:
+            if rank.worker.url in self.uncached:
+                found.tokens[rank.row] = 0
+                found.transfers.pop(rank.row, None)
+                by_events.pop(rank.row, None)
 
     def _forget_cleared(self) -> None:
         """Expect nothing more of targets whose events said that they hold nothing any more."""

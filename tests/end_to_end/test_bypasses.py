@@ -17,6 +17,7 @@ from scripted_worker import Exchange, scripted_worker
 
 from kvevents import BlockStored, EventBatch
 from worker import ZmqEventPublisher
+from worker.simulated import SimulatedWorkerSettings, running
 
 pytestmark = pytest.mark.anyio
 
@@ -163,3 +164,21 @@ async def test_an_adapter_that_takes_anothers_name_finds_none_of_its_blocks(rout
     assert await ask(routed, model="poet", prompt=PROMPT) == (0, 0)
     assert await ask(routed, model="poet", prompt=PROMPT) == (WHOLE, WHOLE)
     assert await ask(routed, prompt=PROMPT) == (WHOLE, WHOLE)
+
+
+async def test_an_engine_that_keeps_no_prefixes_is_promised_none() -> None:
+    async with (
+        running(SimulatedWorkerSettings(prefix_caching=False)) as url,
+        router(url, fleet={"metrics_interval": 0.05}) as routed,
+    ):
+
+        async def promised() -> int:
+            body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 1}
+            return (await routed.call("/v1/completions", body)).overlap
+
+        async def nothing() -> bool:
+            return not await promised()
+
+        await promised()
+        await until(nothing)  # it has said so
+        assert [await promised() for _ in range(3)] == [0, 0, 0]
