@@ -6,6 +6,7 @@ saw before. What it cannot read, or reads in another way on trial, `tokenizers` 
 
 from __future__ import annotations
 
+from hashlib import sha256
 from itertools import pairwise
 from struct import unpack
 from typing import Any
@@ -18,6 +19,11 @@ from router.errors import TokenizerUnavailableError
 from router.tokens.tokenizer_check import trial_texts
 
 log = structlog.get_logger()
+
+# What trials have shown, by the file's hash: models share tokenizers, files are read again, and a trial takes half a
+# second of processor time.
+_trials: dict[bytes, str | None] = {}
+_MOST_TRIALS = 64
 
 
 class TextEncoder:
@@ -42,7 +48,7 @@ class TextEncoder:
         self.vocab_size = max(whole.get_vocab().values(), default=-1) + 1
         self._whole: Any = whole
         self._fast = _fast_one(tokenizer_json, cache_bytes)
-        difference = "it cannot read it" if self._fast is None else self._difference()
+        difference = "it cannot read it" if self._fast is None else self._tried_before(tokenizer_json)
         if difference is not None:
             log.info("fastokens does not stand in for this tokenizer", reason=difference)
             self._fast = None
@@ -83,6 +89,15 @@ class TextEncoder:
         # Unlike `encode`, this lets other threads run; and it skips the offsets, a third of the work.
         encodings = self._whole.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [pack_tokens(encoding.ids) for encoding in encodings]
+
+    def _tried_before(self, tokenizer_json: str) -> str | None:
+        """What the trial shows, or has shown: as `_difference`."""
+        key = sha256(tokenizer_json.encode(errors="surrogatepass")).digest()
+        if key not in _trials:
+            if len(_trials) >= _MOST_TRIALS:
+                _trials.clear()
+            _trials[key] = self._difference()
+        return _trials[key]
 
     def _difference(self) -> str | None:
         """What fastokens does differently; None when it does all trial texts alike, new and seen before."""

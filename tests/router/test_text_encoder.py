@@ -111,10 +111,19 @@ def test_what_is_not_the_same_on_trial_is_not_used(monkeypatch: pytest.MonkeyPat
         return {"it differs": _Differs(fast), "it cannot read it": None, "it fails": object()}[problem]
 
     monkeypatch.setattr(text_encoder, "_fast_one", made)
+    monkeypatch.setattr(text_encoder, "_trials", {})
     encoder = TextEncoder(tokenizer.to_str())
     assert not encoder.fast
     assert encoder.cached_bytes == 0
     assert encoder.encode(["ﬁne <|end|>"]) == [pack_tokens(tokenizer.encode("ﬁne <|end|>").ids)]
+
+
+def test_a_file_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, tried = trained().to_str(), list[str]()
+    monkeypatch.setattr(text_encoder, "_trials", {})
+    monkeypatch.setattr(text_encoder, "trial_texts", lambda _: tried.append("once") or ["a text"])
+    assert [TextEncoder(source).fast for _ in range(3)] == [True] * 3
+    assert tried == ["once"]
 
 
 def test_a_kind_that_fastokens_does_not_know_is_left_to_tokenizers() -> None:
