@@ -27,7 +27,7 @@ from router.policies.records import Candidate
 
 _ENOUGH: Final = 16
 # Seconds by the rates at which the next kind of ratios begins.
-_KINDS: Final = (0.1, 1.0)
+_KINDS: Final[tuple[float, ...]] = (0.1, 1.0)
 # Between answers without a promise that are watched, in seconds.
 _SELDOM: Final = 0.05
 _LEAST_SECONDS: Final = 1e-6

@@ -14,7 +14,7 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TCP_INFO: Final[int] = getattr(socket, "TCP_INFO", -1)  # Linux alone has it
 _TCP_CLOSE: Final = 7  # a reset came
 # When to look, in seconds after the last look.
-_LOOKS: Final = (0.01, 0.05, 0.2, 1.0, 5.0)
+_LOOKS: Final[tuple[float, ...]] = (0.01, 0.05, 0.2, 1.0, 5.0)
 
 
 def probe(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, answering: bool) -> bool:
