@@ -317,6 +317,7 @@ def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
     assert any(asyncio.run(acknowledged()) < chunks for _ in range(10))
 
 
+@pytest.mark.derives
 def test_a_connection_that_is_given_up_as_it_is_made_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     async def give_up() -> None:
         async with served() as (upstreams, url):
