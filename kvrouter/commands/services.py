@@ -107,8 +107,8 @@ def picker(
 
 def indexer(
     config: ConfigFile = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8090,
+    host: Annotated[str, typer.Option(help="Address to listen on: server.host is the router's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on: server.port is the router's.")] = 8090,
     log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the index alone: workers are registered over HTTP."""

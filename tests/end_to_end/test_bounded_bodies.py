@@ -30,10 +30,9 @@ async def router_url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 @pytest.fixture(scope="module")
 async def indexer_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     config = tmp_path_factory.mktemp("indexer") / "config.yaml"
-    config.write_text(json.dumps({"server": LIMITS | {"port": 0}}))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvrouter", "indexer", f"--config={config}", stderr=PIPE, cwd=Path(__file__).parents[2]
-    )
+    config.write_text(json.dumps({"server": LIMITS}))
+    command = [sys.executable, "-m", "kvrouter", "indexer", "--port=0", f"--config={config}"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=PIPE, cwd=Path(__file__).parents[2])
     assert process.stderr is not None
     listens = re.search(r"listens on (\S+)", (await process.stderr.readline()).decode())
     assert listens is not None

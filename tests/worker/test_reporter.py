@@ -167,6 +167,7 @@ def test_the_configuration_names_the_dialect() -> None:
         Reporter.create('{"publisher": "zmq", "endpoint": "tcp://*:0", "wire_form": "trt"}')
 
 
+@pytest.mark.usefixtures("steps_only")
 def test_a_step_is_a_batch(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     reporter, batches = recorded
     reporter.step()
@@ -184,6 +185,7 @@ def test_a_step_is_a_batch(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     assert abs(batch.ts - time.time()) < DEADLINE_S
 
 
+@pytest.mark.usefixtures("steps_only")
 def test_only_the_last_reference_removes(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     reporter, batches = recorded
     store(reporter, 1, 1)
@@ -199,6 +201,7 @@ def test_only_the_last_reference_removes(recorded: tuple[Reporter, list[EventBat
     assert reporter.unknown_removed == 1
 
 
+@pytest.mark.usefixtures("steps_only")
 def test_tokens_come_in_any_sequence(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     reporter, batches = recorded
     reporter.stored([1], None, array("q", [5, 6]), 2)

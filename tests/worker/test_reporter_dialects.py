@@ -20,6 +20,8 @@ from kvevents import (
 )
 from worker import EventPublisher, Reporter
 
+pytestmark = pytest.mark.usefixtures("steps_only")
+
 TOKENS = [5, 70_000, 2**31]
 
 

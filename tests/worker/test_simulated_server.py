@@ -558,16 +558,12 @@ def test_a_cached_prompt_has_its_first_token_sooner():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_process_cleanly_even_with_open_requests(number):
     with process(base_step_s=0.02) as (server, child):
-        _, source = next(iter(server.call("/kv_event_sources")[1].items()))
         body = json.dumps({"prompt": "x", "max_tokens": 10_000, "ignore_eos": True, "stream": True}).encode()
         request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
             assert response.readline().startswith(b"data: ")
             child.send_signal(number)
             assert child.wait(DEADLINE_S) == 0
-        with socket.socket() as sock:
-            sock.settimeout(1)
-            assert sock.connect_ex(("127.0.0.1", int(source["endpoint"].rpartition(":")[2]))) != 0
 
 
 def test_a_worker_without_events_has_no_sources():
