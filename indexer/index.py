@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from indexer.dump import DumpedHolder, DumpedRun, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
@@ -77,13 +78,7 @@ class Index(ABC):
         """
         told: list[tuple[int, Applied | Exception]] = []
         for place, (target, payload) in enumerate(zip(targets, payloads, strict=True)):
-            try:
-                applied = self.apply_payload(target, payload)
-            except Exception as error:  # whatever one of them brings, the others are applied
-                told.append((place, error))
-            else:
-                if applied.rejected or applied.cleared:
-                    told.append((place, applied))
+            tell(told, place, partial(self.apply_payload, target, payload))
         return told
 
     @abstractmethod
@@ -154,3 +149,14 @@ class Index(ABC):
     @abstractmethod
     def runs(self) -> int:
         """The size of the tree in runs of blocks."""
+
+
+def tell(told: list[tuple[int, Applied | Exception]], place: int, apply: Callable[[], Applied]) -> None:
+    """Apply a payload, and add to what `Index.apply_all` tells if there is something to tell of it."""
+    try:
+        applied = apply()
+    except Exception as error:  # whatever one of them brings, the others are applied
+        told.append((place, error))
+    else:
+        if applied.rejected or applied.cleared:
+            told.append((place, applied))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 from struct import Struct
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ from indexer._native import spread
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
 from indexer.holdings import HoldingsCounters, Target
-from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, TargetStatus
+from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, TargetStatus, tell
 from indexer.matching import Match, RowMatches, TargetRows
 from kvevents import EventBatch, RejectedEvent, Tier, decode_batch
 from kvevents.decode import decode_event
@@ -65,13 +66,7 @@ class NativeIndex(Index):
             end, outcome = self._core.apply_all(numbers, payloads, end)
             if outcome:
                 place = end - 1
-                try:
-                    applied = self._became(targets[place], numbers[place], payloads[place], outcome)
-                except Exception as error:  # whatever one of them brings, the others are applied
-                    told.append((place, error))
-                else:
-                    if applied.rejected or applied.cleared:
-                        told.append((place, applied))
+                tell(told, place, partial(self._became, targets[place], numbers[place], payloads[place], outcome))
         return told
 
     def _became(self, target: Target, number: int, payload: bytes, applied: int | Outcome) -> Applied:

@@ -14,7 +14,7 @@ import zmq
 _EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 
 # From one socket before the others have their turn.
-_MESSAGES_A_TURN = 64
+MESSAGES_A_TURN = 64
 _BYTES_A_TURN = 64 << 10
 # What a socket's queue may take. ZeroMQ counts messages, so how many that is follows from the largest one that came;
 # beyond it the publisher has to keep them, or drops some, and the gap is replayed.
@@ -26,27 +26,18 @@ _LARGEST_MESSAGE = 16 << 20  # bytes: ZeroMQ hangs up on a publisher of larger o
 def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
     """A message; None when there is none."""
     try:
-        frame = socket.recv(_NOBLOCK, False)
+        return _message(socket)
     except zmq.Again:
         return None
-    parts = [frame.bytes]
-    while frame.more:
-        frame = socket.recv(_NOBLOCK, False)
-        parts.append(frame.bytes)
-    return parts
 
 
 def receive_run(socket: zmq.Socket[bytes]) -> tuple[list[list[bytes]], bool]:
     """A turn's messages. And whether nothing is left."""
-    recv, size = socket.recv, 0
+    size = 0
     messages: list[list[bytes]] = []
     try:
-        while len(messages) < _MESSAGES_A_TURN and size < _BYTES_A_TURN:
-            frame = recv(_NOBLOCK, False)
-            parts = [frame.bytes]
-            while frame.more:
-                frame = recv(_NOBLOCK, False)
-                parts.append(frame.bytes)
+        while len(messages) < MESSAGES_A_TURN and size < _BYTES_A_TURN:
+            parts = _message(socket)
             messages.append(parts)
             if not size and not has_some(socket):  # often there is one; asking takes less than the exception
                 return messages, True
@@ -54,6 +45,16 @@ def receive_run(socket: zmq.Socket[bytes]) -> tuple[list[list[bytes]], bool]:
     except zmq.Again:
         return messages, True
     return messages, False
+
+
+def _message(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """Raises zmq.Again when there is none."""
+    frame = socket.recv(_NOBLOCK, False)
+    parts = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(_NOBLOCK, False)
+        parts.append(frame.bytes)
+    return parts
 
 
 def has_some(socket: zmq.Socket[bytes]) -> bool:

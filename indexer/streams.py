@@ -26,6 +26,7 @@ from indexer.index import Index
 from indexer.memory import give_back
 from indexer.names import WorkerNames
 from indexer.receiving import (
+    MESSAGES_A_TURN,
     USUAL_MESSAGE,
     bound_queue,
     connect,
@@ -64,8 +65,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.1  # between looks at the deadlines
-_MESSAGES_A_TURN = 64  # answers of a replay, or of a monitor, before the others have their turn …
-_SECONDS_A_TURN = 0.005  # … and how long they may take
+_SECONDS_A_TURN = 0.005  # that the answers of a replay, or of a monitor, may take
 _ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
 _CONNECT_AGAIN_S = 1.0
 # Who hangs up that often at once does not understand us. One that stops does so once; one that hangs says nothing.
@@ -571,7 +571,7 @@ def _logged() -> Iterator[None]:
 def _drain(read: Callable[[], bool]) -> bool:
     """Read for a turn. Whether nothing is left."""
     end = time.monotonic() + _SECONDS_A_TURN
-    for _ in range(_MESSAGES_A_TURN):
+    for _ in range(MESSAGES_A_TURN):
         if not read():
             return True
         if time.monotonic() > end:

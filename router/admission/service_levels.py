@@ -13,10 +13,8 @@ before its model's.
 
 from __future__ import annotations
 
-import math
-
 from indexer.errors import RequestError
-from router.http.headers import HeaderItems
+from router.http.headers import HeaderItems, number_of
 from router.policies.promises import Promise
 from router.settings import ServiceLevelSettings, Settings, WhenLate
 
@@ -77,7 +75,7 @@ def _promised(given: dict[bytes, bytes], names: tuple[bytes, ...], otherwise: fl
     promised = otherwise
     for name in names:
         if (value := given.get(name)) is not None:
-            milliseconds = _milliseconds(value)
+            milliseconds = number_of(value)
             if milliseconds is None:
                 raise RequestError(
                     f"{_text(name)} is {_text(value)[:64]!r}. Send milliseconds, or leave it out.", param=_text(name)
@@ -85,15 +83,6 @@ def _promised(given: dict[bytes, bytes], names: tuple[bytes, ...], otherwise: fl
             if milliseconds:  # 0: no promise, as in llm-d
                 promised = milliseconds / 1000
     return promised
-
-
-def _milliseconds(value: bytes) -> float | None:
-    """A number from 0 on; None for anything else."""
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) and number >= 0 else None
 
 
 def _text(value: bytes) -> str:

@@ -15,7 +15,6 @@ there are none here. What a request is promised is read in `service_levels`, wha
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from indexer.errors import RequestError
 from router.admission.service_levels import PROMISE_HEADERS, ServiceLevels, read_promise
 from router.apis.agent_hints import HINT_HEADERS, AgentHints, hints_in_headers
-from router.http.headers import HeaderItems, Headers
+from router.http.headers import HeaderItems, Headers, number_of
 from router.policies.promises import Promise
 
 PRIORITY_HEADER = b"x-kvrouter-priority"
@@ -163,11 +162,8 @@ def _priority(value: bytes) -> int:
 
 def _number(value: bytes) -> float | None:
     """A number from 0 on; None for anything else, and for one so large that it is no bound."""
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) and 0 <= number <= _LONGEST_TIMEOUT * 1000 else None
+    number = number_of(value)
+    return number if number is not None and number <= _LONGEST_TIMEOUT * 1000 else None
 
 
 def _text(value: bytes) -> str:

@@ -12,13 +12,12 @@ not close says that more requests come. What headers tell goes before what the b
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Final
 
 from indexer.errors import RequestError
 from router.apis.fields import kind_of
-from router.http.headers import HeaderItems
+from router.http.headers import HeaderItems, number_of
 
 _OUTPUT_HEADER: Final = b"x-kvrouter-output-tokens"
 _NEXT_CALL_HEADER: Final = b"x-kvrouter-next-call-ms"
@@ -63,12 +62,12 @@ def hints_in_headers(headers: HeaderItems) -> AgentHints | None:
         return None
     output = pause = final = None
     if (value := given.get(_OUTPUT_HEADER)) is not None:
-        tokens = _number(value)
+        tokens = number_of(value)
         if tokens is None or tokens > _MOST_TOKENS or not tokens.is_integer():
             raise _refused(_OUTPUT_HEADER, value, "a number of tokens")
         output = int(tokens) or None
     if (value := given.get(_NEXT_CALL_HEADER)) is not None:
-        milliseconds = _number(value)
+        milliseconds = number_of(value)
         if milliseconds is None or milliseconds > 1000 * _LONGEST_PAUSE:
             raise _refused(_NEXT_CALL_HEADER, value, "milliseconds, a day at most")
         pause = milliseconds / 1000
@@ -117,15 +116,6 @@ def _object(nvext: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"nvext.{name} is {kind_of(value)}. Send an object.", param=f"nvext.{name}")
     return value
-
-
-def _number(value: bytes) -> float | None:
-    """A number from 0 on; None for anything else."""
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) and number >= 0 else None
 
 
 def _refused(name: bytes, value: bytes, wanted: str) -> RequestError:

@@ -56,7 +56,7 @@ def decode_messages(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(fields.max_tokens, int, None),
         session=session_of(headers, fields),
-        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
+        hints=hints_in_body(fields.nvext),
     )
 
 

@@ -56,7 +56,7 @@ def _decode_named(body: bytes, headers: HeaderItems) -> RoutedRequest:
         stream=lenient(fields.stream, bool, False),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
-        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
+        hints=hints_in_body(fields.nvext),
     )
 
 

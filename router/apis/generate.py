@@ -55,7 +55,7 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         n=lenient(sampling.get("n", fields.n), int, 1),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
-        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
+        hints=hints_in_body(fields.nvext),
         reads_cache=not _computes_all(fields, sampling),
     )
 

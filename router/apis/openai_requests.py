@@ -88,7 +88,7 @@ def _request(
         n=max(lenient(fields.n, int, 1), lenient(fields.best_of, int, 1)),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
-        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
+        hints=hints_in_body(fields.nvext),
         reads_cache=fields.prompt_logprobs is None and not echoes_logprobs,
         other_prompts=bool(fields.prompt_embeds),
     )

@@ -36,7 +36,7 @@ def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         max_tokens=lenient(fields.max_output_tokens, int, None),
         priority=lenient(fields.priority, int, 0),
         session=session_of(headers, fields),
-        hints=hints_in_body(fields.nvext) if fields.nvext is not None else None,
+        hints=hints_in_body(fields.nvext),
         stored=optional_string(fields.previous_response_id, "previous_response_id") or _conversation(fields),
     )
 

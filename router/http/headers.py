@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Final, TypeAlias
@@ -28,6 +29,15 @@ def length_of(value: bytes) -> int:
     if not value.isdigit():
         return 0
     return int(value) if len(value) <= _LONGEST_LENGTH else sys.maxsize
+
+
+def number_of(value: bytes) -> float | None:
+    """A number from 0 on that a header says; None for anything else."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
 
 
 def forwarded_lines(headers: Headers) -> bytes:

@@ -188,8 +188,7 @@ class CandidateFinder:
         served = found.rank_of(found.candidates[0]).served
         hashes = found.hashes.get(served, NO_HASHES)
         beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
-        told = None if prompt.hints is None else prompt.hints.output_tokens
-        expected = self._learned.outputs.expected(served.model, prompt.max_tokens, told)
+        expected = self._learned.outputs.expected(served.model, prompt.max_tokens, prompt.output_told)
         return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
 
     def any_has_capacity(

@@ -48,5 +48,4 @@ class PromisedSelector:
         return self._forecasts.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
 
     def _output(self, rank: RoutableRank, prompt: RoutedPrompt) -> float:
-        told = None if prompt.hints is None else prompt.hints.output_tokens
-        return self._outputs.expected(rank.served.model, prompt.max_tokens, told) * prompt.answers
+        return self._outputs.expected(rank.served.model, prompt.max_tokens, prompt.output_told) * prompt.answers

@@ -84,6 +84,11 @@ class RoutedPrompt:
         self.reads_cache = reads_cache
         self.hints = hints
 
+    @property
+    def output_told(self) -> int | None:
+        """Tokens that its agent expects of the answer; None: it does not tell."""
+        return None if self.hints is None else self.hints.output_tokens
+
 
 def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
     """A prompt whose tokens are not known, routed by load alone."""

@@ -14,7 +14,7 @@ from indexer.errors import RequestError
 from indexer.hashing import pack_tokens
 from router.apis.requests import ChatPrompt
 from router.errors import TokenizerUnavailableError
-from router.tokens.long_words import exceeds_work, strings_in
+from router.tokens.long_words import exceeds_work, strings_in, word_pattern
 
 Message = dict[str, Any]
 # More than any model of the family takes; and what takes a tenth of a second.
@@ -46,6 +46,7 @@ class Harmony:
         names = ("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>")
         self._marks = [self._encoding.encode(name, allowed_special="all")[0] for name in names]
         efforts = openai_harmony.ReasoningEffort
+        word_pattern()  # else the first long prompt waits for it
         self._efforts: dict[str, Any] = {"low": efforts.LOW, "medium": efforts.MEDIUM, "high": efforts.HIGH}
 
     def encode(self, chat: ChatPrompt) -> bytes:

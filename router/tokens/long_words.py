@@ -24,7 +24,7 @@ def exceeds_work(texts: Iterable[str], most: int) -> bool:
         if len(text) <= _SHORT:
             continue
         of_a_square = (len(text.encode("utf-8", "replace")) / len(text)) ** 2
-        for found in _words().finditer(text):
+        for found in word_pattern().finditer(text):
             done += of_a_square * (found.end() - found.start()) ** 2
             if done > most:
                 return True
@@ -44,7 +44,8 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 @cache
-def _words() -> re.Pattern[str]:
+def word_pattern() -> re.Pattern[str]:
+    """Finds words. Slow at first: it looks at all characters there are."""
     marks = "".join(
         char for char in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(char) in ("Mn", "Mc", "Me")
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 
 import pytest
+from manual_clock import Clock
 
 from indexer.errors import RequestError
 from router.access import Tenant, hashed_key
@@ -18,17 +18,9 @@ KEY = hashed_key("k")
 CHAT = "/v1/chat/completions"
 
 
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 def tenant(clock: Clock, name: str = "a", isolate: bool = False, **limits: object) -> Tenant:

@@ -5,18 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from manual_clock import Clock
 
 from router.fleet.circuit import Circuit, CircuitLimits, CircuitState
 
 LIMITS = CircuitLimits(failures=3, backoff=1.0, longest_backoff=8.0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def opened(clock: Clock) -> Circuit:

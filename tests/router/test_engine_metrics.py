@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from manual_clock import Clock
 
 from router.fleet.engine_metrics import NOTHING_KNOWN, EngineLoad, EngineMetrics, EngineView, read_engine_loads
 
@@ -44,16 +45,8 @@ def test_anything_else_tells_nothing(text: str) -> None:
     assert read_engine_loads(text) == {}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 10.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_the_requests_of_others_are_those_that_are_not_ours() -> None:
-    metrics = EngineMetrics(5.0, Clock())
+    metrics = EngineMetrics(5.0, Clock(10.0))
     metrics.read(VLLM, {0: 2, 1: 4})
     assert metrics.of(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25)
     assert metrics.of(1) == EngineView(unseen=0, waiting=0, kv_usage=0.5)
@@ -61,7 +54,7 @@ def test_the_requests_of_others_are_those_that_are_not_ours() -> None:
 
 
 def test_what_is_old_is_not_known() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     metrics = EngineMetrics(5.0, clock)
     metrics.read(VLLM, {})
     clock.now += 5.1
@@ -69,7 +62,7 @@ def test_what_is_old_is_not_known() -> None:
 
 
 def test_how_long_an_answer_is_owed() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     metrics = EngineMetrics(5.0, clock)
     metrics.asked()
     clock.now += 2
@@ -80,7 +73,7 @@ def test_how_long_an_answer_is_owed() -> None:
 
 
 def test_progress_is_when_the_counters_go_on() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     metrics = EngineMetrics(5.0, clock)
     for _ in range(2):
         clock.now += 1

@@ -7,6 +7,7 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manual_clock import Clock
 
 from indexer import Target
 from router.learning.eviction_pressure import HORIZON, RECENTLY, EvictionPressure
@@ -16,15 +17,6 @@ UNIT = CHUNK * STRIDE
 A, B = Target("a", 0, "m"), Target("b", 0, "m")
 PROMPT = array("Q", range(1000, 1000 + 100 * STRIDE))  # of 100 units
 TOKENS = len(PROMPT) * CHUNK
-
-
-class Clock:
-    """Time as the test wants it."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

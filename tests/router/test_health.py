@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manual_clock import Clock
 
 from router.fleet.circuit import CircuitLimits
 from router.fleet.health import (
@@ -22,14 +23,6 @@ from router.fleet.worker import Worker, WorkerState, choosable
 from router.settings import WorkerSettings
 
 STALL = StallLimits(silence=1.0, factor=3.0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 
 import pytest
+from manual_clock import Clock
 
 from indexer import Indexer, Registration, Target
 from kvevents import BlockRemoved, BlockStored, EventBatch, EventSource
@@ -16,15 +17,6 @@ from router.policies.rates import Rates, prefill_seconds
 
 TRUTH = Rates(token=1.2e-4)
 TARGET = Target("http://w:1", 0, "m")
-
-
-class Clock:
-    """Time as the test wants it."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

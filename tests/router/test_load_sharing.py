@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from manual_clock import Clock
 
 from indexer import Target
 from indexer.errors import RequestError
@@ -27,14 +28,6 @@ from router.sharing.messages import SHARED_TOKENS, Kind, Message, RankLoad, Sent
 
 EXPIRY = 3.0
 LINGER = 1.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Wire:
@@ -71,7 +64,7 @@ class OthersAreForgotten(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         self.peer_load = PeerLoad(EXPIRY, LINGER, self.clock)
         self.told: dict[tuple[str, str], tuple[RankLoad, float]] = {}
         self.heard: dict[str, float] = {}
@@ -126,7 +119,7 @@ TestOthersAreForgotten.settings = settings(max_examples=40, stateful_step_count=
 @settings(max_examples=60)
 def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, str]], data: st.DataObject) -> None:
     async def play() -> None:
-        clock, wire, table = Clock(), Wire(), LoadTable()
+        clock, wire, table = Clock(0.0), Wire(), LoadTable()
         here = LoadSharing(table, PeerLoad(EXPIRY, LINGER, clock), [wire])
         there = PeerLoad(EXPIRY, LINGER, clock)
         held: list[Reservation] = []
@@ -159,7 +152,7 @@ def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, 
 
 def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> None:
     async def play() -> None:
-        clock, wire = Clock(), Wire()
+        clock, wire = Clock(0.0), Wire()
         here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
         there = PeerLoad(EXPIRY, LINGER, clock)
         target = Target("http://w", 1, "m")
@@ -202,7 +195,7 @@ def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
 
 def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
     async def play() -> None:
-        clock, wire = Clock(), Wire()
+        clock, wire = Clock(0.0), Wire()
         here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
         there = PeerLoad(EXPIRY, LINGER, clock)
         target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
@@ -221,7 +214,7 @@ def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
 
 
 def test_a_router_that_is_gone_takes_its_prompts_along() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     there = PeerLoad(EXPIRY, LINGER, clock)
     target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
 
@@ -241,7 +234,7 @@ def test_a_router_that_is_gone_takes_its_prompts_along() -> None:
 
 
 def test_backlogs_elsewhere_pass_with_time() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     there = PeerLoad(EXPIRY, LINGER, clock)
     there.apply(news("a", 1, load_of("w", 1, backlog=2.0)))
     there.apply(news("b", 1, load_of("w", 1, backlog=0.5)))

@@ -7,19 +7,11 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manual_clock import Clock
 
 from router.policies.rates import BOUND, HALF_LIFE, BoundedRegression, RateLearner, Rates, RateTable, prefill_seconds
 
 START = Rates()
-
-
-class Clock:
-    """Time as the test wants it."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def show(learner: RateLearner, truth: Rates, random: Random, begin: int = 0, noise: float = 0.1) -> None:

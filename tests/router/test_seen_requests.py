@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from manual_clock import Clock
+
 from indexer import Target
 from router.apis.usage import Usage
 from router.live.seen_requests import KEPT, PER_SECOND, SeenRequests
@@ -17,15 +19,8 @@ def decided() -> Decision:
     return policy_named(PolicySettings(), Random(1)).choose(candidates, Request(100))
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_request_and_what_becomes_of_it() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     requests = SeenRequests(clock)
     seen = requests.placed("m", 100, decided())
     assert seen is not None
@@ -46,7 +41,7 @@ def test_a_request_and_what_becomes_of_it() -> None:
 
 
 def test_only_so_many_are_looked_at_and_kept() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     requests = SeenRequests(clock)
     looked_at = 0
     for tick in range(4000):

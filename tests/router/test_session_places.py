@@ -5,20 +5,12 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from manual_clock import Clock
 
 from indexer import Target
 from router.holdings.session_places import STEEP, SessionPlaces
 
 A, B, OTHER = Target("a", 0, "m"), Target("b", 0, "m"), Target("a", 0, "other")
-
-
-class Clock:
-    """Time as the test wants it."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

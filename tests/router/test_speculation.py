@@ -7,6 +7,7 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manual_clock import Clock
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
@@ -16,15 +17,6 @@ from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings, promp
 LINGER = 2.0
 HERE, THERE = Target("here", 0, "m"), Target("there", 0, "m")
 PROMPT = list(range(10 * CHUNK_TOKENS))
-
-
-class Clock:
-    """Time as the test wants it."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def hashes(token_ids: list[int], model: str = "m", adapter: str | None = None, salt: str | None = None) -> array[int]:

@@ -16,7 +16,7 @@ from engine.client import Client
 from engine.conversations import conversations
 from engine.installation import Installation
 from engine.report import Run, markdown, print_table
-from engine.servers import RouterProcess, VllmWorker
+from engine.servers import RouterProcess, VllmWorker, running
 
 # policy, users at a time, seconds between an answer and the next turn
 RUNS = (
@@ -46,15 +46,8 @@ def logs(installation: Installation) -> Path:
 def fleet(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]]:
     """Two workers."""
     workers = [VllmWorker(f"worker{number}", installation, logs) for number in range(2)]
-    try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.wait_until_ready()
+    with running(*workers):
         yield workers
-    finally:
-        for worker in workers:
-            worker.stop()
 
 
 @pytest.fixture

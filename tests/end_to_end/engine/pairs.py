@@ -8,7 +8,7 @@ import socket
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -53,18 +53,6 @@ def storage_worker(name: str, installation: Installation, logs: Path, storage: P
         "kv_connector_extra_config": {"shared_storage_path": str(storage)},
     }
     return VllmWorker(name, installation, logs, flags=["--kv-transfer-config", json.dumps(transfer)])
-
-
-@contextmanager
-def started(*workers: VllmWorker) -> Iterator[None]:
-    """They run, all at once."""
-    with ExitStack() as stack:
-        for worker in workers:
-            stack.callback(worker.stop)
-            worker.start()
-        for worker in workers:
-            worker.wait_until_ready()
-        yield
 
 
 def prompts(seed: int) -> list[str]:

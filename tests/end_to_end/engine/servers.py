@@ -6,9 +6,10 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from engine.installation import Installation
 from engine.processes import ServerProcess, wait_for
@@ -30,6 +31,28 @@ _WORKER_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+class Startable(Protocol):
+    """A server that takes its time to start."""
+
+    def start(self) -> None: ...
+
+    def wait_until_ready(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@contextmanager
+def running(*servers: Startable) -> Iterator[None]:
+    """They run, all at once."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        yield
 
 
 class VllmWorker:

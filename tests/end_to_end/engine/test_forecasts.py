@@ -13,7 +13,7 @@ import pytest
 from engine.client import Client
 from engine.conversations import conversations
 from engine.installation import Installation
-from engine.servers import RouterProcess, VllmWorker
+from engine.servers import RouterProcess, VllmWorker, running
 
 pytestmark = pytest.mark.engine
 
@@ -25,15 +25,8 @@ THINK_SECONDS = 0.3
 @pytest.fixture(scope="module")
 def workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]]:
     found = [VllmWorker(f"slow{number}", installation, logs, installation.model("small")) for number in range(2)]
-    try:
-        for worker in found:
-            worker.start()
-        for worker in found:
-            worker.wait_until_ready()
+    with running(*found):
         yield found
-    finally:
-        for worker in found:
-            worker.stop()
 
 
 @pytest.mark.parametrize("users", USERS)

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from engine.installation import Installation
-from engine.pairs import LEASE_SECONDS, asked, completed, metrics, pair_worker, prompts, router_before, started
+from engine.pairs import LEASE_SECONDS, asked, completed, metrics, pair_worker, prompts, router_before
 from engine.processes import wait_for
-from engine.servers import RouterProcess, VllmWorker
+from engine.servers import RouterProcess, VllmWorker, running
 
 pytestmark = pytest.mark.engine_pd
 
@@ -33,7 +33,7 @@ Answer = tuple[list[int], dict[str, int]]
 def vllms(installation: Installation, logs: Path) -> Iterator[dict[str, VllmWorker]]:
     found = {"alone": VllmWorker("alone", installation, logs)}
     found |= {name: pair_worker(name, installation, logs) for name in ("prefill", "decode")}
-    with started(*found.values()):
+    with running(*found.values()):
         yield found
 
 

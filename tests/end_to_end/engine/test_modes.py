@@ -18,7 +18,7 @@ from engine.conversations import Conversation, conversations
 from engine.installation import ADAPTERS, Installation
 from engine.mode_report import COLUMNS, ModeResult
 from engine.modes import DRAFT, MODES, PORT, TOKEN, Mode
-from engine.servers import MODEL, RouterProcess, VllmWorker, free_ports
+from engine.servers import MODEL, RouterProcess, VllmWorker, free_ports, running
 from engine.table import write_table
 
 pytestmark = pytest.mark.engine
@@ -68,20 +68,16 @@ def started(mode: Mode, installation: Installation, logs: Path) -> Iterator[list
     """The servers of a mode, ready."""
     (port,) = free_ports(1)
     adapters = [f"{name}={installation.adapter(name)}" for name in ADAPTERS]
-    with ExitStack() as stack:
-        workers = []
-        for number, own in enumerate(mode.servers):
-            flags = [str(port) if flag == PORT else flag for flag in (*mode.flags, *own)]
-            flags = [flag.replace(DRAFT, str(installation.family("llama3_eagle"))) for flag in flags]
-            flags = [word for flag in flags for word in (adapters if flag == "ADAPTERS" else [flag])]
-            model = installation.family(mode.family) if mode.family else None
-            name = "".join(letter if letter.isalnum() else "-" for letter in mode.name)
-            worker = VllmWorker(f"mode-{name}-{number}", installation, logs, model, flags, environment=mode.environment)
-            workers.append(worker)
-            stack.callback(worker.stop)
-            worker.start()
-        for worker in workers:
-            worker.wait_until_ready()
+    model = installation.family(mode.family) if mode.family else None
+    name = "".join(letter if letter.isalnum() else "-" for letter in mode.name)
+    workers = []
+    for number, own in enumerate(mode.servers):
+        flags = [str(port) if flag == PORT else flag for flag in (*mode.flags, *own)]
+        flags = [flag.replace(DRAFT, str(installation.family("llama3_eagle"))) for flag in flags]
+        flags = [word for flag in flags for word in (adapters if flag == "ADAPTERS" else [flag])]
+        worker = VllmWorker(f"mode-{name}-{number}", installation, logs, model, flags, environment=mode.environment)
+        workers.append(worker)
+    with running(*workers):
         yield workers
 
 

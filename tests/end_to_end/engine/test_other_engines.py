@@ -18,7 +18,7 @@ import yaml
 
 from engine.installation import Installation
 from engine.processes import ServerProcess
-from engine.servers import WORKER_START_SECONDS, RouterProcess, free_ports
+from engine.servers import WORKER_START_SECONDS, RouterProcess, free_ports, running
 from engine.web import answers, get_json, post_reply
 
 pytestmark = pytest.mark.engine
@@ -61,15 +61,8 @@ class OtherEngine:
 @pytest.fixture(scope="module", params=["llama_cpp", "transformers"])
 def engines(request: pytest.FixtureRequest, installation: Installation, logs: Path) -> Iterator[list[OtherEngine]]:
     found = [OtherEngine(request.param, number, installation, logs) for number in range(2)]
-    try:
-        for engine in found:
-            engine.start()
-        for engine in found:
-            engine.wait_until_ready()
+    with running(*found):
         yield found
-    finally:
-        for engine in found:
-            engine.stop()
 
 
 def settings(engines: list[OtherEngine], tmp_path: Path, policy: str = "kv_aware") -> tuple[str, str]:

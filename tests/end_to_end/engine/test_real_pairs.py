@@ -22,10 +22,9 @@ from engine.pairs import (
     pair_worker,
     prompts,
     router_before,
-    started,
     storage_worker,
 )
-from engine.servers import BLOCK_SIZE, VllmWorker
+from engine.servers import BLOCK_SIZE, VllmWorker, running
 from engine.table import write_table
 
 pytestmark = pytest.mark.engine_pd
@@ -36,7 +35,7 @@ COLUMNS = ("prefill + decode", "requests", "equal", "tokens moved", "prompt toke
 @pytest.fixture(scope="module")
 def alone(installation: Installation, logs: Path) -> Iterator[VllmWorker]:
     worker = VllmWorker("alone", installation, logs)
-    with started(worker):
+    with running(worker):
         yield worker
 
 
@@ -80,7 +79,7 @@ def compared(alone: VllmWorker, rows: list[tuple[str, ...]], logs: Path, tmp_pat
 
 def test_workers_of_one_rank(compared: Compared, installation: Installation, logs: Path) -> None:
     three = [pair_worker(f"pair{number}", installation, logs) for number in range(3)]
-    with started(*three):
+    with running(*three):
         for prefills, decodes in ((1, 1), (1, 2), (2, 1)):
             some = three[: prefills + decodes]
             compared(f"{prefills} + {decodes}", some[:prefills], some[prefills:])
@@ -92,11 +91,11 @@ def test_workers_of_unequal_ranks(
 ) -> None:
     prefill = pair_worker("prefill-ranks", installation, logs, prefill_ranks)
     decode = pair_worker("decode-ranks", installation, logs, decode_ranks)
-    with started(prefill, decode):
+    with running(prefill, decode):
         compared(f"DP={prefill_ranks} + DP={decode_ranks}", [prefill], [decode])
 
 
 def test_shared_storage(compared: Compared, installation: Installation, logs: Path, tmp_path: Path) -> None:
     prefill, decode = (storage_worker(f"storage{number}", installation, logs, tmp_path / "kv") for number in range(2))
-    with started(prefill, decode):
+    with running(prefill, decode):
         compared("1 + 1, by files", [prefill], [decode])

@@ -12,7 +12,7 @@ from engine.client import Answer, Client
 from engine.conversations import conversations
 from engine.installation import Installation
 from engine.processes import wait_for
-from engine.servers import MODEL, RouterProcess, VllmWorker
+from engine.servers import MODEL, RouterProcess, VllmWorker, running
 from engine.web import get_json, post_json
 
 pytestmark = pytest.mark.engine
@@ -26,15 +26,8 @@ def workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]
     flags = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
     allowed = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     found = [VllmWorker(f"lora{number}", installation, logs, flags=flags, environment=allowed) for number in range(2)]
-    try:
-        for worker in found:
-            worker.start()
-        for worker in found:
-            worker.wait_until_ready()
+    with running(*found):
         yield found
-    finally:
-        for worker in found:
-            worker.stop()
 
 
 def test_adapters_are_loaded_on_all_workers_and_hit_their_own_blocks(
