@@ -10,7 +10,8 @@ import signal
 import sys
 from contextlib import AsyncExitStack
 
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 SETTINGS = SimulatedWorkerSettings(
     num_blocks=1024,

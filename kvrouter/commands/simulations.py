@@ -29,7 +29,8 @@ def simulate(
 ) -> None:
     """Run a simulated worker: real cache, scheduler, events and API, made-up words."""
     from worker.publisher import PublisherConfig
-    from worker.simulated import SimulatedWorkerSettings, run
+    from worker.simulated import SimulatedWorkerSettings
+    from worker.simulated.serve import run
 
     try:
         options = given(

@@ -36,7 +36,8 @@ from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
 from router.settings import Settings
 from worker.publisher import PublisherConfig
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 SERVERS = {"serve", "indexer", "simulate", "picker", "replay"}
 # What does not end well on purpose: part of the command, and its exit status.

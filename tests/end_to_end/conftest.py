@@ -5,7 +5,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 
 @pytest.fixture(scope="session")

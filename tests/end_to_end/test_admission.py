@@ -16,7 +16,8 @@ from router_under_test import QUICK, Reply, RouterUnderTest, router, until
 from scripted_worker import MODEL, Exchange, scripted_worker
 
 from router.access import hashed_key
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

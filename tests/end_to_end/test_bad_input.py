@@ -16,7 +16,8 @@ import openai
 import pytest
 from router_under_test import RouterUnderTest, router
 
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 from worker.simulated.settings import BUNDLED_MODEL
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,8 @@ from scripted_worker import Exchange, scripted_worker
 
 from kvevents import BlockStored, EventBatch
 from worker import ZmqEventPublisher
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

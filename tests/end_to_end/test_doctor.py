@@ -22,7 +22,8 @@ from kvrouter.tools.doctor.findings import FIXES, Cause
 from kvrouter.tools.doctor.run import examine
 from router.settings import Settings
 from worker import PublisherConfig
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 from worker.simulated.settings import BUNDLED_MODEL
 
 pytestmark = pytest.mark.anyio

@@ -22,7 +22,8 @@ from kvrouter.tools.doctor.running_fleet import ROUTER_FIXES
 from router.errors import KubernetesError
 from router.fleet.kubernetes import ClusterAccess
 from router.settings import Settings
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,8 @@ import pytest
 from router_under_test import RouterUnderTest, router
 
 from router.live.fleet_snapshot import MAX_VIEWERS
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -23,7 +23,8 @@ from router.app import running_router
 from router.server import head_limiter
 from router.server.http_server import HttpServer
 from router.settings import ConfigError, Settings, load_settings
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,8 @@ from router_under_test import RouterUnderTest, router, until
 from kvrouter.tools.simulation.trace import TraceLine, read_trace
 from kvrouter.tools.traces.recording import RecordedRequests, RecordingError, record_requests
 from router.live.request_stream import MAX_LISTENERS
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

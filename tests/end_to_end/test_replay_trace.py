@@ -16,7 +16,8 @@ from kvrouter.cli import app
 from kvrouter.tools.simulation.trace import Trace, TraceLine
 from kvrouter.tools.traces.live import LiveTarget, ReplayError, replay_live
 from kvrouter.tools.traces.results import Run
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

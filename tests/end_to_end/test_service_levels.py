@@ -10,7 +10,8 @@ import pytest
 from router_under_test import Reply, RouterUnderTest, router, until
 
 from router.access import hashed_key
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -19,10 +19,11 @@ from router_under_test import RouterUnderTest, router, until
 from simulated_pairs import FAST, MODEL, STYLES, Pairs, routed, simulated_pairs
 
 from kvrouter.processes import KvrouterProcess
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
 from worker.simulated.cache import CachedSequence
 from worker.simulated.disaggregation import nixl
 from worker.simulated.disaggregation.memory import KvMemory
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,8 @@ import pytest
 from router_under_test import PATIENT, RouterUnderTest, plain_client, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -21,7 +21,8 @@ from kvrouter.tools.doctor.findings import Cause
 from kvrouter.tools.doctor.run import examine
 from router.access import hashed_key
 from router.settings import Settings
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -67,6 +67,11 @@ def test_a_bare_installation_names_the_extra(bare: Path, arguments: list[str], e
     assert line == f"kvrouter: the package 'typer' is missing: pip install 'kvrouter[{extra}]'"
 
 
+def test_a_simulated_worker_names_the_extra_too(bare: Path) -> None:
+    line = _said(bare, "-m", "worker.simulated")
+    assert line == "simulated worker: the package 'uvicorn' is missing: pip install 'kvrouter[router]'"
+
+
 def test_what_no_extra_brings_is_no_matter_of_extras() -> None:
     assert missing_extra("kvrouter.nothing", []) is None
     assert missing_extra(None, []) is None

@@ -27,7 +27,8 @@ from kvevents.frames import parse_live, parse_replay, replay_request
 from kvevents.reported import ReportedFields
 from kvevents.sources import vllm_sources
 from worker import PublisherConfig
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 DEADLINE_S = 60.0
 START_DEADLINE_S = 60.0

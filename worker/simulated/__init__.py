@@ -1,6 +1,5 @@
 """A worker without a GPU: a real prefix cache, scheduler, event stream and OpenAI API, with made-up words."""
 
-from worker.simulated.serve import run, running
 from worker.simulated.settings import SimulatedWorkerSettings
 
-__all__ = ["SimulatedWorkerSettings", "run", "running"]
+__all__ = ["SimulatedWorkerSettings"]

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import msgspec
 
-from worker.simulated import SimulatedWorkerSettings, run
+from worker.simulated import SimulatedWorkerSettings
 
 if __name__ == "__main__":
     try:
@@ -16,4 +16,10 @@ if __name__ == "__main__":
         settings = msgspec.convert(given, SimulatedWorkerSettings)
     except ValueError as error:
         sys.exit(f"settings: {error}")
+    try:
+        from worker.simulated.serve import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("worker"):
+            raise
+        sys.exit(f"simulated worker: the package {error.name!r} is missing: pip install 'kvrouter[router]'")
     run(settings)

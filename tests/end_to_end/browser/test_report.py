@@ -12,7 +12,8 @@ import pytest
 from chromium import CHROMIUM, SWITCHES, accessible, expect, playwright
 from router_under_test import router
 
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytestmark = [pytest.mark.browser, pytest.mark.anyio]
 

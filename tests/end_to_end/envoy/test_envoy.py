@@ -20,7 +20,8 @@ from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, scripted_worker
 
 from router.access import hashed_key
-from worker.simulated import SimulatedWorkerSettings, running
+from worker.simulated import SimulatedWorkerSettings
+from worker.simulated.serve import running
 
 pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
 
