@@ -119,7 +119,7 @@ async def test_a_worker_that_hangs_is_left_out_and_what_waits_goes_elsewhere(han
         hung.script = hang  # type: ignore[assignment]
         began = time.monotonic()
         replies = await asyncio.gather(*(routed.call(PATH, BODY) for _ in range(12)))
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20  # less than the worker is left alone
         assert {reply.status for reply in replies} == {200}
         assert hung.url not in {reply.worker for reply in replies}
         assert await state(routed, hung) == "left_out"

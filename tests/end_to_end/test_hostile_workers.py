@@ -58,7 +58,7 @@ async def serves(routed: RouterUnderTest, requests: int = 6) -> None:
     assert (await routed.call("/match", match)).status == 200
     for path in ("/workers", "/health", "/metrics", "/v1/models"):
         assert (await routed.call(path)).status == 200
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 async def finding(routed: RouterUnderTest, url: str) -> dict[str, Any]:

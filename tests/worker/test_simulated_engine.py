@@ -299,15 +299,15 @@ def test_under_pressure_the_events_follow_the_cache_and_every_answer_is_whole(se
 def test_a_cached_prompt_costs_less_time():
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
-        settings = replace(FAST, num_blocks=600, max_model_len=2400, prefill_s_per_token=0.0002, base_step_s=0.001)
+        settings = replace(FAST, num_blocks=600, max_model_len=2400, prefill_s_per_token=0.0005, base_step_s=0.001)
         async with started(settings) as engine:
             took = []
             for _ in range(2):
                 begin = clock()
                 await Client(engine, list(range(2000)), [1]).done.wait()
                 took.append(clock() - begin)
-            assert took[0] >= 0.4
-            assert took[1] < took[0] / 3
+            assert took[0] >= 1.0
+            assert took[1] < 0.8
 
     run(scenario())
 

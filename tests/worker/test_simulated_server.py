@@ -534,7 +534,7 @@ def test_queueing_refusing_and_leaving():
 
 def test_a_cached_prompt_has_its_first_token_sooner():
     async def scenario() -> None:
-        settings = SimulatedWorkerSettings(prefill_s_per_token=0.0002)
+        settings = SimulatedWorkerSettings(prefill_s_per_token=0.0005)
         async with (
             running(settings) as url,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=DEADLINE_S) as client,
@@ -547,8 +547,8 @@ def test_a_cached_prompt_has_its_first_token_sooner():
                 await anext(aiter(stream))
                 took.append(time.perf_counter() - begin)
                 await stream.close()
-            assert took[0] > 0.4
-            assert took[1] < took[0] / 2
+            assert took[0] >= 1.0
+            assert took[1] < 0.8
 
     asyncio.run(scenario())
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from worker.disaggregation import Rank, Topology
 from worker.disaggregation.addresses import join_host_port, split_host_port, tcp_endpoint
 from worker.disaggregation.bootstrap import KVBootstrapServer, bootstrap_app
-from worker.disaggregation.bootstrap_client import BootstrapClient, BootstrapError, Registrar
+from worker.disaggregation.bootstrap_client import ATTEMPT_TIMEOUT_S, BootstrapClient, BootstrapError, Registrar
 from worker.disaggregation.registry import Registration, RegistryError, read_registration
 
 NEVER = threading.Event()
@@ -214,19 +214,20 @@ async def test_without_a_token_ranks_register_from_this_machine_alone(client: st
 
 def test_a_rank_expires_after_two_missed_heartbeats_and_leaves_when_it_ends(server: KVBootstrapServer) -> None:
     client = BootstrapClient(server.address)
-    registrar = Registrar(client, registration(heartbeat_s=0.1), 0.1)
+    registrar = Registrar(client, registration(heartbeat_s=0.5), 0.1)
     assert registrar.registered.wait(60)
-    end = time.monotonic() + 0.5  # five heartbeats
+    end = time.monotonic() + 1.2  # longer than two of the heartbeats that it promised
     while time.monotonic() < end:
         assert len(client.ranks(time.monotonic() + 5, NEVER).ranks) == 1
     registrar.close()
     assert ask(server.address, "GET", "/health")[1]["registered"] == 0
 
-    client.register(registration(instance="silent"), time.monotonic() + 5, NEVER)
-    end = time.monotonic() + 5
-    while ask(server.address, "GET", "/health")[1]["registered"] and time.monotonic() < end:
+    began = time.monotonic()
+    client.register(registration(instance="silent"), began + 5, NEVER)
+    while ask(server.address, "GET", "/health")[1]["registered"]:
+        assert time.monotonic() - began < 60
         time.sleep(0.01)
-    assert 4 < end - time.monotonic() < 4.9
+    assert time.monotonic() - began > 0.1
 
 
 def test_a_registrar_registers_again_with_a_service_that_restarted() -> None:
@@ -249,7 +250,7 @@ def test_the_client_keeps_its_deadline_and_stops_when_told() -> None:
         start = time.monotonic()
         with pytest.raises(TimeoutError):
             client.ranks(start + 0.3, NEVER)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < ATTEMPT_TIMEOUT_S
     stop = threading.Event()
     threading.Timer(0.1, stop.set).start()
     with pytest.raises(TimeoutError):
