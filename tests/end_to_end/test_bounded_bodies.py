@@ -56,7 +56,7 @@ async def sent(url: str, path: str, head: str, body: bytes = b"", endless: bool 
 
     sending = asyncio.create_task(go_on()) if endless else None
     try:
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(30):
             return await reader.read()
     except ConnectionError:
         return b""

@@ -106,7 +106,7 @@ def _send_damaged(random: Random, address: tuple[str, int], runs: list[tuple[int
             frame = recorded.recv(65536)
             channel.socket = connection
         connection.setblocking(True)
-        connection.settimeout(5)
+        connection.settimeout(30)
         connection.sendall(damaged(random, frame) + b"\7" * sum(length for _, length in runs))
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(4096):

@@ -98,7 +98,7 @@ def _session(receiver: Party) -> Channel:
 
 def _is_cut(connection: socket.socket) -> bool:
     """Whether the peer ends the connection, whatever it says before."""
-    connection.settimeout(5)
+    connection.settimeout(30)
     with suppress(ConnectionError):
         while connection.recv(4096):
             pass
