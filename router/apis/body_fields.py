@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from router.apis.response_owners import StoredFields
+
 
 class SessionFields(msgspec.Struct):
     """The fields of a body that may name its session, and say what becomes of it."""
@@ -98,3 +100,9 @@ class NamedFields(SessionFields):
     model: Any = None
     stream: Any = None
     priority: Any = None
+
+
+class PassedFields(StoredFields):
+    """What is read of a body that goes to any worker, or to the one that has what it names."""
+
+    model: Any = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -15,13 +15,13 @@ from indexer.errors import RequestError, error_body
 from router.apis.agent_hints import hints_in_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
 from router.apis.body_cache import BodyCache
-from router.apis.body_fields import NamedFields, SessionFields
+from router.apis.body_fields import NamedFields, PassedFields, SessionFields
 from router.apis.fields import lenient, optional_string, read_body
 from router.apis.generate import decode_generate
 from router.apis.multipart import form_field
 from router.apis.openai_requests import decode_chat, decode_completion
 from router.apis.requests import ChatPrompt, RoutedRequest
-from router.apis.response_owners import StoredFields, stored_in_path
+from router.apis.response_owners import stored_in_path
 from router.apis.responses import decode_responses
 from router.apis.sessions import only_naming, session_of
 from router.http.headers import HeaderItems
@@ -90,12 +90,6 @@ _DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_named)
 _NAMES = _DECODERS | dict.fromkeys((CHAT, COMPLETIONS, ANTHROPIC), decode_named)
 
 
-class _PassedFields(StoredFields):
-    """What is read of a body that goes to any worker, or to the one that has what it names."""
-
-    model: Any = None
-
-
 class Call:
     """A request as it came, but for where it came from.
 
@@ -142,7 +136,7 @@ def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = Non
             form_field(content_type, call.body, "model"), session=session, stored=stored_in_path(call.path)
         )
     try:
-        fields = msgspec.json.decode(call.body, type=_PassedFields)
+        fields = msgspec.json.decode(call.body, type=PassedFields)
         name, stored = fields.model, fields.named()
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         name, stored = None, None  # it may carry anything

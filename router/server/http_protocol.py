@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -17,8 +18,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes connections whose next request takes too long to say what it is, and refuses heads that are too large."""
 
     _unreadable: str | None = None  # why what follows cannot be read
-    path_prefix = b""  # what may stand before every path
     _running: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the last one that came
+
+    def __init__(self, root_path: bytes, **given: Any) -> None:
+        """`root_path`: what may stand before every path. `given`: by uvicorn."""
+        super().__init__(**given)
+        self._root_path = root_path
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,8 +60,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._limiter.end()
-        if self.path_prefix:
-            self.url = without_root(self.url, self.path_prefix)
+        if self._root_path:
+            self.url = without_root(self.url, self._root_path)
         check_head(self.url, self.parser.get_http_version(), self.headers)
         last = self.cycle
         super().on_headers_complete()

@@ -78,7 +78,7 @@ class Connections(set[Any]):
 def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol | FastLaneProtocol]:
     proxy_context: ProxyContext | None = getattr(app.state, "proxy_context", None)
     root_path = b"" if proxy_context is None else proxy_context.settings.root_path.encode()
-    bounded = type("Bounded", (BoundedHttpProtocol,), {"path_prefix": root_path}) if root_path else BoundedHttpProtocol
+    bounded = partial(BoundedHttpProtocol, root_path)
     if proxy_context is None or not proxy_context.settings.fast_lane:
         return bounded
     if not uvicorn_fits():

@@ -47,8 +47,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (site / name).symlink_to(origin)
         for beside in origin.parent.glob(f"{'pyzmq' if name == 'zmq' else name}.libs"):
             (site / beside.name).symlink_to(beside)
-    for name in OURS:
-        (site / name).symlink_to(ROOT / name)
+    for origin in [*(ROOT / name for name in OURS), *ROOT.glob("*__mypyc*.so")]:
+        (site / origin.name).symlink_to(origin)
     return folder
 
 

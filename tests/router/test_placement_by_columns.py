@@ -185,6 +185,7 @@ def test_the_router_places_as_the_formula_does() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.derives
 def test_what_sessions_come_back_for_is_dear_to_evict(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:

