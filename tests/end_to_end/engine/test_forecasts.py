@@ -38,7 +38,7 @@ def test_first_tokens_come_about_when_predicted(workers: list[VllmWorker], logs:
     times = sorted(answer.time_to_first_token for answer in answers)
     print(f"\n{users} users, TTFT {times[len(times) // 2]:.2f} s in the middle: {forecast}")
     assert all(answer.complete for answer in answers)
-    assert forecast["answers"] == len(answers)
+    assert len(answers) / 2 < forecast["answers"] <= len(answers)  # those in quick succession are not all watched
     assert forecast["ttft_error"] is not None
 
 
