@@ -37,6 +37,8 @@ class PromptFields(SessionFields):
     truncate_prompt_tokens: Any = None
     truncation_side: Any = None
     cache_salt: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class GenerationFields(PromptFields):
@@ -90,6 +92,8 @@ class ResponsesFields(SessionFields, rename={"messages": "input"}):
     stream: Any = None
     max_output_tokens: Any = None
     priority: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class NamedFields(SessionFields):

@@ -122,7 +122,8 @@ class StreamFailover:
 
 
 def _known(prompt: RoutedPrompt) -> bool:
-    return prompt.exact and len(prompt.token_ids) == 1
+    """Whether a prompt is what its tokens say: an image is not."""
+    return prompt.exact and len(prompt.token_ids) == 1 and not prompt.token_ids[0].media
 
 
 def _rest(before: RoutedPrompt, after: RoutedPrompt) -> list[int] | None:

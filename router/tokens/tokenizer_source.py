@@ -31,6 +31,7 @@ from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.hub import fetched, is_hub_name
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.media_reader import MediaReader
 from router.tokens.model_tokenizer import ModelTokenizer, Usage
 from router.tokens.tokenizers import Tokenizers
 
@@ -38,6 +39,8 @@ log = structlog.get_logger()
 
 # While answers show that prompts are read otherwise than here, a worker is tried this often, in seconds.
 _SUSPECTED_SECONDS = 10.0
+# What is kept of media is this part of what is kept of texts.
+_MEDIA_SHARE = 8
 
 
 @dataclass
@@ -67,6 +70,7 @@ class _Model:
     written: float = 0.0
     loads: list[Load] = field(default_factory=list)
     local: LocalTokenizer | None = None
+    media: MediaReader | None = None
     problem: str = ""
     misled: set[str] = field(default_factory=set)
     told: str = ""
@@ -302,6 +306,7 @@ class TokenizerSource:
             if worker is None:
                 continue
             tried = model.tried[url] = _Tried(time.monotonic(), worker.description)
+            model.engine.try_again(url)
             misled = self._misled(model, url)
             newly_misled = misled and url not in model.misled
             (model.misled.add if misled else model.misled.discard)(url)
@@ -355,7 +360,11 @@ class TokenizerSource:
         if now is not None and now.asked != asked:
             model.engine.forget()
             log.info("prompts are asked of engines by shape", model=model.name, shapes=sorted(asked))
-        tokenizer = ModelTokenizer(model.local, engine, asked, model.usage, suspected)
+        if model.local is not None and (model.media is None or model.media.local is not model.local):
+            limit = self._settings.cache_bytes // _MEDIA_SHARE
+            timeout, interval = self._settings.timeout, self._settings.check_interval
+            model.media = MediaReader(model.local, model.engine, limit, timeout, interval)
+        tokenizer = ModelTokenizer(model.local, engine, asked, model.usage, suspected, model.media)
         self._tokenizers.add(model.name, tokenizer)
         if model.local is None and model.tried and tokenizer.way != model.told:
             model.told = tokenizer.way
