@@ -122,8 +122,7 @@ class StreamFailover:
 
 
 def _known(prompt: RoutedPrompt) -> bool:
-    """Whether a prompt is what its tokens say: an image is not."""
-    return prompt.exact and len(prompt.token_ids) == 1 and not prompt.token_ids[0].media
+    return prompt.exact and len(prompt.token_ids) == 1
 
 
 def _rest(before: RoutedPrompt, after: RoutedPrompt) -> list[int] | None:
