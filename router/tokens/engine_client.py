@@ -29,6 +29,10 @@ _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 _NOT_RENDERED = ("stream", "stream_options", "kv_transfer_params", "cache_salt", "request_id", "priority")
 
 
+# Characters of a media item's name, which each of its blocks is hashed with: a client may choose it (`uuid`).
+_MOST_NAME = 256
+
+
 class PromptRefusedError(TokenizerUnavailableError):
     """An engine does not take this prompt as it was asked about; says the engine's words."""
 
@@ -190,6 +194,8 @@ def _packed(url: str, rendered: _Rendered) -> PackedPrompt:
         if len(places) != len(names):
             raise TokenizerUnavailableError(f"{url}: {len(names)} items of {modality} in {len(places)} places")
         for name, place in zip(names, places, strict=True):
+            if len(name) > _MOST_NAME:
+                raise PromptRefusedError(f"{url}: an item whose name has {len(name)} characters")
             media.append(MediaSpan(place.offset, place.offset + place.length, name))
     media.sort()
     if media and media[-1].end > len(prompt):

@@ -25,7 +25,7 @@ from router.fleet.fleet import Worker
 from router.fleet.worker_keys import WorkerKey
 from router.holdings.audit import TargetAudit
 from router.settings import ModelSettings, TokenizerSettings
-from router.tokens.agreement import Agreement, Trial, Truth, Way
+from router.tokens.agreement import Agreement, Trial, Way, merged
 from router.tokens.candidates import Load, candidates
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
@@ -98,21 +98,7 @@ class _Model:
 
     def merged(self) -> Agreement:
         """What was found of all workers: of each shape the worst."""
-        found = Agreement()
-        for tried in self.tried.values():
-            if tried.agreement is None:
-                continue
-            if found.truth is Truth.NOTHING:
-                found.truth = tried.agreement.truth
-            for shape, report in tried.agreement.shapes.items():
-                if shape not in found.shapes or _BADNESS[report.way] > _BADNESS[found.shapes[shape].way]:
-                    found.shapes[shape] = report
-        return found
-
-
-_BADNESS = {
-    way: place for place, way in enumerate((Way.LOCAL, Way.REFUSED, Way.UNTRIED, Way.ENGINE, Way.GUESSED, Way.NONE))
-}
+        return merged(tried.agreement for tried in self.tried.values() if tried.agreement is not None)
 
 
 class TokenizerSource:

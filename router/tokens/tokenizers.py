@@ -110,16 +110,12 @@ class Tokenizers:
             return None
         begun = time.perf_counter()
         try:
-            if tokenizer.media is not None and isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
-                found = _with_media(tokenizer.media, prompt)
-            else:
-                found = _tokenized(tokenizer.local, prompt, INLINE_CHARACTERS)
+            tokenized = _tokenized(tokenizer.local, prompt, INLINE_CHARACTERS, tokenizer.media)
         except TooLongForNowError:
             return None
-        if found is not None:
-            tokenizer.usage.add(Path.LOCAL, begun)
-            _keep(tokenizer, prompt, found)
-        return found
+        tokenizer.usage.add(Path.LOCAL, begun)
+        _keep(tokenizer, prompt, tokenized)
+        return tokenized
 
     async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
         """The same for what `tokenize_now` leaves: by an engine, or in a thread. Raises the same errors."""
@@ -224,20 +220,31 @@ class Tokenizers:
             self._waiting -= 1
 
 
-def _tokenized(tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt, at_most: int = sys.maxsize) -> Tokenized:
-    """A prompt as tokens. Raises TooLongForNowError when more than `at_most` characters of it are new."""
+def _tokenized(
+    tokenizer: LocalTokenizer,
+    prompt: TextPrompts | ChatPrompt,
+    at_most: int = sys.maxsize,
+    media: MediaReader | None = None,
+) -> Tokenized:
+    """A prompt as tokens, with what is known of its `media`.
+
+    Raises TooLongForNowError when more than `at_most` characters of it are new, or an engine is to be asked first.
+    """
     if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+        expanded = _expanded(media, prompt, at_most) if media is not None else None
+        if expanded is not None:
+            return _of_expanded(expanded)
         before, whole = tokenizer.encode_around_media(prompt, at_most=at_most)
         return Tokenized([before], [whole])
     prompts = tokenizer.tokenize(prompt, at_most=at_most)
     return Tokenized(prompts, prompts)
 
 
-def _with_media(media: MediaReader, prompt: ChatPrompt) -> Tokenized | None:
-    """A prompt with media, if it can be put together at once. Raises TooLongForNowError."""
+def _expanded(media: MediaReader, prompt: ChatPrompt, at_most: int) -> Expanded | None:
     items = items_of(prompt)
-    expanded = None if media.asks(items) else media.expanded(prompt, items, INLINE_CHARACTERS)
-    return None if expanded is None else _of_expanded(expanded)
+    if media.asks(items):
+        raise TooLongForNowError
+    return media.expanded(prompt, items, at_most)
 
 
 def _of_expanded(expanded: Expanded) -> Tokenized:

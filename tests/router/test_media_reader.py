@@ -207,10 +207,11 @@ async def test_an_engine_that_hangs_holds_nobody_up_for_longer_than_the_deadline
         assert played.asked == 1
 
 
-async def test_an_image_that_no_engine_takes_leaves_the_others_alone(local: LocalTokenizer) -> None:
+@pytest.mark.parametrize("url", ["data:,broken", f"data:,a-name-of-its-own{256 * '!'}#40"])
+async def test_an_image_that_no_engine_takes_leaves_the_others_alone(local: LocalTokenizer, url: str) -> None:
     async with playing(local) as played:
         await played.read(chat(RED))
-        broken, asked = chat(image("data:,broken")), played.asked
+        broken, asked = chat(image(url)), played.asked
         for _ in range(2):
             assert as_without_engine(local, await played.read(broken), broken)
         assert played.asked == asked + 1
