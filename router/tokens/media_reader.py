@@ -140,7 +140,7 @@ class MediaReader:
             return None
         runs = self._runs(items)
         found: Expanded | None = None if runs is None else await in_thread(self._put_together, chat, runs, sys.maxsize)
-        return found if found is not None and await self._compared(chat, items, found.whole) else None
+        return found if found is not None and await self._compared(chat, items, found) else None
 
     def _runs(self, items: list[Item]) -> list[Run] | None:
         runs: list[Run] = []
@@ -169,7 +169,7 @@ class MediaReader:
         except TimeoutError:
             self._pause(f"nothing told within {self._timeout:g} s")
 
-    async def _compared(self, chat: ChatPrompt, items: list[Item], whole: PackedPrompt) -> bool:
+    async def _compared(self, chat: ChatPrompt, items: list[Item], ours: Expanded) -> bool:
         """Whether prompts like this one are put together as engines do: this one is tried, if that is due."""
         case, now = _case(items), self._clock()
         if now < max(self._compare_at.get(case, 0.0), self._ask_from):
@@ -181,7 +181,8 @@ class MediaReader:
         except (TokenizerUnavailableError, TimeoutError) as error:
             log.info("a prompt with media cannot be compared", reason=str(error))
             return self._agrees.get(case, False)
-        equal = theirs.tokens == whole.tokens and theirs.media in ((), whole.media)
+        named = bool(theirs.media) and ours.known is ours.whole
+        equal = theirs.tokens == ours.whole.tokens and (not named or theirs.media == ours.whole.media)
         if not equal:
             self._answers.clear()  # they may be from before the engine's processor changed
             self.cached_bytes = 0
