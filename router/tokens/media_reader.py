@@ -115,6 +115,13 @@ class MediaReader:
         self._learned = False
         self.cached_bytes = 0
 
+    def report(self) -> dict[str, int]:
+        """How many items are known with their names, without, or not at all."""
+        runs = [answer.run for answer in self._answers.values()]
+        named = sum(run is not None and run.named for run in runs)
+        untold = runs.count(None)
+        return {"named": named, "unnamed": len(runs) - named - untold, "untold": untold}
+
     def asks(self, items: list[Item]) -> bool:
         """Whether something about a prompt is to be asked first."""
         now, case = self._clock(), _case(items)

@@ -180,6 +180,7 @@ class TokenizerSource:
                 "differences": {
                     shape.value: each.difference for shape, each in merged.shapes.items() if each.difference
                 },
+                "media": tokenizer.media.report() if tokenizer.media else None,
                 "prompts": {path.value: usage.prompts[path] for path in usage.seconds},
                 "milliseconds": {
                     path.value: round(1000 * seconds / usage.prompts[path], 3)

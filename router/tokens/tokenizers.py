@@ -253,8 +253,9 @@ def _of_expanded(expanded: Expanded) -> Tokenized:
 
 
 def _keep(tokenizer: ModelTokenizer, prompt: TextPrompts | ChatPrompt, tokenized: Tokenized) -> None:
-    """Keep what a chat became, for the same request once more; but not what an engine may yet tell of."""
-    if isinstance(prompt, ChatPrompt) and (tokenizer.media is None or tokenized.identities is tokenized.token_ids):
+    """Keep what a chat became, for the same request once more; but not where engines may tell otherwise by then."""
+    settled = tokenized.identities is tokenized.token_ids and not any(each.media for each in tokenized.identities)
+    if isinstance(prompt, ChatPrompt) and (settled or tokenizer.media is None):
         prompt.tokenized = (tokenizer, tokenized)
 
 

@@ -284,6 +284,7 @@ async def test_engines_are_asked_what_images_become(tmp_path: Path) -> None:
         other = ChatPrompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,b#7"}}]}])
         found = await played.tokenizers.tokenize("m", other)
         assert [span.name for span in found.token_ids[0].media] == ["data:,b#7 None"]
+        assert played.source.report()["m"]["media"] == {"named": 1, "unnamed": 1, "untold": 0}
         assert found.token_ids is found.identities
 
 
