@@ -22,6 +22,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,6 +44,8 @@ log = structlog.get_logger()
 # What is behind a link may change, and an engine that told no name may tell it later.
 ASK_AGAIN_SECONDS = 600.0
 _ENTRY_BYTES = 600
+# Items that are asked about for one prompt; about the others for the next one with them.
+_MOST_ASKED = 16
 # Kinds of items in a prompt, and whether there are several.
 _Case = tuple[frozenset[str], bool]
 
@@ -88,8 +91,8 @@ class _Answer:
 class MediaReader:
     """One model's prompts with media. `limit_bytes` bounds what is kept of items; all times are in seconds.
 
-    `timeout`: of all that is asked about a prompt's items, and of a comparison. `interval`: between comparisons, and
-    after what went wrong, until it is tried again.
+    `timeout`: of all that is asked about a prompt. `interval`: between comparisons, and after what went wrong, until it
+    is tried again.
     """
 
     def __init__(
@@ -140,9 +143,19 @@ class MediaReader:
 
     async def read(self, chat: ChatPrompt, in_thread: Callable[..., Awaitable[Any]]) -> Expanded | None:
         """Any prompt, after what is to be asked about it. `in_thread` calls what takes its time."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await self._read(chat, in_thread)
+        except TimeoutError:
+            self._pause(f"nothing told within {self._timeout:g} s")
+            return None
+
+    async def _read(self, chat: ChatPrompt, in_thread: Callable[..., Awaitable[Any]]) -> Expanded | None:
         items: list[Item] = await in_thread(items_of, chat)
         if self.asks(items):
-            await self._learn_all(chat, items)
+            unknown = {item.key: item for item in items if self._answer(item) is None}
+            asked = islice(unknown.values(), _MOST_ASKED)
+            await asyncio.gather(*(self._learn(item, chat.media_options) for item in asked))
         elif not self._agrees.get(_case(items), False):
             return None
         runs = self._runs(items)
@@ -165,17 +178,6 @@ class MediaReader:
             return None if whole is None else Expanded(whole, whole)
         return Expanded(_up_to_unnamed(whole, runs), whole)
 
-    async def _learn_all(self, chat: ChatPrompt, items: list[Item]) -> None:
-        """Ask about the items of a prompt that are not known, all at once."""
-        unknown = {item.key: item for item in items if self._answer(item) is None}
-        if not unknown:
-            return
-        try:
-            async with asyncio.timeout(self._timeout):
-                await asyncio.gather(*(self._learn(item, chat.media_options) for item in unknown.values()))
-        except TimeoutError:
-            self._pause(f"nothing told within {self._timeout:g} s")
-
     async def _compared(self, chat: ChatPrompt, items: list[Item], ours: Expanded) -> bool:
         """Whether prompts like this one are put together as engines do: this one is tried, if that is due."""
         case, now = _case(items), self._clock()
@@ -183,9 +185,8 @@ class MediaReader:
             return self._agrees.get(case, False)
         self._compare_at[case] = now + self._interval
         try:
-            async with asyncio.timeout(self._timeout):
-                (theirs,) = await self._engine.ask(chat)
-        except (TokenizerUnavailableError, TimeoutError) as error:
+            (theirs,) = await self._engine.ask(chat)
+        except TokenizerUnavailableError as error:
             log.info("a prompt with media cannot be compared", reason=str(error))
             return self._agrees.get(case, False)
         named = bool(theirs.media) and ours.known is ours.whole

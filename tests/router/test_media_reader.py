@@ -196,6 +196,15 @@ async def test_engines_that_tell_nothing_are_left_alone_for_a_while(local: Local
         assert (await played.read(prompt)).token_ids == played.computed(prompt)
 
 
+async def test_one_request_asks_about_some_of_its_images(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        many = chat(*(image(f"data:,{number}#3") for number in range(20)))
+        assert as_without_engine(local, await played.read(many), many)
+        assert played.asked == 16
+        assert (await played.read(many)).token_ids == played.computed(many)
+        assert played.asked == 21
+
+
 async def test_an_engine_that_hangs_holds_nobody_up_for_longer_than_the_deadline(local: LocalTokenizer) -> None:
     async with playing(local, patience=0.05) as played:
         played.engine.hangs = True
