@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import Any, Final, NamedTuple
@@ -69,12 +69,12 @@ def extend_prefix_hashes(
     tokens: bytes,
     block_size: int,
     end: int,
-    keys: list[bytes | None] | None = None,
+    keys: Mapping[int, bytes] | Sequence[bytes | None] | None = None,
 ) -> None:
     """Append the prefix hashes of blocks `len(hashes)` to `end` (not included) of a packed prompt.
 
     `seed` is the hash before the first block of `tokens`, used while `hashes` is empty; `keys` are the blocks' extra
-    keys.
+    keys, by their numbers.
     """
     step = block_size * TOKEN_BYTES
     start = len(hashes)
@@ -94,6 +94,31 @@ def extend_prefix_hashes(
         hashes.append(previous)
 
 
+class MediaSpan(NamedTuple):
+    """Tokens `start` to `end` (not included) of a prompt stand for an image or the like, which the engine names so."""
+
+    start: int
+    end: int
+    name: str
+
+    def moved(self, tokens: int) -> MediaSpan:
+        """The same so many tokens later."""
+        return MediaSpan(self.start + tokens, self.end + tokens, self.name)
+
+
+def media_keys(media: Iterable[MediaSpan], block_size: int) -> dict[int, bytes]:
+    """The extra keys of the blocks that media have a share in, by the block's number.
+
+    As vLLM makes them and tells of them (`generate_block_hash_extra_keys`, `to_event_extra_keys`): each item's name,
+    and where it starts, counted from the block's first token.
+    """
+    names: dict[int, list[tuple[str, int]]] = {}
+    for span in media:
+        for block in range(span.start // block_size, -(-span.end // block_size)):
+            names.setdefault(block, []).append((span.name, span.start - block * block_size))
+    return {block: _encode(each) for block, each in names.items()}
+
+
 # The namespaces whose hashes a prompt takes over from the one it goes on from: the latest ones.
 _KEPT_NAMESPACES = 4
 
@@ -111,14 +136,16 @@ class _Hashes:
 class PackedPrompt:
     """A prompt's token ids as the index reads them, and the prefix hashes that were made of it so far.
 
-    Hashes are made no further than they are asked for, and once for each namespace.
+    Hashes are made no further than they are asked for, and once for each namespace. `media` are those of its tokens
+    that stand for something else, in their order: its name takes part in the hashes of their blocks.
     """
 
-    __slots__ = ("_made", "tokens")
+    __slots__ = ("_made", "media", "tokens")
 
-    def __init__(self, tokens: bytes) -> None:
+    def __init__(self, tokens: bytes, media: tuple[MediaSpan, ...] = ()) -> None:
         """`tokens` as of `pack_tokens`."""
         self.tokens = tokens
+        self.media = media
         self._made: dict[int, _Hashes] = {}  # by seed
 
     @classmethod
@@ -126,9 +153,9 @@ class PackedPrompt:
         """The prompt of these token ids. Raises as `pack_tokens` does."""
         return token_ids if isinstance(token_ids, PackedPrompt) else cls(pack_tokens(token_ids))
 
-    def extended(self, tokens: bytes, common: int) -> PackedPrompt:
+    def extended(self, tokens: bytes, common: int, media: tuple[MediaSpan, ...] = ()) -> PackedPrompt:
         """The prompt of `tokens`, whose first `common` ones are this prompt's: those are not hashed again."""
-        prompt = PackedPrompt(tokens)
+        prompt = PackedPrompt(tokens, media)
         # The list is a copy: another thread may be asking this one for hashes.
         for seed, made in list(self._made.items())[-_KEPT_NAMESPACES:]:
             prompt._made[seed] = _Hashes(made.block_size, made.hashes[: common // made.block_size])
@@ -151,8 +178,8 @@ class PackedPrompt:
         return iter(token_ids)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other is a prompt of the same tokens."""
-        return isinstance(other, PackedPrompt) and self.tokens == other.tokens
+        """Whether the other is a prompt of the same tokens, which stand for the same."""
+        return isinstance(other, PackedPrompt) and (self.tokens, self.media) == (other.tokens, other.media)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -166,5 +193,19 @@ class PackedPrompt:
             made = self._made[seed] = _Hashes(block_size, array("Q"))
         hashes = made.hashes
         if end > len(hashes):
+            if self.media and len(hashes) < self.keyed_blocks(block_size):
+                self._extend_with_keys(hashes, seed, block_size, end)
             extend_prefix_hashes(hashes, seed, self.tokens, block_size, end)
         return hashes
+
+    def keyed_blocks(self, block_size: int) -> int:
+        """How many blocks there are up to the last one that media have a share in."""
+        return -(-self.media[-1].end // block_size) if self.media else 0
+
+    def _extend_with_keys(self, hashes: array[int], seed: int, block_size: int, end: int) -> None:
+        """Append hashes up to the last block before `end` that has a key."""
+        begun = len(hashes)
+        for block, key in media_keys(self.media, block_size).items():  # in their order
+            if begun <= block < end:
+                extend_prefix_hashes(hashes, seed, self.tokens, block_size, block)
+                extend_prefix_hashes(hashes, seed, self.tokens, block_size, block + 1, {block: key})

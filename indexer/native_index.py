@@ -141,7 +141,8 @@ class NativeIndex(Index):
                 found.transfers.pop(row, None)
 
     def _found(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> bytes:
-        hashes = prompt.hashes(root, block_size)
+        # The core hashes tokens alone: up to the last block with a key it is told the hashes.
+        hashes = prompt.hashes(root, block_size, min(prompt.keyed_blocks(block_size), blocks))
         known = len(hashes)
         found, made = self._core.match(root, block_size, prompt.tokens, hashes, blocks)
         if made and len(hashes) == known:

@@ -39,6 +39,8 @@ class PromptFields(SessionFields):
     truncate_prompt_tokens: Any = None
     truncation_side: Any = None
     cache_salt: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class GenerationFields(PromptFields):
@@ -92,6 +94,8 @@ class ResponsesFields(SessionFields, rename={"messages": "input"}):
     stream: Any = None
     max_output_tokens: Any = None
     priority: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class NamedFields(SessionFields):

@@ -6,6 +6,7 @@ from indexer.errors import RequestError
 from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
+from router.apis.media import media_options
 from router.apis.requests import (
     ChatPrompt,
     MatchRequest,
@@ -106,6 +107,7 @@ def _chat_prompt(fields: PromptFields) -> ChatPrompt:
         continue_final_message=lenient(fields.continue_final_message, bool, False),
         add_special_tokens=lenient(fields.add_special_tokens, bool, False),
         truncation=_truncation(fields),
+        media_options=media_options(fields.mm_processor_kwargs, fields.media_io_kwargs),
     )
 
 

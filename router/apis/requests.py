@@ -55,7 +55,8 @@ class ChatPrompt:
 
     `merges_system`: where the template takes a system message only as the first, the others become part of it.
     `thinking_off`: the client wants no thinking, which templates are told in two ways. `call`: the path and the body
-    that it came from, for an engine to read. `tokenized`: by what, and what it became, for the same request once more.
+    that it came from, for an engine to read. `media_options`: the body's fields that change how media are processed.
+    `tokenized`: by what, and what it became, for the same request once more.
     """
 
     messages: list[dict[str, Any]]
@@ -70,6 +71,7 @@ class ChatPrompt:
     truncation: Truncation | None
     merges_system: bool
     thinking_off: bool
+    media_options: dict[str, Any] | None
     call: tuple[str, bytes] | None = field(init=False, compare=False, repr=False)
     tokenized: tuple[Any, Any] | None = field(init=False, compare=False, repr=False)
 
@@ -87,6 +89,7 @@ class ChatPrompt:
         truncation: Truncation | None = None,
         merges_system: bool = False,
         thinking_off: bool = False,
+        media_options: dict[str, Any] | None = None,
     ) -> None:
         self.messages = messages
         self.tools = tools
@@ -100,6 +103,7 @@ class ChatPrompt:
         self.truncation = truncation
         self.merges_system = merges_system
         self.thinking_off = thinking_off
+        self.media_options = media_options
         self.call = None
         self.tokenized = None
 

@@ -12,6 +12,7 @@ from indexer.errors import RequestError
 from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import ResponsesFields
 from router.apis.fields import kind_of, lenient, optional_string, read_body
+from router.apis.media import media_options
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_owners import StoredFields
 from router.apis.sessions import session_of
@@ -78,6 +79,7 @@ def _prompt(fields: ResponsesFields) -> ChatPrompt | None:
         add_generation_prompt=not continues,
         continue_final_message=continues,
         add_special_tokens=True,  # unlike in a chat
+        media_options=media_options(fields.mm_processor_kwargs, fields.media_io_kwargs),
     )
 
 

@@ -59,6 +59,7 @@ class Prediction:
     one prompt with one answer. `capacity`: the tokens that the target can hold. `most`: the most that any target had.
     `by_text`: tokens are estimated by the prompt's text, so the engine's count is compared as a share of its own.
     `windowed`: the target does not keep whole prompts, so that what it misses tells nothing of how much it keeps.
+    `media`: some of its tokens stand for images or the like, whose number is compared where prompts become tokens.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Prediction:
         most: int = 0,
         by_text: bool = False,
         windowed: bool = False,
+        media: bool = False,
     ) -> None:
         self.target = target
         self.hashes = hashes
@@ -86,6 +88,7 @@ class Prediction:
         self.most = most
         self.by_text = by_text
         self.windowed = windowed
+        self.media = media
 
 
 class Errors:
@@ -242,7 +245,7 @@ class HitAudit:
     def _compare(self, prediction: Prediction, usage: Usage) -> None:
         target = prediction.target
         audit = self._audits.get(target) or self._begin(target)
-        if not prediction.by_text:
+        if not prediction.by_text and not prediction.media:
             self._compare_lengths(audit, prediction, usage)
         audit.reports_cached |= usage.cached is not None
         if not audit.reports_cached:

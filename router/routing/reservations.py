@@ -174,6 +174,7 @@ class Reservations:
             selection.best_overlap,
             prompt.by_text,
             windowed,
+            one_answer and bool(prompt.identities[0].media),
         )
         for number, chunks in enumerate(hashes):
             # No event says that a target holds what media stand in, a text, or a replaced adapter's: that has to last.

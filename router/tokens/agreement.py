@@ -72,6 +72,23 @@ class Agreement:
         return len(self.of_way(Way.LOCAL))
 
 
+_BADNESS = {
+    way: place for place, way in enumerate((Way.LOCAL, Way.REFUSED, Way.UNTRIED, Way.ENGINE, Way.GUESSED, Way.NONE))
+}
+
+
+def merged(agreements: Iterable[Agreement]) -> Agreement:
+    """What was found in all trials: of each shape the worst."""
+    found = Agreement()
+    for agreement in agreements:
+        if found.truth is Truth.NOTHING:
+            found.truth = agreement.truth
+        for shape, report in agreement.shapes.items():
+            if shape not in found.shapes or _BADNESS[report.way] > _BADNESS[found.shapes[shape].way]:
+                found.shapes[shape] = report
+    return found
+
+
 class Trial:
     """The probes as one engine reads them. Asks once; any number of tokenizers can be compared with the answers."""
 

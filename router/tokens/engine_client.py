@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import aiohttp
 import msgspec
 
-from indexer.hashing import PackedPrompt
+from indexer.hashing import MediaSpan, PackedPrompt
 from router.apis.fields import MAX_TOKEN_ID
+from router.apis.media import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError
 from router.fleet.worker_keys import WorkerKey
@@ -28,6 +29,10 @@ _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 _NOT_RENDERED = ("stream", "stream_options", "kv_transfer_params", "cache_salt", "request_id", "priority")
 
 
+# Characters of a media item's name, which each of its blocks is hashed with: a client may choose it (`uuid`).
+_MOST_NAME = 256
+
+
 class PromptRefusedError(TokenizerUnavailableError):
     """An engine does not take this prompt as it was asked about; says the engine's words."""
 
@@ -36,8 +41,24 @@ class NotOfferedError(TokenizerUnavailableError):
     """An engine does not answer such questions at all."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+
+
+class _Placeholder(msgspec.Struct):
+    offset: _Count
+    length: _Count
+
+
+class _Features(msgspec.Struct):
+    """By modality: what items are called, and which of the prompt's tokens stand for them."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Placeholder]]
+
+
 class _Rendered(msgspec.Struct):
     token_ids: _TokenIds
+    features: _Features | None = None
 
 
 class _Tokenized(msgspec.Struct):
@@ -79,10 +100,12 @@ class EngineClient:
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
 
     async def rendered(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
-        """The token ids of each prompt by the engine's own rendering of the request."""
+        """The token ids of each prompt by the engine's own rendering of the request, and which of them are media."""
         path, body = self._request(prompt)
+        if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+            body["mm_payload"] = "none"  # not the pixels
         found = _decoded(url, _decode_rendered, await self._post(url, f"{path}/render", body))
-        return [PackedPrompt.of(each.token_ids) for each in (found if isinstance(found, list) else [found])]
+        return [_packed(url, each) for each in (found if isinstance(found, list) else [found])]
 
     async def tokenized(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
         """The same by `/tokenize`, which knows chats and texts."""
@@ -160,6 +183,26 @@ def _decoded(url: str, decode: Any, answer: bytes) -> Any:
         raise TokenizerUnavailableError(f"{url}: an answer that makes no sense: {error}") from error
 
 
+def _packed(url: str, rendered: _Rendered) -> PackedPrompt:
+    prompt = PackedPrompt.of(rendered.token_ids)
+    features = rendered.features
+    if features is None:
+        return prompt
+    media: list[MediaSpan] = []
+    for modality, names in features.mm_hashes.items():
+        places = features.mm_placeholders.get(modality, [])
+        if len(places) != len(names):
+            raise TokenizerUnavailableError(f"{url}: {len(names)} items of {modality} in {len(places)} places")
+        for name, place in zip(names, places, strict=True):
+            if len(name) > _MOST_NAME:
+                raise PromptRefusedError(f"{url}: an item whose name has {len(name)} characters")
+            media.append(MediaSpan(place.offset, place.offset + place.length, name))
+    media.sort()
+    if media and media[-1].end > len(prompt):
+        raise TokenizerUnavailableError(f"{url}: media beyond the prompt's end")
+    return PackedPrompt(prompt.tokens, tuple(media))
+
+
 def _chat_fields(chat: ChatPrompt) -> dict[str, Any]:
     """The fields of a chat, as `/tokenize` takes them: the other variables of a template are like any."""
     variables = template_variables(chat)
@@ -170,4 +213,5 @@ def _chat_fields(chat: ChatPrompt) -> dict[str, Any]:
         "add_special_tokens": chat.add_special_tokens,
     }
     optional = {"tools": chat.tools, "chat_template": chat.chat_template, "chat_template_kwargs": variables or None}
-    return fields | {name: value for name, value in optional.items() if value is not None}
+    fields |= {name: value for name, value in optional.items() if value is not None}
+    return fields | (chat.media_options or {})

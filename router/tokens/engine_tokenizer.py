@@ -56,6 +56,10 @@ class EngineTokenizer:
         self._not_offered.clear()
         self.cached_bytes = 0
 
+    def try_again(self, url: str) -> None:
+        """A worker may offer what it did not."""
+        self._not_offered.pop(url, None)
+
     def known(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt] | None:
         """What was answered about the same prompt; None for one that nobody asked about."""
         return self._known.get(_keys(prompt)[-1])
@@ -69,7 +73,7 @@ class EngineTokenizer:
             return EngineAnswer(found, exact=True)
         earlier = next((known for key in reversed(keys[:-1]) if (known := self._known.get(key))), None)
         try:
-            prompts = await self._answer(prompt)
+            prompts = await self.ask(prompt)
         except TokenizerUnavailableError:
             if earlier is None:
                 raise
@@ -79,8 +83,11 @@ class EngineTokenizer:
         self._remember(keys[-1], prompts)
         return EngineAnswer(prompts, exact=True)
 
-    async def _answer(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
-        """Ask the worker that has the fewest questions; another one when that is no help."""
+    async def ask(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
+        """Ask the worker that has the fewest questions; another one when that is no help.
+
+        Nothing of it is kept. Raises TokenizerUnavailableError.
+        """
         if self._asked.total() >= MAX_ASKED:
             raise TokenizerUnavailableError(f"{MAX_ASKED} questions wait for answers of engines already")
         urls = self._in_turn()

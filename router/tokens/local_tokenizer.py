@@ -132,6 +132,14 @@ class LocalTokenizer:
         before, whole = self.encode(self._around_media(chat), add_special_tokens=add, at_most=at_most)
         return before, whole
 
+    def encode_placeholders(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> PackedPrompt:
+        """The token ids of a conversation with what the template has in the place of media. Raises as those above."""
+        if chat.truncation:
+            raise TokenizerUnavailableError("only an engine can tell how much of media a truncation leaves")
+        if self._chat_encoder is not None:
+            raise TokenizerUnavailableError("this model's media are not told apart here")
+        return self.encode_chat(chat, at_most=at_most)
+
     def _around_media(self, chat: ChatPrompt) -> list[str]:
         """A chat's text up to its first media item, and all of it with other texts in the place of those."""
         if chat.truncation:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.media_reader import MediaReader
 from router.tokens.shapes import Shape, shapes_of
 
 # Prompts of which an engine's tokens were compared with ours, after which ours are believed again: all must be equal.
@@ -41,7 +42,8 @@ class ModelTokenizer:
     """One model's tokenizer: `local`, `engine`, or both, of which each has its shapes.
 
     `asked`: the shapes of prompts that the engine is asked about, although there is a local one. `suspected`: it is
-    asked about all, since answers showed that the local one is wrong somewhere.
+    asked about all, since answers showed that the local one is wrong somewhere. `media`: what knows of images and the
+    like in prompts that are read here.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class ModelTokenizer:
         asked: Collection[Shape] = (),
         usage: Usage | None = None,
         suspected: bool = False,
+        media: MediaReader | None = None,
     ) -> None:
         self.local = local
         self.engine = engine
         self.asked = frozenset(asked)
         self.usage = usage or Usage()
         self.suspected = suspected
+        self.media = media
         self._compared: deque[bool] = deque(maxlen=_COMPARED)
 
     @property
@@ -71,7 +75,7 @@ class ModelTokenizer:
     @property
     def cached_bytes(self) -> int:
         """What prompts seen before take."""
-        return sum(each.cached_bytes for each in (self.local, self.engine) if each is not None)
+        return sum(each.cached_bytes for each in (self.local, self.engine, self.media) if each is not None)
 
     def asks(self, prompt: ChatPrompt | TextPrompts) -> bool:
         """Whether the engine is asked about a prompt."""

@@ -25,12 +25,13 @@ from router.fleet.fleet import Worker
 from router.fleet.worker_keys import WorkerKey
 from router.holdings.audit import TargetAudit
 from router.settings import ModelSettings, TokenizerSettings
-from router.tokens.agreement import Agreement, Trial, Truth, Way
+from router.tokens.agreement import Agreement, Trial, Way, merged
 from router.tokens.candidates import Load, candidates
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.hub import fetched, is_hub_name
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.media_reader import MediaReader
 from router.tokens.model_tokenizer import ModelTokenizer, Usage
 from router.tokens.tokenizers import Tokenizers
 
@@ -38,6 +39,8 @@ log = structlog.get_logger()
 
 # While answers show that prompts are read otherwise than here, a worker is tried this often, in seconds.
 _SUSPECTED_SECONDS = 10.0
+# What is kept of media is this part of what is kept of texts.
+_MEDIA_SHARE = 8
 
 
 @dataclass
@@ -67,6 +70,7 @@ class _Model:
     written: float = 0.0
     loads: list[Load] = field(default_factory=list)
     local: LocalTokenizer | None = None
+    media: MediaReader | None = None
     problem: str = ""
     misled: set[str] = field(default_factory=set)
     told: str = ""
@@ -94,21 +98,7 @@ class _Model:
 
     def merged(self) -> Agreement:
         """What was found of all workers: of each shape the worst."""
-        found = Agreement()
-        for tried in self.tried.values():
-            if tried.agreement is None:
-                continue
-            if found.truth is Truth.NOTHING:
-                found.truth = tried.agreement.truth
-            for shape, report in tried.agreement.shapes.items():
-                if shape not in found.shapes or _BADNESS[report.way] > _BADNESS[found.shapes[shape].way]:
-                    found.shapes[shape] = report
-        return found
-
-
-_BADNESS = {
-    way: place for place, way in enumerate((Way.LOCAL, Way.REFUSED, Way.UNTRIED, Way.ENGINE, Way.GUESSED, Way.NONE))
-}
+        return merged(tried.agreement for tried in self.tried.values() if tried.agreement is not None)
 
 
 class TokenizerSource:
@@ -190,6 +180,7 @@ class TokenizerSource:
                 "differences": {
                     shape.value: each.difference for shape, each in merged.shapes.items() if each.difference
                 },
+                "media": tokenizer.media.report() if tokenizer.media else None,
                 "prompts": {path.value: usage.prompts[path] for path in usage.seconds},
                 "milliseconds": {
                     path.value: round(1000 * seconds / usage.prompts[path], 3)
@@ -302,6 +293,7 @@ class TokenizerSource:
             if worker is None:
                 continue
             tried = model.tried[url] = _Tried(time.monotonic(), worker.description)
+            model.engine.try_again(url)
             misled = self._misled(model, url)
             newly_misled = misled and url not in model.misled
             (model.misled.add if misled else model.misled.discard)(url)
@@ -355,7 +347,11 @@ class TokenizerSource:
         if now is not None and now.asked != asked:
             model.engine.forget()
             log.info("prompts are asked of engines by shape", model=model.name, shapes=sorted(asked))
-        tokenizer = ModelTokenizer(model.local, engine, asked, model.usage, suspected)
+        if model.local is not None and (model.media is None or model.media.local is not model.local):
+            limit = self._settings.cache_bytes // _MEDIA_SHARE
+            timeout, interval = self._settings.timeout, self._settings.check_interval
+            model.media = MediaReader(model.local, model.engine, limit, timeout, interval)
+        tokenizer = ModelTokenizer(model.local, engine, asked, model.usage, suspected, model.media)
         self._tokenizers.add(model.name, tokenizer)
         if model.local is None and model.tried and tokenizer.way != model.told:
             model.told = tokenizer.way

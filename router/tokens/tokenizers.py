@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
@@ -20,6 +20,7 @@ from router.apis.media import has_media, text_length
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts
 from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.media_reader import Expanded, MediaReader, items_of
 from router.tokens.model_tokenizer import ModelTokenizer, Path
 
 __all__ = ["TokenizerUnavailableError", "Tokenizers"]
@@ -35,12 +36,15 @@ MOST_CHARACTERS = 8 * 2**20
 MAX_WAITING = 256
 
 
+T = TypeVar("T")
+
+
 class Tokenized(NamedTuple):
     """Prompts as tokens.
 
-    `token_ids` are those the engine computes: all of a prompt, or what comes before its first media item. `identities`
-    are the same list for prompts that are exact; of others, tokens in which a text stands for each media item, or what
-    is likely.
+    `token_ids` are those the engine computes: all of a prompt, or what comes before its first media item whose name is
+    not known. `identities` are the same list for prompts that are exact; of others, tokens in which a name of ours or a
+    text stands for each media item, or what is likely.
     """
 
     token_ids: list[PackedPrompt]
@@ -106,12 +110,11 @@ class Tokenizers:
             return None
         begun = time.perf_counter()
         try:
-            tokenized = _tokenized(tokenizer.local, prompt, INLINE_CHARACTERS)
+            tokenized = _tokenized(tokenizer.local, prompt, INLINE_CHARACTERS, tokenizer.media)
         except TooLongForNowError:
             return None
         tokenizer.usage.add(Path.LOCAL, begun)
-        if isinstance(prompt, ChatPrompt):
-            prompt.tokenized = (tokenizer, tokenized)
+        _keep(tokenizer, prompt, tokenized)
         return tokenized
 
     async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
@@ -126,11 +129,21 @@ class Tokenizers:
             return await self._asked(tokenizer, prompt, begun)
         if tokenizer.local is None:
             raise TokenizerUnavailableError(f"neither a tokenizer nor an engine to ask for model {model!r}")
-        tokenized = await self._in_thread(tokenizer.local, prompt)
+        tokenized = await self._read_here(tokenizer, tokenizer.local, prompt)
         tokenizer.usage.add(Path.LOCAL, begun)
-        if isinstance(prompt, ChatPrompt):
-            prompt.tokenized = (tokenizer, tokenized)
+        _keep(tokenizer, prompt, tokenized)
         return tokenized
+
+    async def _read_here(
+        self, tokenizer: ModelTokenizer, local: LocalTokenizer, prompt: TextPrompts | ChatPrompt
+    ) -> Tokenized:
+        """A prompt by the local tokenizer, with what engines tell of its media."""
+        media = tokenizer.media
+        if media is not None and isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+            expanded = await media.read(prompt, self._run)
+            if expanded is not None:
+                return _of_expanded(expanded)
+        return await self._in_thread(local, prompt)
 
     def count_text(self, model: str, begun: float) -> None:
         """A prompt of the model could not be tokenized, and is known by its text alone since then."""
@@ -194,7 +207,7 @@ class Tokenizers:
     async def _in_thread(self, tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt) -> Tokenized:
         return await self._run(_tokenized, tokenizer, prompt)
 
-    async def _run(self, work: Callable[..., Tokenized], *given: object) -> Tokenized:
+    async def _run(self, work: Callable[..., T], *given: object) -> T:
         if self._waiting >= MAX_WAITING:
             raise TokenizerUnavailableError(f"{MAX_WAITING} requests wait to be tokenized already")
         self._waiting += 1
@@ -207,13 +220,43 @@ class Tokenizers:
             self._waiting -= 1
 
 
-def _tokenized(tokenizer: LocalTokenizer, prompt: TextPrompts | ChatPrompt, at_most: int = sys.maxsize) -> Tokenized:
-    """A prompt as tokens. Raises TooLongForNowError when more than `at_most` characters of it are new."""
+def _tokenized(
+    tokenizer: LocalTokenizer,
+    prompt: TextPrompts | ChatPrompt,
+    at_most: int = sys.maxsize,
+    media: MediaReader | None = None,
+) -> Tokenized:
+    """A prompt as tokens, with what is known of its `media`.
+
+    Raises TooLongForNowError when more than `at_most` characters of it are new, or an engine is to be asked first.
+    """
     if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+        expanded = _expanded(media, prompt, at_most) if media is not None else None
+        if expanded is not None:
+            return _of_expanded(expanded)
         before, whole = tokenizer.encode_around_media(prompt, at_most=at_most)
         return Tokenized([before], [whole])
     prompts = tokenizer.tokenize(prompt, at_most=at_most)
     return Tokenized(prompts, prompts)
+
+
+def _expanded(media: MediaReader, prompt: ChatPrompt, at_most: int) -> Expanded | None:
+    items = items_of(prompt)
+    if media.asks(items):
+        raise TooLongForNowError
+    return media.expanded(prompt, items, at_most)
+
+
+def _of_expanded(expanded: Expanded) -> Tokenized:
+    prompts = [expanded.whole]
+    return Tokenized(prompts if expanded.known is expanded.whole else [expanded.known], prompts)
+
+
+def _keep(tokenizer: ModelTokenizer, prompt: TextPrompts | ChatPrompt, tokenized: Tokenized) -> None:
+    """Keep what a chat became, for the same request once more; but not where engines may tell otherwise by then."""
+    settled = tokenized.identities is tokenized.token_ids and not any(each.media for each in tokenized.identities)
+    if isinstance(prompt, ChatPrompt) and (settled or tokenizer.media is None):
+        prompt.tokenized = (tokenizer, tokenized)
 
 
 def _of_tokens(prompt: TokenPrompts, tokenizer: ModelTokenizer | None) -> Tokenized:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer import Index, Match, Target, make_index
-from indexer.hashing import Namespace, PackedPrompt, pack_tokens
+from indexer.hashing import MediaSpan, Namespace, PackedPrompt, pack_tokens
 from indexer.tree import RUN_BLOCKS
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
 
@@ -308,6 +308,25 @@ def test_two_images_on_the_same_tokens_do_not_match_each_other(index: Index) -> 
     apply(index, A, stored([1, 2], PROMPT[:4], extra_keys=[None, [["image-1", 0]]]))
     apply(index, B, stored([1, 2], PROMPT[:4], extra_keys=[None, [["image-2", 0]]]))
     assert match(index) == {A: 2, B: 2}
+
+
+def test_a_prompt_that_names_its_images_is_matched_beyond_them(index: Index) -> None:
+    """An image from the fourth token to the seventh, and one that is the eighth, as vLLM tells of their blocks."""
+    tokens = list(range(1, 15))
+    keys = [None, [["one", 1]], [["one", -1]], [["one", -3], ["two", 1]], None, None, None]
+    apply(index, A, stored([1, 2, 3, 4, 5, 6, 7], tokens, extra_keys=keys))
+    packed = pack_tokens(tokens)
+
+    def held(*media: tuple[int, int, str]) -> list[int]:
+        prompt = PackedPrompt(packed, tuple(MediaSpan(*each) for each in media))
+        found = [index.match(BASE, prompt, blocks) for blocks in (1, 3, None)]  # hashes are made piece by piece
+        return [match.matched_tokens for matches in found for match in matches]
+
+    assert held((3, 7, "one"), (7, 8, "two")) == [2, 6, 14]
+    assert held((3, 7, "other"), (7, 8, "two")) == [2, 2, 2]
+    assert held((3, 7, "one"), (7, 8, "other")) == [2, 6, 6]
+    assert held((3, 6, "one"), (7, 8, "two")) == [2, 6, 6]
+    assert held() == [2, 2, 2]
 
 
 def test_blocks_that_only_the_engine_tells_apart_are_each_removed(index: Index) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from indexer.errors import RequestError
+from indexer.hashing import MediaSpan, PackedPrompt
 from router.apis.endpoints import CHAT, Call, read_call
+from router.apis.media import media_parts
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet.worker import Worker
 from router.settings import WorkerSettings
@@ -23,7 +26,9 @@ class PlayedEngine:
     """Renders, tokenizes and answers by `tokenizer`, which a test may replace.
 
     `renders`, `tokenizes`, `tells_ids`: what it offers. `refusals`: paths that answer with these statuses instead.
-    `asked` counts what came, `bodies` keeps it.
+    `asked` counts what came, `bodies` keeps it. `image_token`: the one that the template has for an image, where it
+    sees images: how many tokens each is stands behind the `#` of its URL. `numbers_images`: all but the first begin
+    otherwise.
     """
 
     def __init__(self, tokenizer: LocalTokenizer, model: str = "m") -> None:
@@ -32,6 +37,8 @@ class PlayedEngine:
         self.renders = self.tokenizes = self.tells_ids = True
         self.refusals: dict[str, int] = {}
         self.hangs = False
+        self.image_token: int | None = None
+        self.numbers_images = False
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.url = ""
@@ -73,7 +80,13 @@ class PlayedEngine:
     def _rendered(self, path: str, body: bytes) -> web.Response:
         if not self.renders:
             return web.Response(status=403, text="start with --enable-scale-out")
-        prompts = [list(ids) for ids in self._ids(path, body)]
+        found = self._ids(path, body)
+        prompts = [list(ids) for ids in found]
+        if media := found[0].media:
+            assert json.loads(body)["mm_payload"] == "none"
+            places = [{"offset": each.start, "length": each.end - each.start} for each in media]
+            features = {"mm_hashes": {"image": [each.name for each in media]}, "mm_placeholders": {"image": places}}
+            return web.json_response({"token_ids": prompts[0], "features": features})
         if path == "/v1/completions":
             return web.json_response([{"token_ids": ids} for ids in prompts])
         return web.json_response({"token_ids": prompts[0]})
@@ -94,4 +107,22 @@ class PlayedEngine:
         request = read_call(Call("POST", path, [], body))
         assert request.model == self.model
         assert isinstance(request.prompt, (ChatPrompt, TextPrompts))
+        if self.image_token is not None and isinstance(request.prompt, ChatPrompt):
+            return [self._with_images(request.prompt)]
         return self.tokenizer.tokenize(request.prompt)
+
+    def _with_images(self, chat: ChatPrompt) -> PackedPrompt:
+        images = [part["image_url"]["url"] for part, _ in media_parts(chat.messages)]
+        tokens: list[int] = []
+        media: list[MediaSpan] = []
+        for token in self.tokenizer.tokenize(chat)[0]:
+            if token != self.image_token:
+                tokens.append(token)
+                continue
+            url, number = images[len(media)], min(len(media), 1) if self.numbers_images else 0
+            if "broken" in url:
+                raise RequestError("no image")
+            begin = len(tokens)
+            tokens += [5 + number, *[token] * int(url.partition("#")[2]), 6]
+            media.append(MediaSpan(begin, len(tokens), f"{url} {chat.media_options}"))
+        return PackedPrompt.of(tokens) if not media else PackedPrompt(PackedPrompt.of(tokens).tokens, tuple(media))

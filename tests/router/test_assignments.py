@@ -10,7 +10,7 @@ from random import Random
 import aiohttp
 
 from indexer import Indexer, Target
-from indexer.hashing import PackedPrompt
+from indexer.hashing import MediaSpan, PackedPrompt
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.health import Outcome
@@ -235,6 +235,28 @@ def test_a_rank_that_hangs_is_left_out_alone() -> None:
         assert [candidate.target.dp_rank for candidate in choice.decision.candidates] == [1]
         for assignment in placed:
             assignment.release()
+
+    with_router(play)
+
+
+def test_prompts_in_flight_are_the_same_where_their_images_are() -> None:
+    packed = prompt(1).token_ids[0]
+
+    def about(*names: str) -> RoutedPrompt:
+        """The tokens of each half stand for one image."""
+        half = len(packed) // 2
+        spans = [MediaSpan(number * half, (number + 1) * half, name) for number, name in enumerate(names)]
+        tokens = PackedPrompt(packed.tokens, tuple(spans))
+        return RoutedPrompt(MODEL, len(tokens), [tokens], [tokens], exact=True)
+
+    async def play(router: Router, _: Fleet) -> None:
+        placed = router.place(about("red", "green"))
+        assert placed.prediction is not None
+        assert (placed.prediction.media, placed.prediction.comparable) == (True, True)
+        for names, chunks in ((("red", "green"), 9), (("red", "blue"), 4), (("blue", "green"), 0)):
+            overlap = candidates(router, about(*names))[placed.worker.url].overlap
+            assert overlap // CHUNK_TOKENS == min(chunks, 8), names
+        placed.release()
 
     with_router(play)
 

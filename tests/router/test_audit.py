@@ -81,6 +81,13 @@ def answers(audit: HitAudit, times: int, predict: int, cached: int | None, lengt
         audit.answered(predicted(predict, predict), Usage(length, 1, cached))
 
 
+def test_prompts_with_media_tell_nothing_of_the_tokenizer(audit: HitAudit) -> None:
+    for _ in range(20):
+        audit.answered(predicted(48, 48, media=True), Usage(90, 1, 48))
+    ((_, report),) = audit.audits()
+    assert (report.lengths_wrong, report.lengths_differ, report.answers) == (0, False, 20)
+
+
 def test_right_predictions_change_nothing(audit: HitAudit, streams: Streams, history: RoutingHistory) -> None:
     with capture_logs() as logs:
         answers(audit, 20, 48, 48)

@@ -263,6 +263,31 @@ async def test_an_engine_that_renders_nothing_computes_the_probes_when_it_is_sus
         assert engine.asked["/v1/chat/completions"] > 10
 
 
+async def test_engines_are_asked_what_images_become(tmp_path: Path) -> None:
+    parts = "{% if p.type == 'image' %}<|endoftext|>{% else %}{{ p.text }}{% endif %}"
+    source = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    source += "{% for p in m.content %}" + parts + "{% endfor %}{% endif %}{% endfor %}"
+    folder = replaced(tmp_path, MODEL_FOLDER, source)
+    image = {"type": "image_url", "image_url": {"url": "data:,red#40"}}
+    chat = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}])
+    async with playing(LocalTokenizer.load(folder)) as played:
+        for engine in played.engines:
+            engine.image_token = 0
+        played.engines[0].renders = False
+        await played.answers(root=folder)
+        found = await played.tokenizers.tokenize("m", chat)
+        assert found.token_ids != found.identities, "it tells no name"
+        assert len(found.identities[0]) > 40
+        played.engines[0].renders = True
+        played.restart()
+        await played.answers(root=folder)
+        other = ChatPrompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,b#7"}}]}])
+        found = await played.tokenizers.tokenize("m", other)
+        assert [span.name for span in found.token_ids[0].media] == ["data:,b#7 None"]
+        assert played.source.report()["m"]["media"] == {"named": 1, "unnamed": 1, "untold": 0}
+        assert found.token_ids is found.identities
+
+
 async def test_engines_that_tell_nothing_are_believed_to_agree(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         for engine in played.engines:
