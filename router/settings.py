@@ -546,6 +546,7 @@ class TokenizerSettings(_Section):
     cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
     hub_timeout: Annotated[float, Field(ge=0)] = 10.0
     check_interval: PositiveFloat = 60.0
+    media_timeout: Annotated[float, Field(ge=0)] = 1.0
 
 
 class Settings(BaseSettings):

@@ -347,9 +347,9 @@ class TokenizerSource:
         if now is not None and now.asked != asked:
             model.engine.forget()
             log.info("prompts are asked of engines by shape", model=model.name, shapes=sorted(asked))
-        if model.local is not None and (model.media is None or model.media.local is not model.local):
+        timeout, interval = self._settings.media_timeout, self._settings.check_interval
+        if timeout and model.local is not None and (model.media is None or model.media.local is not model.local):
             limit = self._settings.cache_bytes // _MEDIA_SHARE
-            timeout, interval = self._settings.timeout, self._settings.check_interval
             model.media = MediaReader(model.local, model.engine, limit, timeout, interval)
         tokenizer = ModelTokenizer(model.local, engine, asked, model.usage, suspected, model.media)
         self._tokenizers.add(model.name, tokenizer)

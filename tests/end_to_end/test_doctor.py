@@ -52,9 +52,11 @@ async def sound() -> AsyncIterator[Sound]:
         yield Sound(url, sources["0"])
 
 
-async def found(*workers: dict[str, Any], api_key: str | None = None, **sections: Any) -> list[list[Cause]]:
-    """What the doctor finds of each worker."""
-    examined = await examine(Settings(workers=list(workers), **sections), api_key, PATIENCE)
+async def found(
+    *workers: dict[str, Any], api_key: str | None = None, patience: float = PATIENCE, **sections: Any
+) -> list[list[Cause]]:
+    """What the doctor finds of each worker. `patience`: long where nothing is waited for in vain."""
+    examined = await examine(Settings(workers=list(workers), **sections), api_key, patience)
     for each in examined:
         print(each.url, *each.passed, *each.findings, sep="\n  ")  # shown when a test fails
     return [[finding.cause for finding in each.findings] for each in examined]
@@ -67,7 +69,7 @@ def free_port() -> int:
 
 async def test_nothing_is_found_in_a_sound_fleet(sound: Sound) -> None:
     async with running(SimulatedWorkerSettings(dp_size=2, prefill_s_per_token=1e-6)) as two_ranks:
-        assert await found({"url": sound.url}, {"url": two_ranks}) == [[], []]
+        assert await found({"url": sound.url}, {"url": two_ranks}, patience=60.0) == [[], []]
 
 
 async def test_each_broken_worker_is_found_to_be_broken_in_its_way(sound: Sound) -> None:
@@ -129,7 +131,7 @@ async def test_each_broken_worker_is_found_to_be_broken_in_its_way(sound: Sound)
 
 async def test_a_key_opens_the_worker(sound: Sound) -> None:
     async with request_proxy(sound.url, key="secret") as url:
-        assert await found({"url": url}, api_key="secret") == [[]]
+        assert await found({"url": url}, api_key="secret", patience=60.0) == [[]]
 
 
 async def test_another_tokenizer(sound: Sound, tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ async def test_what_all_conversations_begin_with_may_be_cached(tmp_path: Path) -
     models = {"simulated": {"tokenizer": tokenizer}}
     async with running(SimulatedWorkerSettings(tokenizer=tokenizer, prefill_s_per_token=1e-6)) as url:
         for _ in range(2):
-            assert await found({"url": url}, models=models) == [[]]
+            assert await found({"url": url}, models=models, patience=60.0) == [[]]
 
 
 async def test_the_command_prints_json_and_tells_by_its_exit_status(sound: Sound) -> None:

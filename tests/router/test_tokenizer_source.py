@@ -65,13 +65,15 @@ class Played:
 
 
 @asynccontextmanager
-async def playing(local: LocalTokenizer, check_interval: float = 60, **models: ModelSettings) -> AsyncIterator[Played]:
+async def playing(
+    local: LocalTokenizer, check_interval: float = 60, media_timeout: float = 60, **models: ModelSettings
+) -> AsyncIterator[Played]:
     async with AsyncExitStack() as stack:
         tokenizers = Tokenizers()
         stack.push_async_callback(tokenizers.close)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         engines = [await stack.enter_async_context(PlayedEngine(local).serving()) for _ in range(2)]
-        settings = TokenizerSettings(check_interval=check_interval, hub_timeout=0)
+        settings = TokenizerSettings(check_interval=check_interval, hub_timeout=0, media_timeout=media_timeout)
         source = TokenizerSource(tokenizers, models, session, settings)
         stack.push_async_callback(source.close)
         yield Played(source, tokenizers, engines)
@@ -263,13 +265,31 @@ async def test_an_engine_that_renders_nothing_computes_the_probes_when_it_is_sus
         assert engine.asked["/v1/chat/completions"] > 10
 
 
-async def test_engines_are_asked_what_images_become(tmp_path: Path) -> None:
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,red#40"}}
+
+
+def that_takes_images(folder: Path) -> str:
+    """A copy of the model with a template that knows of images."""
     parts = "{% if p.type == 'image' %}<|endoftext|>{% else %}{{ p.text }}{% endif %}"
     source = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     source += "{% for p in m.content %}" + parts + "{% endfor %}{% endif %}{% endfor %}"
-    folder = replaced(tmp_path, MODEL_FOLDER, source)
-    image = {"type": "image_url", "image_url": {"url": "data:,red#40"}}
-    chat = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}])
+    return replaced(folder, MODEL_FOLDER, source)
+
+
+async def test_engines_are_not_asked_about_images_that_they_have_no_time_for(tmp_path: Path) -> None:
+    folder = that_takes_images(tmp_path)
+    async with playing(LocalTokenizer.load(folder), media_timeout=0) as played:
+        for engine in played.engines:
+            engine.image_token = 0
+        await played.answers(root=folder)
+        found = await played.tokenizers.tokenize("m", ChatPrompt([{"role": "user", "content": [IMAGE]}]))
+        assert (found.token_ids[0].media, found.identities[0].media) == ((), ())
+        assert played.source.report()["m"]["media"] is None
+
+
+async def test_engines_are_asked_what_images_become(tmp_path: Path) -> None:
+    folder = that_takes_images(tmp_path)
+    chat = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}])
     async with playing(LocalTokenizer.load(folder)) as played:
         for engine in played.engines:
             engine.image_token = 0
