@@ -31,7 +31,7 @@ from router.policies.rates import prefill_seconds
 from router.routing.late_binding import should_hold
 from router.settings import PolicyName, PolicySettings
 
-_SLOWEST = 0.01
+_SLOWEST_FROM = 0.99
 _LEAST_TTFT = PolicySettings(interference=0.0, interference_per_request=0.0, eviction=0.0, context=0.0)
 TAIL_SIDES = (
     OURS,
@@ -116,7 +116,7 @@ def play(cell: Cell, requests: Sequence[TracedRequest], side: Side, seed: int) -
     steady = [each for each in outcomes if each.request.arrival >= WARM_UP * outcomes[-1].request.arrival]
     waits = sorted((_wait(cell, fleet, each) for each in steady), key=lambda wait: wait.ttft)
     in_time = mean(_in_time(each) for each in steady)
-    return TailRun(measured(outcomes), in_time, waits[-max(int(_SLOWEST * len(waits)), 1) :])
+    return TailRun(measured(outcomes), in_time, waits[int(_SLOWEST_FROM * len(waits)) :])
 
 
 def _wait(cell: Cell, fleet: WatchedFleet, outcome: Outcome) -> Wait:
