@@ -13,6 +13,7 @@ from benchmarks.policy.grid import full_grid, play, quick_grid, trace_grid
 from benchmarks.policy.hints import compare_hints
 from benchmarks.policy.promises import compare
 from benchmarks.policy.report import CellResult, markdown, verdict
+from benchmarks.policy.tail import compare_tails
 from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL, Measures
 from kvrouter.tools.simulation.sides import OURS, SIDES, WITHOUT_EVENTS
 
@@ -36,6 +37,7 @@ def main(
         bool, typer.Option("--promises", help="Compare how many promises are kept, by classes of requests.")
     ] = False,
     hints: Annotated[bool, typer.Option("--hints", help="Say what agents' hints are worth.")] = False,
+    tail: Annotated[bool, typer.Option("--tail", help="Say why the slowest requests waited.")] = False,
     output: Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw TTFT p90 (needs the extra bench).")] = None,
 ) -> None:
@@ -53,6 +55,12 @@ def main(
         print(f"\n{table}\n\nThe run took {time.process_time() - begun:.0f} s of one core.")
         if output:
             output.write_text(f"# Agents' hints\n\n{table}\n")
+        return
+    if tail:
+        table = compare_tails(trace, quick, count, lambda line: print(line, flush=True))
+        print(f"The run took {time.process_time() - begun:.0f} s of one core.")
+        if output:
+            output.write_text(f"# The slowest requests\n\n{table}\n")
         return
     cells = trace_grid(trace, quick) if trace else quick_grid() if quick else full_grid()
     sides = WITHOUT_EVENTS if without_events else SIDES

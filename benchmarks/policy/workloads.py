@@ -35,6 +35,10 @@ class Workload:
 
 CONVERSATION = Workload("conversation", 32, 1500, 5.0, 2500, 400, 320, 25.0)
 AGENT = Workload("agent", 8, 9000, 16.0, 1500, 1100, 130, 4.0)
+# Long sessions, whose prompts grow to many times what a turn adds.
+LOOP = Workload("loop", 4, 6000, 40.0, 2000, 1500, 200, 3.0, longest=120_000)
+# Prompts and answers about as long as those of Mooncake's tool and agent trace in the mean, 8600 and 182 tokens.
+TOOL = Workload("tool", 64, 5000, 2.0, 2600, 900, 182, 8.0)
 # Documents that are asked about once.
 SINGLE = Workload("single", 1, 1, 1.0, 9000, 1, 130, 1.0)
 

@@ -20,16 +20,20 @@ class Knowledge(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A policy as it is called in tables, whether requests are held, and what it knows of the caches."""
+    """A policy as it is called in tables, whether requests are held, and what it knows of the caches.
+
+    `weights`: of its cost, where they are not the default ones.
+    """
 
     name: str
     policy: PolicyName
     late_binding: bool = False
     knowledge: Knowledge = Knowledge.EVENTS
+    weights: PolicySettings | None = None
 
     def policy_for(self, random: Random) -> Policy:
-        """A policy of its own for one run, with the default settings."""
-        return policy_named(PolicySettings(name=self.policy), random).choose
+        """A policy of its own for one run."""
+        return policy_named(self.weights or PolicySettings(name=self.policy), random).choose
 
 
 OURS = Side("kv_aware", PolicyName.KV_AWARE, late_binding=True)
