@@ -263,7 +263,8 @@ class PickedRequest(ResponseWriter):
         if key is not None and self._context.admitted.keyed and not any(name == _AUTHORIZATION for name, _ in headers):
             headers = [*headers, (_AUTHORIZATION, key)]
         path = prefix + self._path if prefix else None
-        routed = process_responses.Routed(named, self._number, self._came, headers, path)
+        said = response.proxied.routing_headers()
+        routed = process_responses.Routed(named, self._number, self._came, headers, path, said)
         if self._state.told is False:
             response.untold()
         if body is None:
