@@ -30,16 +30,23 @@ from benchmarks.proxy.raw_worker import EVENT, PAUSE
 from benchmarks.proxy.sides import is_compiled
 from benchmarks.proxy.workers import WORKERS
 
+_STREAMED = (("request_body_mode", "FULL_DUPLEX_STREAMED"), ("request_trailer_mode", "SEND"))
 SERVE = Side("`kvrouter serve`")
 ALONE = Side("Envoy alone, each worker in turn", "cheapest.yaml", picks=False)
 SIDES = (
     SERVE,
     ALONE,
     Side("Envoy + `kvrouter picker`, cheapest.yaml", "cheapest.yaml"),
-    Side("the same with bodies streamed", "cheapest.yaml", streams_bodies=True),
-    Side("the same by load alone, without bodies", "cheapest.yaml", by_load=True),
+    Side("cheapest.yaml, with answers' heads sent", "cheapest.yaml", modes=(("response_header_mode", "SEND"),)),
+    Side("cheapest.yaml, with bodies streamed", "cheapest.yaml", modes=_STREAMED),
+    Side(
+        "cheapest.yaml, by load alone, without bodies",
+        "cheapest.yaml",
+        modes=(("request_body_mode", "NONE"),),
+        by_load=True,
+    ),
     Side("Envoy + `kvrouter picker`, envoy.yaml, which knows most", "envoy.yaml"),
-    Side("the same, every stream read (`picker.read_usage: 1`)", "envoy.yaml", read_usage=1.0),
+    Side("envoy.yaml, every stream read (`picker.read_usage: 1`)", "envoy.yaml", read_usage=1.0),
 )
 _EVENTS = 64  # of the stream that is compared
 _HOW = """\

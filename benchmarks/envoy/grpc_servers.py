@@ -37,7 +37,7 @@ class Answers:
     """What each message is answered with."""
 
     def __init__(self, worker: str) -> None:
-        self._routed = process_responses.Routed(worker, "1", [], [], None).to_headers()
+        self._routed = process_responses.Routed(worker, "1", [], [], None, []).to_headers()
 
     def to(self, message: bytes) -> bytes:
         """The answer to a `ProcessingRequest`."""

@@ -39,17 +39,17 @@ class Running:
 class Side:
     """`envoy`: the file that configures it; None: `kvrouter serve` alone.
 
-    `picks`: it asks a picker; without, it spreads requests by itself. `by_load`: the policy looks at no prompt, and the
-    picker is sent no body. `read_usage`: the share of streams that it is shown to their end. `streams_bodies`: those of
-    requests go to it in parts and back.
+    `picks`: it asks a picker; without, it spreads requests by itself. `modes`: how messages are sent to it otherwise
+    than in the file. `by_load`: the policy looks at no prompt. `read_usage`: the share of streams that the picker is
+    shown to their end.
     """
 
     name: str
     envoy: str | None = None
     picks: bool = True
+    modes: tuple[tuple[str, str], ...] = ()
     by_load: bool = False
     read_usage: float = 0.1
-    streams_bodies: bool = False
 
     @contextmanager
     def running(self, workers: Sequence[str], folder: Path) -> Iterator[Running]:
@@ -68,11 +68,8 @@ class Side:
                 found = yaml.safe_load((_FOLDER / self.envoy).read_text())
                 if not self.picks:
                     spread(found, workers)
-                elif self.by_load:
-                    _filters(found)[0]["typed_config"]["processing_mode"]["request_body_mode"] = "NONE"
-                elif self.streams_bodies:
-                    mode = {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
-                    _filters(found)[0]["typed_config"]["processing_mode"] |= mode
+                else:
+                    _manager(found)["http_filters"][0]["typed_config"]["processing_mode"].update(self.modes)
                 url, envoy = stack.enter_context(running_envoy(found, grpc_port, folder))
                 pids.append(envoy)
             yield Running(url, pids)
@@ -106,16 +103,16 @@ def running_envoy(found: Any, picker: int, folder: Path) -> Iterator[tuple[str, 
         yield url, pid
 
 
-def _filters(found: Any) -> Any:
-    """The HTTP filters of a configuration."""
-    manager = found["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    return manager["http_filters"]
+def _manager(found: Any) -> Any:
+    """What a configuration does with clients' connections."""
+    return found["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
 
 
 def spread(found: Any, workers: Sequence[str]) -> None:
     """No picker is asked: each worker in its turn."""
-    filters = _filters(found)
-    filters[:] = filters[-1:]
+    manager = _manager(found)
+    manager["http_filters"] = manager["http_filters"][-1:]
+    manager["route_config"].pop("response_headers_to_add", None)
     cluster = found["static_resources"]["clusters"][0]
     cluster |= {"type": "STATIC", "lb_policy": "ROUND_ROBIN"}
     cluster.pop("original_dst_lb_config")

@@ -44,6 +44,7 @@ from router.forwarding.reading import prompt_now, read_prompt_aside, read_reques
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
 from router.forwarding.response_writer import ResponseWriter
+from router.http.headers import Headers
 from router.live.request_stream import PassingRequest
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
@@ -124,6 +125,11 @@ class ProxiedRequest(AttemptHandler):
     def assignment(self) -> Assignment | None:
         """Where it is; None before it is placed, between two attempts and once it is over."""
         return None if self._attempts is None else self._attempts.assignment
+
+    def routing_headers(self) -> Headers:
+        """What its answer says of where it came from, once it is placed."""
+        attempts = self._attempts
+        return [] if attempts is None or attempts.assignment is None else attempts.routing_headers().headers()
 
     @property
     def answering(self) -> bool:

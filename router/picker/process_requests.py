@@ -11,6 +11,7 @@ _LB_NAMESPACE = "envoy.lb"
 _SERVED = "x-gateway-destination-endpoint-served"
 _OWN_NAMESPACE = "kvrouter"
 _REQUEST = "request"
+_WORKER = "x-kvrouter-worker"
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 
 
@@ -60,6 +61,15 @@ def _attribute(message: pb.ProcessingRequest, name: str) -> str | None:
 
 
 def read_observed(message: pb.ProcessingRequest) -> str | None:
-    """The number of the request whose answer is shown, as `routed` gave it."""
+    """The number of the request whose answer is shown, as `Routed` gave it."""
+    return _own(message, _REQUEST)
+
+
+def read_worker(message: pb.ProcessingRequest) -> str | None:
+    """The name of the worker that it went to, as the answer says it."""
+    return _own(message, _WORKER)
+
+
+def _own(message: pb.ProcessingRequest, name: str) -> str | None:
     metadata = message.metadata_context.filter_metadata
-    return metadata[_OWN_NAMESPACE].fields[_REQUEST].string_value or None if _OWN_NAMESPACE in metadata else None
+    return metadata[_OWN_NAMESPACE].fields[name].string_value or None if _OWN_NAMESPACE in metadata else None

@@ -56,12 +56,15 @@ NO_RESPONSE_BODY: Final = field(_MODE_OVERRIDE, number_field(6, 1))
 class Routed:
     """Where a request goes: the first of these endpoints, with these headers instead of those it came with.
 
-    `number`: what its answer is known by, where that is shown beside. `path`: another one, with its query.
+    `number`: what its answer is known by, where that is shown beside. `path`: another one, with its query. `said`: what
+    the answer says of where it came from; Envoy can add it without asking again.
     """
 
     __slots__ = ("_metadata", "_mutation")
 
-    def __init__(self, endpoints: str, number: str, before: Headers, after: Headers, path: str | None) -> None:
+    def __init__(
+        self, endpoints: str, number: str, before: Headers, after: Headers, path: str | None, said: Headers
+    ) -> None:
         header, metadata = _destination(endpoints)
         parts = [header]
         if path is not None:
@@ -70,7 +73,8 @@ class Routed:
         left = {name for name, _ in after}
         parts += [field(2, name) for name in {name for name, _ in before} - left if name != _DESTINATION]
         self._mutation = field(_HEADER_MUTATION, b"".join(parts)) + _CLEAR_ROUTE_CACHE
-        own = _entry(_OWN_NAMESPACE, _structure(_entry(_REQUEST, field(3, number.encode()))))
+        told = b"".join([_entry(name, field(3, value)) for name, value in [(_REQUEST, number.encode()), *said]])
+        own = _entry(_OWN_NAMESPACE, _structure(told))
         self._metadata = field(_DYNAMIC_METADATA, metadata + own)
 
     def to_headers(self) -> bytes:

@@ -74,7 +74,6 @@ class PickedRequest(ResponseWriter):
         self._lingering: asyncio.TimerHandle | None = None  # for what is observed in the end
         self._resolving: asyncio.Task[None] | None = None
         self._context: RequestContext
-        self._proxied: ProxiedRequest | None = None
         # The request.
         self._mode = _DUPLEX
         self._came: Headers = []
@@ -84,27 +83,27 @@ class PickedRequest(ResponseWriter):
         self._body: RequestBody | None = None
         # The answer.
         self._address = ""
-        self._response: PickedResponse
+        self._response: PickedResponse | None = None  # from when it is known what is asked, until nothing is left of it
 
     def received(self, message: pb.ProcessingRequest) -> None:
         """Envoy tells something."""
         if self._phase is Phase.OVER:
             return
-        kind = message.WhichOneof("request")
-        if self._proxied is None:
+        kind, response = message.WhichOneof("request"), self._response
+        if response is None:
             if kind == "request_headers" and self._phase is Phase.HEADERS:
                 self._request_headers(message)
         elif kind == "request_body":
-            self._request_body(self._proxied, message.request_body)
+            self._request_body(response.proxied, message.request_body)
         elif kind == "response_headers":
-            self._response_headers(self._proxied, message)
+            self._response_headers(response, message)
         elif kind == "response_body":
-            self._response_body(message.response_body)
+            self._response_body(response, message.response_body)
         elif kind == "response_trailers":
-            self._response.more(b"", True)
+            response.more(b"", True)
             self._send(process_responses.KEEP_RESPONSE_TRAILERS)
         elif kind == "request_trailers":
-            self._request_trailers(self._proxied)
+            self._request_trailers(response.proxied)
 
     def closed(self) -> None:
         """The call is over: so is the request, however it went."""
@@ -115,31 +114,33 @@ class PickedRequest(ResponseWriter):
         self._state.body_deadlines.drop(self._number)
         if self._resolving is not None:
             self._resolving.cancel()
-        if self._proxied is None:
+        response = self._response
+        if response is None:
             if begun:
                 self._context.end()
             return
-        response = self._response
         response.forget_timer()
         if unanswered and not self._state.told:
             self._state.told = False
-            self._proxied.ended_unseen()
+            response.proxied.ended_unseen()
         expected = response.observation is Observation.SOME or (
             self._state.observed and response.observation is Observation.NOTHING
         )
         if response.ends_unseen and expected:  # what is shown beside may come a bit later
-            self._lingering = asyncio.get_running_loop().call_later(_OBSERVED_SECONDS, self._end, self._proxied)
+            self._lingering = asyncio.get_running_loop().call_later(_OBSERVED_SECONDS, self._end, response)
         else:
-            self._end(self._proxied)
+            self._end(response)
 
-    def _end(self, proxied: ProxiedRequest) -> None:
+    def _end(self, response: PickedResponse) -> None:
         if self._lingering is not None:
             self._lingering.cancel()
-        if self._response.ends_unseen and self._response.observation is not Observation.SOME:
-            self._response.more(b"", True)
-        proxied.client_left()  # if there is anything left of it
+        if response.ends_unseen and response.observation is not Observation.SOME:
+            response.more(b"", True)
+        response.proxied.client_left()  # if there is anything left of it
         self._state.requests.pop(self._number, None)
         self._context.end()
+        # They know each other: as long as they did, all that there was of the request would stay, with its body.
+        self._response = self._lingering = None
 
     # The request
 
@@ -173,10 +174,10 @@ class PickedRequest(ResponseWriter):
         self._path = target
         self._subset = process_requests.read_subset(message)
         outside = endpoints.outside(state, self._subset)
-        self._proxied = ProxiedRequest(state.proxy_context.services, context, self, self, outside)
-        self._response = PickedResponse(self._proxied, answer_mode)
+        proxied = ProxiedRequest(state.proxy_context.services, context, self, self, outside)
+        self._response = PickedResponse(proxied, answer_mode)
         if head.end_of_stream or self._mode == _Mode.NONE:
-            self._start(self._proxied, b"" if head.end_of_stream else _UNSEEN_BODY)
+            self._start(proxied, b"" if head.end_of_stream else _UNSEEN_BODY)
             return
         self._body = RequestBody(state.proxy_context.contexts.door.arrivals)
         state.body_deadlines.set(self._number, self._body_late)
@@ -206,8 +207,8 @@ class PickedRequest(ResponseWriter):
             self._send(process_responses.KEEP_REQUEST_TRAILERS)
 
     def _body_late(self) -> None:
-        if self._proxied is not None:
-            self._proxied.refuse(too_slow(self._state.proxy_context.settings))
+        if self._response is not None:
+            self._response.proxied.refuse(too_slow(self._state.proxy_context.settings))
 
     def _start(self, proxied: ProxiedRequest, body: bytes) -> None:
         """All of the request is here that comes."""
@@ -244,15 +245,16 @@ class PickedRequest(ResponseWriter):
 
     def _route(self, worker: Worker, answer: ResponseHandler, address: str, headers: Headers, data: bytes) -> None:
         """Tell Envoy where to send the request."""
-        proxied, body = self._proxied, self._body
-        assert proxied is not None
+        response, body = self._response, self._body
+        assert response is not None
         if not endpoints.within(address, self._subset):
-            proxied.refuse(endpoints.none_allowed())  # it was added while the request waited
+            response.proxied.refuse(endpoints.none_allowed())  # it was added while the request waited
             return
         self._phase = Phase.ROUTED
-        self._address, self._response.handler = address, answer
+        self._address, response.handler = address, answer
         self._state.requests[self._number] = self
-        named = ",".join([address, *endpoints.fallbacks(self._state, proxied.assignment, worker, self._subset)])
+        assignment = response.proxied.assignment
+        named = ",".join([address, *endpoints.fallbacks(self._state, assignment, worker, self._subset)])
         prefix = _path_of(worker.url)
         if body is not None:
             headers = [header for header in headers if header[0] != b"content-length"]
@@ -261,9 +263,10 @@ class PickedRequest(ResponseWriter):
         if key is not None and self._context.admitted.keyed and not any(name == _AUTHORIZATION for name, _ in headers):
             headers = [*headers, (_AUTHORIZATION, key)]
         path = prefix + self._path if prefix else None
-        routed = process_responses.Routed(named, self._number, self._came, headers, path)
+        said = response.proxied.routing_headers()
+        routed = process_responses.Routed(named, self._number, self._came, headers, path, said)
         if self._state.told is False:
-            self._response.untold()
+            response.untold()
         if body is None:
             self._send(routed.to_headers())
             return
@@ -286,16 +289,15 @@ class PickedRequest(ResponseWriter):
 
     # The answer
 
-    def _response_headers(self, proxied: ProxiedRequest, message: pb.ProcessingRequest) -> None:
+    def _response_headers(self, response: PickedResponse, message: pb.ProcessingRequest) -> None:
         self._state.told = True
-        response = self._response
-        if response.handler is None or self._phase is not Phase.ROUTED or proxied.assignment is None:
+        if response.handler is None or self._phase is not Phase.ROUTED or response.proxied.assignment is None:
             self._send(process_responses.KEEP_RESPONSE_HEADERS)  # Envoy's own, before there was a worker
             return
         pseudo, headers = process_requests.read_headers(message.response_headers.headers)
         served, problem = process_requests.read_served(message), process_requests.read_problem(message)
         if served and served != self._address:
-            self._served_by(proxied, served)
+            self._served_by(response.proxied, served)
         if problem is not None:
             late = any(word in problem for word in _LATE)
             response.handler.on_failed(UpstreamTimeoutError(problem) if late else UnreachableError(problem))
@@ -318,8 +320,7 @@ class PickedRequest(ResponseWriter):
         except RequestError as error:
             log.warning("served by a worker that is not used", worker=worker.name, reason=str(error))
 
-    def _response_body(self, part: pb.HttpBody) -> None:
-        response = self._response
+    def _response_body(self, response: PickedResponse, part: pb.HttpBody) -> None:
         response.more(part.body, part.end_of_stream)
         if response.mode == _Mode.NONE:  # an Envoy that did not say; the Inference Extension wants this one
             response.mode = _DUPLEX
@@ -330,16 +331,17 @@ class PickedRequest(ResponseWriter):
 
     def observed(self, data: bytes, ended: bool) -> bool:
         """Bytes of the answer are shown beside. Whether more of them are wanted."""
-        if self._proxied is None:
+        response = self._response
+        if response is None:
             return False
-        wanted = self._response.observed(data, ended, self._wants_usage)
+        wanted = response.observed(data, ended, self._wants_usage)
         if self._phase is Phase.OVER and not wanted:
-            self._end(self._proxied)
+            self._end(response)
         return wanted
 
     def _wants_usage(self) -> bool:
         """Whether an answer is looked at to its end."""
-        head = self._response.head
+        head = self._response.head if self._response is not None else None
         streamed = head is not None and head.is_stream
         limited = self._context.tenant is not None
         return not streamed or limited or self._state.random.random() < self._state.settings.read_usage
@@ -351,10 +353,10 @@ class PickedRequest(ResponseWriter):
         said = ours.headers() if ours is not None else []
         self._context.answered(head.status, said)
         headers = with_id([*head.passed_on, *said], self._context.id)
-        if self._phase is not Phase.RESPONDING or ours is None:
+        response = self._response
+        if self._phase is not Phase.RESPONDING or ours is None or response is None:
             self._answer(head.status, headers, data)
             return
-        response = self._response
         assert response.head is not None
         mode = b""
         if response.mode == _Mode.STREAMED and self._mode != _DUPLEX and not self._wants_usage():
@@ -363,7 +365,7 @@ class PickedRequest(ResponseWriter):
 
     def more(self, data: bytes, ended: bool) -> None:  # noqa: ARG002
         """Envoy has these bytes already, unless they are the router's: then the answer ends here."""
-        if self._proxied is not None and self._proxied.over:
+        if self._response is not None and self._response.proxied.over:
             self.break_off()
         else:
             self._context.passed(len(data))

@@ -33,21 +33,21 @@ class PickedResponse:
     `mode`: how Envoy sends its body here.
     """
 
-    __slots__ = ("_early", "_proxied", "_unseen", "handler", "head", "mode", "observation")
+    __slots__ = ("_early", "_unseen", "handler", "head", "mode", "observation", "proxied")
 
     def __init__(self, proxied: ProxiedRequest, mode: int) -> None:
         self.mode = mode
         self.handler: ResponseHandler | None = None
         self.head: ResponseHead | None = None
         self.observation = Observation.NOTHING
-        self._proxied = proxied
+        self.proxied = proxied
         self._early: list[tuple[bytes, bool]] = []  # shown before the head came
         self._unseen: asyncio.TimerHandle | None = None
 
     @property
     def ends_unseen(self) -> bool:
         """Whether the answer is under way, and Envoy would not say that it came to its end."""
-        return self.head is not None and self.mode == _Mode.NONE and not self._proxied.over
+        return self.head is not None and self.mode == _Mode.NONE and not self.proxied.over
 
     def begin(self, head: ResponseHead, ended: bool) -> None:
         """The worker's head came."""
@@ -57,8 +57,8 @@ class PickedResponse:
         early, self._early = self._early, []
         for data, last in early:
             self.more(data, last)
-        assignment = self._proxied.assignment
-        if self.mode == _Mode.NONE and not self._proxied.over and assignment is not None:
+        assignment = self.proxied.assignment
+        if self.mode == _Mode.NONE and not self.proxied.over and assignment is not None:
             if head.is_stream:  # whose head may come before its first event
                 self._expect_first_byte(assignment)
             else:
@@ -67,7 +67,7 @@ class PickedResponse:
     def untold(self) -> None:
         """Envoy will not tell of the head either: the end of the prefill is taken to come when it is expected to, and
         the worker is not judged by when it answers."""
-        assignment = self._proxied.assignment
+        assignment = self.proxied.assignment
         if assignment is not None:
             assignment.attempt.waits_for_another()
             self._expect_first_byte(assignment)
@@ -79,12 +79,12 @@ class PickedResponse:
 
     def more(self, data: bytes, ended: bool) -> None:
         """Bytes of the body that the worker sent."""
-        if self.handler is not None and self.head is not None and not self._proxied.over:
+        if self.handler is not None and self.head is not None and not self.proxied.over:
             self.handler.on_body(data, ended)
 
     def observed(self, data: bytes, ended: bool, wants_rest: Callable[[], bool]) -> bool:
         """Bytes are shown beside. Whether more of them are wanted; `wants_rest` is asked after the first."""
-        if self._proxied.over or self.mode != _Mode.NONE:
+        if self.proxied.over or self.mode != _Mode.NONE:
             return False
         first, self.observation = self.observation is Observation.NOTHING, Observation.SOME
         if self.head is not None:

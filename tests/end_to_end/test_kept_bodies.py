@@ -11,6 +11,9 @@ import json
 from urllib.parse import urlsplit
 
 import pytest
+from envoy_client import EnvoyStream, Mode
+from grpc_call import channel_to
+from picker_under_test import JSON, PATH, STREAM, picker
 from router_under_test import router
 from scripted_worker import MODEL, Exchange, scripted_worker
 
@@ -66,6 +69,40 @@ async def test_no_body_is_kept(fast_lane: bool) -> None:
                 writer.close()
                 await writer.wait_closed()
             await routed.call("/health")
+            assert holders() == []
+        finally:
+            gc.enable()
+            gc.unfreeze()
+
+
+@pytest.mark.parametrize("mode", [Mode.FULL_DUPLEX_STREAMED, Mode.BUFFERED], ids=["streamed", "buffered"])
+async def test_no_body_is_kept_by_the_picker(mode: int) -> None:
+    body = json.dumps({"model": MODEL, "prompt": MARK * 2000}).encode()
+    async with (
+        scripted_worker() as worker,
+        picker(worker.url) as (side, port),
+        channel_to(port) as channel,
+    ):
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            for answered in (True, False):
+                stream = EnvoyStream(channel, mode)
+                await stream.head(PATH, JSON)
+                if mode == Mode.BUFFERED:
+                    await stream.hears()
+                await stream.body(body)
+                await stream.hears()
+                if mode != Mode.BUFFERED:
+                    await stream.hears()
+                if answered:
+                    await stream.answer_head(200, STREAM)
+                    await stream.hears()
+                await stream.ends()
+            del stream
+            await side.until_released()
+            del body
             assert holders() == []
         finally:
             gc.enable()

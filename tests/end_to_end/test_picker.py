@@ -64,6 +64,8 @@ async def test_a_request_is_sent_to_a_worker_by_header_and_by_metadata(asked: As
     first, fallback = headers[DESTINATION].split(",")
     assert {first, fallback} < set(asked.addresses)
     assert head.dynamic_metadata["envoy.lb"][DESTINATION] == headers[DESTINATION]
+    said = dict(head.dynamic_metadata["kvrouter"])
+    assert (said["x-kvrouter-worker"], said["x-kvrouter-overlap-tokens"]) == (f"http://{first}", "0")
     assert headers["content-length"] == str(len(BODY))
     assert "x-request-id" not in headers  # it has that already
     assert streamed((await stream.hears()).request_body) == (BODY, True)
@@ -333,6 +335,24 @@ async def test_an_answer_shown_beside_is_learned_from(asked: Asked) -> None:
     await asked.side.until_released()
     assert await asked.side.metric("kvrouter_time_per_output_token_seconds_count") == before + 1
     await stream.ends()
+
+
+async def test_a_worker_whose_answers_head_is_shown_to_be_envoys_own_gets_no_requests() -> None:
+    fleet = {"probe_interval": 60.0, "metrics_interval": 60.0}
+    async with (
+        scripted_worker() as worker,
+        picker(worker.url, fleet=fleet) as (side, port),
+        channel_to(port) as channel,
+    ):
+        await worker.stop()
+        for details, up in (("via_upstream", 1), ("upstream_reset_before_response_started{connection_failure}", 0)):
+            message = pb.ProcessingRequest(observability_mode=True, response_headers=headers([(":status", "503")]))
+            message.metadata_context.filter_metadata["kvrouter"].update({"x-kvrouter-worker": worker.url})
+            message.attributes["envoy.filters.http.ext_proc"].update({"response.code_details": details})
+            observer = EnvoyStream(channel)
+            observer.call.write(message.SerializeToString())
+            await observer.ends()
+            assert await side.metric("kvrouter_worker_up", worker=worker.url) == up
 
 
 async def test_an_envoy_that_tells_no_modes_is_taken_for_the_inference_extensions(asked: Asked) -> None:

@@ -127,8 +127,7 @@ class Http2Connection(asyncio.Protocol):
         self._untouched.clear()
         self._sender.close()
         for stream in streams.values():
-            if stream.handler is not None:
-                stream.handler.closed()
+            stream.close()
 
     def pause_writing(self) -> None:
         """The peer does not read."""
@@ -219,8 +218,7 @@ class Http2Connection(asyncio.Protocol):
             del self._closed[next(iter(self._closed))]
         if stream.begun:
             self._resets.earn(1)
-        if stream.handler is not None:
-            stream.handler.closed()
+        stream.close()
         self._close_when_idle()
 
     # What comes

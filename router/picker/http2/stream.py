@@ -117,6 +117,12 @@ class Stream:
         self._sender.put(frames.reset(self.id, code))
         self._connection.leave(self, reset=True)
 
+    def close(self) -> None:
+        """It is over: its handler hears of it, and they let go of each other."""
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler.closed()
+
     def _end(self, trailers: bytes) -> None:
         self._sender.put(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, trailers))
         if self.peer_ended:

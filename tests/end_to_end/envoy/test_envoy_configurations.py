@@ -83,6 +83,28 @@ async def test_the_cheapest_way(tmp_path: Path) -> None:
         await side.until_released()
 
 
+async def test_in_the_cheapest_way_a_dead_worker_gets_no_more_requests(tmp_path: Path) -> None:
+    """Of answers nothing is told, of workers that could not be reached it is."""
+    fleet = {"probe_interval": 60.0, "metrics_interval": 60.0}
+    async with (
+        scripted_worker() as dead,
+        scripted_worker() as alive,
+        picker(dead.url, alive.url, fleet=fleet, policy={"name": "round_robin"}) as (side, port),
+        envoy(port, tmp_path, cheapest) as through,
+    ):
+
+        async def down() -> bool:
+            return await side.metric("kvrouter_worker_up", worker=dead.url) == 0
+
+        await dead.stop()
+        replies = [await through.call(PATH, BODY) for _ in range(2)]
+        assert [reply.error["code"] for reply in replies if reply.status == 503] == ["no_worker_available"]
+        await until(down)
+        for _ in range(4):
+            assert (await through.call(PATH, BODY)).worker == alive.url
+        await side.until_released()
+
+
 async def test_by_headers_alone(tmp_path: Path) -> None:
     def change(_: Any) -> Any:
         found = cheapest(None)
@@ -124,7 +146,7 @@ async def test_one_filter_that_is_asked_to_show_no_more(tmp_path: Path) -> None:
         found = cheapest(None)
         config = filters(found)[0]["typed_config"]
         config["allow_mode_override"] = True
-        config["processing_mode"]["response_body_mode"] = "STREAMED"
+        config["processing_mode"] |= {"response_header_mode": "SEND", "response_body_mode": "STREAMED"}
         return found
 
     held = Held()

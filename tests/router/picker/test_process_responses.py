@@ -32,7 +32,7 @@ def test_numbers(number: int) -> None:
 
 @given(_TEXTS, st.integers(0, 10**9), _HEADERS, _HEADERS, st.none() | st.just("/prefix/v1?a=b"))
 def test_a_routed_request(endpoints: str, number: int, before: list, after: list, path: str | None) -> None:
-    routed = ours.Routed(endpoints, str(number), before, after, path)
+    routed = ours.Routed(endpoints, str(number), before, after, path, [(b"x-said", b"value")])
     found = _read(routed.to_headers())
     common = found.request_headers.response
     assert common.clear_route_cache
@@ -42,12 +42,12 @@ def test_a_routed_request(endpoints: str, number: int, before: list, after: list
     removed = {name for name, _ in before} - {name for name, _ in after} - {b"x-gateway-destination-endpoint"}
     assert sorted(common.header_mutation.remove_headers) == sorted(name.decode() for name in removed)
     assert found.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"] == endpoints
-    assert found.dynamic_metadata["kvrouter"]["request"] == str(number)
+    assert dict(found.dynamic_metadata["kvrouter"]) == {"request": str(number), "x-said": "value"}
 
 
 @given(st.none() | st.binary(max_size=1000))
 def test_a_routed_request_as_the_answer_to_its_body(body: bytes | None) -> None:
-    found = _read(ours.Routed("1.2.3.4:5", "6", [], [(b"a", b"b")], None).to_body(body))
+    found = _read(ours.Routed("1.2.3.4:5", "6", [], [(b"a", b"b")], None, []).to_body(body))
     common = found.request_body.response
     assert common.HasField("body_mutation") == (body is not None)
     assert common.body_mutation.body == (body or b"")
