@@ -205,10 +205,10 @@ class MediaReader:
 
     async def _learn(self, item: Item, options: dict[str, Any] | None) -> None:
         """Ask about one item, unless another request does so already."""
-        while (asking := self._asking.get(item.key)) is not None:
+        while self._answer(item) is None and (asking := self._asking.get(item.key)) is not None:
             await asking.wait()
-            if self._answer(item) is not None:
-                return
+        if self._answer(item) is not None:
+            return
         self._asking[item.key] = asking = asyncio.Event()
         try:
             alone = ChatPrompt([{"role": "user", "content": [item.part]}], media_options=options)
