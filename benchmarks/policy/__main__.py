@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.policy.decisions import TARGETS, decision_seconds
-from benchmarks.policy.grid import full_grid, play, quick_grid, trace_grid
+from benchmarks.policy.grid import full_grid, play, play_all, quick_grid, trace_grid
 from benchmarks.policy.hints import compare_hints
 from benchmarks.policy.promises import compare
 from benchmarks.policy.report import CellResult, markdown, verdict
 from benchmarks.policy.tail import compare_tails
-from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL, Measures
+from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL
 from kvrouter.tools.simulation.sides import OURS, SIDES, WITHOUT_EVENTS
 
 _HOW = f"""\
@@ -44,34 +45,25 @@ def main(
     """Compare policies on a simulated fleet, and say what a decision costs."""
     begun = time.process_time()
     count = seeds or (2 if quick else 3)
-    if promises:
-        table = compare(trace, quick, count, lambda line: print(line, flush=True))
-        print(f"\n{table}\n\nThe run took {time.process_time() - begun:.0f} s of one core.")
-        if output:
-            output.write_text(f"# Promises kept\n\n{table}\n")
-        return
-    if hints:
-        table = compare_hints(quick, count, lambda line: print(line, flush=True))
-        print(f"\n{table}\n\nThe run took {time.process_time() - begun:.0f} s of one core.")
-        if output:
-            output.write_text(f"# Agents' hints\n\n{table}\n")
-        return
-    if tail:
-        table = compare_tails(trace, quick, count, lambda line: print(line, flush=True))
+    show = partial(print, flush=True)
+    if promises or hints or tail:
+        if promises:
+            title, table = "Promises kept", compare(trace, quick, count, show)
+        elif hints:
+            title, table = "Agents' hints", compare_hints(quick, count, show)
+        else:
+            title, table = "The slowest requests", compare_tails(trace, quick, count, show)
+        if promises or hints:  # the tables of the other were shown as they came
+            print(f"\n{table}\n")
         print(f"The run took {time.process_time() - begun:.0f} s of one core.")
         if output:
-            output.write_text(f"# The slowest requests\n\n{table}\n")
+            output.write_text(f"# {title}\n\n{table}\n")
         return
     cells = trace_grid(trace, quick) if trace else quick_grid() if quick else full_grid()
     sides = WITHOUT_EVENTS if without_events else SIDES
     results: list[CellResult] = []
     for cell in cells:
-        runs: dict[str, list[Measures]] = {side.name: [] for side in sides}
-        for seed in range(count):
-            requests = cell.requests(seed)
-            for side in sides:
-                runs[side.name].append(play(cell, requests, side, seed))
-        results.append(CellResult(cell.name, runs))
+        results.append(CellResult(cell.name, play_all(cell, sides, count, play)))
         print(results[-1].table(), end="\n\n", flush=True)
     if without_events:
         return

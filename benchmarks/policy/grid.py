@@ -6,10 +6,11 @@ small for that, so each workload and cache has loads of its own. A recorded trac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
 from kvrouter.tools.simulation.fleet import Fleet
@@ -17,6 +18,8 @@ from kvrouter.tools.simulation.measures import Measures, measured
 from kvrouter.tools.simulation.profiles import LLAMA_8B, LLAMA_70B, Profile
 from kvrouter.tools.simulation.sides import Side
 from kvrouter.tools.simulation.trace import TracedRequest, TraceLine, read_trace, requests_of
+
+T = TypeVar("T")
 
 # Requests that decode together in a busy engine, and the context of each in tokens.
 _BATCH, _CONTEXT = 24, 6000
@@ -84,6 +87,21 @@ def play(cell: Cell, requests: Sequence[TracedRequest], side: Side, seed: int) -
         knowledge=side.knowledge,
     )
     return measured(fleet.run(requests))
+
+
+def play_all(
+    cell: Cell,
+    sides: Sequence[Side],
+    seeds: int,
+    play: Callable[[Cell, Sequence[TracedRequest], Side, int], T],
+) -> dict[str, list[T]]:
+    """What `play` makes of each policy in one cell, seed by seed."""
+    runs: dict[str, list[T]] = {side.name: [] for side in sides}
+    for seed in range(seeds):
+        requests = cell.requests(seed)
+        for side in sides:
+            runs[side.name].append(play(cell, requests, side, seed))
+    return runs
 
 
 def full_grid() -> Iterator[Cell]:

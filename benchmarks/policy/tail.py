@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean, median
 
-from benchmarks.policy.grid import Cell
+from benchmarks.policy.grid import Cell, play_all
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import CONVERSATION, LOOP, TOOL
 from kvrouter.tools.simulation.fleet import Fleet, Outcome
@@ -137,12 +137,7 @@ def compare_tails(trace: Path | None, quick: bool, seeds: int, show: Callable[[s
     """All cells; each is shown as it is done. Returns their tables: medians over the seeds, means of the slowest."""
     tables = []
     for cell in tail_cells(trace, quick):
-        runs: dict[str, list[TailRun]] = {side.name: [] for side in TAIL_SIDES}
-        for seed in range(seeds):
-            requests = cell.requests(seed)
-            for side in TAIL_SIDES:
-                runs[side.name].append(play(cell, requests, side, seed))
-        tables.append(_table(cell.name, runs))
+        tables.append(_table(cell.name, play_all(cell, TAIL_SIDES, seeds, play)))
         show(f"{tables[-1]}\n")
     return "\n\n".join(tables)
 
