@@ -185,6 +185,8 @@ async def running_services(
         fleet.on_replaced.append(router.replaced)
         fleet.on_cache_lost.append(router.forget)
         fleet.on_removed += [router.removed, metrics.forget, source.removed, adapters.removed]
+        fleet.on_scrape.append(lambda worker: audit.recomputed.worker_said(worker.url, worker.metrics.drafts))
+        fleet.on_removed.append(lambda worker: audit.recomputed.worker_said(worker.url, drafts=False))
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)
         stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])

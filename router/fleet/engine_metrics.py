@@ -28,6 +28,7 @@ _SAMPLE = re.compile(
 _SLEEP = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\} +1(?:\.0)?$', re.MULTILINE)
 _TELLS_SLEEP = "vllm:engine_sleep_state{"
 _CACHES_NOTHING = re.compile(r'^vllm:cache_config_info\{[^}\n]*enable_prefix_caching="False"', re.MULTILINE)
+_DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts", re.MULTILINE)  # vLLM's, since its start
 _RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
 # Of any figure: what is above it is no count of anything.
 _HIGHEST = 1e15
@@ -113,6 +114,7 @@ class EngineMetrics:
     """The last scrape of one worker. After `stale` seconds nothing is known any more.
 
     `sleep`: whether the engine sleeps; None where it does not tell. `caches_prefixes`: unless it said that it does not.
+    `drafts`: whether it decodes speculatively.
     """
 
     def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -123,6 +125,7 @@ class EngineMetrics:
         self._read_at = 0.0
         self.sleep: Sleep | None = None
         self.caches_prefixes = True
+        self.drafts = False
         self._asked_at: float | None = None
         self.progress_at = clock()
         self._rank_progress_at: dict[int, float] = {}
@@ -145,6 +148,7 @@ class EngineMetrics:
         """Take in the answer; `in_flight`: the requests of ours that each rank had meanwhile."""
         self.sleep = read_sleep(text)
         self.caches_prefixes = _CACHES_NOTHING.search(text) is None
+        self.drafts = _DRAFTS.search(text) is not None
         loads = read_engine_loads(text)
         self._views = {}
         for rank, load in loads.items():

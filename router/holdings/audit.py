@@ -322,6 +322,12 @@ class HitAudit:
             return False
         left_out = self.recomputed.tokens.get(target, 0)
         log.info("the last tokens of each hit are computed again", tokens=left_out, **self.names.about(target))
+        if left_out:
+            registered = (registration.target for registration in self._indexer.registered())
+            same_model = [each for each in registered if (each.model, each.tenant) == (target.model, target.tenant)]
+            for each in self.recomputed.teach(target, same_model):
+                if (audit := self._audits.get(each)) is not None:
+                    self._judge_anew(audit)
         return True
 
     def _judge_anew(self, audit: TargetAudit) -> None:
@@ -354,8 +360,7 @@ class HitAudit:
         known = {registration.target for registration in self._indexer.registered()} | {target}
         self._audits = {each: audit for each, audit in self._audits.items() if each in known}
         self.distrusted &= known
-        for each in self.recomputed.tokens.keys() - known:
-            self.recomputed.forget(each)
+        self.recomputed.keep(known)
         for each in self._history.targets():
             if each not in known:
                 self._history.removed(each)

@@ -201,6 +201,23 @@ async def test_a_block_that_the_worker_computes_again_is_not_promised(engine: En
     assert await ask(routed, prompt(1)) == 96
 
 
+async def test_the_first_hit_of_a_worker_that_says_that_it_drafts_is_believed(
+    engine: Engine, worker: ScriptedWorker
+) -> None:
+    engine.drafts = True
+    worker.metrics = b'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:spec_decode_num_drafts_total{engine="0"} 0\n'
+    streams = {"url": worker.url, "block_size": BLOCK, "streams": engine.streams()}
+    async with router(workers=[streams], fleet={"metrics_interval": 0.05}, **NOW) as routed:
+
+        async def scraped() -> bool:
+            live = await routed.metric("kvrouter_stream_state", state="live") == 1
+            return live and await routed.metric("kvrouter_kv_usage_ratio") == 0.5
+
+        await until(scraped)
+        await ask_and_see(routed, prompt(1))
+        assert [await ask(routed, prompt(1)) for _ in range(2)] == [96, 80]
+
+
 async def test_prompts_that_the_worker_counts_otherwise_are_found(engine: Engine, routed: RouterUnderTest) -> None:
     engine.extra = 5
     for _ in range(SAMPLES):

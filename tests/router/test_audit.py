@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from indexer import Indexer, Target
+from indexer import Indexer, Registration, Target
 from indexer.sequence import StreamState
 from router.apis.usage import Usage
 from router.holdings.audit import Basis, Errors, HitAudit, Prediction
@@ -38,6 +38,7 @@ class Streams:
     known: Stream | None = field(default_factory=Stream)
     replays: bool = True
     resyncs: int = 0
+    registrations: list[Registration] = field(default_factory=list)
 
     def stream(self, target: Target) -> Stream | None:  # noqa: ARG002
         return self.known
@@ -48,8 +49,8 @@ class Streams:
         self.known.began_at = time.monotonic()
         return self.replays
 
-    def registered(self) -> list[Any]:
-        return []
+    def registered(self) -> list[Registration]:
+        return self.registrations
 
     def block_size(self, target: Target) -> int | None:  # noqa: ARG002
         return 16
@@ -125,6 +126,23 @@ def test_a_block_less_than_promised_each_time_is_left_out_from_then_on(audit: Hi
     answers(audit, SAMPLES, 48, 48, 400)
     assert (audit.basis(TARGET), streams.resyncs, audit.audits()[0][1].errors.share) == (Basis.EVENTS, 0, 0.0)
     answers(audit, 2, 48, 64, 400)  # started again without it
+    assert not audit.recomputed.tokens
+
+
+def test_engines_that_draft_teach_each_other_by_the_first_hit(audit: HitAudit, streams: Streams) -> None:
+    ranks = [Target(f"http://{name}", 0, "m") for name in ("w", "drafts", "has hit whole", "does not draft")]
+    streams.registrations = [Registration(rank, None) for rank in [*ranks, Target("http://drafts", 0, "another")]]
+    for rank in ranks[:3]:
+        audit.recomputed.worker_said(rank.worker, drafts=True)
+    audit.answered(predicted(64, 64, ranks[2]), Usage(100, 1, 64))
+    answers(audit, 1, 64, 48, 400)
+    assert audit.recomputed.tokens == dict.fromkeys(ranks[:2], 16)
+    audit.answered(predicted(64, 64, ranks[2]), Usage(100, 1, 48))
+    assert ranks[2] not in audit.recomputed.tokens
+    for rank in ranks:
+        audit.forget(rank)
+        audit.recomputed.worker_said(rank.worker, drafts=False)
+    answers(audit, 1, 64, 48, 400)
     assert not audit.recomputed.tokens
 
 

@@ -45,6 +45,14 @@ def test_anything_else_tells_nothing(text: str) -> None:
     assert read_engine_loads(text) == {}
 
 
+def test_an_engine_that_decodes_speculatively_says_so() -> None:
+    metrics = EngineMetrics()
+    metrics.read(VLLM, {})
+    assert not metrics.drafts
+    metrics.read(VLLM + 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n', {})
+    assert metrics.drafts
+
+
 def test_the_requests_of_others_are_those_that_are_not_ours() -> None:
     metrics = EngineMetrics(5.0, Clock(10.0))
     metrics.read(VLLM, {0: 2, 1: 4})

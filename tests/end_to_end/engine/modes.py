@@ -99,7 +99,7 @@ MODES = (
     Mode("prefix caching off", ("--no-enable-prefix-caching",), hits=False),
     Mode("chunked prefill of 128 tokens", ("--enable-chunked-prefill", "--max-num-batched-tokens", "128")),
     Mode("speculative, ngram", ("--speculative-config", json.dumps(_NGRAM))),
-    Mode("speculative, EAGLE", ("--speculative-config", json.dumps(_EAGLE)), family="llama3", learned_by=2),
+    Mode("speculative, EAGLE", ("--speculative-config", json.dumps(_EAGLE)), family="llama3"),
     Mode("small caches", _FEW),
     Mode("sliding windows (Gemma 3)", family="gemma3"),
     Mode("linear attention (Qwen3-Next)", family="qwen3_next"),
