@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -66,7 +65,7 @@ async def arrivals(url: str, rate: float, seconds: float, promises: bool, seed: 
 
 
 async def capacity(url: str, clients: int, seconds: float) -> float:
-    """Answers a second that the fleet gives to so many clients which always want one."""
+    """Answers a second that the fleet gives to so many clients which always want one. Raises RuntimeError for none."""
     random, ended = Random(0), 0
     end = time.monotonic() + seconds
     async with _session() as session:
@@ -76,9 +75,11 @@ async def capacity(url: str, clients: int, seconds: float) -> float:
             while time.monotonic() < end:
                 answer = Answer(random.choices(CLASSES, [each.share for each in CLASSES])[0])
                 await _ask(session, url, answer, False, random)
-                ended += time.monotonic() < end
+                ended += answer.ttft is not None and time.monotonic() < end
 
         await asyncio.gather(*(client() for _ in range(clients)))
+    if not ended:
+        raise RuntimeError(f"{url} answers nothing")
     return ended / seconds
 
 
@@ -101,7 +102,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, answer: Answer, promise
     headers = {"x-kvrouter-service-level": asked.name} if promises else {}
     begun, first, last = time.monotonic(), None, 0.0
     try:
-        async with session.post(f"{url}/v1/completions", data=json.dumps(body), headers=headers) as response:
+        async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
             response.raise_for_status()
             async for _ in response.content.iter_any():
                 last = time.monotonic()
