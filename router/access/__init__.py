@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from router.access.arrivals import Arrivals, ArrivingBody, too_large, too_slow
 from router.access.door import Admitted, Door
-from router.access.own_routes import OwnRoutesMiddleware
 from router.access.routes import Access, Route
 from router.access.tenants import AccessControl, Tenant, hashed_key, without_credentials
 
@@ -25,7 +24,6 @@ __all__ = [
     "Arrivals",
     "ArrivingBody",
     "Door",
-    "OwnRoutesMiddleware",
     "Route",
     "Tenant",
     "hashed_key",

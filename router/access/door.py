@@ -124,7 +124,11 @@ class Door:
 
     def whole(self, receive: Receive, method: str) -> WholeBody:
         """ASGI's `receive` of a request that the service answers itself, of whose body the work is bounded."""
-        return WholeBody(receive, self._bodies.check_amount, wanted=method == "POST")
+        return WholeBody(receive, self.check_amount, wanted=method == "POST")
+
+    def check_amount(self, body: bytes) -> None:
+        """Refuse a JSON body of too many values: RequestError (413)."""
+        self._bodies.check_amount(body)
 
     def _route(self, method: str, target: bytes) -> Route:
         try:

@@ -11,13 +11,16 @@ from fastapi import FastAPI
 
 from indexer.app import indexer_app
 from indexer.errors import RequestError
-from router.access import Door, OwnRoutesMiddleware
+from indexer.questions import Questions
+from router.access import Door
 from router.app import running_router
 from router.embedded_index import running_indexer
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.config_reload import SettingsFile
 from router.fleet.end_tasks import end_tasks
 from router.fleet.stream_addresses import RegisteredStreams
+from router.forwarding.lane import Lane
+from router.forwarding.request_context import ContextMiddleware, RequestContexts
 from router.routes.match_requests import match_reader
 from router.server.announcements import announce_models, announce_page, announce_start, say
 from router.server.http_server import HttpServer
@@ -95,8 +98,11 @@ async def serve_indexer(settings: Settings) -> None:
 
         server = settings.server
         streams = RegisteredStreams(indexer, AllowedNetworks(settings.fleet.allowed_networks))
-        app = indexer_app(indexer, match_reader(tokenizers, resolve), streams.admit, server.token)
-        app.add_middleware(OwnRoutesMiddleware, Door(settings), server)
+        questions = Questions(indexer, match_reader(tokenizers, resolve))
+        contexts = RequestContexts(Door(settings), None, None, settings.logs.access)
+        app = indexer_app(indexer, questions, streams.admit, server.token)
+        app.add_middleware(ContextMiddleware, contexts, server)
+        app.state.lane = Lane(contexts, server, questions)
         following_names = asyncio.create_task(streams.run())
         try:
             await _run_app(app, listening, server, "kvrouter indexer")
