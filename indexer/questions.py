@@ -53,10 +53,10 @@ class HashQueryBody(msgspec.Struct):
 
 
 class _PackedQuery(msgspec.Struct):
-    """A `QueryBody` whose token ids are left as they came: reading those of a long prompt takes most of the time."""
+    """A `QueryBody` whose token ids were taken out, which leaves an empty list."""
 
     model: str
-    token_ids: msgspec.Raw
+    token_ids: list[None]
     lora_name: str | None = None
     cache_salt: str | None = None
     tenant_id: str = DEFAULT_TENANT
@@ -71,6 +71,10 @@ class QueryBody(msgspec.Struct):
     cache_salt: str | None = None
     tenant_id: str = DEFAULT_TENANT
 
+
+# Members of an enumeration, and their names, are looked up each time.
+_GPU, _CPU, _DISK, _ = Tier
+_TIER_NAMES = [(tier, tier.name.lower()) for tier in Tier]
 
 _decode_packed = msgspec.json.Decoder(_PackedQuery).decode
 
@@ -145,17 +149,26 @@ def question_routes(questions: Questions) -> APIRouter:
 def _query(body: bytes) -> MatchQuery:
     """What `/query` asks. Raises RequestError."""
     core = native_core()
-    if core is not None:
-        try:
-            packed = _decode_packed(body)
-            tokens = core.packed_numbers(bytes(packed.token_ids))
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            tokens = None  # what is wrong is said below
-        if tokens is not None:
-            prompt = PackedPrompt(tokens)
-            return MatchQuery(packed.model, prompt, packed.lora_name, packed.cache_salt, packed.tenant_id)
+    packed = None if core is None else _packed_query(body, core.packed_numbers)
+    if packed is not None:
+        return packed
     query = decoded(body, QueryBody)
     return MatchQuery(query.model, query.token_ids, query.lora_name, query.cache_salt, query.tenant_id)
+
+
+def _packed_query(body: bytes, packed_numbers: Callable[[bytes], bytes | None]) -> MatchQuery | None:
+    """The same of a body with one list, which is of numbers: they go to the core as they came, and only the rest is
+    decoded. Nothing of any other body, nor of one that is wrong."""
+    start, end = body.find(b"["), body.rfind(b"]") + 1
+    tokens = packed_numbers(body[start:end])
+    if tokens is None:
+        return None
+    try:
+        # No other list can be left than the empty one, so token_ids is that, or no list.
+        rest = _decode_packed(b"%b[]%b" % (body[:start], body[end:]))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    return MatchQuery(rest.model, PackedPrompt(tokens), rest.lora_name, rest.cache_salt, rest.tenant_id)
 
 
 def _ask(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int) -> list[Match]:
@@ -175,7 +188,7 @@ def _match(names: WorkerNames, match: Match) -> dict[str, Any]:
         "worker": names.of(match.target.worker),
         "dp_rank": match.target.dp_rank,
         "matched_tokens": match.matched_tokens,
-        "tiers": {tier.name.lower(): match.tiers[tier] for tier in Tier},
+        "tiers": {name: match.tiers[tier] for tier, name in _TIER_NAMES},
     }
 
 
@@ -183,11 +196,13 @@ def _by_instance(names: WorkerNames, matches: list[Match]) -> dict[str, Any]:
     """RFC 1403's answer: an instance's tiers are those of its rank that holds the most."""
     instances: dict[str, Any] = {}
     for match in matches:
-        tiers = {tier.name: match.tiers[tier] for tier in (Tier.GPU, Tier.CPU, Tier.DISK)}
-        best = {"longest_matched": match.matched_tokens, **tiers, "DP": {}}
-        instances.setdefault(names.of(match.target.worker), best)["DP"][str(match.target.dp_rank)] = (
-            match.matched_tokens
-        )
+        target, tokens, tiers = match.target, match.matched_tokens, match.tiers
+        name = names.of(target.worker)
+        instance = instances.get(name)
+        if instance is None:
+            gpu, cpu, disk = tiers[_GPU], tiers[_CPU], tiers[_DISK]
+            instance = instances[name] = {"longest_matched": tokens, "GPU": gpu, "CPU": cpu, "DISK": disk, "DP": {}}
+        instance["DP"][str(target.dp_rank)] = tokens
     return instances
 
 

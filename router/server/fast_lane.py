@@ -167,7 +167,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
     # What comes
 
     def data_received(self, data: bytes) -> None:
-        if not self._busy and self._fallback is None and not self._queue and self._intake is _OPEN:
+        if not self._busy and not self._queue and self._intake is _OPEN:
             known = self._reader.read_known(data)
             if known is not None:
                 head, body = known
