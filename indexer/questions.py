@@ -27,6 +27,8 @@ from kvevents import Tier
 ReadMatch = Callable[[bytes], MatchQuery | Awaitable[MatchQuery]]
 # From the body of a question to the JSON of its answer, at once or as soon as it can. Raises RequestError.
 Answer = Callable[[bytes], bytes | Awaitable[bytes]]
+# The native core's: a JSON list of token ids, packed; nothing of what is not just that.
+PackedNumbers = Callable[[bytes], bytes | None]
 
 T = TypeVar("T")
 
@@ -85,6 +87,8 @@ class Questions:
     def __init__(self, indexer: Indexer, read_match: ReadMatch) -> None:
         self._indexer = indexer
         self._read_match = read_match
+        core = native_core()
+        self._packed_numbers = None if core is None else core.packed_numbers
         self.by_path: dict[str, Answer] = {
             "/match": self.match,
             "/query": self.query,
@@ -111,7 +115,7 @@ class Questions:
 
     def query(self, body: bytes) -> bytes:
         """How much of a token sequence each instance holds, its last block too."""
-        query = _query(body)
+        query = _query(body, self._packed_numbers)
         matches = _ask(self._indexer.longest, query, "token_ids", 2**32 - 1)
         return msgspec.json.encode({query.tenant: _by_instance(self._indexer.names, matches)})
 
@@ -146,17 +150,16 @@ def question_routes(questions: Questions) -> APIRouter:
     return routes
 
 
-def _query(body: bytes) -> MatchQuery:
+def _query(body: bytes, packed_numbers: PackedNumbers | None) -> MatchQuery:
     """What `/query` asks. Raises RequestError."""
-    core = native_core()
-    packed = None if core is None else _packed_query(body, core.packed_numbers)
+    packed = None if packed_numbers is None else _packed_query(body, packed_numbers)
     if packed is not None:
         return packed
     query = decoded(body, QueryBody)
     return MatchQuery(query.model, query.token_ids, query.lora_name, query.cache_salt, query.tenant_id)
 
 
-def _packed_query(body: bytes, packed_numbers: Callable[[bytes], bytes | None]) -> MatchQuery | None:
+def _packed_query(body: bytes, packed_numbers: PackedNumbers) -> MatchQuery | None:
     """The same of a body with one list, which is of numbers: they go to the core as they came, and only the rest is
     decoded. Nothing of any other body, nor of one that is wrong."""
     start, end = body.find(b"["), body.rfind(b"]") + 1

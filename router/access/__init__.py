@@ -13,6 +13,7 @@ arrivals  bounds on the bodies that are arriving
 from __future__ import annotations
 
 from router.access.arrivals import Arrivals, ArrivingBody, too_large, too_slow
+from router.access.bodies import BodyCheck
 from router.access.door import Admitted, Door
 from router.access.routes import Access, Route
 from router.access.tenants import AccessControl, Tenant, hashed_key, without_credentials
@@ -23,6 +24,7 @@ __all__ = [
     "Admitted",
     "Arrivals",
     "ArrivingBody",
+    "BodyCheck",
     "Door",
     "Route",
     "Tenant",

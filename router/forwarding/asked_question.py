@@ -1,4 +1,7 @@
-"""A question of the index API, answered where it arrived: at once, unless its body is long or wants a tokenizer's thread."""
+"""A question of the index API, answered where it arrived.
+
+That is at once, unless its body is so long that it may make too much work, or its prompt is tokenized in a thread.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import structlog
 
 from indexer.errors import RequestError
 from indexer.questions import Answer
-from router.apis.strict_json import LONG
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.taken_request import TakenRequest
@@ -32,7 +34,8 @@ class AskedQuestion(TakenRequest):
 
     def start(self, body: bytes) -> None:
         try:
-            answer = self._answer_long(body) if len(body) > LONG else self._answer(body)
+            little = self._context.bodies.seems_little(body)
+            answer = self._answer(body) if little else self._check_and_answer(body)
         except RequestError as error:
             self._refuse(error)
         except Exception:
@@ -43,9 +46,9 @@ class AskedQuestion(TakenRequest):
             else:
                 self._task = asyncio.get_running_loop().create_task(self._finish(answer))
 
-    async def _answer_long(self, body: bytes) -> bytes:
-        """The answer to a question whose body may make too much work."""
-        await asyncio.to_thread(self._context.check_amount, body)
+    async def _check_and_answer(self, body: bytes) -> bytes:
+        """The answer to a question whose body may make too much work. Raises RequestError (413) when it does."""
+        await asyncio.to_thread(self._context.bodies.check_amount, body)
         answer = self._answer(body)
         return answer if isinstance(answer, bytes) else await answer
 

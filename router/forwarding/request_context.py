@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
 from indexer.errors import RequestError, error_headers
-from router.access import Admitted, ArrivingBody, Door, Tenant
+from router.access import Admitted, ArrivingBody, BodyCheck, Door, Tenant
 from router.apis.endpoints import call_error_body
 from router.forwarding.request_head import RequestHead
 from router.http.headers import Headers
@@ -73,9 +73,10 @@ class RequestContext:
         """
         return self._door.body(self.admitted, body)
 
-    def check_amount(self, body: bytes) -> None:
-        """Refuse a body that makes too much work, of a request that the service answers itself: RequestError (413)."""
-        self._door.check_amount(body)
+    @property
+    def bodies(self) -> BodyCheck:
+        """How bodies are checked."""
+        return self._door.bodies
 
     def refusal(self, error: RequestError) -> tuple[Headers, bytes]:
         """The headers and the body of an answer that refuses the request.
