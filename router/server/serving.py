@@ -9,6 +9,7 @@ from contextlib import closing
 
 from fastapi import FastAPI
 
+from indexer import Indexer
 from indexer.app import indexer_app
 from indexer.errors import RequestError
 from indexer.questions import Questions
@@ -30,6 +31,7 @@ from router.server.sockets import listen_at, listen_at_path, url_of
 from router.settings import ServerSettings, Settings
 from router.sharing.worker_processes import WorkerProcesses
 from router.tokens.tokenizer_source import configured_tokenizers
+from router.tokens.tokenizers import Tokenizers
 
 
 async def serve_router(settings: Settings, file: SettingsFile | None = None) -> None:
@@ -88,26 +90,31 @@ async def serve_indexer(settings: Settings) -> None:
     tokenizers = await configured_tokenizers(settings.models, settings.tokenizer)
     with running_indexer(settings) as indexer:
         indexer.register_saved()
-
-        def resolve(name: str, tenant: str) -> tuple[str, str | None]:
-            if not indexer.serves(name, tenant):
-                raise RequestError(
-                    f"no registered worker serves model {name!r}", status=404, type="not_found_error", param="model"
-                )
-            return name, None
-
-        server = settings.server
         streams = RegisteredStreams(indexer, AllowedNetworks(settings.fleet.allowed_networks))
-        questions = Questions(indexer, match_reader(tokenizers, resolve))
-        contexts = RequestContexts(Door(settings), None, None, settings.logs.access)
-        app = indexer_app(indexer, questions, streams.admit, server.token)
-        app.add_middleware(ContextMiddleware, contexts, server)
-        app.state.lane = Lane(contexts, server, questions)
+        app = index_app(settings, indexer, tokenizers, streams)
         following_names = asyncio.create_task(streams.run())
         try:
-            await _run_app(app, listening, server, "kvrouter indexer")
+            await _run_app(app, listening, settings.server, "kvrouter indexer")
         finally:
             await end_tasks([following_names])
+
+
+def index_app(settings: Settings, indexer: Indexer, tokenizers: Tokenizers, streams: RegisteredStreams) -> FastAPI:
+    """The application of the index alone."""
+
+    def resolve(name: str, tenant: str) -> tuple[str, str | None]:
+        if not indexer.serves(name, tenant):
+            raise RequestError(
+                f"no registered worker serves model {name!r}", status=404, type="not_found_error", param="model"
+            )
+        return name, None
+
+    questions = Questions(indexer, match_reader(tokenizers, resolve))
+    contexts = RequestContexts(Door(settings), None, None, settings.logs.access)
+    app = indexer_app(indexer, questions, streams.admit, settings.server.token)
+    app.add_middleware(ContextMiddleware, contexts, settings.server)
+    app.state.lane = Lane(contexts, settings.server, questions)
+    return app
 
 
 async def _run_app(app: FastAPI, listening: list[socket.socket], settings: ServerSettings, name: str) -> None:
