@@ -179,19 +179,21 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
     def head_read(self, request: IncomingRequest) -> None:
         if not self._takes_more:
             return
-        if (
-            self._busy or self._queue or self._answered
-        ):  # of many that come at once each is served after others' requests
-            if self._queue is None:
-                self._queue = deque()
-            if not self._queue and not self._busy:
-                self._loop.call_soon(self._serve_next)
-            self._queue.append(request)
-            self._transport.pause_reading()
-            if self._write_paused:
-                self._deadline.set(self._keep_alive_seconds)
+        if self._busy or self._queue or self._answered:
+            self._enqueue(request)
         else:
             self._serve(request)
+
+    def _enqueue(self, request: IncomingRequest) -> None:
+        """Keep a request until its turn comes: of many that come at once each waits for other connections' requests."""
+        if self._queue is None:
+            self._queue = deque()
+        if not self._queue and not self._busy:
+            self._loop.call_soon(self._serve_next)
+        self._queue.append(request)
+        self._transport.pause_reading()
+        if self._write_paused:
+            self._deadline.set(self._keep_alive_seconds)
 
     def body_read(self, request: IncomingRequest, data: bytes) -> None:
         if request.asgi:
