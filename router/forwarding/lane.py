@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from indexer.questions import Questions
 from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.asked_question import AskedQuestion
@@ -15,24 +13,30 @@ from router.forwarding.taken_request import TakenRequest
 from router.settings import ServerSettings
 
 
-@dataclass(frozen=True, slots=True)
 class Lane:
-    """What a server needs to serve requests where they arrive. `workers`: None where there are none, but an index."""
+    """What a server needs to serve requests where they arrive. `workers`: None where there are none, but an index.
 
-    contexts: RequestContexts
-    settings: ServerSettings
-    questions: Questions
-    workers: ProxyServices | None = None
+    `paths`: what POSTs are taken to. Where operators have a port of their own, questions are the application's, which
+    knows where they came in.
+    """
 
-    def paths(self) -> frozenset[bytes]:
-        """What POSTs are taken to.
+    __slots__ = ("contexts", "paths", "questions", "settings", "workers")
 
-        Where operators have a port of their own, questions are the application's: it knows where they came in.
-        """
-        served: list[str] = [] if self.workers is None else [*PROMPTED, *BY_LOAD]
-        if self.settings.admin_port is None:
-            served += self.questions.by_path
-        return frozenset(path.encode() for path in served)
+    def __init__(
+        self,
+        contexts: RequestContexts,
+        settings: ServerSettings,
+        questions: Questions,
+        workers: ProxyServices | None = None,
+    ) -> None:
+        self.contexts = contexts
+        self.settings = settings
+        self.questions = questions
+        self.workers = workers
+        served: list[str] = [] if workers is None else [*PROMPTED, *BY_LOAD]
+        if settings.admin_port is None:
+            served += questions.by_path
+        self.paths = frozenset(path.encode() for path in served)
 
     def take(self, context: RequestContext, client: ResponseWriter) -> TakenRequest:
         """A request that was admitted, to be started."""

@@ -9,6 +9,8 @@ handed over to uvicorn's class, which is made when there is one.
 
 One request of a connection is served at a time, and none while its client does not read. What is pipelined behind it is
 kept parsed, and nothing more is read until its turn comes.
+
+One file, because all of it is the state of one connection.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
     ) -> None:
         """`recent`: the heads that other connections' requests had."""
         self._lane = lane
-        self._paths = lane.paths()
+        self._paths = lane.paths
         self._config = config
         self._server_state = server_state
         self._app_state = app_state
