@@ -22,7 +22,7 @@ from indexer.holdings import Target
 from indexer.indexer import Indexer, Registration, TargetReport
 from indexer.openapi import errors, json_body
 from indexer.queries import DEFAULT_TENANT
-from indexer.questions import ReadMatch, decoded, json_response, named_first, question_routes, refusal
+from indexer.questions import Questions, decoded, json_response, named_first, question_routes, refusal
 from kvevents import EventSource, Tier
 
 # A registration that may be followed, with addresses in the place of names. Raises ValueError, the field first.
@@ -58,7 +58,7 @@ class UnregisterBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
-def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: str) -> APIRouter:
+def index_routes(indexer: Indexer, questions: Questions, admit: Admit, token: str) -> APIRouter:
     """The routes of the index API; those that change something want the token, unless it is empty."""
     routes = APIRouter()
     protected = [Depends(token_check(token))]
@@ -105,7 +105,7 @@ def index_routes(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: s
         """All that another indexer needs to begin warm, as lines of JSON."""
         return StreamingResponse(indexer.dump(), media_type="application/x-ndjson")
 
-    routes.include_router(question_routes(indexer, read_match))
+    routes.include_router(question_routes(questions))
     return routes
 
 

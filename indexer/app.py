@@ -13,15 +13,14 @@ from indexer.api_page import add_api_page
 from indexer.build_info import add_process_metrics, build_info
 from indexer.indexer import Indexer
 from indexer.metrics import IndexCollector
-from indexer.questions import QuestionsFirst, ReadMatch, question_routes
+from indexer.questions import Questions
 
 
-def indexer_app(indexer: Indexer, read_match: ReadMatch, admit: Admit, token: str = "") -> FastAPI:
+def indexer_app(indexer: Indexer, questions: Questions, admit: Admit, token: str = "") -> FastAPI:
     """The application. Whoever calls this starts the indexer and stops it, and bounds the bodies that come."""
     app = FastAPI(title="kvrouter indexer", docs_url=None, redoc_url=None)
-    app.include_router(index_routes(indexer, read_match, admit, token))
+    app.include_router(index_routes(indexer, questions, admit, token))
     add_error_handlers(app)
-    app.add_middleware(QuestionsFirst, question_routes(indexer, read_match))
     registry = CollectorRegistry()
     registry.register(IndexCollector(indexer))
     add_process_metrics(registry)

@@ -60,6 +60,7 @@ class TargetReport:
 
 # Of so many models, tenants and adapters asked for it is known where their prompts begin.
 _MOST_ROOTS = 1024
+_NOTHING = dict.fromkeys(Tier, 0)  # tokens by tier
 
 
 class _BlockSizes:
@@ -389,8 +390,7 @@ class Indexer:
 
 def _best_first(targets: Iterable[Target], found: Iterable[Match]) -> list[Match]:
     """The best match of each target, or one of nothing; the most first."""
-    nothing = dict.fromkeys(Tier, 0)
-    best = {target: Match(target, 0, nothing) for target in targets}
+    best = {target: Match(target, 0, _NOTHING) for target in targets}
     best.update((target, match) for target, match in _best(found).items() if target in best)
     return sorted(best.values(), key=lambda match: -match.matched_tokens)
 

@@ -7,16 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from indexer.cores import native_core
-from indexer.errors import RequestError, error_body
+from indexer.errors import RequestError, error_body, error_headers
 from indexer.hashing import PackedPrompt
 from indexer.indexer import Indexer
 from indexer.matching import Match
@@ -25,8 +23,12 @@ from indexer.openapi import errors, json_body
 from indexer.queries import DEFAULT_TENANT, HashQuery, MatchQuery, UnknownModelError
 from kvevents import Tier
 
-# Reads the body of `/match`, tokenizing its prompt. Raises RequestError.
-ReadMatch = Callable[[bytes], Awaitable[MatchQuery]]
+# Reads the body of `/match`, tokenizing its prompt: at once, or as soon as it can. Raises RequestError.
+ReadMatch = Callable[[bytes], MatchQuery | Awaitable[MatchQuery]]
+# From the body of a question to the JSON of its answer, at once or as soon as it can. Raises RequestError.
+Answer = Callable[[bytes], bytes | Awaitable[bytes]]
+# The native core's: a JSON list of token ids, packed; nothing of what is not just that.
+PackedNumbers = Callable[[bytes], bytes | None]
 
 T = TypeVar("T")
 
@@ -53,10 +55,10 @@ class HashQueryBody(msgspec.Struct):
 
 
 class _PackedQuery(msgspec.Struct):
-    """A `QueryBody` whose token ids are left as they came: reading those of a long prompt takes most of the time."""
+    """A `QueryBody` whose token ids were taken out, which leaves an empty list."""
 
     model: str
-    token_ids: msgspec.Raw
+    token_ids: list[None]
     lora_name: str | None = None
     cache_salt: str | None = None
     tenant_id: str = DEFAULT_TENANT
@@ -72,93 +74,104 @@ class QueryBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
+# Members of an enumeration, and their names, are looked up each time.
+_GPU, _CPU, _DISK, _ = Tier
+_TIER_NAMES = [(tier, tier.name.lower()) for tier in Tier]
+
 _decode_packed = msgspec.json.Decoder(_PackedQuery).decode
 
 
-class _PlainRoute(APIRoute):
-    """A route whose endpoint takes the request and gives the answer: FastAPI has nothing to check of either."""
+class Questions:
+    """Answers questions, wherever they come in. `by_path`: how each of them is answered."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself."""
-        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return endpoint
+    def __init__(self, indexer: Indexer, read_match: ReadMatch) -> None:
+        self._indexer = indexer
+        self._read_match = read_match
+        core = native_core()
+        self._packed_numbers = None if core is None else core.packed_numbers
+        self.by_path: dict[str, Answer] = {
+            "/match": self.match,
+            "/query": self.query,
+            "/query_by_hash": self.query_by_hash,
+        }
 
-
-class QuestionsFirst:
-    """Before an application: answers questions itself. FastAPI takes longer to find their routes than the index takes
-    to answer."""
-
-    def __init__(self, app: ASGIApp, questions: APIRouter) -> None:
-        self._app = app
-        self._answers = {route.path: route.endpoint for route in questions.routes if isinstance(route, _PlainRoute)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        answer = self._answers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if answer is None:
-            await self._app(scope, receive, send)
-            return
-        try:
-            response = await answer(Request(scope, receive))
-        except RequestError as error:
-            response = refusal(error)
-        await response(scope, receive, send)
-
-
-def question_routes(indexer: Indexer, read_match: ReadMatch) -> APIRouter:
-    """The routes that ask who holds what."""
-    questions = APIRouter(route_class=_PlainRoute)
-
-    @questions.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
-    async def match(request: Request) -> Response:
+    def match(self, body: bytes) -> bytes | Awaitable[bytes]:
         """How many tokens of a prompt each target would serve from its cache, the best first."""
-        query = await read_match(await request.body())
-        matches = _ask(indexer.match, query, "token_ids", 2**32 - 1)
-        return json_response(
+        query = self._read_match(body)
+        return self._matched(query) if isinstance(query, MatchQuery) else self._matched_later(query)
+
+    async def _matched_later(self, query: Awaitable[MatchQuery]) -> bytes:
+        return self._matched(await query)
+
+    def _matched(self, query: MatchQuery) -> bytes:
+        matches = _ask(self._indexer.match, query, "token_ids", 2**32 - 1)
+        return msgspec.json.encode(
             {
                 "model": query.model,
                 "tokens": len(query.token_ids),
-                "matches": [_match(indexer.names, m) for m in matches],
+                "matches": [_match(self._indexer.names, m) for m in matches],
             }
         )
 
-    @questions.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
+    def query(self, body: bytes) -> bytes:
+        """How much of a token sequence each instance holds, its last block too."""
+        query = _query(body, self._packed_numbers)
+        matches = _ask(self._indexer.longest, query, "token_ids", 2**32 - 1)
+        return msgspec.json.encode({query.tenant: _by_instance(self._indexer.names, matches)})
+
+    def query_by_hash(self, body: bytes) -> bytes:
+        """The same for prefix hashes."""
+        asked = decoded(body, HashQueryBody)
+        query = HashQuery(asked.model, asked.block_hashes, asked.block_size, asked.tenant_id)
+        matches = _ask(self._indexer.longest_by_hash, query, "block_hashes", 2**64 - 1)
+        return msgspec.json.encode({query.tenant: _by_instance(self._indexer.names, matches)})
+
+
+def question_routes(questions: Questions) -> APIRouter:
+    """The routes that ask who holds what."""
+    routes = APIRouter()
+
+    @routes.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
+    async def match(request: Request) -> Response:
+        """How many tokens of a prompt each target would serve from its cache, the best first."""
+        answer = questions.match(await request.body())
+        return _json(answer if isinstance(answer, bytes) else await answer)
+
+    @routes.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
     async def query(request: Request) -> Response:
         """How much of a token sequence each instance holds, its last block too."""
-        asked = _query(await request.body())
-        matches = _ask(indexer.longest, asked, "token_ids", 2**32 - 1)
-        return json_response({asked.tenant: _by_instance(indexer.names, matches)})
+        return _json(questions.query(await request.body()))
 
-    @questions.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
+    @routes.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
     async def query_by_hash(request: Request) -> Response:
         """The same for prefix hashes."""
-        body = decoded(await request.body(), HashQueryBody)
-        asked = HashQuery(body.model, body.block_hashes, body.block_size, body.tenant_id)
-        return json_response(
-            {
-                body.tenant_id: _by_instance(
-                    indexer.names, _ask(indexer.longest_by_hash, asked, "block_hashes", 2**64 - 1)
-                )
-            }
-        )
+        return _json(questions.query_by_hash(await request.body()))
 
-    return questions
+    return routes
 
 
-def _query(body: bytes) -> MatchQuery:
+def _query(body: bytes, packed_numbers: PackedNumbers | None) -> MatchQuery:
     """What `/query` asks. Raises RequestError."""
-    core = native_core()
-    if core is not None:
-        try:
-            packed = _decode_packed(body)
-            tokens = core.packed_numbers(bytes(packed.token_ids))
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            tokens = None  # what is wrong is said below
-        if tokens is not None:
-            prompt = PackedPrompt(tokens)
-            return MatchQuery(packed.model, prompt, packed.lora_name, packed.cache_salt, packed.tenant_id)
+    packed = None if packed_numbers is None else _packed_query(body, packed_numbers)
+    if packed is not None:
+        return packed
     query = decoded(body, QueryBody)
     return MatchQuery(query.model, query.token_ids, query.lora_name, query.cache_salt, query.tenant_id)
+
+
+def _packed_query(body: bytes, packed_numbers: PackedNumbers) -> MatchQuery | None:
+    """The same of a body with one list, which is of numbers: they go to the core as they came, and only the rest is
+    decoded. Nothing of any other body, nor of one that is wrong."""
+    start, end = body.find(b"["), body.rfind(b"]") + 1
+    tokens = packed_numbers(body[start:end])
+    if tokens is None:
+        return None
+    try:
+        # No other list can be left than the empty one, so token_ids is that, or no list.
+        rest = _decode_packed(b"%b[]%b" % (body[:start], body[end:]))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    return MatchQuery(rest.model, PackedPrompt(tokens), rest.lora_name, rest.cache_salt, rest.tenant_id)
 
 
 def _ask(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int) -> list[Match]:
@@ -178,7 +191,7 @@ def _match(names: WorkerNames, match: Match) -> dict[str, Any]:
         "worker": names.of(match.target.worker),
         "dp_rank": match.target.dp_rank,
         "matched_tokens": match.matched_tokens,
-        "tiers": {tier.name.lower(): match.tiers[tier] for tier in Tier},
+        "tiers": {name: match.tiers[tier] for tier, name in _TIER_NAMES},
     }
 
 
@@ -186,17 +199,22 @@ def _by_instance(names: WorkerNames, matches: list[Match]) -> dict[str, Any]:
     """RFC 1403's answer: an instance's tiers are those of its rank that holds the most."""
     instances: dict[str, Any] = {}
     for match in matches:
-        tiers = {tier.name: match.tiers[tier] for tier in (Tier.GPU, Tier.CPU, Tier.DISK)}
-        best = {"longest_matched": match.matched_tokens, **tiers, "DP": {}}
-        instances.setdefault(names.of(match.target.worker), best)["DP"][str(match.target.dp_rank)] = (
-            match.matched_tokens
-        )
+        target, tokens, tiers = match.target, match.matched_tokens, match.tiers
+        name = names.of(target.worker)
+        instance = instances.get(name)
+        if instance is None:
+            gpu, cpu, disk = tiers[_GPU], tiers[_CPU], tiers[_DISK]
+            instance = instances[name] = {"longest_matched": tokens, "GPU": gpu, "CPU": cpu, "DISK": disk, "DP": {}}
+        instance["DP"][str(target.dp_rank)] = tokens
     return instances
 
 
 def refusal(error: RequestError) -> Response:
     """The answer to a request that cannot be served."""
-    return Response(error_body(error), error.status, media_type="application/json")
+    body = error_body(error)
+    answer = Response(body, error.status)
+    answer.raw_headers = error_headers(error, body)
+    return answer
 
 
 def decoded(body: bytes, kind: type[T]) -> T:
@@ -225,4 +243,8 @@ def _field(message: str) -> str | None:
 
 def json_response(value: Any, status: int = 200) -> Response:
     """An answer of JSON."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return _json(msgspec.json.encode(value), status)
+
+
+def _json(answer: bytes, status: int = 200) -> Response:
+    return Response(answer, status, media_type="application/json")

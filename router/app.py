@@ -11,7 +11,9 @@ from starlette.routing import Route
 
 from indexer.api import add_error_handlers, index_routes
 from indexer.api_page import add_api_page
+from indexer.questions import Questions
 from router.fleet.config_reload import SettingsFile
+from router.forwarding.lane import Lane
 from router.forwarding.proxy import Proxy
 from router.forwarding.request_context import ContextMiddleware
 from router.routes.adapters import adapter_routes
@@ -53,15 +55,10 @@ def router_app(services: Services) -> FastAPI:
     app.state.fleet = services.fleet
     app.state.about = services.about
     app.state.proxy_context = services.proxy
+    questions = Questions(services.indexer, match_reader(services.tokenizers, services.router.resolve))
+    app.state.lane = Lane(services.proxy.contexts, services.proxy.settings, questions, services.proxy.services)
     token = services.settings.server.token
-    app.include_router(
-        index_routes(
-            services.indexer,
-            match_reader(services.tokenizers, services.router.resolve),
-            services.registered_streams.admit,
-            token,
-        )
-    )
+    app.include_router(index_routes(services.indexer, questions, services.registered_streams.admit, token))
     for routes in (
         adapter_routes,
         sleep_routes,

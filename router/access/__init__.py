@@ -13,8 +13,8 @@ arrivals  bounds on the bodies that are arriving
 from __future__ import annotations
 
 from router.access.arrivals import Arrivals, ArrivingBody, too_large, too_slow
+from router.access.bodies import BodyCheck
 from router.access.door import Admitted, Door
-from router.access.own_routes import OwnRoutesMiddleware
 from router.access.routes import Access, Route
 from router.access.tenants import AccessControl, Tenant, hashed_key, without_credentials
 
@@ -24,8 +24,8 @@ __all__ = [
     "Admitted",
     "Arrivals",
     "ArrivingBody",
+    "BodyCheck",
     "Door",
-    "OwnRoutesMiddleware",
     "Route",
     "Tenant",
     "hashed_key",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from starlette.types import Message, Receive
 
 from indexer.errors import RequestError
-from router.apis.strict_json import LONG
+from router.access.bodies import BodyCheck
 from router.http.headers import Headers, length_of
 from router.settings import ServerSettings
 
@@ -98,13 +97,13 @@ class ArrivingBody:
 class WholeBody:
     """ASGI's `receive` of a request that the service answers itself: its body at once, when it makes not too much work.
 
-    `check` raises RequestError for one that does. It runs in a thread where the body is long. `wanted`: without it the
-    answer may have begun, and one whose body is refused is over.
+    A body of which `bodies` does not see that at a glance is checked in a thread. `wanted`: without it the answer may
+    have begun, and one whose body is refused is over.
     """
 
-    def __init__(self, receive: Receive, check: Callable[[bytes], None], wanted: bool) -> None:
+    def __init__(self, receive: Receive, bodies: BodyCheck, wanted: bool) -> None:
         self._receive = receive
-        self._check = check
+        self._bodies = bodies
         self._wanted = wanted
         self._given = False
 
@@ -127,8 +126,8 @@ class WholeBody:
             more = message.get("more_body", False)
         self._given = True
         body = b"".join(parts)
-        if len(body) > LONG:
-            await asyncio.to_thread(self._check, body)
+        if not self._bodies.seems_little(body):
+            await asyncio.to_thread(self._bodies.check_amount, body)
         return {"type": "http.request", "body": body, "more_body": False}
 
 

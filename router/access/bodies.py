@@ -79,8 +79,19 @@ class BodyCheck:
             body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
         return body, body
 
+    def seems_little(self, body: bytes) -> bool:
+        """Whether a glance at a JSON body tells that `check_amount` has nothing to say of it."""
+        if len(body) <= LONG:
+            return True
+        names, lists = body.count(b":"), body.count(b"[") + body.count(b"{")
+        most = len(body) - names - lists  # commas
+        return most + _OF_A_NAME * names + _OF_A_LIST * lists <= self._limits.values
+
     def check_amount(self, body: bytes) -> None:
-        """Refuse a JSON body of too many values: RequestError (413). What is no JSON is refused by who reads it."""
+        """Refuse a JSON body of too many values: RequestError (413). What is no JSON is refused by who reads it.
+
+        That takes milliseconds for a long one.
+        """
         with suppress(ValueError):
             _bounded_outline(body, self._limits.values)
 

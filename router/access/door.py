@@ -54,7 +54,10 @@ class Admitted:
 
 
 class Door:
-    """The checks of one service. `access`: its tenants and its token. `arrivals`: the bodies that are arriving."""
+    """The checks of one service.
+
+    `access`: its tenants and its token. `arrivals`: the bodies that are arriving; `bodies`: those that came.
+    """
 
     def __init__(self, settings: Settings) -> None:
         server = settings.server
@@ -62,7 +65,7 @@ class Door:
         self.arrivals = Arrivals(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
         self._aliases = settings.aliases
-        self._bodies = BodyCheck(settings.limits)
+        self.bodies = BodyCheck(settings.limits)
         fields = settings.proxy.engine_fields
         if fields is EngineFields.AUTO:
             fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
@@ -115,7 +118,7 @@ class Door:
 
         Raises RequestError (400, 413).
         """
-        body, named = self._bodies.checked(
+        body, named = self.bodies.checked(
             admitted.route, admitted.content_type, body, admitted.tenant, admitted.engine_fields
         )
         if self._aliases:
@@ -124,7 +127,7 @@ class Door:
 
     def whole(self, receive: Receive, method: str) -> WholeBody:
         """ASGI's `receive` of a request that the service answers itself, of whose body the work is bounded."""
-        return WholeBody(receive, self._bodies.check_amount, wanted=method == "POST")
+        return WholeBody(receive, self.bodies, wanted=method == "POST")
 
     def _route(self, method: str, target: bytes) -> Route:
         try:

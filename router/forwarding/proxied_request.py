@@ -44,6 +44,7 @@ from router.forwarding.reading import prompt_now, read_prompt_aside, read_reques
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
 from router.forwarding.response_writer import ResponseWriter
+from router.forwarding.taken_request import TakenRequest
 from router.http.headers import Headers
 from router.live.request_stream import PassingRequest
 from router.routing.assignment import Assignment
@@ -75,7 +76,7 @@ _ANSWERING: Final = Phase.ANSWERING
 _ENDED: Final = Phase.ENDED
 
 
-class ProxiedRequest(AttemptHandler):
+class ProxiedRequest(AttemptHandler, TakenRequest):
     """A request and its answer. `start` begins it; afterwards the client hears of it, unless it left."""
 
     # What most requests never change stands here, so that it is not made for each.

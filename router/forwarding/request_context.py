@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
 from indexer.errors import RequestError, error_headers
-from router.access import Admitted, ArrivingBody, Door, Tenant
+from router.access import Admitted, ArrivingBody, BodyCheck, Door, Tenant
 from router.apis.endpoints import call_error_body
 from router.forwarding.request_head import RequestHead
 from router.http.headers import Headers
@@ -38,7 +38,7 @@ class RequestContext:
         trace: RequestTrace | None,
         line: AccessLine | None,
         door: Door,
-        metrics: RequestMetrics,
+        metrics: RequestMetrics | None,
         port: int | None = None,
     ) -> None:
         self.head = head
@@ -73,14 +73,34 @@ class RequestContext:
         """
         return self._door.body(self.admitted, body)
 
+    @property
+    def bodies(self) -> BodyCheck:
+        """How bodies are checked."""
+        return self._door.bodies
+
     def refusal(self, error: RequestError) -> tuple[Headers, bytes]:
-        """The headers and the body of an answer that refuses the request, which is counted."""
+        """The headers and the body of an answer that refuses the request.
+
+        That is counted, but for what is wrong with a request that was let in and that the service answers itself.
+        """
         body = call_error_body(self.head.path, error)
         headers = error_headers(error, body)
         if error.status == 401 or error.code == "not_allowed":
             headers.append((b"www-authenticate", b"Bearer"))
-        self._metrics.refused.labels(str(error.status)).inc()
+        if self._metrics is not None and not self._is_own:
+            self._metrics.refused.labels(str(error.status)).inc()
         return headers, body
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether it was let in, and the service answers it itself."""
+        admitted = self.head.admitted
+        return admitted is not None and admitted.route.own
+
+    def abandoned(self) -> None:
+        """The client left before all of its request came."""
+        if self._metrics is not None and not self._is_own:
+            self._metrics.abandoned.inc()
 
     @property
     def headers(self) -> Headers:
@@ -100,7 +120,7 @@ class RequestContext:
 
     def answered(self, status: int, headers: Headers) -> None:
         """The head of the answer is sent, with these headers of ours."""
-        if self.tenant is not None:
+        if self.tenant is not None and self._metrics is not None:
             self._metrics.of_tenant.labels(self.tenant.name, str(status)).inc()
         if self.trace is not None:
             self.trace.set(http_response_status_code=status)
@@ -131,10 +151,11 @@ class RequestContext:
 class RequestContexts:
     """Begins contexts.
 
-    `door`: what each of them passes; `tracing`: None where nothing is traced; `log`: whether requests are logged.
+    `door`: what each of them passes; `tracing`, `metrics`: None where nothing is traced, or counted; `log`: whether
+    requests are logged.
     """
 
-    def __init__(self, door: Door, tracing: Tracing | None, metrics: RequestMetrics, log: bool) -> None:
+    def __init__(self, door: Door, tracing: Tracing | None, metrics: RequestMetrics | None, log: bool) -> None:
         self.door = door
         self._tracing = tracing
         self._metrics = metrics

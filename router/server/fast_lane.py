@@ -1,14 +1,16 @@
-"""The fast lane: requests for workers, served where they arrive, without ASGI between.
+"""The fast lane: requests for workers and questions of the index, served where they arrive, without ASGI between.
 
               ┌─ for the application ─▶ AsgiFallback ──▶ ASGI
-    head ─────┤
-              └─ for workers ──▶ body ──▶ ProxiedRequest ──▶ FramedResponse ──▶ the next request
+    head ─────┤                          ┌─▶ ProxiedRequest ─┐
+              └─ for the lane ──▶ body ──┴─▶ AskedQuestion ──┴─▶ FramedResponse ──▶ the next request
 
-`RequestReader` reads a connection's requests. A POST to an endpoint of the workers is served here. Any other request is
+`RequestReader` reads a connection's requests. A POST to a path of the `Lane` is served here. Any other request is
 handed over to uvicorn's class, which is made when there is one.
 
-One request of a connection is served at a time. What is pipelined behind it is kept parsed, and nothing more is read
-until its turn comes.
+One request of a connection is served at a time, and none while its client does not read. What is pipelined behind it is
+kept parsed, and nothing more is read until its turn comes.
+
+One file, because all of it is the state of one connection.
 """
 
 from __future__ import annotations
@@ -23,10 +25,9 @@ from uvicorn.server import ServerState
 
 from indexer.errors import RequestError
 from router.access import too_large, too_slow
-from router.forwarding.proxied_request import ProxiedRequest
-from router.forwarding.proxy import ProxyContext
+from router.forwarding.lane import Lane
 from router.forwarding.request_head import RequestHead
-from router.forwarding.resumable_proxied_request import new_proxied_request
+from router.forwarding.taken_request import TakenRequest
 from router.http.cached_head import RecentHeads
 from router.http.deadline import Deadline
 from router.http.response_head import ResponseHead
@@ -60,7 +61,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def __init__(
         self,
-        proxy_context: ProxyContext,
+        lane: Lane,
         recent: RecentHeads[RequestHead],
         config: Config,
         server_state: ServerState,
@@ -68,7 +69,8 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """`recent`: the heads that other connections' requests had."""
-        self._proxy_context = proxy_context
+        self._lane = lane
+        self._paths = lane.paths
         self._config = config
         self._server_state = server_state
         self._app_state = app_state
@@ -78,19 +80,20 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._write_paused = False
         self._deadline = Deadline(self._loop, self._late)
         # What comes.
-        settings = proxy_context.settings
+        settings = lane.settings
         self._reader = RequestReader(self, recent, self._deadline, settings.root_path.encode())
         self._cors = bool(settings.cors_origins)  # what pages of other origins send goes the ordinary way
         self._intake = _OPEN
         self._problem = ""  # why nothing more can be read
         self._half_closed = False  # nothing more comes
         self._queue: deque[IncomingRequest] | None = None  # made for the first that has to wait
-        self._fallback: AsgiFallback | None = None  # made for the first request that is not for workers
+        self._fallback: AsgiFallback | None = None  # made for the first request that is not served here
         # The request that is served here. One whose head was known came whole, and is no `IncomingRequest`.
         self._response: FramedResponse | None = None
         self._request: IncomingRequest | None = None
         self._arriving = 0  # bytes of its body, while it is not complete
-        self._proxied: ProxiedRequest | None = None  # once all of it came
+        self._taken: TakenRequest | None = None  # once all of it came
+        self._answered = False  # a response ended while what came at once is read
 
     # The connection
 
@@ -101,10 +104,10 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._response is not None:
-            if self._proxied is not None:
-                self._proxied.client_left()
+            if self._taken is not None:
+                self._taken.client_left()
             else:
-                self._proxy_context.services.metrics.abandoned.inc()
+                self._response.context.abandoned()
             self._end_request()
         self._queue = None
         self._deadline.close()
@@ -123,23 +126,25 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._half_closed = True
         if self._queue and not self._queue[-1].complete:
             self._queue.pop()  # its rest never comes
-        proxied, fallback = self._proxied, self._fallback
-        answering = (proxied is not None and proxied.answering) or (fallback is not None and fallback.answering)
+        taken, fallback = self._taken, self._fallback
+        answering = (taken is not None and taken.answering) or (fallback is not None and fallback.answering)
         return probe(self._loop, self._transport, answering)
 
     def pause_writing(self) -> None:
         self._write_paused = True
         if self._fallback is not None:
             self._fallback.pause_writing()
-        if self._proxied is not None:
-            self._proxied.pause()
+        if self._taken is not None:
+            self._taken.pause()
 
     def resume_writing(self) -> None:
         self._write_paused = False
         if self._fallback is not None:
             self._fallback.resume_writing()
-        if self._proxied is not None:
-            self._proxied.resume()
+        if self._taken is not None:
+            self._taken.resume()
+        if self._queue:
+            self._plan_next()
 
     def shutdown(self) -> None:
         """The server stops: the connection is closed when its request is answered."""
@@ -157,31 +162,40 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
     def _late(self) -> None:
         """The deadline passed: of a head, a body, the next request, or the rest of a refused one."""
         if self._response is not None and not self._came_whole:
-            self._refuse(self._response, too_slow(self._proxy_context.settings))
+            self._refuse(self._response, too_slow(self._lane.settings))
         else:
             self._transport.close()
 
     # What comes
 
     def data_received(self, data: bytes) -> None:
-        if self._response is None and self._fallback is None and not self._queue and self._intake is _OPEN:
+        if not self._busy and not self._queue and self._intake is _OPEN:
             known = self._reader.read_known(data)
             if known is not None:
                 head, body = known
                 self._serve_known(head, body)
                 return
+        self._answered = False
         self._reader.parse(data)
 
     def head_read(self, request: IncomingRequest) -> None:
         if not self._takes_more:
             return
-        if self._busy or self._queue:
-            if self._queue is None:
-                self._queue = deque()
-            self._queue.append(request)
-            self._transport.pause_reading()
+        if self._busy or self._queue or self._answered:
+            self._enqueue(request)
         else:
             self._serve(request)
+
+    def _enqueue(self, request: IncomingRequest) -> None:
+        """Keep a request until its turn comes: of many that come at once each waits for other connections' requests."""
+        if self._queue is None:
+            self._queue = deque()
+        if not self._queue and not self._busy:
+            self._loop.call_soon(self._serve_next)
+        self._queue.append(request)
+        self._transport.pause_reading()
+        if self._write_paused:
+            self._deadline.set(self._keep_alive_seconds)
 
     def body_read(self, request: IncomingRequest, data: bytes) -> None:
         if request.asgi:
@@ -191,15 +205,15 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             if request is self._request and not self._has_room(len(data)):
                 return
             request.size += len(data)
-            if request.size <= self._proxy_context.settings.max_body_bytes:
+            if request.size <= self._lane.settings.max_body_bytes:
                 request.body.append(data)
             elif request is self._request and self._response is not None:
-                self._refuse(self._response, too_large(self._proxy_context.settings))
+                self._refuse(self._response, too_large(self._lane.settings))
 
     def _has_room(self, size: int) -> bool:
         """Whether more bytes of the body may be held; if not, the request is refused."""
         try:
-            self._proxy_context.contexts.door.arrivals.add(self._arriving, size)
+            self._lane.contexts.door.arrivals.add(self._arriving, size)
         except RequestError as error:
             if self._response is not None:
                 self._refuse(self._response, error)
@@ -210,7 +224,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
     def _end_arrival(self) -> None:
         """No more of the body is waited for."""
         if self._arriving:
-            self._proxy_context.contexts.door.arrivals.end(self._arriving)
+            self._lane.contexts.door.arrivals.end(self._arriving)
             self._arriving = 0
 
     def request_read(self, request: IncomingRequest) -> None:
@@ -218,7 +232,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             if self._fallback is not None:
                 self._fallback.on_message_complete()
         elif request is self._request and self._response is not None:
-            self._proxy(self._response, request.take_body())
+            self._start(self._response, request.take_body())
         elif self._intake is _LINGERING:
             self._transport.close()
 
@@ -249,8 +263,10 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     @property
     def _busy(self) -> bool:
-        """Whether a request is served, here or by the application."""
-        return self._response is not None or (self._fallback is not None and self._fallback.busy)
+        """Whether a request is served, here or by the application, or the client does not read what it was answered."""
+        if self._response is not None or self._write_paused:
+            return True
+        return self._fallback is not None and self._fallback.busy
 
     @property
     def _owes_response(self) -> bool:
@@ -294,7 +310,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def _serve(self, request: IncomingRequest) -> None:
         """Serve a request that the parser reads, or have it served."""
-        head = None if self._cors and request.has_origin() else request.find_endpoint()
+        head = None if self._cors and request.has_origin() else request.find_endpoint(self._paths)
         if head is None:
             self._hand_over(request)
             return
@@ -304,44 +320,44 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         if response is None:
             return
         if request.complete:
-            self._proxy(response, request.take_body())
+            self._start(response, request.take_body())
             return
         if request.expects_continue and not request.body and request.version == "1.1":
             self._transport.write(_CONTINUE)
-        self._deadline.set(self._proxy_context.settings.body_timeout)
+        self._deadline.set(self._lane.settings.body_timeout)
 
     def _serve_known(self, head: RequestHead, body: bytes) -> None:
         """Serve a request that came at once, with a known head, over a connection that stays."""
         response = self._begin_response(head, len(body), True, True)
         if response is not None:
-            self._proxy(response, body)
+            self._start(response, body)
 
     def _begin_response(
         self, head: RequestHead, size: int, keep_alive: bool, chunks_allowed: bool
     ) -> FramedResponse | None:
         """The response to a request with a body of this size. None when the request is refused."""
-        context = self._proxy_context.contexts.begin(head)
+        context = self._lane.contexts.begin(head)
         self._response = response = FramedResponse(
             self, self._transport, self._server_state, context, keep_alive, chunks_allowed
         )
         try:
             context.admit()
-            if size > self._proxy_context.settings.max_body_bytes:
-                raise too_large(self._proxy_context.settings)
+            if size > self._lane.settings.max_body_bytes:
+                raise too_large(self._lane.settings)
         except RequestError as error:
             self._refuse(response, error)
             return None
         return response
 
-    def _proxy(self, response: FramedResponse, body: bytes) -> None:
-        """Send a request on, all of which came."""
+    def _start(self, response: FramedResponse, body: bytes) -> None:
+        """Serve a request, all of which came."""
         self._end_arrival()
         self._deadline.clear()
-        self._proxied = proxied = new_proxied_request(self._proxy_context.services, response.context, response)
-        proxied.start(body)
+        self._taken = taken = self._lane.take(response.context, response)
+        taken.start(body)
 
     def _refuse(self, response: FramedResponse, error: RequestError) -> None:
-        """Answer a request without sending it anywhere."""
+        """Answer a request without serving it."""
         if not self._came_whole:
             response.keep_alive = False
         headers, body = response.context.refusal(error)
@@ -350,6 +366,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
     def response_ended(self) -> None:
         response, came_whole = self._response, self._came_whole
         assert response is not None
+        self._answered = True
         self._end_request()
         if self._half_closed and not self._queue:
             self._transport.close()
@@ -379,7 +396,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         assert response is not None
         if self._request is not None:
             self._request.body = []
-        self._response = self._request = self._proxied = None
+        self._response = self._request = self._taken = None
         response.context.end()
 
     # Requests for the application

@@ -14,7 +14,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from router.forwarding.proxy import ProxyContext
+from router.forwarding.lane import Lane
 from router.http.cached_head import RecentHeads
 from router.server.asgi_fallback import uvicorn_fits
 from router.server.fast_lane import FastLaneProtocol
@@ -76,12 +76,12 @@ class Connections(set[Any]):
 
 
 def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol | FastLaneProtocol]:
-    proxy_context: ProxyContext | None = getattr(app.state, "proxy_context", None)
-    root_path = b"" if proxy_context is None else proxy_context.settings.root_path.encode()
+    lane: Lane | None = getattr(app.state, "lane", None)
+    root_path = b"" if lane is None else lane.settings.root_path.encode()
     bounded = partial(BoundedHttpProtocol, root_path)
-    if proxy_context is None or not proxy_context.settings.fast_lane:
+    if lane is None or not lane.settings.fast_lane:
         return bounded
     if not uvicorn_fits():
         log.warning("the fast lane is closed: it does not know this uvicorn", version=uvicorn.__version__)
         return bounded
-    return partial(FastLaneProtocol, proxy_context, RecentHeads())
+    return partial(FastLaneProtocol, lane, RecentHeads())

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Set as AbstractSet
 
-from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.request_head import RequestHead
 from router.http.headers import Headers, length_of
 from router.http.response_head import LENGTH
-
-_WORKERS_PATHS: Final = frozenset(path.encode() for path in (*PROMPTED, *BY_LOAD))
 
 
 class IncomingRequest:
@@ -27,10 +24,10 @@ class IncomingRequest:
         "headers",
         "keep_alive",
         "method",
+        "served_head",
         "size",
         "target",
         "version",
-        "worker_head",
     )
 
     def __init__(self) -> None:
@@ -44,15 +41,15 @@ class IncomingRequest:
         self.expects_continue = False
         self.complete = False
         self.asgi = False
-        self.worker_head: RequestHead | None = None  # of a request for workers, once that is known
+        self.served_head: RequestHead | None = None  # of a request that is not for the application, once that is known
 
-    def find_endpoint(self) -> RequestHead | None:
-        """Its head, when it is for an endpoint of the workers; None when it is the application's."""
+    def find_endpoint(self, paths: AbstractSet[bytes]) -> RequestHead | None:
+        """Its head, when it is a POST to one of these; None when it is the application's."""
         path, _, query = self.target.partition(b"?")
-        if self.method == b"POST" and path in _WORKERS_PATHS:
+        if self.method == b"POST" and path in paths:
             target = self.target if query else path  # ASGI does not tell an empty query from none
-            self.worker_head = RequestHead("POST", path.decode(), target, self.headers)
-        return self.worker_head
+            self.served_head = RequestHead("POST", path.decode(), target, self.headers)
+        return self.served_head
 
     def has_origin(self) -> bool:
         """Whether a browser sends it for a page, and says of which site."""

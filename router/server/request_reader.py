@@ -107,10 +107,10 @@ class RequestReader:
     def _remember(self, data: bytes, last: IncomingRequest | None) -> None:
         """Keep the head of a request that is all of `data`."""
         request = self._request
-        if request is None or request is last or request.worker_head is None:
+        if request is None or request is last or request.served_head is None:
             return
         if request.complete and request.keep_alive:
-            known = CachedHead.of(data, request.worker_head.without_length())
+            known = CachedHead.of(data, request.served_head.without_length())
             if known is not None:
                 self._cached = self._recent.add(known)
 

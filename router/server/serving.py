@@ -9,15 +9,19 @@ from contextlib import closing
 
 from fastapi import FastAPI
 
+from indexer import Indexer
 from indexer.app import indexer_app
 from indexer.errors import RequestError
-from router.access import Door, OwnRoutesMiddleware
+from indexer.questions import Questions
+from router.access import Door
 from router.app import running_router
 from router.embedded_index import running_indexer
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.config_reload import SettingsFile
 from router.fleet.end_tasks import end_tasks
 from router.fleet.stream_addresses import RegisteredStreams
+from router.forwarding.lane import Lane
+from router.forwarding.request_context import ContextMiddleware, RequestContexts
 from router.routes.match_requests import match_reader
 from router.server.announcements import announce_models, announce_page, announce_start, say
 from router.server.http_server import HttpServer
@@ -27,6 +31,7 @@ from router.server.sockets import listen_at, listen_at_path, url_of
 from router.settings import ServerSettings, Settings
 from router.sharing.worker_processes import WorkerProcesses
 from router.tokens.tokenizer_source import configured_tokenizers
+from router.tokens.tokenizers import Tokenizers
 
 
 async def serve_router(settings: Settings, file: SettingsFile | None = None) -> None:
@@ -85,23 +90,31 @@ async def serve_indexer(settings: Settings) -> None:
     tokenizers = await configured_tokenizers(settings.models, settings.tokenizer)
     with running_indexer(settings) as indexer:
         indexer.register_saved()
-
-        def resolve(name: str, tenant: str) -> tuple[str, str | None]:
-            if not indexer.serves(name, tenant):
-                raise RequestError(
-                    f"no registered worker serves model {name!r}", status=404, type="not_found_error", param="model"
-                )
-            return name, None
-
-        server = settings.server
         streams = RegisteredStreams(indexer, AllowedNetworks(settings.fleet.allowed_networks))
-        app = indexer_app(indexer, match_reader(tokenizers, resolve), streams.admit, server.token)
-        app.add_middleware(OwnRoutesMiddleware, Door(settings), server)
+        app = index_app(settings, indexer, tokenizers, streams)
         following_names = asyncio.create_task(streams.run())
         try:
-            await _run_app(app, listening, server, "kvrouter indexer")
+            await _run_app(app, listening, settings.server, "kvrouter indexer")
         finally:
             await end_tasks([following_names])
+
+
+def index_app(settings: Settings, indexer: Indexer, tokenizers: Tokenizers, streams: RegisteredStreams) -> FastAPI:
+    """The application of the index alone."""
+
+    def resolve(name: str, tenant: str) -> tuple[str, str | None]:
+        if not indexer.serves(name, tenant):
+            raise RequestError(
+                f"no registered worker serves model {name!r}", status=404, type="not_found_error", param="model"
+            )
+        return name, None
+
+    questions = Questions(indexer, match_reader(tokenizers, resolve))
+    contexts = RequestContexts(Door(settings), None, None, settings.logs.access)
+    app = indexer_app(indexer, questions, streams.admit, settings.server.token)
+    app.add_middleware(ContextMiddleware, contexts, settings.server)
+    app.state.lane = Lane(contexts, settings.server, questions)
+    return app
 
 
 async def _run_app(app: FastAPI, listening: list[socket.socket], settings: ServerSettings, name: str) -> None:

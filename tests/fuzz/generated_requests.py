@@ -25,6 +25,8 @@ PATHS = [
     "/health",
     "/metrics",
     "/match",
+    "/query",
+    "/query_by_hash",
     "/workers",
     "/sleep",
     "/v1/load_lora_adapter",

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from indexer.errors import RequestError, error_body, error_headers
+from router.forwarding.lane import Lane
 from router.forwarding.proxy import Proxy, ProxyContext
 from router.forwarding.request_context import ContextMiddleware, context_of
 from router.server.http_server import HttpServer
@@ -170,16 +171,20 @@ class _SocketClient(_Client, asyncio.Protocol):
 
 
 class _DoorAndProxy:
-    """A router's application without its own endpoints, which are asked over sockets: these it answers with nothing."""
+    """A router's application without its own endpoints, which are asked over sockets: they answer with nothing, but for
+    those that the fast lane has too."""
 
     def __init__(self, app: FastAPI) -> None:
         self.state = app.state
+        self._app = app
+        self._lane: Lane = app.state.lane
         proxy_context: ProxyContext = app.state.proxy_context
         self._proxy = Proxy(proxy_context)
         self._whole = ContextMiddleware(self._dispatch, proxy_context.contexts, proxy_context.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._whole(scope, receive, send)
+        app = self._app if scope["path"] in self._lane.questions.by_path else self._whole
+        await app(scope, receive, send)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not context_of(scope).admitted.route.own:

@@ -16,6 +16,7 @@ from engine_publisher import eventually
 from indexer import Indexer, MatchQuery, Registration
 from indexer.app import indexer_app
 from indexer.errors import RequestError
+from indexer.questions import Questions
 
 
 class Client:
@@ -60,7 +61,7 @@ async def admit(registration: Registration) -> Registration:
 @contextmanager
 def served(indexer: Indexer) -> Iterator[Client]:
     """Serve an indexer; it is started and stopped by its owner."""
-    app = indexer_app(indexer, read_match, admit)
+    app = indexer_app(indexer, Questions(indexer, read_match), admit)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()

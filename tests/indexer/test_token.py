@@ -12,6 +12,7 @@ from index_client import Client, admit
 
 from indexer import Indexer, MatchQuery
 from indexer.app import indexer_app
+from indexer.questions import Questions
 
 REGISTRATION = {"endpoint": "tcp://127.0.0.1:5999", "modelname": "m", "instance_id": "w", "block_size": 2}
 
@@ -24,7 +25,7 @@ async def read_nothing(body: bytes) -> MatchQuery:
 def guarded(indexer: Indexer) -> Iterator[Client]:
     """A client of an indexer whose token is `s3cret`."""
     indexer.start()
-    app = indexer_app(indexer, read_nothing, admit, token="s3cret")
+    app = indexer_app(indexer, Questions(indexer, read_nothing), admit, token="s3cret")
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()

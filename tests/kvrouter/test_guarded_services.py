@@ -112,6 +112,10 @@ def test_operators_have_a_port_of_their_own(worker: str, settings: Path, process
             status, text = ask(clients, path, body)
             assert (status, "admin_port" in text) == (404, True), path
             assert ask(operators, path, body)[0] == 200, path
+        question = {"model": "simulated", "token_ids": [1]}
+        for _ in range(2):  # nor is a question known again where it may not be asked
+            assert ask(operators, "/query", question)[0] == 200
+            assert ask(clients, "/query", question)[0] == 404
         for url in (clients, operators):
             assert ask(url, "/health")[0] == ask(url, "/v1/models")[0] == 200
             assert ask(url, "/v1/completions", COMPLETION)[0] == 200

@@ -171,3 +171,22 @@ def test_a_string_without_an_end_is_no_work() -> None:
     """What is in it counts for nothing, and it is looked at once, not from each of its quotes on."""
     body = b'{"model": "m", "x": "' + b'\\",' * 3000
     assert _values_in(body, 10) < 100
+
+
+@given(values, st.integers(0, 60_000))
+def test_what_seems_little_at_a_glance_is_no_more(value: Any, spaces: int) -> None:
+    """Of bodies that are long enough to be counted."""
+    check = BodyCheck(LimitSettings(values=100_000))
+    item = json.dumps(value).encode()
+    body = b"[" + b",".join([item] * (70_000 // (len(item) + 1) + 1)) + b" " * spaces + b"]"
+    if check.seems_little(body):
+        check.check_amount(body)
+
+
+def test_a_glance_tells_little_from_much() -> None:
+    check = BodyCheck(LimitSettings(values=100_000))
+    assert check.seems_little(b"[[{}]]")
+    assert check.seems_little(b'{"model":"m","token_ids":[' + b"12345," * 15_000 + b"1]}")
+    assert not check.seems_little(b"[" + b"[]," * 25_000 + b"1]")
+    assert not check.seems_little(b'{"":' + b'{"a":1},' * 15_000 + b"1}")
+    assert not check.seems_little(b"[" + b"1," * 60_000 + b"1]")

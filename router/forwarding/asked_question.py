@@ -1,0 +1,87 @@
+"""A question of the index API, answered where it arrived.
+
+That is at once, unless its body is so long that it may make too much work, or its prompt is tokenized in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Final
+
+import structlog
+
+from indexer.errors import RequestError
+from indexer.questions import Answer
+from router.forwarding.request_context import RequestContext
+from router.forwarding.response_writer import ResponseWriter
+from router.forwarding.taken_request import TakenRequest
+from router.http.response_head import ResponseHead
+
+log = structlog.get_logger()
+
+_HEAD: Final = ResponseHead(200, [(b"content-type", b"application/json")])
+
+
+class AskedQuestion(TakenRequest):
+    """One question. Its answer is written as a whole."""
+
+    def __init__(self, context: RequestContext, client: ResponseWriter, answer: Answer) -> None:
+        self._context = context
+        self._client = client
+        self._answer = answer
+        self._task: asyncio.Task[None] | None = None  # in which it is answered, where that takes a while
+
+    def start(self, body: bytes) -> None:
+        try:
+            little = self._context.bodies.seems_little(body)
+            answer = self._answer(body) if little else self._check_and_answer(body)
+        except RequestError as error:
+            self._refuse(error)
+        except Exception:
+            self._crash()
+        else:
+            if isinstance(answer, bytes):
+                self._client.begin(_HEAD, None, answer, True)
+            else:
+                self._task = asyncio.get_running_loop().create_task(self._finish(answer))
+
+    async def _check_and_answer(self, body: bytes) -> bytes:
+        """The answer to a question whose body may make too much work. Raises RequestError (413) when it does."""
+        await asyncio.to_thread(self._context.bodies.check_amount, body)
+        answer = self._answer(body)
+        return answer if isinstance(answer, bytes) else await answer
+
+    async def _finish(self, answer: Awaitable[bytes]) -> None:
+        try:
+            with self._context.logging():
+                data = await answer
+        except RequestError as error:
+            self._refuse(error)
+        except Exception:
+            self._crash()
+        else:
+            self._client.begin(_HEAD, None, data, True)
+
+    def _refuse(self, error: RequestError) -> None:
+        headers, body = self._context.refusal(error)
+        self._client.begin(ResponseHead(error.status, headers), None, body, True)
+
+    def _crash(self) -> None:
+        with self._context.logging():
+            log.exception("question failed")
+        self._refuse(RequestError("The router failed. This is a bug.", status=500, type="internal_error"))
+
+    def client_left(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause(self) -> None:
+        """Its answer is not written yet, and then at once."""
+
+    def resume(self) -> None:
+        """As above."""
+
+    @property
+    def answering(self) -> bool:
+        return False

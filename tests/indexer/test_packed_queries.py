@@ -1,0 +1,81 @@
+"""A `/query` whose token ids go to the native core as they came is read as one that is decoded whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.cores import CORES
+from indexer.errors import RequestError
+from indexer.queries import MatchQuery
+from indexer.questions import QueryBody, _packed_query, decoded
+
+pytestmark = pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
+
+SOUND = b'{"model":"m","token_ids":[1, 2,4294967295],"cache_salt":"["}'
+ODD = [
+    b'{"model":"m","token_ids":"[1,2]"}',
+    b'{"model":"m","token_ids":{"a":[1]}}',
+    b'{"model":"m","other":[0,1],"token_ids":null}',
+    b'{"model":"m","other":[0,1],"token_ids":5}',
+    b'{"model":"m[1]","token_ids":0}',
+    b'{"model":["m"],"token_ids":[1]}',
+    b'{"model":"m","token_ids":[[1]]}',
+    b'{"model":"m","token_ids":[1]}]',
+    b"[1,2]",
+    b"[]",
+]
+parts = st.sampled_from(
+    [
+        b'{"model":"m",',
+        b'"token_ids":',
+        b"[1,2]",
+        b"[]",
+        b"[",
+        b"]",
+        b",",
+        b"}",
+        b'"',
+        b'"a":',
+        b"[9]",
+        b" ",
+        b"{",
+        b"1",
+    ]
+)
+
+
+def packed(body: bytes) -> MatchQuery | None:
+    from indexer import _native
+
+    return _packed_query(body, _native.packed_numbers)
+
+
+def is_read_alike(body: bytes) -> bool:
+    """Whether it is read so at all."""
+    read = packed(body)
+    if read is None:
+        return False
+    whole = decoded(body, QueryBody)
+    assert read.token_ids.tokens == b"".join(token.to_bytes(4, "little") for token in whole.token_ids)
+    assert (read.model, read.tenant) == (whole.model, whole.tenant_id)
+    assert (read.adapter, read.cache_salt) == (whole.lora_name, whole.cache_salt)
+    return True
+
+
+def test_token_ids_go_to_the_core_as_they_came() -> None:
+    assert is_read_alike(SOUND)
+
+
+@pytest.mark.parametrize("body", ODD)
+def test_no_other_list_is_taken_for_them(body: bytes) -> None:
+    assert packed(body) is None
+    with pytest.raises(RequestError):
+        decoded(body, QueryBody)
+
+
+@given(st.lists(parts, max_size=8).map(b"".join))
+def test_whatever_is_taken_is_right(rest: bytes) -> None:
+    is_read_alike(b'{"model":"m","token_ids":[1,2]' + rest)
+    is_read_alike(b'{"model":"m",' + rest)
