@@ -89,8 +89,8 @@ class Run:
         )
         self._where = Table(
             "Ingest, where the CPU of a block goes, µs",
-            "8 workers. *Without the lock*: receiving, decoding, hashing and applying, by a clock around the calls of the "
-            "native core that\nrelease it. *With it*: all else of Python's threads.",
+            "8 workers. *Without the lock*: receiving, decoding, hashing and applying, by a clock around the native "
+            "core's calls that\nrelease it. *With it*: all else of Python's threads.",
         )
         self.load = 0.0
 

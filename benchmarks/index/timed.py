@@ -14,18 +14,14 @@ from struct import Struct
 from time import thread_time
 from typing import Any
 
-from indexer import native_inbox
-from indexer._native import Inbox
-from kvrouter.__main__ import main
-
 _SECONDS = Struct("d")
 
 
 class _TimedInbox:
     """The native core of an inbox; the clock runs while it receives and applies."""
 
-    def __init__(self, functions: list[int], shown: mmap) -> None:
-        self._core = Inbox(functions)
+    def __init__(self, core: Any, shown: mmap) -> None:
+        self._core = core
         self._shown = shown
         self._seconds = 0.0
         self._nothing = median(self._receiving_nothing() for _ in range(1000))
@@ -57,10 +53,18 @@ def seconds(file: Path) -> float:
     return float(_SECONDS.unpack(file.read_bytes())[0])
 
 
-if __name__ == "__main__":
+def _main() -> None:
+    from indexer import native_inbox  # where the native core is not built, there is none
+    from kvrouter.__main__ import main
+
     shared = Path(sys.argv.pop(1))
     shared.write_bytes(_SECONDS.pack(0.0))
     with shared.open("r+b") as opened:
-        memory = mmap(opened.fileno(), _SECONDS.size)
-    native_inbox.NativeCore = lambda functions: _TimedInbox(functions, memory)  # type: ignore[assignment,misc]
+        shown = mmap(opened.fileno(), _SECONDS.size)
+    core = vars(native_inbox)["NativeCore"]
+    vars(native_inbox)["NativeCore"] = lambda functions: _TimedInbox(core(functions), shown)
     main()
+
+
+if __name__ == "__main__":
+    _main()
