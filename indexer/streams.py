@@ -70,6 +70,9 @@ _TICK_SECONDS = 0.1  # between looks at the deadlines
 _SECONDS_A_TURN = 0.005  # that the answers of a replay, or of a monitor, may take
 _ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
 _CONNECT_AGAIN_S = 1.0
+# Of live batches, once rounds follow each other: a fleet's streams are not in step, and each batch that is read alone
+# wakes the reader, which takes Python's lock from whoever has it.
+_ROUND_SECONDS = 0.001
 # Who hangs up that often at once does not understand us. One that stops does so once; one that hangs says nothing.
 _HANG_UPS = 3
 _AT_ONCE_S = 5.0
@@ -329,9 +332,10 @@ class StreamReader:
 
     def _run(self) -> None:
         self._watch(self._wake_out, self._obey)
-        next_tick = 0.0
+        next_tick = last_began = 0.0
         while not self._stopping.is_set():
             self._look(0 if self._ready else _TICK_SECONDS)
+            began = time.monotonic()
             if not self._ready and self._received > _RECEIVED_BYTES:
                 self._received = 0
                 give_back()
@@ -344,6 +348,10 @@ class StreamReader:
                         if handler():
                             self._ready.pop(socket, None)
             self._take(came)
+            if came:
+                if not self._ready and began - last_began < 2 * _ROUND_SECONDS:
+                    time.sleep(max(began + _ROUND_SECONDS - time.monotonic(), 0))
+                last_began = began
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
