@@ -421,7 +421,8 @@ class StreamReader:
             if not turn.drained:
                 self._ready[stream.live] = None  # behind the others
             if turn.messages:
-                self._measure(stream, turn.size, turn.largest)
+                self._received += turn.size
+                self._bound(stream, turn.largest)
                 came.append((place, stream, turn))
         return came
 
@@ -467,7 +468,8 @@ class StreamReader:
         if parts is None:
             return False
         size = sum(map(len, parts))
-        self._measure(stream, size, size)
+        self._received += size
+        self._bound(stream, size)
         now = time.monotonic()
         try:
             if is_snapshot(parts):
@@ -480,9 +482,8 @@ class StreamReader:
         self._act(stream, actions)
         return True
 
-    def _measure(self, stream: Stream, size: int, largest: int) -> None:
-        """Messages came: bytes of all of them, and of the largest."""
-        self._received += size
+    def _bound(self, stream: Stream, largest: int) -> None:
+        """Let the queues of a stream have fewer messages, when larger ones come, in bytes."""
         if largest > stream.largest_message:
             stream.largest_message = largest
             for socket in filter(None, (stream.live, stream.replay)):
