@@ -28,12 +28,14 @@ class WrongAnswerError(Exception):
 @dataclass(frozen=True, slots=True)
 class Ingest:
     """One ingest of a workload. `publisher_load` is the share of its core that the publisher used meanwhile,
-    `zmq_us_per_block` what of the CPU time ZeroMQ's own threads took, of an indexer that has such, and
-    `unlocked_us_per_block` what its reader took without Python's lock, if it tells."""
+    `zmq_us_per_block` what of the CPU time ZeroMQ's own threads took, of an indexer that has such,
+    `reader_us_per_block` what its reader took, if it tells, and `unlocked_us_per_block` what of that without Python's
+    lock."""
 
     blocks_per_second: float
     cpu_us_per_block: float
     zmq_us_per_block: float
+    reader_us_per_block: float
     unlocked_us_per_block: float
     resident_bytes_per_block: float
     publisher_load: float
@@ -55,12 +57,13 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
     markers = _markers(indexer, workload)
     time.sleep(0.5)  # the streams' connections are made
     resident, publisher_cpu = indexer.resident_bytes(), cpu_seconds(publisher.pid)
-    cpu, zmq, unlocked = indexer.cpu_seconds(), _zmq_seconds(indexer), indexer.side.unlocked_seconds()
+    cpu, zmq = indexer.cpu_seconds(), _zmq_seconds(indexer)
+    reader, unlocked = indexer.side.reader_seconds()
     started = publisher.start(rate)
     _await_markers(indexer, markers)
     seconds = time.monotonic() - started
     cpu, zmq = indexer.cpu_seconds() - cpu, _zmq_seconds(indexer) - zmq
-    unlocked = indexer.side.unlocked_seconds() - unlocked
+    reader_now, unlocked_now = indexer.side.reader_seconds()
     publisher_cpu = cpu_seconds(publisher.pid) - publisher_cpu
     time.sleep(_SETTLE_SECONDS)
     resident = indexer.resident_bytes() - resident
@@ -71,7 +74,8 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
         blocks / seconds,
         cpu * a_block,
         zmq * a_block,
-        unlocked * a_block,
+        (reader_now - reader) * a_block,
+        (unlocked_now - unlocked) * a_block,
         resident / blocks,
         publisher_cpu / seconds,
     )

@@ -32,9 +32,9 @@ class Side(ABC):
     name: str
     environment: Mapping[str, str] = MappingProxyType({})
 
-    def unlocked_seconds(self) -> float:
-        """Processor seconds without Python's lock, where it tells of them."""
-        return 0.0
+    def reader_seconds(self) -> tuple[float, float]:
+        """Processor seconds of what reads the streams, and those of them without Python's lock, where it tells."""
+        return 0.0, 0.0
 
     @abstractmethod
     def command(self, port: int) -> list[str]:
@@ -81,7 +81,7 @@ class Kvrouter(Side):
 
 
 class Timed(Kvrouter):
-    """Ours with the native core; it tells in a file what time of it needs nothing of Python."""
+    """Ours with the native core; it tells in a file what its reader's time is."""
 
     def __init__(self, file: Path) -> None:
         super().__init__("native")
@@ -90,7 +90,7 @@ class Timed(Kvrouter):
     def command(self, port: int) -> list[str]:
         return [sys.executable, "-m", "benchmarks.index.timed", str(self._file), "indexer", "--port", str(port)]
 
-    def unlocked_seconds(self) -> float:
+    def reader_seconds(self) -> tuple[float, float]:
         return timed.seconds(self._file)
 
 

@@ -1,7 +1,7 @@
-"""Our indexer, which tells how much of its time needs nothing of Python: `python -m benchmarks.index.timed FILE …` is
-`kvrouter …`, with the processor seconds that the native inbox spent without Python's lock, a double, in that file.
+"""Our indexer, which tells what its reader's time is: `python -m benchmarks.index.timed FILE …` is `kvrouter …`.
 
-They are those of the very calls that release it, less what such a call takes that has nothing to do.
+In that file are two doubles: processor seconds of the reader, and of those the ones without Python's lock. These are of
+the very calls that release it, less what such a call takes that has nothing to do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from struct import Struct
 from time import thread_time
 from typing import Any
 
-_SECONDS = Struct("d")
+_SECONDS = Struct("2d")
 
 
 class _TimedInbox:
@@ -30,17 +30,18 @@ class _TimedInbox:
     def receive(self, sockets: list[int]) -> None:
         begun = thread_time()
         self._core.receive(sockets)
-        self._add(thread_time() - begun)
+        self._released(begun)
 
     def apply(self, index: Any) -> Any:
         begun = thread_time()
         told = self._core.apply(index)
-        self._add(thread_time() - begun)
+        self._released(begun)
         return told
 
-    def _add(self, seconds: float) -> None:
-        self._seconds += max(seconds - self._nothing, 0.0)
-        _SECONDS.pack_into(self._shown, 0, self._seconds)
+    def _released(self, begun: float) -> None:
+        now = thread_time()  # the reader's
+        self._seconds += max(now - begun - self._nothing, 0.0)
+        _SECONDS.pack_into(self._shown, 0, now, self._seconds)
 
     def _receiving_nothing(self) -> float:
         begun = thread_time()
@@ -48,9 +49,10 @@ class _TimedInbox:
         return thread_time() - begun
 
 
-def seconds(file: Path) -> float:
+def seconds(file: Path) -> tuple[float, float]:
     """What such an indexer has told so far."""
-    return float(_SECONDS.unpack(file.read_bytes())[0])
+    reader, unlocked = _SECONDS.unpack(file.read_bytes())
+    return reader, unlocked
 
 
 def _main() -> None:
@@ -58,7 +60,7 @@ def _main() -> None:
     from kvrouter.__main__ import main
 
     shared = Path(sys.argv.pop(1))
-    shared.write_bytes(_SECONDS.pack(0.0))
+    shared.write_bytes(_SECONDS.pack(0.0, 0.0))
     with shared.open("r+b") as opened:
         shown = mmap(opened.fileno(), _SECONDS.size)
     core = vars(native_inbox)["NativeCore"]
