@@ -35,16 +35,18 @@ TESTED = indexer router kvrouter end_to_end
 test-compiled: .compiled/tests
 	cd .compiled && bin/pytest --config-file ../pyproject.toml --numprocesses 4 $(TESTED:%=../tests/%) $(ARGS)
 
-# The native core under sanitizers: random and damaged payloads and bodies, and threads. PAYLOADS=10000000 takes a quarter of an hour.
+# The native core under sanitizers: random and damaged payloads, bodies and messages, and threads. PAYLOADS=10000000 takes a quarter of an hour.
 PAYLOADS ?= 500000
 SANITIZE = $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all -Iindexer/native -pthread
 test-sanitize:
 	@mkdir -p .sanitize
 	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz.cpp -o .sanitize/fuzz
 	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz_json.cpp -o .sanitize/fuzz_json
+	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz_inbox.cpp -o .sanitize/fuzz_inbox
 	$(SANITIZE) -fsanitize=thread tests/indexer/native/threads.cpp -o .sanitize/threads
 	.sanitize/fuzz $(PAYLOADS)
 	.sanitize/fuzz_json $(PAYLOADS)
+	.sanitize/fuzz_inbox $(PAYLOADS)
 	.sanitize/threads 5000
 
 test-engine: .venv/installed

@@ -2,6 +2,9 @@
 
 from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
+
+_Outcome: TypeAlias = tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]
 
 def xxh3_64(data: bytes, seed: int) -> int:
     """XXH3-64 with a seed."""
@@ -52,15 +55,10 @@ class Index:
         """A new target's number."""
     def apply(
         self, target: int, payload: bytes, known: list[tuple[int, bytes]] | None = None, trusted: bool = False
-    ) -> int | tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]:
+    ) -> int | _Outcome:
         """Apply a batch. 0, or bits: 1, it cleared the cache; 2, it brought a new block size. Else: whether it is a
         batch; those two; rejected events with their reasons; foreign events, because of which nothing was applied: they
         may come again as `known`. `trusted`: msgspec wrote it."""
-    def apply_all(
-        self, targets: Sequence[int], payloads: Sequence[bytes], start: int
-    ) -> tuple[int, int | tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]]:
-        """Apply batches from the place `start` on, each to the target at its place, up to the first that there is
-        something to tell of: the place behind the last of them, and what `apply` says of it."""
     def clear(self, target: int) -> None: ...
     def drop(self, target: int) -> None: ...
     def match(self, root: int, block_size: int, tokens: bytes, known: array[int], blocks: int) -> tuple[bytes, bytes]:
@@ -75,3 +73,22 @@ class Index:
     def sweep(self) -> None: ...
     def runs(self) -> int: ...
     def is_sound(self) -> bool: ...
+
+class Inbox:
+    """Live messages on their way from ZeroMQ's sockets to an index. For one thread; others run while it receives and
+    applies."""
+
+    def __init__(self, functions: Sequence[int]) -> None:
+        """`functions`: where libzmq's zmq_msg_init, _recv, _data, _size, _more and _close are."""
+    def receive(self, sockets: Sequence[int]) -> None:
+        """Receive a round of what has come on sockets of libzmq's, in place of what was here."""
+    def received(self) -> list[tuple[bool, int, int, int, int | None, bytes]]:
+        """Of the sockets that had their turn, by place: what `indexer.inbox.Received` says."""
+    def messages(self, place: int) -> list[list[bytes]]:
+        """The frames of a socket's messages."""
+    def address(self, index: Index, runs: Sequence[tuple[int, int]]) -> None:
+        """What came at these places is to be applied to these targets. It must be in order."""
+    def apply(self, index: Index) -> tuple[int, int, bytes, int | _Outcome] | None:
+        """Apply what is addressed and not applied yet, up to the first batch that there is something to tell of: the
+        number of its run, its sequence number, its payload, and what `Index.apply` says of it. None when all is
+        applied."""

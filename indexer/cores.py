@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
+from indexer.inbox import Inbox, PythonInbox
 from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Index
 
 # Chooses a core, for benchmarks and tests.
@@ -35,3 +36,14 @@ def make_index(secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks
     from indexer.python_index import PythonIndex
 
     return PythonIndex(secret, orphan_blocks, most_blocks)
+
+
+def make_inbox(index: Index) -> Inbox:
+    """What receives live batches for an index."""
+    if "native" in CORES:
+        from indexer.native_inbox import NativeInbox, zmq_functions
+        from indexer.native_index import NativeIndex
+
+        if isinstance(index, NativeIndex) and (functions := zmq_functions()) is not None:
+            return NativeInbox(index, functions)
+    return PythonInbox(index)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from typing import TypeVar
 
 from indexer.dump import DumpedHolder, DumpedRun, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import HoldingsCounters, Target
 from indexer.matching import Match, RowMatches, TargetRows
 from kvevents import EventBatch, RejectedEvent, Tier
+
+Place = TypeVar("Place")
 
 # Blocks of a target that may wait for their parent.
 ORPHAN_BLOCKS = 65_536
@@ -69,17 +71,6 @@ class Index(ABC):
     @abstractmethod
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         """Apply the payload of a stream frame, event by event. Raises MalformedBatchError for one that is no batch."""
-
-    def apply_all(self, targets: Sequence[Target], payloads: Sequence[bytes]) -> list[tuple[int, Applied | Exception]]:
-        """Apply payloads in order, each to the target at its place.
-
-        Those that there is something to tell of, by their places: what became of them, or why they could not be
-        applied.
-        """
-        told: list[tuple[int, Applied | Exception]] = []
-        for place, (target, payload) in enumerate(zip(targets, payloads, strict=True)):
-            tell(told, place, partial(self.apply_payload, target, payload))
-        return told
 
     @abstractmethod
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
@@ -151,8 +142,9 @@ class Index(ABC):
         """The size of the tree in runs of blocks."""
 
 
-def tell(told: list[tuple[int, Applied | Exception]], place: int, apply: Callable[[], Applied]) -> None:
-    """Apply a payload, and add to what `Index.apply_all` tells if there is something to tell of it."""
+def tell(told: list[tuple[Place, Applied | Exception]], place: Place, apply: Callable[[], Applied]) -> None:
+    """Apply a payload, and take note by its place if there is something to tell of it: of an event that was left out,
+    of a clear, or why it could not be applied."""
     try:
         applied = apply()
     except Exception as error:  # whatever one of them brings, the others are applied

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from indexer._native import Inbox, spread
 from indexer._native import Index as NativeCore
-from indexer._native import spread
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
 from indexer.holdings import HoldingsCounters, Target
@@ -58,15 +58,17 @@ class NativeIndex(Index):
         number = self._numbers.get(target)
         return _NOTHING if number is None else self._became(target, number, payload, self._core.apply(number, payload))
 
-    def apply_all(self, targets: Sequence[Target], payloads: Sequence[bytes]) -> list[tuple[int, Applied | Exception]]:
-        numbers = [self._numbers.get(target, _NOBODY) for target in targets]
-        told: list[tuple[int, Applied | Exception]] = []
-        end = 0
-        while end < len(payloads):
-            end, outcome = self._core.apply_all(numbers, payloads, end)
-            if outcome:
-                place = end - 1
-                tell(told, place, partial(self._became, targets[place], numbers[place], payloads[place], outcome))
+    def apply_received(
+        self, inbox: Inbox, runs: Sequence[tuple[int, Target]]
+    ) -> list[tuple[tuple[int, int], Applied | Exception]]:
+        """What `indexer.inbox.Inbox.apply` does."""
+        inbox.address(self._core, [(place, self._numbers.get(target, _NOBODY)) for place, target in runs])
+        told: list[tuple[tuple[int, int], Applied | Exception]] = []
+        while (last := inbox.apply(self._core)) is not None:
+            run, seq, payload, outcome = last
+            target = runs[run][1]
+            number = self._numbers.get(target, _NOBODY)
+            tell(told, (run, seq), partial(self._became, target, number, payload, outcome))
         return told
 
     def _became(self, target: Target, number: int, payload: bytes, applied: int | Outcome) -> Applied:

@@ -41,7 +41,7 @@ def receive_run(socket: zmq.Socket[bytes]) -> tuple[list[list[bytes]], bool]:
             messages.append(parts)
             if not size and not has_some(socket):  # often there is one; asking takes less than the exception
                 return messages, True
-            size += len(parts[-1])
+            size += sum(map(len, parts))
     except zmq.Again:
         return messages, True
     return messages, False

@@ -232,23 +232,23 @@ class StreamSequence:
             self._settle(now)
         return []
 
-    def takes(self, frames: list[StreamFrame], now: float) -> bool:
-        """Whether batches that came on the live socket are the next ones, and nothing else is under way, as nearly
-        always. Then they are to be applied; else nothing happened, and `on_live` says what to do of each."""
-        first, last = frames[0].seq, frames[-1]
-        if not self._goes_on(first) or [frame.seq for frame in frames] != [*range(first, first + len(frames))]:
+    def takes(self, first: int, last: StreamFrame, now: float) -> bool:
+        """Whether the batches from `first` to `last`, which came on the live socket one after another, are the next
+        ones, and nothing else is under way, as nearly always. Then they are to be applied; else nothing happened, and
+        `on_live` says what to do of each."""
+        if not self._goes_on(first):
             return False
         self._check_at = now + self._check_after
         self._last_live_seq = self.last_seq = last.seq
         self._heard = self._last_frame = last
-        self.counters.batches += len(frames)
+        self.counters.batches += last.seq - first + 1
         if self.state is StreamState.LIVE and self.complete:
             self.confirmed_at = now
         return True
 
     def on_live(self, frame: StreamFrame, now: float) -> list[Action]:
         """A batch came on the live socket."""
-        if self.takes([frame], now):
+        if self.takes(frame.seq, frame, now):
             return [Apply(frame)]
         self._check_at = now + self._check_after
         actions: list[Action] = []

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from selectors import EVENT_READ, DefaultSelector
 from threading import Event, Lock, Thread
@@ -21,8 +22,10 @@ from typing import TypeVar
 import structlog
 import zmq
 
+from indexer.cores import make_inbox
 from indexer.holdings import Target
-from indexer.index import Index
+from indexer.inbox import Received
+from indexer.index import Applied, Index, tell
 from indexer.memory import give_back
 from indexer.names import WorkerNames
 from indexer.receiving import (
@@ -34,7 +37,6 @@ from indexer.receiving import (
     discard,
     has_some,
     receive,
-    receive_run,
 )
 from indexer.sequence import (
     Action,
@@ -68,11 +70,12 @@ _TICK_SECONDS = 0.1  # between looks at the deadlines
 _SECONDS_A_TURN = 0.005  # that the answers of a replay, or of a monitor, may take
 _ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
 _CONNECT_AGAIN_S = 1.0
+# Of live batches, once rounds follow each other: a fleet's streams are not in step, and each batch that is read alone
+# wakes the reader, which takes Python's lock from whoever has it.
+_ROUND_SECONDS = 0.001
 # Who hangs up that often at once does not understand us. One that stops does so once; one that hangs says nothing.
 _HANG_UPS = 3
 _AT_ONCE_S = 5.0
-# Of live batches before whatever else there is to do has its turn.
-_BYTES_A_ROUND = 256 << 10
 # After so many bytes were received, and when there is nothing to do, free memory is given back.
 _RECEIVED_BYTES = 16 << 20
 
@@ -170,6 +173,7 @@ class StreamReader:
         # ZeroMQ's own poll looks at every socket each time. What is watched here instead tells once that something
         # came; so a socket is `ready` until nothing is left, and again after what else may have taken its word.
         self._selector = DefaultSelector()
+        self._inbox = make_inbox(index)
         self._live: dict[zmq.Socket[bytes], Stream] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
         self._ready: dict[zmq.Socket[bytes], None] = {}
@@ -328,9 +332,10 @@ class StreamReader:
 
     def _run(self) -> None:
         self._watch(self._wake_out, self._obey)
-        next_tick = 0.0
+        next_tick = last_began = 0.0
         while not self._stopping.is_set():
             self._look(0 if self._ready else _TICK_SECONDS)
+            began = time.monotonic()
             if not self._ready and self._received > _RECEIVED_BYTES:
                 self._received = 0
                 give_back()
@@ -343,6 +348,10 @@ class StreamReader:
                         if handler():
                             self._ready.pop(socket, None)
             self._take(came)
+            if came:
+                if not self._ready and began - last_began < 2 * _ROUND_SECONDS:
+                    time.sleep(max(began + _ROUND_SECONDS - time.monotonic(), 0))
+                last_began = began
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
@@ -401,62 +410,66 @@ class StreamReader:
         for socket in stream.sockets():
             socket.close(0)
 
-    def _receive_live(self) -> list[tuple[Stream, list[StreamFrame]]]:
-        """A turn's batches of the streams that have some."""
-        came: list[tuple[Stream, list[StreamFrame]]] = []
-        size = 0
-        for socket in list(self._ready):
-            stream = self._live.get(socket)
-            if stream is None:
-                continue
-            if size >= _BYTES_A_ROUND:
-                break
-            messages, drained = receive_run(socket)
-            del self._ready[socket]
-            if not drained:
-                self._ready[socket] = None  # behind the others
-            frames = self._frames(stream, messages)
-            if frames:
-                size += self._measure(stream, [len(frame.payload) for frame in frames])
-                came.append((stream, frames))
+    def _receive_live(self) -> list[tuple[int, Stream, Received]]:
+        """Let the inbox receive of the streams that have some; what it did, by its places."""
+        streams = [stream for socket in self._ready if (stream := self._live.get(socket)) is not None]
+        received = self._inbox.receive([stream.live for stream in streams])
+        came: list[tuple[int, Stream, Received]] = []
+        for place, turn in enumerate(received):
+            stream = streams[place]
+            del self._ready[stream.live]
+            if not turn.drained:
+                self._ready[stream.live] = None  # behind the others
+            if turn.messages:
+                self._received += turn.size
+                self._bound(stream, turn.largest)
+                came.append((place, stream, turn))
         return came
 
-    def _frames(self, stream: Stream, messages: list[list[bytes]]) -> list[StreamFrame]:
-        """What could be read of a stream's messages."""
-        frames: list[StreamFrame] = []
-        for parts in messages:
-            try:
-                frames.append(parse_live(parts))
-            except MalformedFrameError as error:
-                self._bad_frame(stream, str(error))
-        return frames
-
-    def _take(self, came: list[tuple[Stream, list[StreamFrame]]]) -> None:
+    def _take(self, came: list[tuple[int, Stream, Received]]) -> None:
         """Bring batches in order and apply them: together, those that are the next ones."""
         now = time.monotonic()
-        next_ones: list[tuple[Stream, StreamFrame]] = []
-        for stream, frames in came:
+        runs: list[tuple[int, Stream]] = []
+        lasts: list[tuple[Stream, StreamFrame]] = []
+        for place, stream, turn in came:
             if stream.left:
                 continue
-            if stream.sequence.takes(frames, now):
-                next_ones += [(stream, frame) for frame in frames]
+            last = None if turn.first is None else StreamFrame(turn.first + turn.messages - 1, turn.payload)
+            if turn.first is not None and last is not None and stream.sequence.takes(turn.first, last, now):
+                runs.append((place, stream))
             else:
-                with _logged():
-                    for frame in frames:
-                        self._act(stream, stream.sequence.on_live(frame, now))
-        self._apply(next_ones)
+                last = self._take_one_by_one(stream, self._inbox.messages(place), now)
+            if last is not None:
+                lasts.append((stream, last))
+        for (run, seq), applied in self._inbox.apply([(place, stream.target) for place, stream in runs]):
+            self._became(runs[run][1], seq, applied)
         received_at = time.time()
-        for stream, frames in came:
+        for stream, last in lasts:
             stream.shown()
-            made_at = batch_time(frames[-1].payload)
+            made_at = batch_time(last.payload)
             stream.received_at, stream.lag = received_at, None if made_at is None else received_at - made_at
+
+    def _take_one_by_one(self, stream: Stream, messages: list[list[bytes]], now: float) -> StreamFrame | None:
+        """Bring a stream's messages in order and apply what is next; the last that could be read."""
+        frame = None
+        for parts in messages:
+            try:
+                frame = parse_live(parts)
+            except MalformedFrameError as error:
+                self._bad_frame(stream, str(error))
+                continue
+            with _logged():
+                self._act(stream, stream.sequence.on_live(frame, now))
+        return frame
 
     def _read_replay(self, stream: Stream) -> bool:
         assert stream.replay is not None
         parts = receive(stream.replay)
         if parts is None:
             return False
-        self._measure(stream, [len(parts[-1])])
+        size = sum(map(len, parts))
+        self._received += size
+        self._bound(stream, size)
         now = time.monotonic()
         try:
             if is_snapshot(parts):
@@ -469,15 +482,12 @@ class StreamReader:
         self._act(stream, actions)
         return True
 
-    def _measure(self, stream: Stream, sizes: list[int]) -> int:
-        """Messages of so many bytes came; their sum."""
-        size, largest = sum(sizes), max(sizes)
-        self._received += size
+    def _bound(self, stream: Stream, largest: int) -> None:
+        """Let the queues of a stream have fewer messages, when larger ones come, in bytes."""
         if largest > stream.largest_message:
             stream.largest_message = largest
             for socket in filter(None, (stream.live, stream.replay)):
                 bound_queue(socket, largest)
-        return size
 
     def _read_monitor(self, stream: Stream) -> bool:
         if not has_some(stream.monitor):
@@ -516,7 +526,7 @@ class StreamReader:
         for action in actions:
             match action:
                 case Apply(frame):
-                    self._apply([(stream, frame)])
+                    self._apply(stream, frame)
                 case Clear():
                     log.info("event stream read anew", **self._names.about(stream.target))
                     self._index.clear(stream.target)
@@ -525,20 +535,24 @@ class StreamReader:
                     self._ask(stream, start)
         stream.shown()
 
-    def _apply(self, batches: list[tuple[Stream, StreamFrame]]) -> None:
-        targets, payloads = [stream.target for stream, _ in batches], [frame.payload for _, frame in batches]
-        for place, applied in self._index.apply_all(targets, payloads):
-            stream, frame = batches[place]
-            if isinstance(applied, Exception):
-                if not isinstance(applied, MalformedBatchError):
-                    log.error("a batch could not be applied", exc_info=applied)
-                self._bad_frame(stream, str(applied))
-                continue
-            if applied.cleared:
-                stream.sequence.on_cleared(frame.seq)
-            if applied.rejected:
-                stream.counters.bad_events += len(applied.rejected)
-                self._complain(stream, "event skipped", applied.rejected[0].reason)
+    def _apply(self, stream: Stream, frame: StreamFrame) -> None:
+        told: list[tuple[int, Applied | Exception]] = []
+        tell(told, frame.seq, partial(self._index.apply_payload, stream.target, frame.payload))
+        for seq, applied in told:
+            self._became(stream, seq, applied)
+
+    def _became(self, stream: Stream, seq: int, applied: Applied | Exception) -> None:
+        """There is something to tell of a batch."""
+        if isinstance(applied, Exception):
+            if not isinstance(applied, MalformedBatchError):
+                log.error("a batch could not be applied", exc_info=applied)
+            self._bad_frame(stream, str(applied))
+            return
+        if applied.cleared:
+            stream.sequence.on_cleared(seq)
+        if applied.rejected:
+            stream.counters.bad_events += len(applied.rejected)
+            self._complain(stream, "event skipped", applied.rejected[0].reason)
 
     def _ask(self, stream: Stream, start: int) -> None:
         assert stream.replay is not None

@@ -14,10 +14,9 @@ from xxhash import xxh3_64_intdigest
 from benchmarks.index.workload import BLOCK_SIZE, Workload
 from indexer import Target, make_index
 from indexer.hashing import TOKEN_BYTES, Namespace, PackedPrompt, pack_tokens
-from kvevents import BlockStored, EventBatch, decode_batch, encode_batch
+from kvevents import BlockStored, decode_batch
 
 _MODEL = "model"
-_AT_ONCE = 32  # batches, for the native core
 _NAMESPACE = Namespace(_MODEL, "default", None, None, BLOCK_SIZE)
 
 
@@ -57,29 +56,6 @@ def apply_cost(workload: Workload) -> Cost:
             _chain(blocks)
             cost.chain += clock() - start
     return cost / workload.blocks
-
-
-def unlocked_cost(workload: Workload) -> float:
-    """Seconds of a block that the native core takes without Python's lock: all of a call but what a call takes that
-    has nothing to apply. The workers take turns, and batches come together, as a reader of all their streams has it."""
-    streams = [[(worker, payload) for payload in workload.batches(worker)] for worker in workload.worker_ids]
-    batches = [batch for turn in zip(*streams, strict=True) for batch in turn]
-    nothing = encode_batch(EventBatch(0.0, [], 0))
-    return (_apply_seconds(batches) - _apply_seconds([(worker, nothing) for worker, _ in batches])) / workload.blocks
-
-
-def _apply_seconds(batches: list[tuple[int, bytes]]) -> float:
-    index, targets = make_index(), {worker: Target(str(worker), 0, _MODEL) for worker, _ in batches}
-    for target in targets.values():
-        index.add(target)
-    calls = []
-    for first in range(0, len(batches), _AT_ONCE):
-        part = batches[first : first + _AT_ONCE]
-        calls.append(([targets[worker] for worker, _ in part], [payload for _, payload in part]))
-    start = time.thread_time()
-    for call in calls:
-        index.apply_all(*call)
-    return time.thread_time() - start
 
 
 def match_cost(workload: Workload, tokens: int, repeats: int) -> Cost:

@@ -28,11 +28,15 @@ class WrongAnswerError(Exception):
 @dataclass(frozen=True, slots=True)
 class Ingest:
     """One ingest of a workload. `publisher_load` is the share of its core that the publisher used meanwhile,
-    `zmq_us_per_block` what of the CPU time ZeroMQ's own threads took, of an indexer that has such."""
+    `zmq_us_per_block` what of the CPU time ZeroMQ's own threads took, of an indexer that has such,
+    `reader_us_per_block` what its reader took, if it tells, and `unlocked_us_per_block` what of that without Python's
+    lock."""
 
     blocks_per_second: float
     cpu_us_per_block: float
     zmq_us_per_block: float
+    reader_us_per_block: float
+    unlocked_us_per_block: float
     resident_bytes_per_block: float
     publisher_load: float
 
@@ -54,17 +58,27 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
     time.sleep(0.5)  # the streams' connections are made
     resident, publisher_cpu = indexer.resident_bytes(), cpu_seconds(publisher.pid)
     cpu, zmq = indexer.cpu_seconds(), _zmq_seconds(indexer)
+    reader, unlocked = indexer.side.reader_seconds()
     started = publisher.start(rate)
     _await_markers(indexer, markers)
     seconds = time.monotonic() - started
     cpu, zmq = indexer.cpu_seconds() - cpu, _zmq_seconds(indexer) - zmq
+    reader_now, unlocked_now = indexer.side.reader_seconds()
     publisher_cpu = cpu_seconds(publisher.pid) - publisher_cpu
     time.sleep(_SETTLE_SECONDS)
     resident = indexer.resident_bytes() - resident
     verify(indexer, workload)
     blocks = workload.blocks
     a_block = 1e6 / blocks
-    return Ingest(blocks / seconds, cpu * a_block, zmq * a_block, resident / blocks, publisher_cpu / seconds)
+    return Ingest(
+        blocks / seconds,
+        cpu * a_block,
+        zmq * a_block,
+        (reader_now - reader) * a_block,
+        (unlocked_now - unlocked) * a_block,
+        resident / blocks,
+        publisher_cpu / seconds,
+    )
 
 
 def _zmq_seconds(indexer: RunningIndexer) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.index import timed
 from benchmarks.index.client import Client, post_request
 from benchmarks.index.machine import cpu_seconds, pin, resident_bytes, thread_seconds
 from benchmarks.index.workload import BLOCK_SIZE
@@ -30,6 +31,10 @@ class Side(ABC):
 
     name: str
     environment: Mapping[str, str] = MappingProxyType({})
+
+    def reader_seconds(self) -> tuple[float, float]:
+        """Processor seconds of what reads the streams, and those of them without Python's lock, where it tells."""
+        return 0.0, 0.0
 
     @abstractmethod
     def command(self, port: int) -> list[str]:
@@ -73,6 +78,20 @@ class Kvrouter(Side):
     def matched(self, answer: bytes) -> dict[int, int]:
         (instances,) = msgspec.json.decode(answer).values()
         return {int(worker): held["longest_matched"] for worker, held in instances.items() if held["longest_matched"]}
+
+
+class Timed(Kvrouter):
+    """Ours with the native core; it tells in a file what its reader's time is."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__("native")
+        self._file = file
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, "-m", "benchmarks.index.timed", str(self._file), "indexer", "--port", str(port)]
+
+    def reader_seconds(self) -> tuple[float, float]:
+        return timed.seconds(self._file)
 
 
 class Dynamo(Side):

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <random>
+#include <span>
 
 #include "dump.hpp"
 #include "matching.hpp"
@@ -68,7 +69,7 @@ class Index {
 
     // Apply batches, up to the first that there is something to tell of. How many, that one included; `last` is what
     // became of the last one.
-    std::size_t apply_all(const std::vector<Addressed>& batches, Applied& last) {
+    std::size_t apply_all(std::span<const Addressed> batches, Applied& last) {
         for (std::size_t place = 0; place < batches.size(); ++place) {
             last = apply(batches[place].holdings, batches[place].payload, nullptr, false);
             if (last.tells()) return place + 1;

@@ -6,7 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "columns.hpp"
-#include "index.hpp"
+#include "inbox.hpp"
 #include "json_check.hpp"
 #include "json_numbers.hpp"
 #include "json_outline.hpp"
@@ -56,19 +56,53 @@ nb::object apply(
     return as_outcome(applied);
 }
 
-nb::tuple apply_all(
-    Index& index, const std::vector<u32>& numbers, const std::vector<nb::bytes>& payloads, std::size_t start) {
-    if (numbers.size() != payloads.size()) throw nb::value_error("a batch has one target");
-    std::vector<Index::Addressed> batches;
-    for (std::size_t place = start; place < payloads.size(); ++place)
-        batches.push_back({index.holdings(numbers[place]), view(payloads[place])});
+// `functions`: where libzmq's are, as in `Zmq`.
+Zmq zmq_of(const std::vector<std::uintptr_t>& functions) {
+    if (functions.size() != 6) throw nb::value_error("six functions");
+    return {
+        reinterpret_cast<decltype(Zmq::init)>(functions[0]), reinterpret_cast<decltype(Zmq::receive)>(functions[1]),
+        reinterpret_cast<decltype(Zmq::data)>(functions[2]), reinterpret_cast<decltype(Zmq::size)>(functions[3]),
+        reinterpret_cast<decltype(Zmq::more)>(functions[4]), reinterpret_cast<decltype(Zmq::close)>(functions[5])};
+}
+
+void receive(Inbox& inbox, const std::vector<std::uintptr_t>& sockets) {
+    std::vector<void*> addresses;
+    for (const auto socket : sockets) addresses.push_back(reinterpret_cast<void*>(socket));
+    const nb::gil_scoped_release others_run;
+    inbox.receive(addresses);
+}
+
+nb::list received(const Inbox& inbox) {
+    nb::list turns;
+    for (const Received& turn : inbox.received()) {
+        const bool is_run = turn.in_order && turn.count > 0;
+        turns.append(nb::make_tuple(
+            turn.drained, turn.count, turn.bytes, turn.largest, is_run ? nb::object(nb::int_(inbox.seq(turn.first))) : nb::none(),
+            is_run ? as_bytes(inbox.payload(turn.first + turn.count - 1)) : nb::bytes("", 0)));
+    }
+    return turns;
+}
+
+nb::list messages(const Inbox& inbox, std::size_t place) {
+    const Received& turn = inbox.received().at(place);
+    nb::list messages;
+    for (std::size_t message = turn.first; message < turn.first + turn.count; ++message) {
+        nb::list frames;
+        inbox.each_frame(message, [&](std::string_view frame) { frames.append(as_bytes(frame)); });
+        messages.append(frames);
+    }
+    return messages;
+}
+
+nb::object apply_inbox(Inbox& inbox, Index& index) {
     Applied applied;
-    std::size_t count;
+    std::optional<Inbox::Origin> told;
     {
         const nb::gil_scoped_release others_run;
-        count = index.apply_all(batches, applied);
+        told = inbox.apply(index, applied);
     }
-    return nb::make_tuple(start + count, as_outcome(applied));
+    if (!told) return nb::none();
+    return nb::make_tuple(told->run, inbox.seq(told->message), as_bytes(inbox.payload(told->message)), as_outcome(applied));
 }
 
 // Bodies of more bytes are read while other threads run.
@@ -246,7 +280,6 @@ NB_MODULE(_native, module) {
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())
         .def("apply", &apply, nb::arg("target"), nb::arg("payload"), nb::arg("known").none() = nb::none(),
              nb::arg("trusted") = false)
-        .def("apply_all", &apply_all)
         .def("clear", &Index::clear, Release())
         .def("drop", &Index::drop, Release())
         .def("match", &match)
@@ -272,4 +305,11 @@ NB_MODULE(_native, module) {
         .def("sweep", &Index::sweep, Release())
         .def("runs", &Index::runs, Release())
         .def("is_sound", &Index::is_sound, Release());
+    nb::class_<Inbox>(module, "Inbox")
+        .def("__init__", [](Inbox* inbox, const std::vector<std::uintptr_t>& functions) { new (inbox) Inbox(zmq_of(functions)); })
+        .def("receive", &receive)
+        .def("received", &received)
+        .def("messages", &messages)
+        .def("address", &Inbox::address)
+        .def("apply", &apply_inbox);
 }

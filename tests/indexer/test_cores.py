@@ -102,7 +102,6 @@ def payload(draw: st.DrawFn) -> bytes:
 
 steps = st.one_of(
     st.tuples(st.just("apply"), st.sampled_from([A, A, A, B]), payload()),
-    st.tuples(st.just("apply all"), st.just(A), st.lists(st.tuples(st.sampled_from([A, A, B]), payload()), max_size=4)),
     st.tuples(st.just("clear"), st.sampled_from([A, B]), st.none()),
     st.tuples(st.just("drop"), st.sampled_from([A, B]), st.none()),
     st.tuples(st.just("restore"), st.sampled_from([A, B]), st.none()),
@@ -129,11 +128,6 @@ def said(applied: Applied | Exception) -> tuple[Any, ...]:
         assert isinstance(applied, MalformedBatchError)
         return (str(applied),)
     return sorted(event.reason for event in applied.rejected), applied.cleared
-
-
-def outcomes(index: Index, batches: list[tuple[Target, bytes]]) -> list[Any]:
-    told = index.apply_all([target for target, _ in batches], [payload for _, payload in batches])
-    return [(place, said(applied)) for place, applied in told]
 
 
 def holdings(runs: list[DumpedRun], holders: list[DumpedHolder]) -> list[Any]:
@@ -198,8 +192,6 @@ def test_both_cores_agree(
     for verb, target, what in steps:
         if verb == "apply":
             assert outcome(python, target, what) == outcome(native, target, what)
-        if verb == "apply all":
-            assert outcomes(python, what) == outcomes(native, what)
         for index in (python, native):
             if verb == "clear":
                 index.clear(target)

@@ -7,6 +7,7 @@ from collections.abc import Callable, MutableMapping
 from threading import Event, Thread
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 import structlog
 import zmq
@@ -14,6 +15,7 @@ from engine_publisher import DEADLINE_S, Publisher, eventually
 from structlog.testing import capture_logs
 
 from indexer import Indexer, MatchQuery, Registration, Target
+from indexer.cores import make_inbox
 from indexer.sequence import StreamState
 from indexer.streams import StreamStatus
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventSource, encode_batch
@@ -298,15 +300,17 @@ def test_a_target_registered_anew_does_not_show_the_old_stream(
 ) -> None:
     """Not even while a batch of it is being applied."""
     old, new = publishers(), publishers()
-    apply, applying, go_on = indexer.index.apply_all, Event(), Event()
+    kind, applying, go_on = type(make_inbox(indexer.index)), Event(), Event()
+    apply = kind.apply
 
-    def apply_slowly(*batches: Any) -> Any:
-        applying.set()
-        assert go_on.wait(DEADLINE_S)
-        return apply(*batches)
+    def apply_slowly(inbox: Any, runs: Any) -> Any:
+        if runs:
+            applying.set()
+            assert go_on.wait(DEADLINE_S)
+        return apply(inbox, runs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(indexer.index, "apply_all", apply_slowly)
+        patched.setattr(kind, "apply", apply_slowly)
         register(old, replay=False)
         old.publish(block(0))
         assert applying.wait(DEADLINE_S)
@@ -317,6 +321,104 @@ def test_a_target_registered_anew_does_not_show_the_old_stream(
         go_on.set()
         new.publish(BlockStored([1], None, [9], 1))
         caught_up(TARGET, 0)
+    assert matched(indexer) == 0
+
+
+@pytest.fixture
+def held_back(indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Nothing is received live until it is called; then what came meanwhile is, together."""
+    kind, go_on = type(make_inbox(indexer.index)), Event()
+    receive = kind.receive
+
+    def receive_later(inbox: Any, sockets: Any) -> Any:
+        return receive(inbox, sockets if go_on.is_set() else [])
+
+    monkeypatch.setattr(kind, "receive", receive_later)
+    return go_on.set
+
+
+_ANOTHER_DIALECT = msgspec.msgpack.encode([0.0, [["BlockRemoved", ["no hash", None, 1.5]]]])
+
+
+@pytest.mark.parametrize(
+    ("between", "blocks", "bad_frames", "bad_events"),
+    [
+        (lambda _: None, 40, 0, 0),
+        (lambda publisher: publisher.publish(block(20), lost=True), 41, 0, 0),
+        (lambda publisher: publisher.send_raw([b"", b"two frames"]), 40, 1, 0),
+        (lambda publisher: publisher.send_raw([b"", b"a number of 7"[:7], b""]), 40, 1, 0),
+        (lambda publisher: publisher.send_raw([b""] * 1000), 40, 1, 0),
+        (lambda publisher: publisher.send(20, b"no batch"), 40, 1, 0),
+        (lambda publisher: publisher.send(20, _ANOTHER_DIALECT), 40, 0, 1),
+        (lambda publisher: publisher.publish(BlockRemoved([*range(10**6, 10**6 + 200_000)])), 40, 0, 0),
+        (lambda publisher: publisher.publish(AllBlocksCleared()), 0, 0, 0),
+    ],
+    ids=["nothing", "gap", "short", "number", "long", "rejected", "odd", "huge", "clear"],
+)
+def test_whatever_comes_amid_a_run_of_batches_nothing_is_lost_or_applied_twice(
+    between: Callable[[Publisher], Any],
+    blocks: int,
+    bad_frames: int,
+    bad_events: int,
+    indexer: Indexer,
+    publishers: Callable[..., Publisher],
+    register: Callable[..., None],
+    caught_up: CaughtUp,
+    stream: Stream,
+    held_back: Callable[[], None],
+) -> None:
+    hostile, other = publishers(), publishers()
+    neighbour = Target("other", 0, "m")
+    register(hostile)
+    register(other, target=neighbour)
+    eventually(lambda: {stream(each).state for each in (TARGET, neighbour)} == {StreamState.LIVE})
+    for number in range(20):
+        hostile.publish(block(number))
+        other.publish(block(number))
+    between(hostile)
+    for number in range(20, 40):
+        hostile.publish(block(number + (blocks == 41)))
+        other.publish(block(number))
+    held_back()
+    caught_up(TARGET, hostile.batches[-1][0], StreamState.LIVE)
+    caught_up(neighbour, 39, StreamState.LIVE)
+    status = stream(TARGET)
+    assert status.sequence.batches == len(hostile.batches)
+    assert (status.unreadable.bad_frames, status.unreadable.bad_events) == (bad_frames, bad_events)
+    assert matched(indexer, neighbour) == 40
+    found = [match for match in indexer.match(MatchQuery("m", [7] * 1000)) if match.target == TARGET]
+    assert sum(match.matched_tokens for match in found) == blocks
+
+
+def test_what_was_received_of_a_stream_that_was_left_meanwhile_is_not_applied(
+    indexer: Indexer,
+    publishers: Callable[..., Publisher],
+    register: Callable[..., None],
+    caught_up: CaughtUp,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind, neighbour = type(make_inbox(indexer.index)), Target("other", 0, "m")
+    receive, left = kind.receive, Event()
+    old, new, other = publishers(), publishers(), publishers()
+    register(other, target=neighbour)
+
+    def leave(inbox: Any, sockets: Any) -> Any:
+        received = receive(inbox, sockets)
+        if any(turn.messages for turn in received) and not left.is_set():
+            indexer.unregister([TARGET])
+            left.set()
+        return received
+
+    register(old, replay=False)
+    monkeypatch.setattr(kind, "receive", leave)
+    old.publish(block(0))
+    assert left.wait(DEADLINE_S)
+    register(new)
+    new.publish(BlockStored([1], None, [9], 1))
+    other.publish(block(0))
+    caught_up(TARGET, 0, StreamState.LIVE)
+    caught_up(neighbour, 0, StreamState.LIVE)
+    assert matched(indexer, neighbour) == 1
     assert matched(indexer) == 0
 
 

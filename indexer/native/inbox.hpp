@@ -1,0 +1,190 @@
+// Live messages on their way from streams' sockets to the index: what takes long of it needs no lock of Python's.
+#pragma once
+
+#include <cerrno>
+#include <span>
+
+#include "index.hpp"
+
+namespace kvrouter {
+
+// Functions of the libzmq that made the sockets.
+struct Zmq {
+    int (*init)(void* message);
+    int (*receive)(void* message, void* socket, int flags);
+    void* (*data)(void* message);
+    std::size_t (*size)(const void* message);
+    int (*more)(const void* message);
+    int (*close)(void* message);
+};
+
+// A turn's messages of one socket.
+struct Received {
+    bool drained = false;  // nothing is left
+    std::size_t first = 0, count = 0;  // of the messages
+    std::size_t bytes = 0, largest = 0;
+    bool in_order = true;  // batches that follow one another, and nothing else
+};
+
+// For one thread.
+class Inbox {
+   public:
+    static constexpr std::size_t kMessagesATurn = 64, kBytesATurn = 64 << 10;  // of one socket before the others
+    static constexpr std::size_t kBytesARound = 256 << 10;  // of live messages before whatever else there is to do
+
+    explicit Inbox(const Zmq& zmq) : zmq_(zmq) {}
+
+    // Receive what has come on sockets, in place of what was here: a round of them, each for a turn.
+    void receive(const std::vector<void*>& sockets) {
+        clear();
+        for (void* const socket : sockets) {
+            if (bytes_.size() >= kBytesARound) return;
+            receive_turn(socket);
+        }
+    }
+
+    // By place: those of the sockets that had their turn.
+    const std::vector<Received>& received() const { return received_; }
+
+    // The sequence number of a message that is in order.
+    u64 seq(std::size_t message) const { return messages_[message].seq; }
+
+    std::string_view payload(std::size_t message) const { return frame(messages_[message].last_frame); }
+
+    // Call `call` with each of a message's frames.
+    template <typename Call>
+    void each_frame(std::size_t message, Call call) const {
+        std::size_t at = message == 0 ? 0 : messages_[message - 1].last_frame + 1;
+        for (; at <= messages_[message].last_frame; ++at) call(frame(at));
+    }
+
+    // What came at these places is for these targets, to be applied.
+    void address(Index& index, const std::vector<std::pair<std::size_t, u32>>& runs) {
+        addressed_.clear();
+        origins_.clear();
+        applied_ = 0;
+        for (u32 run = 0; run < runs.size(); ++run) {
+            const auto& [place, number] = runs[run];
+            const Received& turn = received_.at(place);
+            const auto holdings = index.holdings(number);
+            for (std::size_t message = turn.first; message < turn.first + turn.count; ++message) {
+                addressed_.push_back({holdings, payload(message)});
+                origins_.push_back({run, message});
+            }
+        }
+    }
+
+    struct Origin {
+        u32 run;
+        std::size_t message;
+    };
+
+    // Apply what is addressed and not applied yet, up to the first that there is something to tell of: that one, and in
+    // `last` what became of it.
+    std::optional<Origin> apply(Index& index, Applied& last) {
+        const auto left = std::span(addressed_).subspan(applied_);
+        if (left.empty()) return std::nullopt;
+        applied_ += index.apply_all(left, last);
+        if (!last.tells()) return std::nullopt;
+        return origins_[applied_ - 1];
+    }
+
+   private:
+    struct Message {
+        u64 seq;
+        std::size_t last_frame;
+    };
+
+    // A zmq_msg_t, for one frame after another.
+    class ZmqFrame {
+       public:
+        explicit ZmqFrame(const Zmq& zmq) : zmq_(zmq) { zmq_.init(memory_); }
+        ZmqFrame(const ZmqFrame&) = delete;
+        ZmqFrame& operator=(const ZmqFrame&) = delete;
+        ~ZmqFrame() { zmq_.close(memory_); }
+
+        bool receive(void* socket) {
+            int received;
+            do received = zmq_.receive(memory_, socket, kDontWait);
+            while (received < 0 && errno == EINTR);
+            return received >= 0;
+        }
+        std::string_view bytes() { return {static_cast<const char*>(zmq_.data(memory_)), zmq_.size(memory_)}; }
+        bool is_followed() const { return zmq_.more(memory_) != 0; }
+
+       private:
+        const Zmq& zmq_;
+        alignas(void*) unsigned char memory_[64];
+    };
+
+    static constexpr int kDontWait = 1;  // ZMQ_DONTWAIT
+    static constexpr std::size_t kKeptBytes = 1 << 20;  // for the next messages
+
+    void clear() {
+        addressed_.clear();
+        received_.clear();
+        messages_.clear();
+        frames_.clear();
+        bytes_.clear();
+        if (bytes_.capacity() > kKeptBytes) bytes_.shrink_to_fit();
+        if (frames_.capacity() * sizeof(frames_[0]) > kKeptBytes) frames_.shrink_to_fit();
+    }
+
+    void receive_turn(void* socket) {
+        Received turn;
+        turn.first = messages_.size();
+        ZmqFrame zmq_frame(zmq_);
+        while (turn.count < kMessagesATurn && turn.bytes < kBytesATurn) {
+            const std::size_t before = bytes_.size();
+            if (!receive_message(socket, zmq_frame, turn)) {
+                turn.drained = true;
+                break;
+            }
+            ++turn.count;
+            turn.bytes += bytes_.size() - before;
+            turn.largest = std::max(turn.largest, bytes_.size() - before);
+        }
+        received_.push_back(turn);
+    }
+
+    // False when there is none.
+    bool receive_message(void* socket, ZmqFrame& zmq_frame, Received& turn) {
+        const std::size_t first = frames_.size(), before = bytes_.size();
+        do {
+            if (!zmq_frame.receive(socket)) {
+                frames_.resize(first);  // the rest of half a message never comes
+                bytes_.resize(before);
+                return false;
+            }
+            bytes_ += zmq_frame.bytes();
+            frames_.push_back(bytes_.size());
+        } while (zmq_frame.is_followed());
+        const bool well_formed = frames_.size() - first == 3 && frame(first + 1).size() == sizeof(u64);
+        const u64 seq = well_formed ? big_endian(frame(first + 1)) : 0;
+        turn.in_order &= well_formed && (turn.count == 0 || (seq != 0 && messages_.back().seq == seq - 1));
+        messages_.push_back({seq, frames_.size() - 1});
+        return true;
+    }
+
+    std::string_view frame(std::size_t at) const {
+        const std::size_t begin = at == 0 ? 0 : frames_[at - 1];
+        return std::string_view(bytes_).substr(begin, frames_[at] - begin);
+    }
+
+    static u64 big_endian(std::string_view bytes) {
+        u64 number = 0;
+        for (const char byte : bytes) number = number << 8 | static_cast<u8>(byte);
+        return number;
+    }
+
+    const Zmq zmq_;
+    std::string bytes_;
+    std::vector<std::size_t> frames_;  // where they end
+    std::vector<Message> messages_;
+    std::vector<Received> received_;
+    std::vector<Index::Addressed> addressed_;
+    std::vector<Origin> origins_;  // of those
+    std::size_t applied_ = 0;
+};
+
+}  // namespace kvrouter
