@@ -6,7 +6,6 @@ That is at once, unless its body is so long that it may make too much work, or i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from typing import Final
 
 import structlog
@@ -30,7 +29,7 @@ class AskedQuestion(TakenRequest):
         self._context = context
         self._client = client
         self._answer = answer
-        self._task: asyncio.Task[None] | None = None  # in which it is answered, where that takes a while
+        self._later: asyncio.Future[bytes] | None = None  # the answer, where that takes a while
 
     def start(self, body: bytes) -> None:
         try:
@@ -44,7 +43,9 @@ class AskedQuestion(TakenRequest):
             if isinstance(answer, bytes):
                 self._client.begin(_HEAD, None, answer, True)
             else:
-                self._task = asyncio.get_running_loop().create_task(self._finish(answer))
+                with self._context.logging():  # of what is logged in its task
+                    self._later = asyncio.ensure_future(answer)
+                self._later.add_done_callback(self._answered)
 
     async def _check_and_answer(self, body: bytes) -> bytes:
         """The answer to a question whose body may make too much work. Raises RequestError (413) when it does."""
@@ -52,10 +53,11 @@ class AskedQuestion(TakenRequest):
         answer = self._answer(body)
         return answer if isinstance(answer, bytes) else await answer
 
-    async def _finish(self, answer: Awaitable[bytes]) -> None:
+    def _answered(self, later: asyncio.Future[bytes]) -> None:
+        if later.cancelled():  # the client left
+            return
         try:
-            with self._context.logging():
-                data = await answer
+            data = later.result()
         except RequestError as error:
             self._refuse(error)
         except Exception:
@@ -73,8 +75,8 @@ class AskedQuestion(TakenRequest):
         self._refuse(RequestError("The router failed. This is a bug.", status=500, type="internal_error"))
 
     def client_left(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        if self._later is not None:
+            self._later.cancel()
 
     def pause(self) -> None:
         """Its answer is not written yet, and then at once."""
