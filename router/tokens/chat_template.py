@@ -24,6 +24,8 @@ _NOT_THE_CLIENTS = frozenset({"messages", "conversation", "chat_template", "toke
 # What is given to every template.
 _ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_OF_DICTS = frozenset(dir(dict))
+_MISSING = object()
 # Marks where the last message ends, when that is to be continued.
 _END_MARK = "KVROUTER_FINAL_MESSAGE_ENDS "
 
@@ -126,11 +128,28 @@ def template_variables(chat: ChatPrompt) -> dict[str, Any]:
     return {name: value for name, value in variables.items() if value is not None and value != "auto"}
 
 
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's, which looks for what a message has among the attributes of a dict, too: by an exception or two for each
+    field. Where there is no such attribute that is left out, which halves the time that a conversation takes."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`obj.attribute`"""
+        if type(obj) is dict and attribute not in _OF_DICTS:
+            found = obj.get(attribute, _MISSING)
+            return found if found is not _MISSING else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """`obj[argument]`"""
+        if type(obj) is dict and type(argument) is str and argument not in _OF_DICTS:
+            found = obj.get(argument, _MISSING)
+            return found if found is not _MISSING else self.undefined(obj=obj, name=argument)
+        return super().getitem(obj, argument)
+
+
 def _environment() -> jinja2.Environment:
     """Jinja as transformers sets it up for chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -17,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from indexer.errors import RequestError
 from router.apis.message_normalization import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
-from router.tokens.chat_template import ChatTemplate
+from router.tokens.chat_template import ChatTemplate, Sandbox
 
 # Shows what the template sees, for templates that take a content as a string and for those that loop over its parts.
 SHOW = "{{ messages | tojson }}"
@@ -383,3 +386,19 @@ def test_the_text_is_that_of_transformers(
             return None
 
     assert outcome(lambda: ChatTemplate(source, tokenizer.special_tokens_map).render(chat)) == outcome(expected)
+
+
+@pytest.mark.parametrize("name", ["role", "missing", "items", "get", "__class__", "pop", "1", "", 1, ("a",), ["a"]])
+@pytest.mark.parametrize("value", [{"role": "user", "items": 2}, {}, OrderedDict(role="user"), [7, 8], "text", None])
+def test_fields_are_found_as_jinja_finds_them(value: Any, name: Any) -> None:
+    ours, jinjas = Sandbox(), ImmutableSandboxedEnvironment()
+    assert shown(ours.getitem(value, name)) == shown(jinjas.getitem(value, name))
+    if isinstance(name, str):
+        assert shown(ours.getattr(value, name)) == shown(jinjas.getattr(value, name))
+
+
+def shown(value: Any) -> str:
+    """What it is; of what is undefined also why."""
+    if isinstance(value, jinja2.Undefined):
+        return f"{type(value)} {value._undefined_message} {value._undefined_exception}"
+    return f"{type(value)} {value}"
