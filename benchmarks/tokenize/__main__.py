@@ -20,8 +20,8 @@ _HOW = (
     "`make bench-tokenize` lets conversations grow turn by turn to 30,000 tokens, and measures what a turn costs "
     "before it can be routed: decoding the body, rendering it with the chat template, tokenizing, and hashing all of "
     "it in blocks of 16 tokens. *Whole* is with the model's own tokenizer on the whole text, *new* with our way of "
-    "tokenizing and nothing kept, *known* after the conversation's earlier turns, with its parts; the last row is the "
-    "same body once more. "
+    "tokenizing and nothing kept, *known* after the conversation's earlier turns, with its parts; *uncut* is what "
+    "tokenizing takes where only fastokens remembers those turns. The last row is the same body once more. "
     "Milliseconds of CPU time (nothing here waits or runs in parallel), medians of {conversations} conversations; the "
     "ways take turns."
 )
@@ -34,7 +34,7 @@ _NOISE = (
     " That is more than its cores: other work took its share, of caches too, so figures are higher than on an idle "
     "machine."
 )
-_PARTS = ("decode", "render", "tokenize", "hash")
+_PARTS = ("decode", "render", "tokenize", "uncut", "hash")
 
 
 def main(

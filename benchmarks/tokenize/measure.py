@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -15,8 +16,9 @@ from indexer.hashing import PackedPrompt
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt
 from router.holdings.speculation import prompt_hashes
-from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.local_tokenizer import CACHE_BYTES, LocalTokenizer
 from router.tokens.model_files import ModelFiles
+from router.tokens.text_encoder import TextEncoder
 
 # Prompts are measured at the first turn that has so many tokens.
 SIZES = (1_000, 3_000, 10_000, 20_000, 30_000)
@@ -66,11 +68,14 @@ def compare(files: ModelFiles, conversations: int) -> Comparison:
     found, reference = Comparison(), Tokenizer.from_str(files.tokenizer)
     for seed in range(conversations):
         known, anew = LocalTokenizer(files), LocalTokenizer(files, cache_bytes=0)
+        uncut = TextEncoder(files.tokenizer, CACHE_BYTES)
         before, sizes = 0, list(SIZES)
         for body in bodies(seed, _CHARACTERS):
-            expected = _whole(reference, known.render(_prompt(body)))
+            text = known.render(_prompt(body))
+            expected = _whole(reference, text)
             timed = sizes and len(expected) >= sizes[0]
             costs = found.costs.setdefault(sizes.pop(0), Costs()) if timed else Costs()
+            _timed(costs, "uncut", partial(uncut.encode, [text]))
             # In turns, so that neither always finds the machine as the other left it.
             for side in (0, 1) if seed % 2 else (1, 0):
                 if side and timed:
@@ -84,6 +89,7 @@ def compare(files: ModelFiles, conversations: int) -> Comparison:
             before = len(expected)
             if not sizes:
                 _check(_time_known(found.again, known, body), expected)
+                _timed(found.again, "uncut", partial(uncut.encode, [text]))
                 found.again.tokens.append(len(expected))
                 found.again.new_tokens.append(0)
                 break

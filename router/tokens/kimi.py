@@ -59,6 +59,7 @@ class KimiTexts:
         except Exception as error:  # whatever it meets in a stranger's file it raises in its own way
             raise TokenizerUnavailableError(f"tiktoken cannot read {FILE}: {error}") from error
         self.vocab_size = first + _SPECIAL_TOKENS
+        self.special = self.exact = list(special)
 
     def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:  # noqa: ARG002 (has none)
         """The packed token ids of each text."""

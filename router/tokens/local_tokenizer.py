@@ -10,14 +10,16 @@ from typing import Any, Protocol
 import structlog
 from jinja2 import TemplateSyntaxError
 
+from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError, TooLongForNowError
+from router.tokens.boundary import NO_CUT, Boundary, boundary_of
 from router.tokens.chat_template import ChatTemplate
 from router.tokens.common_start import common_start
 from router.tokens.model_files import ModelFiles
-from router.tokens.prompt_cache import PromptCache
-from router.tokens.text_encoder import TextEncoder
+from router.tokens.prompt_cache import Begun, PromptCache
+from router.tokens.text_encoder import Encoder, TextEncoder
 
 log = structlog.get_logger()
 
@@ -36,20 +38,6 @@ class ChatEncoder(Protocol):
 
         Raises RequestError (400) for what no engine takes, TokenizerUnavailableError for what only an engine knows.
         """
-
-
-class Encoder(Protocol):
-    """What texts are tokenized with: `TextEncoder`, or what a model family has in its place."""
-
-    vocab_size: int
-
-    @property
-    def fast(self) -> bool: ...
-
-    @property
-    def cached_bytes(self) -> int: ...
-
-    def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]: ...
 
 
 class LocalTokenizer:
@@ -79,6 +67,16 @@ class LocalTokenizer:
         # Models pad their vocabulary, and tokenizers have tokens of their own: the larger one counts, as in vLLM.
         self.vocab_size = max(files.vocab_size, self._encoder.vocab_size)
         self.way = way or ("fastokens" if self._encoder.fast else "tokenizers")
+        self._boundary = self._find_boundary()
+
+    def _find_boundary(self) -> Boundary | None:
+        """Where this model's conversations can be cut."""
+        turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
+        try:
+            text = self._text_of(ChatPrompt(turns))
+        except (RequestError, TokenizerUnavailableError):
+            return None
+        return boundary_of(self._encoder, text) if isinstance(text, str) else None
 
     @classmethod
     def load(cls, folder: str, cache_bytes: int = CACHE_BYTES) -> LocalTokenizer:
@@ -109,18 +107,20 @@ class LocalTokenizer:
 
     def encode_chat(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> PackedPrompt:
         """The token ids of a conversation without media. Raises as `render` and `encode` do."""
-        truncation = chat.truncation
-        if self._chat_encoder is None:
-            rendered: str | bytes = self.render(chat)
-        else:
-            _check_own_template(chat)
-            rendered = self._chat_encoder.encode(chat)
-            truncation = chat.truncation if self._chat_encoder.truncates else None
+        rendered = self._text_of(chat)
+        truncation = chat.truncation if self._chat_encoder is None or self._chat_encoder.truncates else None
         if isinstance(rendered, str):
             (prompt,) = self.encode([rendered], add_special_tokens=chat.add_special_tokens, at_most=at_most)
         else:
             prompt = self._prompts.of_tokens(rendered)
         return truncation.of(prompt) if truncation else prompt
+
+    def _text_of(self, chat: ChatPrompt) -> str | bytes:
+        """A conversation's text, or its packed token ids where the model family's encoder makes those at once."""
+        if self._chat_encoder is None:
+            return self.render(chat)
+        _check_own_template(chat)
+        return self._chat_encoder.encode(chat)
 
     def encode_around_media(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> tuple[PackedPrompt, PackedPrompt]:
         """The token ids of a conversation up to its first media item, and those of all of it, with other texts in the
@@ -184,17 +184,23 @@ class LocalTokenizer:
         RequestError (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
         """
         begun = [self._prompts.find(text) for text in texts]
-        new = sum(len(text) - known.common for text, known in zip(texts, begun, strict=True))
-        # What is known is only looked up.
-        work = new // _FASTER + sum(map(len, texts)) // (_FASTER * _FASTER) if self.fast else sum(map(len, texts))
+        cuts = [self._cut(text, known, add_special_tokens) for text, known in zip(texts, begun, strict=True)]
+        rests = [text[cut:] for text, (cut, _) in zip(texts, cuts, strict=True)]
+        work = sum(map(len, rests))
+        if self.fast:  # what it saw before it only looks up
+            new = sum(len(text) - known.common for text, known in zip(texts, begun, strict=True))
+            work = new // _FASTER + work // (_FASTER * _FASTER)
         if work > at_most:
             raise TooLongForNowError
-        prompts: list[PackedPrompt] = []
-        for text, tokens, known in zip(
-            texts, self._encoder.encode(texts, add_special_tokens=add_special_tokens), begun, strict=True
-        ):
-            prompts.append(self._prompts.prompt(text, tokens, known))
-        return prompts
+        encoded = self._encoder.encode(rests, add_special_tokens=add_special_tokens)
+        return [
+            self._prompts.prompt(text, before + tokens, known, plain=not add_special_tokens)
+            for text, known, (_, before), tokens in zip(texts, begun, cuts, encoded, strict=True)
+        ]
+
+    def _cut(self, text: str, begun: Begun, add_special_tokens: bool) -> tuple[int, bytes]:
+        """As `Boundary.cut`. What is put before or after a text depends on the whole."""
+        return NO_CUT if self._boundary is None or add_special_tokens else self._boundary.cut(text, begun)
 
 
 def _check_own_template(chat: ChatPrompt) -> None:

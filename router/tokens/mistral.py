@@ -71,6 +71,8 @@ class TekkenTexts:
 
     def __init__(self, tekkenizer: Any) -> None:
         self._tekkenizer = tekkenizer
+        self.special: list[str] = []
+        self.exact: list[str] = []
         self.vocab_size = int(tekkenizer.n_words)
 
     def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:

@@ -30,13 +30,14 @@ _Key = tuple[int, str]
 
 
 class KnownPrompt:
-    """A text whose token ids are known."""
+    """A text whose token ids are known. `plain`: those are all its own, none is put before or after."""
 
-    __slots__ = ("keys", "prompt", "size", "text")
+    __slots__ = ("keys", "plain", "prompt", "size", "text")
 
-    def __init__(self, text: str, prompt: PackedPrompt) -> None:
+    def __init__(self, text: str, prompt: PackedPrompt, plain: bool) -> None:
         self.text = text
         self.prompt = prompt
+        self.plain = plain
         self.keys = [(place, text[place - _CHARACTERS : place]) for place in _places(len(text))]
         characters = len(text) * (1 if text.isascii() else 4)
         self.size = characters + _HASHED_TIMES * len(prompt.tokens) + _PLACE_BYTES * len(self.keys)
@@ -77,8 +78,8 @@ class PromptCache:
                 break
         return Begun()
 
-    def prompt(self, text: str, tokens: bytes, begun: Begun) -> PackedPrompt:
-        """The prompt of a text, which is remembered. `begun`: what was known of it."""
+    def prompt(self, text: str, tokens: bytes, begun: Begun, plain: bool = False) -> PackedPrompt:
+        """The prompt of a text, which is remembered. `begun`: what was known of it. `plain`: as of `KnownPrompt`."""
         known = begun.known
         if known is None:
             prompt = PackedPrompt(tokens)
@@ -86,7 +87,7 @@ class PromptCache:
             common = common_start(tokens, known.prompt.tokens)
             prompt = known.prompt.extended(tokens, common // TOKEN_BYTES)
         if len(text) >= _FIRST_PLACES[0]:
-            self._put(KnownPrompt(text, prompt), begun)
+            self._put(KnownPrompt(text, prompt, plain), begun)
         return prompt
 
     def of_tokens(self, tokens: bytes) -> PackedPrompt:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hashlib import sha256
 from itertools import pairwise
 from struct import unpack
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -26,12 +26,28 @@ _trials: dict[bytes, str | None] = {}
 _MOST_TRIALS = 64
 
 
-class TextEncoder:
-    """Packed token ids of texts. Any number of threads may use one.
+class Encoder(Protocol):
+    """What texts are tokenized with: `TextEncoder`, or what a model family has in its place.
 
-    `fast`: whether fastokens does it. `vocab_size`: one more than the largest id. `special`: the texts of the tokens
-    that are found in any text.
+    `vocab_size`: one more than the largest id. `special`: the texts of the tokens that are found in any text. `exact`:
+    those of them that stand for themselves wherever they are, whatever else is done to a text.
     """
+
+    vocab_size: int
+    special: list[str]
+    exact: list[str]
+
+    @property
+    def fast(self) -> bool: ...
+
+    @property
+    def cached_bytes(self) -> int: ...
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]: ...
+
+
+class TextEncoder:
+    """Packed token ids of texts. Any number of threads may use one. `fast`: whether fastokens does it."""
 
     def __init__(self, tokenizer_json: str, cache_bytes: int = 0) -> None:
         """`cache_bytes` bounds what fastokens keeps. Raises TokenizerUnavailableError for what nobody can read."""
@@ -45,6 +61,11 @@ class TextEncoder:
         whole.no_truncation()
         added = whole.get_added_tokens_decoder()
         self.special = [token.content for token in added.values() if token.content]
+        self.exact = [
+            token.content
+            for token in added.values()
+            if token.content and not (token.normalized or token.single_word or token.lstrip)
+        ]
         self.vocab_size = max(whole.get_vocab().values(), default=-1) + 1
         self._whole: Any = whole
         self._fast = _fast_one(tokenizer_json, cache_bytes)

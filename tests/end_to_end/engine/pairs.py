@@ -55,7 +55,7 @@ def storage_worker(name: str, installation: Installation, logs: Path, storage: P
     return VllmWorker(name, installation, logs, flags=["--kv-transfer-config", json.dumps(transfer)])
 
 
-def prompts(seed: int) -> list[str]:
+def prompts(seed: int | str) -> list[str]:
     """Texts of 10 to 900 tokens; the last ones begin like others."""
     random = Random(seed)
     texts = [" ".join(random.choices(VOCABULARY, k=length)) for length in (10, 60, 200, 400, 650, 900)]

@@ -58,7 +58,7 @@ def compared(alone: VllmWorker, rows: list[tuple[str, ...]], logs: Path, tmp_pat
         before = [metrics(worker) for worker in decodes]
         sent, same = 0, 0
         with router_before(prefills, decodes, logs, tmp_path) as router:
-            for prompt in prompts(sum(map(ord, name))):
+            for prompt in prompts(name):
                 expected, usage = completed(alone.url, prompt)
                 tokens, told = completed(router.url, prompt)
                 sent += 1

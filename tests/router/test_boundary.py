@@ -1,0 +1,151 @@
+"""Conversations are tokenized from where they can be cut, and have the token ids of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from router.tokens.boundary import boundary_of
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.model_files import ModelFiles
+from router.tokens.prompt_cache import Begun, KnownPrompt
+from router.tokens.text_encoder import TextEncoder
+
+TEMPLATE = (
+    "{% for message in messages %}<|turn|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+BEGINNING = "<|turn|>system\n" + "the worker holds the cache of the prefix, " * 30
+PIECES = ("<|turn|>", "<|end|>", "\n", " ", "user\n", "the cache", "<|turn", "|>", "<", "▁", "é", "漢字", "  two ", "x")
+
+
+def trained(*tokens: AddedToken, **parts: object) -> Tokenizer:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet() + list("▁<|>"), show_progress=False
+    )
+    tokenizer.train_from_iterator(["the worker holds the cache of the prefix"], trainer)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.add_special_tokens(list(tokens))
+    return tokenizer
+
+
+def special(text: str, **flags: bool) -> AddedToken:
+    return AddedToken(text, special=True, normalized=False, **flags)
+
+
+TOKENS = (special("<|turn|>"), special("<|end|>"))
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte level": lambda: trained(*TOKENS),
+    "a space before the first word": lambda: trained(*TOKENS, pre_tokenizer=pre_tokenizers.ByteLevel()),
+    "a mark before the first piece": lambda: trained(
+        *TOKENS, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    ),
+    "a mark before each piece": lambda: trained(
+        *TOKENS, pre_tokenizer=None, normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.NFKC()])
+    ),
+    "tokens that take the space after them": lambda: trained(
+        *(special(token.content, rstrip=True) for token in TOKENS)
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return request.param()
+
+
+@pytest.fixture(scope="module")
+def local(tokenizer: Tokenizer) -> LocalTokenizer:
+    local = LocalTokenizer(ModelFiles(tokenizer.to_str(), {"default": TEMPLATE}))
+    assert local._boundary is not None
+    assert local._boundary.text == "<|turn|>"
+    return local
+
+
+texts = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+@given(turns=st.lists(st.tuples(st.integers(0, 40), texts), min_size=1, max_size=6))
+def test_turns_have_the_token_ids_of_the_whole(
+    tokenizer: Tokenizer, local: LocalTokenizer, turns: list[tuple[int, str]]
+) -> None:
+    text = BEGINNING
+    for dropped, more in turns:
+        text = text[: max(len(BEGINNING), len(text) - dropped)] + more
+        (found,) = local.encode([text], add_special_tokens=False)
+        assert list(found) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_next_turn_is_tokenized_from_its_last_boundary_on(
+    local: LocalTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = BEGINNING + "<|end|>\n<|turn|>user\nfirst<|end|>\n<|turn|>assistant\n"
+    local.encode([first], add_special_tokens=False)
+    asked: list[str] = []
+    encode = local._encoder.encode
+
+    def noted(texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:
+        asked.extend(texts)
+        return encode(texts, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(local._encoder, "encode", noted)
+    local.encode([first + "an answer<|end|>\n<|turn|>user\nsecond"], add_special_tokens=False)
+    local.encode([first + "an answer<|end|>\n<|turn|>user\nthird"], add_special_tokens=True)
+    assert asked[0] == "<|turn|>assistant\nan answer<|end|>\n<|turn|>user\nsecond"
+    assert asked[1].startswith("<|turn|>system")  # what is put before it is of the whole
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        (special("<|turn|>", single_word=True), special("<|end|>")),
+        (special("<|turn|>", lstrip=True), special("<|end|>")),
+        (*TOKENS, special("x<|turn")),
+        (*TOKENS, special("<|turn|>user")),
+        (AddedToken("<|turn|>", normalized=True), special("<|end|>")),
+        (),
+    ],
+    ids=[
+        "whole words only",
+        "takes the space before it",
+        "another ends in it",
+        "another has it",
+        "found after normalizing",
+        "no tokens",
+    ],
+)
+def test_texts_are_not_cut_where_that_may_change_them(tokens: tuple[AddedToken, ...]) -> None:
+    tokenizer = trained(*tokens, normalizer=normalizers.Replace("X<", "<"))
+    encoder = TextEncoder(tokenizer.to_str())
+    conversation = "<|turn|>user\nHi<|turn|>assistant\nHi"
+    boundary = boundary_of(encoder, conversation)
+    assert boundary is None
+
+
+def test_the_first_token_that_passes_the_trial_is_taken() -> None:
+    encoder = TextEncoder(trained(*TOKENS, special("x<|turn")).to_str())
+    boundary = boundary_of(encoder, "<|turn|>user\nHi<|end|><|turn|>user\nHi<|end|>")
+    assert boundary is not None
+    assert boundary.text == "<|end|>"
+
+
+def test_a_known_prompt_without_the_boundaries_of_its_text_is_left_alone() -> None:
+    encoder = TextEncoder(trained(*TOKENS).to_str())
+    boundary = boundary_of(encoder, "<|turn|>user\nHi<|turn|>")
+    assert boundary is not None
+    prompts = LocalTokenizer(ModelFiles(trained(*TOKENS).to_str()))._prompts
+    text = BEGINNING + "<|turn|>"
+    prompts.prompt(text, b"\x00\x01\x00\x00" * 5, Begun(), plain=True)
+    found = prompts.find(text)
+    assert isinstance(found.known, KnownPrompt)
+    assert boundary.cut(text, found) == (0, b"")
