@@ -118,7 +118,7 @@ class Forecasts:
         `backlog`: seconds until the prefills that it has are done.
         """
         target = candidate.target
-        rates = self._rates.learner(target.worker, target.model).rates
+        rates = self._rates.likely(target.worker, target.model)
         transfer = self._cpu_token * candidate.cpu + self._disk_token * candidate.disk
         ttft = self._ttft.estimate(target, ttft_by_rates(candidate, rates, tokens, backlog, transfer))
         busy = self._busy.get(target)

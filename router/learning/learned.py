@@ -11,7 +11,7 @@ from router.holdings.speculation import CHUNK_TOKENS
 from router.learning.eviction_pressure import EvictionPressure
 from router.learning.forecasts import Forecasts
 from router.learning.output_length import OutputLengths
-from router.policies.rates import RateLearner, Rates, RateTable
+from router.policies.rates import Rates, RateTable
 from router.policies.records import Candidate
 
 # How often the counters of evictions are read.
@@ -93,8 +93,17 @@ class RequestTiming:
         self.begun = now = self.clock()
         chosen = self.chosen
         if chosen.waiting == 0:
-            seconds = now - self.sent
-            self._rates().prefill_seen(self.tokens, chosen.overlap, chosen.requests, chosen.context, seconds, now)
+            seconds, target = now - self.sent, chosen.target
+            self.learned.rates.prefill_seen(
+                target.worker,
+                target.model,
+                self.tokens,
+                chosen.overlap,
+                chosen.requests,
+                chosen.context,
+                seconds,
+                now,
+            )
 
     def end(self, output_tokens: int) -> None:
         """The answer is complete, with `output_tokens`."""
@@ -103,8 +112,6 @@ class RequestTiming:
         now = self.clock()
         chosen = self.chosen
         context = chosen.context + self.tokens + output_tokens // 2
-        self._rates().decode_seen(output_tokens - 1, chosen.requests + 1, context, now - self.begun, now)
+        rates = self.learned.rates.learner(chosen.target.worker, chosen.target.model)
+        rates.decode_seen(output_tokens - 1, chosen.requests + 1, context, now - self.begun, now)
         self.learned.outputs.seen(chosen.target.model, output_tokens)
-
-    def _rates(self) -> RateLearner:
-        return self.learned.rates.learner(self.chosen.target.worker, self.chosen.target.model)

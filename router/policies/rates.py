@@ -8,7 +8,8 @@ with `u` tokens of a prompt computed after `c` that are there already. (In the l
 a, q and d.) Two things are seen: the time to the first byte of a request that found nothing waiting before it, and the
 mean time between the bytes of an answer. Each is a linear regression in two unknowns, with
 
-    a prior       the configured rates, as if seen a few times: without samples they are the answer
+    a prior       the configured rates: without samples they are the answer. After a few it is a multiple of them, by
+                  which samples as a whole are faster or slower, and they only have to tell one coefficient from another
     forgetting    a sample's weight falls by half in `HALF_LIFE`
     robustness    a sample far from what is expected counts less (Huber's weights), so that a stall moves little
     bounds        a coefficient stays within a factor `BOUND` of what is configured
@@ -24,12 +25,14 @@ from typing import Final
 
 CHUNK: Final = 8192  # tokens an engine computes in one step, at most
 HALF_LIFE: Final = 300.0
-BOUND: Final = 30.0
+BOUND: Final = 100.0
 # Workers whose prices of a token differ by less than this are alike: counting in tokens is right then.
 UNLIKE: Final = 1.25
 
 # The weight of the prior, in samples that one coefficient explains alone.
 _PRIOR: Final = 0.3
+# After so many samples the prior is halfway to what they say as a whole, counted in factors.
+_HALFWAY: Final = 3.0
 _ENOUGH_SAMPLES = 20.0
 _OUTLIER: Final = 1.5  # times the usual relative error
 _LEAST_ERROR: Final = 0.02
@@ -116,10 +119,21 @@ class BoundedRegression:
         k0, k1 = self._solve()
         self.coefficients = _bounded(k0, self._expected[0]), _bounded(k1, self._expected[1])
 
+    def _prior(self) -> float:
+        """How many times the expected coefficients both are, as long as nothing tells them apart."""
+        both = self._s00 + 2 * self._s01 + self._s11
+        seconds = self._s0y + self._s1y
+        if both <= 0 or seconds <= 0:
+            return 1.0
+        trust = self._samples**2 / (self._samples**2 + _HALFWAY**2)
+        return float(_clipped(seconds / both) ** trust)
+
     def _solve(self) -> tuple[float, float]:
         """The least squares within the bounds: the free minimum, or else the best on an edge."""
-        a, b, c = self._s00 + _PRIOR, self._s01, self._s11 + _PRIOR
-        e, f = self._s0y + _PRIOR, self._s1y + _PRIOR
+        prior = self._prior()
+        weight = _PRIOR / prior**2
+        a, b, c = self._s00 + weight, self._s01, self._s11 + weight
+        e, f = self._s0y + weight * prior, self._s1y + weight * prior
         determinant = a * c - b * b
         if determinant > 1e-12 * a * c:
             k0, k1 = (e * c - f * b) / determinant, (a * f - b * e) / determinant
@@ -152,6 +166,11 @@ class RateLearner:
         self.rates = Rates(step, token, attention, context_token)
 
     @property
+    def prefills(self) -> float:
+        """How many were seen, the old ones less."""
+        return self._prefill.samples
+
+    @property
     def learned(self) -> bool:
         """Whether the price of a token rests on enough samples."""
         return self._prefill.samples >= _ENOUGH_SAMPLES
@@ -180,6 +199,7 @@ class RateTable:
         self.start = start
         self._clock = clock
         self._learners: dict[str, dict[str, RateLearner]] = {}  # by model and worker
+        self._leading: dict[str, RateLearner] = {}  # by model: who has shown most prefills
         self._compared: dict[str, tuple[float, Rates | None]] = {}
 
     def learner(self, worker: str, model: str) -> RateLearner:
@@ -191,6 +211,22 @@ class RateTable:
         if learner is None:
             learner = workers[worker] = RateLearner(self.start)
         return learner
+
+    def likely(self, worker: str, model: str) -> Rates:
+        """A worker's rates for a model; until it has shown a few prefills, those of the worker that had shown most."""
+        learner = self.learner(worker, model)
+        if learner.prefills < _HALFWAY:
+            return self._leading.get(model, learner).rates
+        return learner.rates
+
+    def prefill_seen(
+        self, worker: str, model: str, tokens: int, cached: int, requests: int, context: int, seconds: float, now: float
+    ) -> None:
+        """As of the worker's learner."""
+        learner = self.learner(worker, model)
+        learner.prefill_seen(tokens, cached, requests, context, seconds, now)
+        if learner.prefills >= self._leading.get(model, learner).prefills:
+            self._leading[model] = learner
 
     def mean_token(self) -> float:
         """Seconds for a token computed, the mean of the workers that are known well; else as configured."""

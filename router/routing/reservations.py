@@ -93,7 +93,7 @@ class Reservations:
             uncached = max(prompt.tokens - chosen.overlap, 1)
         seconds = 0.0
         if needs_prompts and computes:
-            rates = self._learned.rates.learner(worker.url, target.model).rates
+            rates = self._learned.rates.likely(worker.url, target.model)
             seconds = prefill_seconds(rates, prompt.tokens, chosen.overlap, chosen.requests, chosen.context)
         forecast = selection.forecast
         whole = prompt.streamed and computes and decodes

@@ -216,7 +216,7 @@ class Router:
         if selection is None:
             return prefill_seconds(self._learned.rates.start, prompt.tokens, 0, 0, 0)
         best = max(selection.decision.candidates, key=lambda candidate: candidate.overlap)
-        rates = self._learned.rates.learner(best.target.worker, best.target.model).rates
+        rates = self._learned.rates.likely(best.target.worker, best.target.model)
         return prefill_seconds(rates, prompt.tokens, best.overlap, best.requests, best.context)
 
     # What admission asks

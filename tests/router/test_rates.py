@@ -51,6 +51,26 @@ def test_known_rates_are_recovered_from_noisy_samples(
     assert learner.rates.step == pytest.approx(truth.step, rel=0.3)
 
 
+@pytest.mark.parametrize("factor", [1 / 40, 40])
+def test_a_worker_unlike_what_is_configured_is_known_after_few_requests(factor: float) -> None:
+    truth = Rates(*(factor * rate for rate in (START.step, START.token, START.attention, START.context_token)))
+    learner, random = RateLearner(START), Random(1)
+    for second in range(10):
+        tokens = random.randrange(200, 4000)
+        seconds = prefill_seconds(truth, tokens, 0, 1, 3000) * random.uniform(0.7, 1.3)
+        learner.prefill_seen(tokens, 0, 1, 3000, seconds, second)
+        learner.decode_seen(100, 2, 3000, 100 * truth.step * random.uniform(0.7, 1.3), second)
+    assert prefill_seconds(learner.rates, 2000, 0, 1, 3000) == pytest.approx(
+        prefill_seconds(truth, 2000, 0, 1, 3000), rel=0.3
+    )
+
+
+def test_a_first_sample_that_stalled_moves_little() -> None:
+    learner = RateLearner(START)
+    learner.prefill_seen(2000, 0, 1, 3000, 50 * prefill_seconds(START, 2000, 0, 1, 3000), 0)
+    assert learner.rates.token < 2 * START.token
+
+
 anything = st.floats(-1e6, 1e6)
 
 
@@ -83,6 +103,18 @@ def test_workers_alike_are_not_told_apart() -> None:
         show(table.learner(worker, "m"), START, Random(1))
     assert table.slowest_if_unlike("m") is None
     assert table.slowest_if_unlike("other") is None
+
+
+def test_a_worker_that_has_shown_nothing_is_likely_as_fast_as_the_others_of_its_model() -> None:
+    table = RateTable(START, Clock())
+    assert table.likely("new", "m") == START
+    for second in range(10):
+        table.prefill_seen("slow", "m", 2000, 0, 1, 3000, 4.0, second)
+    slow = table.learner("slow", "m")
+    assert table.likely("new", "m") == slow.rates != START
+    assert table.likely("new", "other") == START
+    show(table.learner("new", "m"), START, Random(1))
+    assert table.likely("new", "m") == table.learner("new", "m").rates
 
 
 def test_unlike_workers_have_their_own_rates_and_the_unknown_those_of_the_slowest() -> None:
