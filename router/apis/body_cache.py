@@ -18,6 +18,11 @@ _OBJECTS_BYTES = 4000
 _TIMES_BYTES = 4
 
 
+def body_key(body: bytes) -> int:
+    """What a body is looked up by."""
+    return xxh3_64_intdigest(body)
+
+
 class BodyCache:
     """Requests by path and body: those that came lately, and as many from before. Any number of threads may use one."""
 
@@ -33,24 +38,23 @@ class BodyCache:
         """What they take at most, in bytes."""
         return self._bytes + (self._limit if self._before else 0)
 
-    def get(self, path: str, body: bytes) -> RoutedRequest | None:
-        """What was read of the same body, if it is known."""
-        key = xxh3_64_intdigest(body)
+    def get(self, key: int, path: str, body: bytes) -> RoutedRequest | None:
+        """What was read of the same body, if it is known. `key`: that of the body."""
         known = self._latest.get(key)
         if known is None:
             known = self._before.get(key)
             if known is not None:
-                self.put(*known)
+                self.put(key, *known)
         if known is None or known[1] != body or known[0] != path:
             return None
         return known[2]
 
-    def put(self, path: str, body: bytes, request: RoutedRequest) -> None:
+    def put(self, key: int, path: str, body: bytes, request: RoutedRequest) -> None:
         """Remember a request, as far as there is room for it."""
         size = _OBJECTS_BYTES + _TIMES_BYTES * len(body)
         with self._lock:
             if self._bytes + size > self._limit:
                 self._before, self._latest, self._bytes = self._latest, {}, 0
             if size <= self._limit:
-                self._latest[xxh3_64_intdigest(body)] = (path, body, request)
+                self._latest[key] = (path, body, request)
                 self._bytes += size

@@ -14,7 +14,7 @@ import msgspec
 from indexer.errors import RequestError, error_body
 from router.apis.agent_hints import hints_in_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
-from router.apis.body_cache import BodyCache
+from router.apis.body_cache import BodyCache, body_key
 from router.apis.body_fields import NamedFields, PassedFields, SessionFields
 from router.apis.fields import lenient, optional_string, read_body
 from router.apis.generate import decode_generate
@@ -122,10 +122,11 @@ def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = Non
     before, of which one may be the same.
     """
     if with_prompt and seen is not None and call.path in _CHATS and call.method == "POST" and not call.naming:
-        request = seen.get(call.path, call.body)
+        key = body_key(call.body)
+        request = seen.get(key, call.path, call.body)
         if request is None:
             request = _decoded(call, PROMPTED[call.path])
-            seen.put(call.path, call.body, request)
+            seen.put(key, call.path, call.body, request)
         return request
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return _decoded(call, decode)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 from jinja2 import meta
@@ -24,8 +24,8 @@ _NOT_THE_CLIENTS = frozenset({"messages", "conversation", "chat_template", "toke
 # What is given to every template.
 _ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
-_OF_DICTS = frozenset(dir(dict))
-_MISSING = object()
+_OF_DICTS: Final = frozenset(dir(dict))
+_MISSING: Final = object()
 # Marks where the last message ends, when that is to be continued.
 _END_MARK = "KVROUTER_FINAL_MESSAGE_ENDS "
 

@@ -62,21 +62,23 @@ class PromptCache:
 
     def find(self, text: str) -> Begun:
         """The known text that begins as this one does, as far as can be seen at once."""
+        best = Begun()
         tried: list[KnownPrompt] = []
         for place in reversed(_places(len(text))):
             known = self._by_place.get((place, text[place - _CHARACTERS : place]))
-            if known is None or known in tried:
-                continue
-            common = common_start(text, known.text)
-            if common >= place:
-                with self._lock:
-                    if id(known) in self._known:
-                        self._known.move_to_end(id(known))
-                return Begun(known, common)
-            tried.append(known)
-            if len(tried) == _TRIES:
+            if known is not None and known not in tried and len(tried) < _TRIES:
+                tried.append(known)
+                common = common_start(text, known.text)
+                if common > best.common:
+                    best = Begun(known, common)
+            # What ends alike, too, is found by its end, and may still be the one that begins alike up to here.
+            if best.common >= place:
                 break
-        return Begun()
+        if best.known is not None:
+            with self._lock:
+                if id(best.known) in self._known:
+                    self._known.move_to_end(id(best.known))
+        return best
 
     def prompt(self, text: str, tokens: bytes, begun: Begun, plain: bool = False) -> PackedPrompt:
         """The prompt of a text, which is remembered. `begun`: what was known of it. `plain`: as of `KnownPrompt`."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from indexer.errors import RequestError
-from router.apis.body_cache import BodyCache
+from router.apis.body_cache import BodyCache, body_key
 from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES, Call, read_call
 
 USER = {"role": "user", "content": "What holds the cache?"}
@@ -61,6 +61,7 @@ def test_what_is_kept_is_bounded(limit: int) -> None:
     for number in range(100):
         read_call(call(CHAT, user=f"{number}"), seen=seen)
         assert seen.size <= limit
-    kept = [seen.get(CHAT, call(CHAT, user=f"{number}").body) is not None for number in range(100)]
+    bodies = [call(CHAT, user=f"{number}").body for number in range(100)]
+    kept = [seen.get(body_key(body), CHAT, body) is not None for body in bodies]
     assert kept[0] is False
     assert kept[-1] is (limit > 0)

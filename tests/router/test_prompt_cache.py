@@ -70,6 +70,16 @@ def test_what_differs_early_takes_over_what_is_alike() -> None:
     assert len(cache) == 2
 
 
+def test_a_text_that_differs_in_its_middle_alone_takes_over_what_is_before() -> None:
+    cache, opening, end = PromptCache(10**7), text_of(0, 20_000), text_of(1, 9_000)
+    known = [seen(cache, opening + str(number) + end) for number in range(8)]
+    text = opening + "x" + end
+    begun = cache.find(text)
+    assert begun.common == len(opening)
+    later = cache.prompt(text, tokens_of(text), begun)
+    assert later.hash_bytes == len(opening) // 2 // BLOCK * known[0].hash_bytes // (len(known[0]) // BLOCK)
+
+
 def test_the_least_recently_used_is_forgotten_first() -> None:
     texts = [text_of(seed, 5000) for seed in range(4)]
     probe = PromptCache(10**6)
