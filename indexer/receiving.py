@@ -74,6 +74,18 @@ def bound_queue(socket: zmq.Socket[bytes], message: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
 
 
+def keep_alive(socket: zmq.Socket[bytes]) -> None:
+    """Find out within some fifteen seconds that a machine at the other end is gone.
+
+    By the kernels, not by ZeroMQ's heartbeats: those give up a connection whose queue is full, since no answer is read
+    behind what waits, and libzmq 4.3.5 may end the process over the next connection (its issue 3937).
+    """
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 2)
+
+
 def connect(socket: zmq.Socket[bytes], endpoint: str, field_name: str) -> None:
     """Connect a socket. Raises ValueError, naming the field that the endpoint is from, when that can't be."""
     try:

@@ -36,6 +36,7 @@ from indexer.receiving import (
     connect_again,
     discard,
     has_some,
+    keep_alive,
     receive,
 )
 from indexer.sequence import (
@@ -217,7 +218,7 @@ class StreamReader:
                 live = self._context.socket(zmq.SUB)
                 unless_opened.callback(live.close, 0)
                 bound_queue(live, USUAL_MESSAGE)
-                live.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+                keep_alive(live)
                 live.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
                 live.subscribe(source.topic)
                 monitor = monitor_of(live)
@@ -228,6 +229,7 @@ class StreamReader:
                     replay = self._context.socket(zmq.DEALER)
                     unless_opened.callback(replay.close, 0)
                     bound_queue(replay, USUAL_MESSAGE)
+                    keep_alive(replay)
                     replay.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
             except zmq.ZMQError as error:
                 raise ValueError(

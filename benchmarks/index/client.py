@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from typing import Any
 
 import msgspec
@@ -19,15 +20,29 @@ def post_request(path: str, body: Any) -> bytes:
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
+# Servers close connections that nobody uses for longer.
+_IDLE_SECONDS = 2.0
+
+
 class Client:
     """Sends whole requests, reads whole answers."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self._port = port
+        self._connect()
+
+    def _connect(self) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", self._port), timeout=60)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._used = time.monotonic()
 
     def exchange(self, request: bytes) -> bytes:
         """Send a request; the body of its answer. Raises HttpError."""
+        now = time.monotonic()
+        if now - self._used > _IDLE_SECONDS:
+            self._socket.close()
+            self._connect()
+        self._used = now
         self._socket.sendall(request)
         data = b""
         while (end := data.find(b"\r\n\r\n")) < 0:

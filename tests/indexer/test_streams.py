@@ -15,9 +15,9 @@ from engine_publisher import DEADLINE_S, Publisher, eventually
 from structlog.testing import capture_logs
 
 from indexer import Indexer, MatchQuery, Registration, Target
-from indexer.cores import make_inbox
+from indexer.cores import make_inbox, make_index
 from indexer.sequence import StreamState
-from indexer.streams import StreamStatus
+from indexer.streams import StreamReader, StreamStatus
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventSource, encode_batch
 
 TARGET = Target("w", 0, "m")
@@ -602,3 +602,20 @@ def test_who_hangs_up_again_and_again_at_once_does_not_understand_us(
         if told:
             eventually(lambda: logs)
     assert [line["event"] for line in logs] == (["no agreement with the publisher"] if told else [])
+
+
+def test_a_peer_that_is_gone_is_found_by_the_kernel_not_by_heartbeats() -> None:
+    # libzmq's heartbeats give up a connection whose queue is full, and may end the process over the next one.
+    reader = StreamReader(make_index())
+    stream = reader.open(TARGET, EventSource(0, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9"))
+    try:
+        assert stream.replay is not None
+        for each in (stream.live, stream.replay):
+            assert each.getsockopt(zmq.HEARTBEAT_IVL) == 0
+            assert each.getsockopt(zmq.TCP_KEEPALIVE) == 1
+            assert each.getsockopt(zmq.TCP_KEEPALIVE_IDLE) == 5
+    finally:
+        stream.live.disable_monitor()
+        for each in stream.sockets():
+            each.close(0)
+        reader.stop()
