@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from itertools import count
 from pathlib import Path
 
 import grpc
@@ -48,10 +49,14 @@ async def shared(workers: list[ScriptedWorker], request: pytest.FixtureRequest) 
 async def asked(shared: Asked) -> Asked:
     """The shared picker, once its workers have recovered from what another test said of them."""
 
+    numbers = count()
+
     async def ready() -> bool:
         if all(worker["state"] == "ready" for worker in await shared.side.workers()):
             return True
-        await shared.side.call(PATH, BODY)  # one that was left out is ready once it answered a request
+        # One that was left out is ready once it answered a request; what another holds would go there each time.
+        prompt = f"{next(numbers)} is nobody's yet"
+        await shared.side.call(PATH, json.dumps({"model": MODEL, "prompt": prompt, "stream": True}).encode())
         return False
 
     await until(ready)
