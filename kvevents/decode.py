@@ -40,26 +40,31 @@ _decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
 _READERS = tuple(dict.fromkeys(dialect.read for dialect in DIALECTS.values()))
 
 
-class _Time(msgspec.Struct, array_like=True):
+class _Outline(msgspec.Struct, array_like=True):
     ts: float
+    events: msgspec.Raw
 
 
 # Of a batch, in unix seconds: the year 5138. What is later, negative or NaN is no time.
 LATEST_TIME = 1e11
 _FLOAT = Struct(">d")
-_decode_time = msgspec.msgpack.Decoder(_Time).decode
+_LONG_ARRAYS = (0xDC, 0xDD)  # how they begin; short ones begin with 0x9.
+_decode_outline = msgspec.msgpack.Decoder(_Outline).decode
 
 
 def batch_time(payload: bytes) -> float | None:
     """The engine's time of a batch (unix seconds); None when the payload is no event batch, or has no time in it."""
-    if len(payload) > 9 and payload[0] & 0xF0 == 0x90 and payload[1] == 0xCB:  # an array that begins with a float
+    if len(payload) > 10 and payload[0] & 0xF0 == 0x90 and payload[1] == 0xCB:  # an array that begins with a float
         (ts,) = _FLOAT.unpack_from(payload, 2)
-        return ts if 0 <= ts <= LATEST_TIME else None
-    try:
-        ts = _decode_time(payload).ts
-    except _UNREADABLE:
-        return None
-    return ts if 0 <= ts <= LATEST_TIME else None
+        events = payload[10]
+    else:
+        try:
+            outline = _decode_outline(payload)
+        except _UNREADABLE:
+            return None
+        ts, events = outline.ts, bytes(outline.events)[0]
+    is_array = events & 0xF0 == 0x90 or events in _LONG_ARRAYS
+    return ts if is_array and 0 <= ts <= LATEST_TIME else None
 
 
 def decode_batch(payload: bytes) -> EventBatch:

@@ -112,6 +112,16 @@ def test_what_came_twice_is_applied_once() -> None:
     assert sequence.counters.duplicates == 1
 
 
+@pytest.mark.parametrize("unreadable", [b"", b"\x92\x01\x02", b"\x92\x01\xc0"])
+def test_what_came_twice_is_no_restart_because_what_came_before_it_is_unreadable(unreadable: bytes) -> None:
+    sequence = live_at(3)
+    assert sequence.on_connected(0.0) == [AskReplay(3)]
+    for replayed in (frame(3), frame(4), StreamFrame(5, unreadable)):
+        sequence.on_replay(replayed, 0.0)
+    assert sequence.on_live(frame(4), 0.0) == []
+    assert (sequence.counters.duplicates, sequence.counters.restarts) == (1, 0)
+
+
 def test_a_replay_with_holes_is_asked_for_again() -> None:
     sequence = live_at(0)
     assert sequence.on_live(frame(4), 0.0) == [AskReplay(0)]

@@ -255,9 +255,14 @@ def test_every_event_of_a_batch_is_either_read_or_rejected(events: list[Any]) ->
 
 
 def test_the_time_of_a_batch_is_read_alone() -> None:
-    assert batch_time(encode([12.5, "no events at all"])) == 12.5
+    assert batch_time(encode([12.5, ["no event"]])) == batch_time(encode([12.5, [0] * 16])) == 12.5
+    assert batch_time(encode([12, ["no event"]])) == 12
+
+
+@pytest.mark.parametrize("batch", ["now", ["now", []], [12.5], [12], [12.5, "no events"], [12, 0], [12.5, None]])
+def test_what_is_no_batch_has_no_time(batch: Any) -> None:
+    assert batch_time(encode(batch)) is None
     assert batch_time(b"\xc1") is None
-    assert batch_time(encode(["now"])) is None
 
 
 @pytest.mark.parametrize(
