@@ -38,7 +38,8 @@ from router.server.incoming_request import IncomingRequest
 from router.server.request_reader import RequestReader, RequestReceiver
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-# How long the rest of a body that was refused is read, so that its client gets to read the response.
+# How long the rest of a body that was refused is read, so that its client gets to read the response. Nothing follows
+# that, which is told at once: a client that reads does not go on sending.
 _LINGER_SECONDS: Final = 5.0
 
 
@@ -379,6 +380,8 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         else:
             self._intake = _LINGERING
             self._deadline.set(_LINGER_SECONDS)
+            if self._transport.can_write_eof():  # over TLS nothing can end alone
+                self._transport.write_eof()
 
     def response_broken_off(self, until_close: bool) -> None:
         if self._response is not None:

@@ -82,6 +82,20 @@ async def test_the_router_reads_no_body_without_bounds(router_url: str, path: st
     await refuses(router_url, path)
 
 
+@pytest.mark.parametrize("router_url", ["fast"], indirect=True)
+async def test_a_refused_client_reads_the_end_of_its_answer_while_it_still_sends(router_url: str) -> None:
+    place = urlsplit(router_url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    writer.write(b"POST /match HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n{" % 2**20)
+    async with asyncio.timeout(30):
+        assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
+    for _ in range(3):  # to who had closed, the second would fail
+        writer.write(b" ")
+        await asyncio.sleep(0)
+        assert not writer.transport.is_closing()
+    writer.transport.abort()
+
+
 @pytest.mark.parametrize("path", ["/live", "/dump", "/requests"])
 async def test_an_answer_that_began_ends_with_a_body_that_nobody_wants(
     router_url: str, path: str, caplog: pytest.LogCaptureFixture

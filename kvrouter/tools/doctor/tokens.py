@@ -11,10 +11,13 @@ from kvevents import BlockStored
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
+# Random texts may begin alike: what the engine knows may share some tokens more than the one a prompt is held against.
+_BY_CHANCE = 4
+
 
 @dataclass(frozen=True, slots=True)
 class NewPrompt:
-    """The token ids of a prompt that nobody sent before, but for the first `shared`, which all such prompts have."""
+    """The token ids of a prompt that nobody sent before, but for the first `shared`, which others like it may have."""
 
     token_ids: list[int]
     shared: int
@@ -28,7 +31,7 @@ async def new_prompt(
         token_ids, others = [list((await tokenizers.token_ids(model, each))[0]) for each in (prompt, another)]
     except (TokenizerUnavailableError, RequestError):
         return None
-    return NewPrompt(token_ids, _equal(token_ids, others))
+    return NewPrompt(token_ids, _equal(token_ids, others) + _BY_CHANCE)
 
 
 def stored(prompt: NewPrompt, events: Iterable[BlockStored]) -> BlockStored | None:
