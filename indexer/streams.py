@@ -131,6 +131,7 @@ class Stream:
     began_at: float = field(default_factory=time.monotonic)
     complained: bool = False
     refused: bool = False
+    disagreed: bool = False  # once since the last agreement, or more often
     gone: bool = False  # the publisher was reached, and is not there any more
     suspended: bool = False  # its worker does not answer
     left: bool = False  # nobody wants to know what it says from now on
@@ -496,10 +497,12 @@ class StreamReader:
             return False
         match read_monitor(stream.monitor):
             case Connected():
-                if stream.refused and stream.replay is not None and stream.source.replay_endpoint is not None:
-                    connect_again(stream.replay, stream.source.replay_endpoint)  # it was refused as well
+                if stream.disagreed and stream.replay is not None and stream.source.replay_endpoint is not None:
+                    # Where the live socket was hung up on, this one may have been told why, and ZeroMQ gave up.
+                    connect_again(stream.replay, stream.source.replay_endpoint)
                     self._ready[stream.replay] = None
-                stream.refused, stream.gone, stream.hang_ups, stream.connect_at = False, False, 0, None
+                stream.refused = stream.disagreed = stream.gone = False
+                stream.hang_ups, stream.connect_at = 0, None
                 discard(stream.replay)
                 self._act(stream, stream.sequence.on_connected(time.monotonic()))
             case Reached():
@@ -513,6 +516,7 @@ class StreamReader:
 
     def _refused(self, stream: Stream, reason: str, final: bool) -> None:
         now = time.monotonic()
+        stream.disagreed = True
         at_once = now - stream.reached_at < _AT_ONCE_S
         stream.hang_ups = stream.hang_ups + 1 if at_once and not stream.suspended else 0
         if final:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -111,7 +112,7 @@ def eventually(condition: Callable[[], bool], what: str = "in time") -> None:
         time.sleep(0.005)
 
 
-def in_place_of(gone: ZmqEventPublisher, **fields: Any) -> ZmqEventPublisher:
+def in_place_of(gone: ZmqEventPublisher | EventSource, **fields: Any) -> ZmqEventPublisher:
     """A publisher on the same ports, which may be busy for a moment."""
     made: list[ZmqEventPublisher] = []
 
@@ -211,6 +212,45 @@ def test_a_publisher_that_learns_to_encrypt_is_read_from_then_on(
         assert_everything_is_read(encrypted, reading)
     finally:
         encrypted.shutdown()
+
+
+def test_a_replay_endpoint_that_refused_once_is_asked_where_its_stream_was_only_hung_up_on(
+    keys: Path, refusals: list[Refused]
+) -> None:
+    """Who is told that the other side does not encrypt does not connect again by itself."""
+    key = load_public_key(keys / "worker.key", "key")
+    reading = Indexer(sequence=SequenceSettings(replay_timeout=0.3))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as live,
+        zmq.Context[zmq.Socket[bytes]]() as context,
+        context.socket(zmq.ROUTER) as replay,
+        replay.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL) as refused,
+    ):
+        source = EventSource(
+            0,
+            f"tcp://127.0.0.1:{live.getsockname()[1]}",
+            f"tcp://127.0.0.1:{replay.bind_to_random_port('tcp://127.0.0.1')}",
+            "kv",
+            key,
+        )
+        reading.start()
+        reading.register(Registration(TARGET, source))
+        live.accept()[0].close()
+        live.close()  # it hangs up once: seldom enough to be one that stops
+        assert refused.poll(DEADLINE_S * 1000)
+        eventually(lambda: len(refusals) > 0, "hung up on")
+        replay.disable_monitor()
+    try:
+        assert [refusal.final for refusal in refusals] == [False]
+        encrypted = in_place_of(source, curve_secret_key_file=str(keys / "worker.key_secret"))
+        try:
+            for number in range(5):
+                encrypted.publish(block(number))
+            assert_everything_is_read(encrypted, reading)
+        finally:
+            encrypted.shutdown()
+    finally:
+        reading.stop()
 
 
 def test_an_indexer_that_starts_anew_still_has_the_keys_of_its_streams(
