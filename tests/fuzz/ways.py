@@ -266,6 +266,12 @@ class _Memory(_Client, asyncio.Transport):
 
     abort = close
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        """It sends on what it has."""
+
     def _lost(self) -> None:
         self._protocol.connection_lost(None)
         self.lost()
