@@ -62,7 +62,8 @@ async def admit(registration: Registration) -> Registration:
 def served(indexer: Indexer) -> Iterator[Client]:
     """Serve an indexer; it is started and stopped by its owner."""
     app = indexer_app(indexer, Questions(indexer, read_match), admit)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none", timeout_keep_alive=600)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
