@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import socket
@@ -35,13 +36,15 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Start it and wait until it answers. Raises TimeoutError."""
+        """Start it and wait until it answers. Raises TimeoutError, and NoRedisError when it ended."""
         command = [*self._command, "--dir", self._folder.name]
         if "--tls-port" not in command:
             command += ["--port", str(self.port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise NoRedisError(f"{shlex.join(command)} ended with status {self._process.returncode}")
             with socket.socket() as trial:
                 if trial.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
@@ -69,6 +72,11 @@ class RedisServer:
     ) -> None:
         self.kill()
         self._folder.cleanup()
+
+
+def has_tls() -> bool:
+    """Whether the server was built with TLS: that of the package was not."""
+    return b"tls-cert-file" in Path(_executable()).read_bytes()
 
 
 def _executable() -> str:
