@@ -62,7 +62,7 @@ def batch_time(payload: bytes) -> float | None:
             outline = _decode_outline(payload)
         except _UNREADABLE:
             return None
-        ts, events = outline.ts, bytes(outline.events)[0]
+        ts, events = outline.ts, memoryview(outline.events)[0]
     is_array = events & 0xF0 == 0x90 or events in _LONG_ARRAYS
     return ts if is_array and 0 <= ts <= LATEST_TIME else None
 

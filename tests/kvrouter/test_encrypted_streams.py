@@ -62,7 +62,7 @@ def publisher() -> Iterator[Publish]:
 def reader() -> Iterator[Read]:
     made: list[Indexer] = []
 
-    def read(published: ZmqEventPublisher, key: str | None, own: KeyPair | None = None) -> Indexer:
+    def read(published: ZmqEventPublisher | EventSource, key: str | None, own: KeyPair | None = None) -> Indexer:
         made.append(Indexer(sequence=SequenceSettings(replay_timeout=0.3), keys=own))
         made[-1].start()
         source = EventSource(0, published.endpoint, published.replay_endpoint, "kv", key)
@@ -123,6 +123,17 @@ def in_place_of(gone: ZmqEventPublisher | EventSource, **fields: Any) -> ZmqEven
 
     eventually(bound, "bound")
     return made[0]
+
+
+def assert_read_once_it_encrypts(plain: ZmqEventPublisher | EventSource, reading: Indexer, keys: Path) -> None:
+    """A publisher takes the place of one that did not encrypt."""
+    encrypted = in_place_of(plain, curve_secret_key_file=str(keys / "worker.key_secret"))
+    try:
+        for number in range(5):
+            encrypted.publish(block(number))
+        assert_everything_is_read(encrypted, reading)
+    finally:
+        encrypted.shutdown()
 
 
 def assert_everything_is_read(published: ZmqEventPublisher, reading: Indexer) -> None:
@@ -205,52 +216,32 @@ def test_a_publisher_that_learns_to_encrypt_is_read_from_then_on(
     reading = reader(plain, load_public_key(keys / "worker.key", "key"))
     eventually(lambda: len(refusals) > 0, "refused")
     plain.shutdown()
-    encrypted = in_place_of(plain, curve_secret_key_file=str(keys / "worker.key_secret"))
-    try:
-        for number in range(5):
-            encrypted.publish(block(number))
-        assert_everything_is_read(encrypted, reading)
-    finally:
-        encrypted.shutdown()
+    assert_read_once_it_encrypts(plain, reading, keys)
 
 
 def test_a_replay_endpoint_that_refused_once_is_asked_where_its_stream_was_only_hung_up_on(
-    keys: Path, refusals: list[Refused]
+    reader: Read, keys: Path, refusals: list[Refused]
 ) -> None:
     """Who is told that the other side does not encrypt does not connect again by itself."""
-    key = load_public_key(keys / "worker.key", "key")
-    reading = Indexer(sequence=SequenceSettings(replay_timeout=0.3))
     with (
         socket.create_server(("127.0.0.1", 0)) as live,
         zmq.Context[zmq.Socket[bytes]]() as context,
         context.socket(zmq.ROUTER) as replay,
         replay.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL) as refused,
     ):
-        source = EventSource(
+        plain = EventSource(
             0,
             f"tcp://127.0.0.1:{live.getsockname()[1]}",
             f"tcp://127.0.0.1:{replay.bind_to_random_port('tcp://127.0.0.1')}",
-            "kv",
-            key,
         )
-        reading.start()
-        reading.register(Registration(TARGET, source))
+        reading = reader(plain, load_public_key(keys / "worker.key", "key"))
         live.accept()[0].close()
         live.close()  # it hangs up once: seldom enough to be one that stops
         assert refused.poll(DEADLINE_S * 1000)
         eventually(lambda: len(refusals) > 0, "hung up on")
         replay.disable_monitor()
-    try:
-        assert [refusal.final for refusal in refusals] == [False]
-        encrypted = in_place_of(source, curve_secret_key_file=str(keys / "worker.key_secret"))
-        try:
-            for number in range(5):
-                encrypted.publish(block(number))
-            assert_everything_is_read(encrypted, reading)
-        finally:
-            encrypted.shutdown()
-    finally:
-        reading.stop()
+    assert [refusal.final for refusal in refusals] == [False]
+    assert_read_once_it_encrypts(plain, reading, keys)
 
 
 def test_an_indexer_that_starts_anew_still_has_the_keys_of_its_streams(
