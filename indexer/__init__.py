@@ -1,6 +1,7 @@
 """Who holds what: workers' event streams, the prefix tree, and the API that answers `/match`."""
 
-from indexer.cores import core_name, make_index
+from indexer.cores import core_name
+from indexer.factory import make_index
 from indexer.holdings import Target
 from indexer.index import Index
 from indexer.indexer import Indexer, Registration

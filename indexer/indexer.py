@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from indexer.cores import make_index
 from indexer.dump import DumpedStream, DumpError, SavedTarget, TargetDump, write_dump
+from indexer.factory import make_index
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.holdings import Target
 from indexer.index import TargetStatus

@@ -22,7 +22,7 @@ from typing import TypeVar
 import structlog
 import zmq
 
-from indexer.cores import make_inbox
+from indexer.factory import make_inbox
 from indexer.holdings import Target
 from indexer.inbox import Received
 from indexer.index import Applied, Index, tell

@@ -227,7 +227,8 @@ u32 highest_of(nb::handle held) {
 // How many bytes two pieces of memory begin alike.
 std::size_t common_bytes(const char* one, const char* other, std::size_t size) {
     std::size_t at = 0;
-    for (; size - at >= 64 && std::memcmp(one + at, other + at, 64) == 0; at += 64) {}
+    for (const std::size_t step : {std::size_t{4096}, std::size_t{64}})
+        for (; size - at >= step && std::memcmp(one + at, other + at, step) == 0; at += step) {}
     while (at < size && one[at] == other[at]) ++at;
     return at;
 }

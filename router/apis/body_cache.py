@@ -2,10 +2,14 @@
 
 Retries, health checks and benchmarks send the same body many times. A conversation's next turn is another body, and is
 read from its start: that takes less time than to find out how far it is the same.
+
+Most bodies come once. They are not kept: they would drive out those that come again, and memory that is used again at
+once is in the processor's caches.
 """
 
 from __future__ import annotations
 
+from array import array
 from threading import Lock
 
 from xxhash import xxh3_64_intdigest
@@ -16,6 +20,8 @@ CACHE_BYTES = 64 * 2**20
 # What a request takes beside its body, and how many times the body what was read of it takes.
 _OBJECTS_BYTES = 4000
 _TIMES_BYTES = 4
+# Of bodies that came once the keys are kept, each in a place of its own until another takes it.
+_KEYS = 2**14
 
 
 def body_key(body: bytes) -> int:
@@ -31,6 +37,7 @@ class BodyCache:
         self._latest: dict[int, tuple[str, bytes, RoutedRequest]] = {}
         self._before: dict[int, tuple[str, bytes, RoutedRequest]] = {}
         self._bytes = 0  # of the latest
+        self._came = array("Q", bytes(8 * _KEYS))
         self._lock = Lock()
 
     @property
@@ -44,13 +51,20 @@ class BodyCache:
         if known is None:
             known = self._before.get(key)
             if known is not None:
-                self.put(key, *known)
+                self._keep(key, *known)
         if known is None or known[1] != body or known[0] != path:
             return None
         return known[2]
 
     def put(self, key: int, path: str, body: bytes, request: RoutedRequest) -> None:
-        """Remember a request, as far as there is room for it."""
+        """Remember a request that comes for the second time, as far as there is room for it."""
+        place = key % _KEYS
+        if self._came[place] == key:
+            self._keep(key, path, body, request)
+        else:
+            self._came[place] = key
+
+    def _keep(self, key: int, path: str, body: bytes, request: RoutedRequest) -> None:
         size = _OBJECTS_BYTES + _TIMES_BYTES * len(body)
         with self._lock:
             if self._bytes + size > self._limit:

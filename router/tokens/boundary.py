@@ -8,17 +8,21 @@ Tokenizers find special tokens before anything else, but have more rules than on
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from indexer.hashing import TOKEN_BYTES
-from router.tokens.prompt_cache import Begun
 from router.tokens.text_encoder import Encoder
 from router.tokens.tokenizer_check import AWKWARD
 
-NO_CUT: Final = (0, b"")
-# Boundaries from the cut to the end of the known text: those of one message or two.
-_MOST_LATER = 32
+Mark: TypeAlias = tuple[int, int]
+"""Where a text can be cut: its characters up to there, and the bytes of their packed token ids."""
+
+START: Final = (0, 0)
+# Of a text the last so many are kept.
+_MOST_MARKS: Final = 1024
+_LAST: Final = 2**63 - 1
 _TRIED_TOKENS = 12
 
 
@@ -28,27 +32,34 @@ class Boundary(NamedTuple):
     text: str
     token: bytes
 
-    def cut(self, text: str, begun: Begun) -> tuple[int, bytes]:
-        """How many of the first characters of a text need not be tokenized, and their packed token ids."""
-        known, cut = begun.known, text.rfind(self.text, 0, begun.common)
-        if known is None or not known.plain or cut < 0:
-            return NO_CUT
-        later = known.text.count(self.text, cut)
-        if later > _MOST_LATER:
-            return NO_CUT
-        tokens = known.prompt.tokens
-        place = len(tokens)
-        for _ in range(later):
-            place = self._last(tokens, place)
-            if place < 0:
-                return NO_CUT
-        return cut, tokens[:place]
+    def marks(self, text: str, tokens: bytes, known: Sequence[Mark] = ()) -> list[Mark]:
+        """Where a text with these packed token ids can be cut, in order. `known`: the first of them, where some are.
 
-    def _last(self, tokens: bytes, end: int) -> int:
-        """Where its id is for the last time before `end`; below 0 where it is not."""
-        place = tokens.rfind(self.token, 0, end)
+        The last of those is looked for again, so that all that is new is behind it.
+        """
+        start, first = known[-1] if known else START
+        characters, ids = [], []
+        place = text.find(self.text, start)
+        while place >= 0:
+            characters.append(place)
+            place = text.find(self.text, place + len(self.text))
+        place = self._next(tokens, first)
+        while place >= 0:
+            ids.append(place)
+            place = self._next(tokens, place + TOKEN_BYTES)
+        if len(characters) != len(ids):
+            return []
+        return [*known[:-1], *zip(characters, ids, strict=True)][-_MOST_MARKS:]
+
+    def common_marks(self, marks: list[Mark], common: int) -> list[Mark]:
+        """Those of a text's marks that another has, too, which begins with `common` characters alike."""
+        return marks[: bisect_right(marks, (common - len(self.text), _LAST))]
+
+    def _next(self, tokens: bytes, start: int) -> int:
+        """Where its id is for the first time from `start` on; below 0 where it is not."""
+        place = tokens.find(self.token, start)
         while place > 0 and place % TOKEN_BYTES:  # the end of an id and the beginning of the next
-            place = tokens.rfind(self.token, 0, place + TOKEN_BYTES - 1)
+            place = tokens.find(self.token, place + 1)
         return place
 
 

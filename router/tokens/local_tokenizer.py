@@ -14,11 +14,11 @@ from indexer.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.errors import TokenizerUnavailableError, TooLongForNowError
-from router.tokens.boundary import NO_CUT, Boundary, boundary_of
+from router.tokens.boundary import Boundary, boundary_of
 from router.tokens.chat_template import ChatTemplate
 from router.tokens.common_start import common_start
 from router.tokens.model_files import ModelFiles
-from router.tokens.prompt_cache import Begun, PromptCache
+from router.tokens.prompt_cache import PromptCache
 from router.tokens.text_encoder import Encoder, TextEncoder
 
 log = structlog.get_logger()
@@ -60,16 +60,15 @@ class LocalTokenizer:
         Raises TokenizerUnavailableError.
         """
         self._encoder: Encoder = text_encoder or TextEncoder(files.tokenizer, cache_bytes // 2)
-        self._prompts = PromptCache(cache_bytes - cache_bytes // 2)
         self._chat_encoder = chat_encoder
         self._template = _template(files, tools=False)
         self._tools_template = _template(files, tools=True)
         # Models pad their vocabulary, and tokenizers have tokens of their own: the larger one counts, as in vLLM.
         self.vocab_size = max(files.vocab_size, self._encoder.vocab_size)
         self.way = way or ("fastokens" if self._encoder.fast else "tokenizers")
-        self._boundary = self._find_boundary()
+        self._prompts = PromptCache(cache_bytes - cache_bytes // 2, self._boundary())
 
-    def _find_boundary(self) -> Boundary | None:
+    def _boundary(self) -> Boundary | None:
         """Where this model's conversations can be cut."""
         turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
         try:
@@ -183,24 +182,24 @@ class LocalTokenizer:
         Raises TooLongForNowError when it takes more work than `tokenizers` has with `at_most` characters, and
         RequestError (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
         """
-        begun = [self._prompts.find(text) for text in texts]
-        cuts = [self._cut(text, known, add_special_tokens) for text, known in zip(texts, begun, strict=True)]
-        rests = [text[cut:] for text, (cut, _) in zip(texts, cuts, strict=True)]
-        work = sum(map(len, rests))
+        plain = not add_special_tokens  # what is put before or after a text depends on the whole
+        begun, rests, work, new = [], [], 0, 0
+        for text in texts:
+            known = self._prompts.find(text, plain=plain)
+            rest = text[known.cut[0] :]
+            begun.append(known)
+            rests.append(rest)
+            work += len(rest)
+            new += len(text) - known.common
         if self.fast:  # what it saw before it only looks up
-            new = sum(len(text) - known.common for text, known in zip(texts, begun, strict=True))
             work = new // _FASTER + work // (_FASTER * _FASTER)
         if work > at_most:
             raise TooLongForNowError
         encoded = self._encoder.encode(rests, add_special_tokens=add_special_tokens)
         return [
-            self._prompts.prompt(text, before + tokens, known, plain=not add_special_tokens)
-            for text, known, (_, before), tokens in zip(texts, begun, cuts, encoded, strict=True)
+            self._prompts.prompt(text, tokens, known, plain=plain)
+            for text, known, tokens in zip(texts, begun, encoded, strict=True)
         ]
-
-    def _cut(self, text: str, begun: Begun, add_special_tokens: bool) -> tuple[int, bytes]:
-        """As `Boundary.cut`. What is put before or after a text depends on the whole."""
-        return NO_CUT if self._boundary is None or add_special_tokens else self._boundary.cut(text, begun)
 
 
 def _check_own_template(chat: ChatPrompt) -> None:

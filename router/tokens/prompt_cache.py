@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from threading import Lock
-from typing import NamedTuple
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from router.tokens.boundary import START, Boundary, Mark
 from router.tokens.common_start import common_start
 
 # Texts are remembered by a few of their characters, at these places and then at every so many: the next turn has the
@@ -21,8 +22,11 @@ _STEP = 8192
 _CHARACTERS = 32
 # Texts that only seemed to begin alike: this many are looked at.
 _TRIES = 4
-# What it takes to remember a text under one place.
+# Of two texts that are alike but for so small a part at their ends one is kept.
+_ENDS = 8
+# What it takes to remember a text under one place, and a place where it can be cut.
 _PLACE_BYTES = 300
+_MARK_BYTES = 130
 # A prompt is hashed in blocks, and for itself in chunks: a byte a token, about.
 _HASHED_TIMES = 2
 
@@ -30,38 +34,53 @@ _Key = tuple[int, str]
 
 
 class KnownPrompt:
-    """A text whose token ids are known. `plain`: those are all its own, none is put before or after."""
+    """A text whose token ids are known. `marks`: where it can be cut, if that is known."""
 
-    __slots__ = ("keys", "plain", "prompt", "size", "text")
+    __slots__ = ("keys", "marks", "prompt", "size", "text")
 
-    def __init__(self, text: str, prompt: PackedPrompt, plain: bool) -> None:
+    def __init__(self, text: str, prompt: PackedPrompt, marks: list[Mark]) -> None:
         self.text = text
         self.prompt = prompt
-        self.plain = plain
+        self.marks = marks
         self.keys = [(place, text[place - _CHARACTERS : place]) for place in _places(len(text))]
         characters = len(text) * (1 if text.isascii() else 4)
-        self.size = characters + _HASHED_TIMES * len(prompt.tokens) + _PLACE_BYTES * len(self.keys)
+        kept = _PLACE_BYTES * len(self.keys) + _MARK_BYTES * len(marks)
+        self.size = characters + _HASHED_TIMES * len(prompt.tokens) + kept
 
 
-class Begun(NamedTuple):
-    """What is known of a text: it begins with `common` characters of a known one."""
+class Begun:
+    """What is known of a text: it begins with `common` characters of a known one.
 
-    known: KnownPrompt | None = None
-    common: int = 0
+    `marks`: where it can be cut, of what is known of it. What comes before the last of them, `cut`, has the token ids
+    that it has there.
+    """
+
+    __slots__ = ("common", "cut", "known", "marks")
+
+    def __init__(self, known: KnownPrompt | None = None, common: int = 0) -> None:
+        self.known = known
+        self.common = common
+        self.marks: Sequence[Mark] = ()
+        self.cut = START
 
 
 class PromptCache:
     """Long texts with their tokens, the least recently used forgotten first. Any number of threads may use one."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, boundary: Boundary | None = None) -> None:
+        """`boundary`: where texts can be cut."""
         self._limit = limit_bytes
+        self.boundary = boundary
         self._by_place: dict[_Key, KnownPrompt] = {}
         self._known: OrderedDict[int, KnownPrompt] = OrderedDict()  # by id
         self._lock = Lock()
         self.bytes = 0
 
-    def find(self, text: str) -> Begun:
-        """The known text that begins as this one does, as far as can be seen at once."""
+    def find(self, text: str, *, plain: bool = False) -> Begun:
+        """The known text that begins as this one does, as far as can be seen at once.
+
+        `plain`: no token is put before or after it. The others cannot be cut.
+        """
         best = Begun()
         tried: list[KnownPrompt] = []
         for place in reversed(_places(len(text))):
@@ -74,22 +93,30 @@ class PromptCache:
             # What ends alike, too, is found by its end, and may still be the one that begins alike up to here.
             if best.common >= place:
                 break
-        if best.known is not None:
+        known = best.known
+        if known is not None:
+            if plain and self.boundary is not None:
+                best.marks = self.boundary.common_marks(known.marks, best.common)
+                best.cut = best.marks[-1] if best.marks else START
             with self._lock:
-                if id(best.known) in self._known:
-                    self._known.move_to_end(id(best.known))
+                if id(known) in self._known:
+                    self._known.move_to_end(id(known))
         return best
 
-    def prompt(self, text: str, tokens: bytes, begun: Begun, plain: bool = False) -> PackedPrompt:
-        """The prompt of a text, which is remembered. `begun`: what was known of it. `plain`: as of `KnownPrompt`."""
-        known = begun.known
+    def prompt(self, text: str, tokens: bytes, begun: Begun, *, plain: bool = False) -> PackedPrompt:
+        """The prompt of a text, which is remembered. `begun`: what was known of it. `tokens`: those behind its cut."""
+        known, cut = begun.known, begun.cut[1]
         if known is None:
             prompt = PackedPrompt(tokens)
+        elif cut:
+            before = known.prompt.tokens
+            prompt = known.prompt.extended(b"".join((memoryview(before)[:cut], tokens)), cut // TOKEN_BYTES)
         else:
-            common = common_start(tokens, known.prompt.tokens)
-            prompt = known.prompt.extended(tokens, common // TOKEN_BYTES)
+            prompt = known.prompt.extended(tokens, common_start(tokens, known.prompt.tokens) // TOKEN_BYTES)
         if len(text) >= _FIRST_PLACES[0]:
-            self._put(KnownPrompt(text, prompt, plain), begun)
+            boundary = self.boundary if plain else None
+            marks = boundary.marks(text, prompt.tokens, begun.marks) if boundary is not None else []
+            self._put(KnownPrompt(text, prompt, marks), begun)
         return prompt
 
     def of_tokens(self, tokens: bytes) -> PackedPrompt:
@@ -105,8 +132,8 @@ class PromptCache:
             self._by_place.update(dict.fromkeys(new.keys, new))
             self._known[id(new)] = new
             self.bytes += new.size
-            # What goes on from all of a text but its very end knows all that others could go on from.
-            if old is not None and id(old) in self._known and begun.common >= len(old.text) - _FIRST_PLACES[0]:
+            # What goes on from all of a text but its end knows nearly all that others could go on from.
+            if old is not None and id(old) in self._known and begun.common >= len(old.text) - _end(len(old.text)):
                 self._forget(old)
             while self.bytes > self._limit:
                 self._forget(next(iter(self._known.values())))
@@ -130,3 +157,8 @@ def common_tokens(one: PackedPrompt, other: PackedPrompt) -> int:
 
 def _places(length: int) -> list[int]:
     return [*_FIRST_PLACES[: bisect_right(_FIRST_PLACES, length)], *range(_STEP, length + 1, _STEP)]
+
+
+def _end(length: int) -> int:
+    """How much of a text's end is not worth another text in memory: many prompts may have a beginning in common."""
+    return max(_FIRST_PLACES[0], length // _ENDS)

@@ -10,7 +10,8 @@ import pytest
 from budget import damaged, examples
 
 from indexer import Index, Target
-from indexer.cores import CORE_VARIABLE, CORES, make_index
+from indexer.cores import CORE_VARIABLE, CORES
+from indexer.factory import make_index
 from indexer.hashing import Namespace, PackedPrompt
 from kvevents import (
     AllBlocksCleared,

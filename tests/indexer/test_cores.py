@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from indexer import Index, Target
-from indexer.cores import CORE_VARIABLE, CORES, core_name, make_index
+from indexer.cores import CORE_VARIABLE, CORES, core_name
 from indexer.dump import DumpedHolder, DumpedRun, DumpedStream, DumpError, TargetDump
+from indexer.factory import make_index
 from indexer.hashing import Namespace, PackedPrompt, pack_tokens
 from indexer.index import Applied
 from kvevents import (

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from indexer import Index, Match, Target
-from indexer.cores import make_index
+from indexer.factory import make_index
 from indexer.hashing import Namespace, PackedPrompt
 from kvevents import BlockRemoved, BlockStored, Event, EventBatch, MalformedBatchError, RejectedEvent
 from kvevents.decode import batch_time

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
+from indexer.hashing import Namespace, PackedPrompt, extend_prefix_hashes, namespace_hash, pack_tokens
 
 NAMESPACE = Namespace("llama", "default", None, None, 2)
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -46,6 +46,15 @@ def test_hashes_may_be_made_piece_by_piece(tokens: list[int], data: st.DataObjec
     for end in [*sorted(data.draw(st.lists(st.integers(0, len(tokens) // 2), max_size=4))), len(tokens) // 2]:
         extend_prefix_hashes(hashes, 7, packed, 2, end)
     assert hashes.tolist() == prefix_hashes(7, tokens, 2)
+
+
+@given(token_ids, st.lists(st.integers(0, 20), max_size=4))
+def test_a_prompt_has_the_hashes_of_its_blocks(tokens: list[int], ends: list[int]) -> None:
+    prompt, blocks = PackedPrompt.of(tokens), len(tokens) // 2
+    for end in (*ends, blocks):
+        made = prompt.hashes(7, 2, min(end, blocks))
+        assert made.tolist() == prefix_hashes(7, tokens, 2)[: len(made)]
+    assert len(prompt.hashes(7, 2)) == blocks
 
 
 def test_the_root_is_the_hash_of_the_namespace() -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from test_cores import payload, said
 
 from indexer import Index, Target
-from indexer.cores import CORES, make_inbox
+from indexer.cores import CORES
+from indexer.factory import make_inbox
 from indexer.inbox import Inbox, PythonInbox
 from indexer.memory import give_back
 from indexer.python_index import PythonIndex

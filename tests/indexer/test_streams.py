@@ -15,7 +15,7 @@ from engine_publisher import DEADLINE_S, Publisher, eventually
 from structlog.testing import capture_logs
 
 from indexer import Indexer, MatchQuery, Registration, Target
-from indexer.cores import make_inbox, make_index
+from indexer.factory import make_inbox, make_index
 from indexer.sequence import StreamState
 from indexer.streams import StreamReader, StreamStatus
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventSource, encode_batch

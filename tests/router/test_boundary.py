@@ -11,10 +11,9 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from router.tokens.boundary import boundary_of
+from router.tokens.boundary import Boundary, boundary_of
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles
-from router.tokens.prompt_cache import Begun, KnownPrompt
 from router.tokens.text_encoder import TextEncoder
 
 TEMPLATE = (
@@ -66,8 +65,8 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 @pytest.fixture(scope="module")
 def local(tokenizer: Tokenizer) -> LocalTokenizer:
     local = LocalTokenizer(ModelFiles(tokenizer.to_str(), {"default": TEMPLATE}))
-    assert local._boundary is not None
-    assert local._boundary.text == "<|turn|>"
+    assert local._prompts.boundary is not None
+    assert local._prompts.boundary.text == "<|turn|>"
     return local
 
 
@@ -139,13 +138,15 @@ def test_the_first_token_that_passes_the_trial_is_taken() -> None:
     assert boundary.text == "<|end|>"
 
 
-def test_a_known_prompt_without_the_boundaries_of_its_text_is_left_alone() -> None:
-    encoder = TextEncoder(trained(*TOKENS).to_str())
-    boundary = boundary_of(encoder, "<|turn|>user\nHi<|turn|>")
+def test_a_text_whose_tokens_have_another_number_of_boundaries_is_not_cut() -> None:
+    boundary = boundary_of(TextEncoder(trained(*TOKENS).to_str()), "<|turn|>user\nHi<|turn|>")
     assert boundary is not None
-    prompts = LocalTokenizer(ModelFiles(trained(*TOKENS).to_str()))._prompts
-    text = BEGINNING + "<|turn|>"
-    prompts.prompt(text, b"\x00\x01\x00\x00" * 5, Begun(), plain=True)
-    found = prompts.find(text)
-    assert isinstance(found.known, KnownPrompt)
-    assert boundary.cut(text, found) == (0, b"")
+    text, token, other = "<|turn|>user\nHi<|turn|>", boundary.token, b"\x00\x01\x00\x00"
+    assert boundary.marks(text, token + other * 3 + token) == [(0, 0), (15, 16)]
+    assert boundary.marks(text, token + other * 3) == []
+
+
+def test_an_id_in_the_middle_of_others_is_none() -> None:
+    boundary = Boundary("|", b"\x01\x00\x02\x00")
+    tokens = b"\x00\x00\x01\x00" + b"\x02\x00\x00\x00" + boundary.token
+    assert boundary.marks("ab|", tokens) == [(2, 8)]

@@ -61,6 +61,16 @@ def test_a_next_turn_takes_the_hashes_over() -> None:
     assert len(cache) == 1  # what goes on from all of it stands in its place
 
 
+def test_texts_that_differ_at_their_ends_alone_take_the_place_of_one() -> None:
+    cache, opening = PromptCache(10**6), text_of(0, 20_000)
+    for number in range(1, 4):
+        text = opening + text_of(number, 2000)
+        found = cache.find(text)
+        seen(cache, text)
+        assert (found.known is None, found.common >= len(opening)) == (number == 1, number > 1)
+    assert len(cache) == 1
+
+
 def test_what_differs_early_takes_over_what_is_alike() -> None:
     cache, opening = PromptCache(10**6), text_of(0, 20_000)
     seen(cache, opening)
