@@ -15,6 +15,9 @@ def prefix_hashes(seed: int, tokens: bytes, block_size: int, start: int, end: in
 def common(one: str | bytes, other: str | bytes) -> int:
     """How many characters, or bytes, both begin alike. Raises TypeError for one of each kind."""
 
+def token_places(tokens: bytes, token: int, start: int) -> list[int]:
+    """Where a token is in a packed prompt, in bytes, from byte `start` on."""
+
 def packed_numbers(json: bytes) -> bytes | None:
     """A list of integers from 0 to 2^32-1, as JSON, packed as `pack_tokens` does; None for anything else."""
 

@@ -251,6 +251,15 @@ std::size_t common(nb::handle one, nb::handle other) {
     return at;
 }
 
+// Where a token is in a packed prompt, in bytes, from byte `start` on.
+std::vector<std::size_t> token_places(const nb::bytes& tokens, u32 token, std::size_t start) {
+    std::vector<std::size_t> places;
+    const auto* bytes = reinterpret_cast<const u8*>(tokens.c_str());
+    for (std::size_t at = start; at + sizeof(u32) <= tokens.size(); at += sizeof(u32))
+        if (xxh3::read32(bytes + at) == token) places.push_back(at);
+    return places;
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -259,6 +268,7 @@ NB_MODULE(_native, module) {
     module.def("xxh3_64", [](const nb::bytes& bytes, u64 seed) { return xxh3::hash(bytes.c_str(), bytes.size(), seed); });
     module.def("prefix_hashes", &prefix_hashes);
     module.def("common", &common);
+    module.def("token_places", &token_places);
     module.def("packed_numbers", [](const nb::bytes& json) -> nb::object {
         std::optional<std::string> packed;
         {

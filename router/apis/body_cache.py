@@ -1,7 +1,7 @@
 """Requests that came before, byte for byte: what was read of them, and the tokens they became, are used again.
 
-Retries, health checks and benchmarks send the same body many times. A conversation's next turn is another body, and is
-read from its start: that takes less time than to find out how far it is the same.
+Samples of one prompt, health checks and benchmarks send the same body many times. A conversation's next turn is another
+body, and is read from its start: that takes less time than to find out how far it is the same.
 
 Most bodies come once. They are not kept: they would drive out those that come again, and memory that is used again at
 once is in the processor's caches.

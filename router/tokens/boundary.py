@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from indexer.hashing import TOKEN_BYTES
 from router.tokens.text_encoder import Encoder
+from router.tokens.token_places import token_places
 from router.tokens.tokenizer_check import AWKWARD
 
 Mark: TypeAlias = tuple[int, int]
@@ -27,10 +28,10 @@ _TRIED_TOKENS = 12
 
 
 class Boundary(NamedTuple):
-    """A special token before which texts can be cut: its text, and its packed id."""
+    """A special token before which texts can be cut: its text, and its id."""
 
     text: str
-    token: bytes
+    token: int
 
     def marks(self, text: str, tokens: bytes, known: Sequence[Mark] = ()) -> list[Mark]:
         """Where a text with these packed token ids can be cut, in order. `known`: the first of them, where some are.
@@ -38,15 +39,11 @@ class Boundary(NamedTuple):
         The last of those is looked for again, so that all that is new is behind it.
         """
         start, first = known[-1] if known else START
-        characters, ids = [], []
+        characters, ids = [], token_places(tokens, self.token, first)
         place = text.find(self.text, start)
         while place >= 0:
             characters.append(place)
             place = text.find(self.text, place + len(self.text))
-        place = self._next(tokens, first)
-        while place >= 0:
-            ids.append(place)
-            place = self._next(tokens, place + TOKEN_BYTES)
         if len(characters) != len(ids):
             return []
         return [*known[:-1], *zip(characters, ids, strict=True)][-_MOST_MARKS:]
@@ -55,21 +52,16 @@ class Boundary(NamedTuple):
         """Those of a text's marks that another has, too, which begins with `common` characters alike."""
         return marks[: bisect_right(marks, (common - len(self.text), _LAST))]
 
-    def _next(self, tokens: bytes, start: int) -> int:
-        """Where its id is for the first time from `start` on; below 0 where it is not."""
-        place = tokens.find(self.token, start)
-        while place > 0 and place % TOKEN_BYTES:  # the end of an id and the beginning of the next
-            place = tokens.find(self.token, place + 1)
-        return place
-
 
 def boundary_of(encoder: Encoder, conversation: str) -> Boundary | None:
     """The first special token that comes again in a conversation's text, if texts can be cut there."""
     places = {text: conversation.find(text) for text in encoder.exact if conversation.count(text) > 1}
     for text in sorted(places, key=places.__getitem__):
         (token,) = encoder.encode([text])
-        boundary = Boundary(text, token)
-        if len(token) == TOKEN_BYTES and not _overlapped(text, encoder.special) and _passes(encoder, boundary):
+        if len(token) != TOKEN_BYTES:
+            continue
+        boundary = Boundary(text, int.from_bytes(token, "little"))
+        if not _overlapped(text, encoder.special) and _passes(encoder, boundary):
             return boundary
     return None
 
@@ -90,7 +82,6 @@ def _passes(encoder: Encoder, boundary: Boundary) -> bool:
     for number, start in enumerate(starts):
         rest = rests[number * 7 % len(rests)]
         first, second, whole = encoder.encode([start, rest, start + rest])
-        ids = [whole[place : place + TOKEN_BYTES] for place in range(0, len(whole), TOKEN_BYTES)]
-        if first + second != whole or ids.count(boundary.token) != (start + rest).count(boundary.text):
+        if first + second != whole or len(boundary.marks(start + rest, whole)) != (start + rest).count(boundary.text):
             return False
     return True

@@ -156,6 +156,8 @@ def common_tokens(one: PackedPrompt, other: PackedPrompt) -> int:
 
 
 def _places(length: int) -> list[int]:
+    if length < _FIRST_PLACES[0]:  # as of most
+        return []
     return [*_FIRST_PLACES[: bisect_right(_FIRST_PLACES, length)], *range(_STEP, length + 1, _STEP)]
 
 

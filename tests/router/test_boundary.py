@@ -11,10 +11,12 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from router.tokens.boundary import Boundary, boundary_of
+from indexer.hashing import pack_tokens
+from router.tokens.boundary import boundary_of
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles
 from router.tokens.text_encoder import TextEncoder
+from router.tokens.token_places import token_places, token_places_by_search
 
 TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
@@ -141,12 +143,16 @@ def test_the_first_token_that_passes_the_trial_is_taken() -> None:
 def test_a_text_whose_tokens_have_another_number_of_boundaries_is_not_cut() -> None:
     boundary = boundary_of(TextEncoder(trained(*TOKENS).to_str()), "<|turn|>user\nHi<|turn|>")
     assert boundary is not None
-    text, token, other = "<|turn|>user\nHi<|turn|>", boundary.token, b"\x00\x01\x00\x00"
-    assert boundary.marks(text, token + other * 3 + token) == [(0, 0), (15, 16)]
-    assert boundary.marks(text, token + other * 3) == []
+    text, token = "<|turn|>user\nHi<|turn|>", boundary.token
+    assert boundary.marks(text, pack_tokens([token, 256, 256, 256, token])) == [(0, 0), (15, 16)]
+    assert boundary.marks(text, pack_tokens([token, 256, 256, 256])) == []
 
 
-def test_an_id_in_the_middle_of_others_is_none() -> None:
-    boundary = Boundary("|", b"\x01\x00\x02\x00")
-    tokens = b"\x00\x00\x01\x00" + b"\x02\x00\x00\x00" + boundary.token
-    assert boundary.marks("ab|", tokens) == [(2, 8)]
+@pytest.mark.parametrize("places", [token_places, token_places_by_search])
+@given(tokens=st.lists(st.sampled_from([0, 1, 256, 2**16 + 2, 2**24 * 2]), max_size=20), data=st.data())
+def test_where_a_token_is(
+    places: Callable[[bytes, int, int], list[int]], tokens: list[int], data: st.DataObject
+) -> None:
+    token, start = data.draw(st.sampled_from([1, 256, 2**16 + 2])), data.draw(st.integers(0, len(tokens)))
+    expected = [4 * place for place in range(start, len(tokens)) if tokens[place] == token]
+    assert places(pack_tokens(tokens), token, 4 * start) == expected
