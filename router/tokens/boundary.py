@@ -21,8 +21,8 @@ Mark: TypeAlias = tuple[int, int]
 """Where a text can be cut: its characters up to there, and the bytes of their packed token ids."""
 
 START: Final = (0, 0)
-# Of a text the last so many are kept.
-_MOST_MARKS: Final = 1024
+# Texts with more are not cut: to find them would take too long.
+_MOST_MARKS: Final = 2**14
 _LAST: Final = 2**63 - 1
 _TRIED_TOKENS = 12
 
@@ -39,6 +39,8 @@ class Boundary(NamedTuple):
         The last of those is looked for again, so that all that is new is behind it.
         """
         start, first = known[-1] if known else START
+        if len(known) + text.count(self.text, start) > _MOST_MARKS:
+            return []
         characters, ids = [], token_places(tokens, self.token, first)
         place = text.find(self.text, start)
         while place >= 0:
@@ -46,7 +48,7 @@ class Boundary(NamedTuple):
             place = text.find(self.text, place + len(self.text))
         if len(characters) != len(ids):
             return []
-        return [*known[:-1], *zip(characters, ids, strict=True)][-_MOST_MARKS:]
+        return [*known[:-1], *zip(characters, ids, strict=True)]
 
     def common_marks(self, marks: list[Mark], common: int) -> list[Mark]:
         """Those of a text's marks that another has, too, which begins with `common` characters alike."""

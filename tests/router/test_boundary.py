@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from indexer.hashing import pack_tokens
-from router.tokens.boundary import boundary_of
+from router.tokens.boundary import Boundary, boundary_of
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles
 from router.tokens.text_encoder import TextEncoder
@@ -146,6 +146,12 @@ def test_a_text_whose_tokens_have_another_number_of_boundaries_is_not_cut() -> N
     text, token = "<|turn|>user\nHi<|turn|>", boundary.token
     assert boundary.marks(text, pack_tokens([token, 256, 256, 256, token])) == [(0, 0), (15, 16)]
     assert boundary.marks(text, pack_tokens([token, 256, 256, 256])) == []
+
+
+def test_a_text_of_nothing_but_boundaries_is_not_cut() -> None:
+    boundary, count = Boundary("|", 7), 2**14
+    assert len(boundary.marks("|" * count, pack_tokens([7] * count))) == count
+    assert boundary.marks("|" * (count + 1), pack_tokens([7] * (count + 1))) == []
 
 
 @pytest.mark.parametrize("places", [token_places, token_places_by_search])
