@@ -21,9 +21,9 @@ _HOW = (
     "before it can be routed: decoding the body, rendering it with the chat template, tokenizing, and hashing all of "
     "it in blocks of 16 tokens. *Whole* is with the model's own tokenizer on the whole text, *new* with our way of "
     "tokenizing and nothing kept, *known* after the conversation's earlier turns, with its parts; *uncut* is what "
-    "tokenizing takes where only fastokens remembers those turns. The last row is the same body once more. "
-    "Milliseconds of CPU time (nothing here waits or runs in parallel), medians of {conversations} conversations; the "
-    "ways take turns."
+    "tokenizing takes where only fastokens remembers those turns. The last row is the same body once more; "
+    "what comes a third time the router does not read again. Milliseconds of CPU time (nothing here waits or runs in "
+    "parallel), medians of {conversations} conversations; the ways take turns."
 )
 _PROOF = (
     "The token ids of every turn were compared with those of the tokenizer on the whole text, and all were equal: "
