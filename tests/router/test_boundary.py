@@ -87,23 +87,32 @@ def test_turns_have_the_token_ids_of_the_whole(
         assert list(found) == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_a_next_turn_is_tokenized_from_its_last_boundary_on(
-    local: LocalTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Noting:
+    """An encoder that notes what it is asked."""
+
+    cached_bytes = 0
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self.vocab_size, self.special, self.exact = encoder.vocab_size, encoder.special, encoder.exact
+        self.fast = encoder.fast
+        self.asked: list[str] = []
+        self._encoder = encoder
+
+    def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:
+        self.asked += texts
+        return self._encoder.encode(texts, add_special_tokens=add_special_tokens)
+
+
+def test_a_next_turn_is_tokenized_from_its_last_boundary_on(tokenizer: Tokenizer) -> None:
+    encoder = Noting(TextEncoder(tokenizer.to_str()))
+    local = LocalTokenizer(ModelFiles(tokenizer.to_str(), {"default": TEMPLATE}), text_encoder=encoder)
     first = BEGINNING + "<|end|>\n<|turn|>user\nfirst<|end|>\n<|turn|>assistant\n"
     local.encode([first], add_special_tokens=False)
-    asked: list[str] = []
-    encode = local._encoder.encode
-
-    def noted(texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:
-        asked.extend(texts)
-        return encode(texts, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(local._encoder, "encode", noted)
+    encoder.asked.clear()
     local.encode([first + "an answer<|end|>\n<|turn|>user\nsecond"], add_special_tokens=False)
     local.encode([first + "an answer<|end|>\n<|turn|>user\nthird"], add_special_tokens=True)
-    assert asked[0] == "<|turn|>assistant\nan answer<|end|>\n<|turn|>user\nsecond"
-    assert asked[1].startswith("<|turn|>system")  # what is put before it is of the whole
+    assert encoder.asked[0] == "<|turn|>assistant\nan answer<|end|>\n<|turn|>user\nsecond"
+    assert encoder.asked[1].startswith("<|turn|>system")  # what is put before it is of the whole
 
 
 @pytest.mark.parametrize(

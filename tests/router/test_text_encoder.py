@@ -102,6 +102,7 @@ class _Differs:
         return getattr(self._tokenizer, name)
 
 
+@pytest.mark.derives
 @pytest.mark.parametrize("problem", ["it differs", "it cannot read it", "it fails"])
 def test_what_is_not_the_same_on_trial_is_not_used(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
     tokenizer = trained()
