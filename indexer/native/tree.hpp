@@ -93,12 +93,18 @@ struct Held {
         bits = words;
     }
 
+    // Find where the first gap is, and do without bits when nothing is behind it.
     void gather() {
-        u32 first = 0, count = 0;
-        while (first < kWords && bits[first] == ~u64{0}) ++first;
-        lead = static_cast<u16>(first == kWords ? kRunBlocks : first * 64 + std::countr_one(bits[first]));
-        for (u32 index = 0; index < kWords; ++index) count += static_cast<u32>(std::popcount(bits[index]));
-        if (count != lead) return;
+        u32 index = 0;
+        while (index < kWords && bits[index] == ~u64{0}) ++index;
+        lead = static_cast<u16>(kRunBlocks);
+        if (index < kWords) {
+            const u32 ones = static_cast<u32>(std::countr_one(bits[index]));
+            lead = static_cast<u16>(index * 64 + ones);
+            if (bits[index] >> ones != 0) return;
+            while (++index < kWords)
+                if (bits[index] != 0) return;
+        }
         std::free(bits);
         bits = nullptr;
     }
