@@ -51,7 +51,8 @@ public:
                         ++in.at;
                         in.skip_space();
                         text += ':';
-                        fields.back().value = place(in.at);
+                        last = in.at;  // of what is no JSON the value may be nothing
+                        fields.back().value = place(last);
                         open = true;
                     }
                 } else {
