@@ -31,6 +31,8 @@ from worker import EventPublisherFactory, PublisherConfig, ZmqEventPublisher
 
 DEADLINE_S = 60.0
 LOOPBACK = "tcp://127.0.0.1:0"
+# What a plain socket learns of one that encrypts: a mismatch, or nothing if the other saw it and hung up before.
+DISAGREED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 TARGET = Target("w", 0, "m")
 
 Publish = Callable[..., ZmqEventPublisher]
@@ -227,7 +229,7 @@ def test_a_replay_endpoint_that_refused_once_is_asked_where_its_stream_was_only_
         socket.create_server(("127.0.0.1", 0)) as live,
         zmq.Context[zmq.Socket[bytes]]() as context,
         context.socket(zmq.ROUTER) as replay,
-        replay.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL) as refused,
+        replay.get_monitor_socket(DISAGREED) as refused,
     ):
         plain = EventSource(
             0,
@@ -240,7 +242,7 @@ def test_a_replay_endpoint_that_refused_once_is_asked_where_its_stream_was_only_
         assert refused.poll(DEADLINE_S * 1000)
         eventually(lambda: len(refusals) > 0, "hung up on")
         replay.disable_monitor()
-    assert [refusal.final for refusal in refusals] == [False]
+    assert not any(refusal.final for refusal in refusals)
     assert_read_once_it_encrypts(plain, reading, keys)
 
 
