@@ -15,7 +15,7 @@ from urllib.parse import quote
 import structlog
 
 from router.picker.grpc_calls import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED, CallHandler, Method, Methods
-from router.picker.http2.connection import Http2Connection
+from router.picker.http2.connection import Http2Connection, PeerAllowances
 from router.picker.http2.headers import RequestHeaders, literal
 from router.picker.http2.stream import Stream, StreamHandler
 
@@ -39,12 +39,13 @@ class GrpcServer:
         self._methods = {path.encode(): method for path, method in methods.items()}
         self._largest = largest_message
         self._connections: set[Http2Connection] = set()
+        self._allowances = PeerAllowances()
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         """Listen; the port. Raises OSError."""
         loop = asyncio.get_running_loop()
-        made = partial(Http2Connection, self._accept, self._connections, loop)
+        made = partial(Http2Connection, self._accept, self._connections, self._allowances, loop)
         server: Any = await loop.create_server(made, host, port, ssl=tls, backlog=_BACKLOG)  # uvloop's is another
         self._server = server
         return int(server.sockets[0].getsockname()[1])

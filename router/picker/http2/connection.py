@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Final, cast
 
 import structlog
 
 from router.picker.http2 import frames
-from router.picker.http2.allowance import Allowance
+from router.picker.http2.allowance import Allowance, Allowances
 from router.picker.http2.frames import HEAD, HEAD_BYTES, Http2Error, frame
 from router.picker.http2.headers import MOST_BYTES, HeaderDecoder, RequestHeaders
 from router.picker.http2.sender import FrameSender
@@ -45,13 +46,13 @@ _SETTINGS_ACK: Final = frame(frames.SETTINGS, frames.ACK, 0)
 # Of a header block as it is sent, and the frames it may come in.
 _BLOCK_BYTES: Final = MOST_BYTES
 _BLOCK_FRAMES: Final = 8
-# Streams that a peer may reset unanswered: all that it may have at once, and so many a second. One that is answered
-# earns another.
-_RESETS: Final = (MOST_STREAMS, 100.0)
-# Frames that get on with nothing, and how many of them a second. A frame of DATA that is sent earns two.
-_IDLE_FRAMES: Final = (10_000, 1_000.0)
-# Streams that are opened in one turn of the loop: then other connections have theirs.
-_TURN: Final = 32
+# Streams that a peer may reset unanswered: all that it may have at once, two in any case, and so many a second of an
+# address. One that is answered earns another.
+_RESETS: Final = (MOST_STREAMS, 2.0, 200.0)
+# Frames that get on with nothing: likewise. A frame of DATA that is sent earns two.
+_IDLE_FRAMES: Final = (10_000, 100.0, 2_000.0)
+# Seconds that a connection may take of one turn of the loop: then others have theirs.
+_TURN: Final = 0.001
 # Closed streams that are remembered: frames for them may still be on their way.
 _REMEMBERED: Final = 256
 
@@ -66,6 +67,14 @@ _PING_ALIVE: Final = b"kv-alive"
 _PING_DRAIN: Final = b"kv-drain"
 
 
+class PeerAllowances:
+    """What the peers of a server may ask of it without getting on, by their address."""
+
+    def __init__(self) -> None:
+        self.resets = Allowances(*_RESETS)
+        self.idle_frames = Allowances(*_IDLE_FRAMES)
+
+
 class Http2Connection(asyncio.Protocol):
     """Serves the streams that a peer opens. `accept` makes their handlers; `connections` has all that are open."""
 
@@ -73,6 +82,7 @@ class Http2Connection(asyncio.Protocol):
         self,
         accept: Callable[[RequestHeaders, Stream], StreamHandler],
         connections: set[Http2Connection],
+        allowances: PeerAllowances,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.closed: asyncio.Future[None] = loop.create_future()
@@ -89,9 +99,11 @@ class Http2Connection(asyncio.Protocol):
         self._rest = b""
         self._greeted = self._set = False
         self._block: tuple[int, int, list[bytes]] | None = None
-        self._received = self._opened = 0
-        self._resets = Allowance(*_RESETS)
-        self._idle_frames = Allowance(*_IDLE_FRAMES)
+        self._received = 0
+        self._waits = False  # for its next turn, with what came
+        self._allowances = allowances
+        self._resets: Allowance = None  # type: ignore[assignment]
+        self._idle_frames: Allowance = None  # type: ignore[assignment]
         self._sender: FrameSender = None  # type: ignore[assignment]
         # Its end.
         self._draining = self._last_told = self._over = False
@@ -104,6 +116,9 @@ class Http2Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A peer came."""
         self._transport = cast(asyncio.Transport, transport)
+        address = str((transport.get_extra_info("peername") or ("",))[0])
+        self._resets = self._allowances.resets.connected(address)
+        self._idle_frames = self._allowances.idle_frames.connected(address)
         self._sender = FrameSender(self._transport, self._loop, partial(self._idle_frames.earn, 2))
         encrypted = transport.get_extra_info("ssl_object")
         if encrypted is not None and encrypted.selected_alpn_protocol() != "h2":
@@ -118,6 +133,8 @@ class Http2Connection(asyncio.Protocol):
         """The peer is gone, and so are its streams."""
         self._over = True
         self._connections.discard(self)
+        self._resets.close()
+        self._idle_frames.close()
         if not self.closed.done():
             self.closed.set_result(None)
         for timer in (self._ticker, self._ending):
@@ -227,7 +244,7 @@ class Http2Connection(asyncio.Protocol):
         """Bytes came."""
         if self._over:
             return
-        self._silent = self._opened = 0
+        self._silent = 0
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -250,10 +267,10 @@ class Http2Connection(asyncio.Protocol):
 
     def _read(self, data: bytes, at: int) -> None:
         end = len(data)
+        turn_ends = monotonic() + _TURN
         while end - at >= HEAD_BYTES and not self._over:
-            if self._opened >= _TURN:
-                self._transport.pause_reading()
-                self._loop.call_soon(self._next_turn)
+            if monotonic() > turn_ends:
+                self._wait_for_turn()
                 break
             high, low, kind, flags, number = HEAD.unpack_from(data, at)
             size = high << 16 | low
@@ -266,11 +283,19 @@ class Http2Connection(asyncio.Protocol):
             self._take(kind, flags, number & frames.STREAM_BITS, data[begins:at])
         self._rest = data[at:] if at < end else b""
 
+    def _wait_for_turn(self) -> None:
+        self._waits = True
+        self._transport.pause_reading()
+        self._loop.call_soon(self._next_turn)
+
     def _next_turn(self) -> None:
         """Others had theirs."""
-        if not self._over:
+        if self._over:
+            return
+        self._waits = False
+        self.data_received(b"")
+        if not self._waits and not self._over:
             self._transport.resume_reading()
-            self.data_received(b"")
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if self._block is not None and (kind != frames.CONTINUATION or number != self._block[0]):
@@ -390,7 +415,6 @@ class Http2Connection(asyncio.Protocol):
         if not headers.is_request:
             self._reset_unopened(number, frames.PROTOCOL_ERROR)
             return
-        self._opened += 1
         stream = Stream(self, self._sender, number)
         self._streams[number] = stream
         self._untouched.add(stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from itertools import count
+from itertools import count, islice, takewhile
 
 import h2.events
 import hpack
@@ -13,7 +13,7 @@ import pytest
 from http2_peer import ECHO, MANY, SILENT, RawPeer, grpc_server, message, peer, raw_peer, request
 
 from router.picker.http2 import connection, frames
-from router.picker.http2.allowance import Allowance
+from router.picker.http2.allowance import Allowance, Allowances
 from router.picker.http2.frames import frame
 
 pytestmark = pytest.mark.anyio
@@ -109,6 +109,33 @@ async def test_an_attack_ends_its_own_connection_and_no_other(attack: str) -> No
         await calls.until_empty()
 
 
+async def _is_answered(port: int, sent: bytes) -> bool:
+    """Whether a peer who sends this first is answered a ping."""
+    async with raw_peer(port) as client:
+        await client.send(sent, frame(frames.PING, 0, 0, b"the last"))
+        while (found := await client.frame()) is not None:
+            if found[0] == frames.PING and found[3] == b"the last":
+                return True
+    return False
+
+
+@pytest.mark.parametrize(("attack", "many", "few"), [("rapid reset", 200, 1), ("pings", 20, 0)])
+async def test_who_connects_again_after_an_attack_may_do_little_more(attack: str, many: int, few: int) -> None:
+    sent = ATTACKS[attack][0]
+    async with grpc_server() as (_, port), peer(port) as open_before:
+        assert await _is_answered(port, b"".join(islice(sent(), many)))
+        for _ in range(5):
+            async with _attacked(port, attack) as client:
+                assert await client.code() in (ATTACKS[attack][1], None)
+        assert not await _is_answered(port, b"".join(islice(sent(), many)))
+        assert await _is_answered(port, b"".join(islice(sent(), few)))
+        async with peer(port) as open_after:
+            for each in (open_before, open_after):
+                number = each.open(ECHO, b"x", ends=True)
+                await each.flush()
+                assert (await each.answer(number))[0] == message(b"x")
+
+
 async def test_others_have_their_turn_during_a_flood_of_calls() -> None:
     """Calls of one connection are not all taken before another's."""
     async with grpc_server() as (calls, port), peer(port) as other, raw_peer(port) as flood:
@@ -151,7 +178,7 @@ async def test_a_peer_that_reads_nothing_is_left() -> None:
                 frame(frames.HEADERS, frames.END_HEADERS, number, block),
                 frame(frames.DATA, 0, number, message(b"x" * 16_000)),
             )
-        await calls.until(lambda: calls.ever == 200 and not calls.open)
+        await calls.until(lambda: calls.ever > 0 and not calls.open)
 
 
 @pytest.mark.usefixtures("quick_ticks")
@@ -184,11 +211,40 @@ async def test_a_silent_peer_is_asked_and_then_left() -> None:
         assert not calls.open
 
 
-def test_an_allowance_refills_and_earns_up_to_its_most() -> None:
+def _left(allowance: Allowance) -> int:
+    """How much can be taken, which is then taken."""
+    return sum(1 for _ in takewhile(lambda _: allowance.take(), count()))
+
+
+def test_a_connection_earns_up_to_its_most() -> None:
+    allowances = Allowances(3, 0, 0.0)
+    for _ in range(4):
+        last = allowances.connected("a")
+    assert _left(last) == 3
+    last.earn(100)
+    assert _left(last) == 3
+
+
+def test_the_connections_of_an_address_have_together_what_four_may() -> None:
     now = [0.0]
-    allowance = Allowance(3, 1.0, lambda: now[0])
-    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
-    now[0] = 2.5
-    assert allowance.take()
-    allowance.earn(100)
-    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
+    allowances = Allowances(10, 2, 1.0, lambda: now[0])
+    four = [allowances.connected("a") for _ in range(4)]
+    fifth = allowances.connected("a")
+    assert _left(fifth) == 2
+    assert all(four[0].take() for _ in range(4))
+    four[0].close()
+    assert _left(allowances.connected("a")) == 6
+    assert [_left(each) for each in four[1:]] == [10, 10, 10]
+    now[0] = 5.0
+    assert [_left(each) for each in four[1:]] == [5, 0, 0]
+    assert _left(allowances.connected("b")) == 40
+
+
+def test_addresses_that_are_remembered_are_bounded() -> None:
+    allowances = Allowances(10, 2, 0.0)
+    spent = allowances.connected("a")
+    assert _left(spent) == 40
+    for number in range(1024):
+        allowances.connected(str(number))
+    assert _left(spent) == 0
+    assert _left(allowances.connected("a")) == 40
