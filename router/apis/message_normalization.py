@@ -18,7 +18,7 @@ Message = dict[str, Any]
 def prepare_messages(
     messages: list[Message], *, wraps_parts: bool, knows_developer: bool, media_as_text: bool = False
 ) -> list[Message]:
-    """New messages for the template; the given ones stay as they are.
+    """The messages for the template, which changes none. The given ones stay as they are.
 
     `wraps_parts`: every content is a list of parts, `{"type": "text", "text": …}` or `{"type": "image"}`. Otherwise it
     is one string, a line for each text part. `knows_developer`: the template has a form of its own for that role.
@@ -44,10 +44,9 @@ def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Messag
         and role != "developer"
         and not content.startswith(BILLING_HEADER)
     ):
-        return {
-            "role": role,
-            "content": [{"type": "text", "text": content}] if wraps_parts and role != "tool" else content,
-        }
+        if wraps_parts and role != "tool":
+            return {"role": role, "content": [{"type": "text", "text": content}]}
+        return message if next(iter(message)) == "role" else {"role": role, "content": content}
     parts = [content] if isinstance(content, str) else content or []
     if role == "system":
         parts = _without_billing_header(parts)

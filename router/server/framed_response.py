@@ -108,8 +108,7 @@ class FramedResponse(ResponseWriter):
             lines.append(data)
             self._transport.write(b"".join(lines))
         else:
-            self._transport.write(b"".join(lines))
-            self._transport.write(data)
+            self._transport.writelines((b"".join(lines), data))
         if ended:
             self._owner.response_ended()
 

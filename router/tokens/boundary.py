@@ -39,11 +39,12 @@ class Boundary(NamedTuple):
         The last of those is looked for again, so that all that is new is behind it.
         """
         start, first = known[-1] if known else START
-        if len(known) + text.count(self.text, start) > _MOST_MARKS:
+        ids = token_places(tokens, self.token, first)
+        if len(known) + len(ids) > _MOST_MARKS:
             return []
-        characters, ids = [], token_places(tokens, self.token, first)
+        characters: list[int] = []
         place = text.find(self.text, start)
-        while place >= 0:
+        while place >= 0 and len(characters) <= len(ids):
             characters.append(place)
             place = text.find(self.text, place + len(self.text))
         if len(characters) != len(ids):

@@ -38,11 +38,13 @@ class KnownPrompt:
 
     __slots__ = ("keys", "marks", "prompt", "size", "text")
 
-    def __init__(self, text: str, prompt: PackedPrompt, marks: list[Mark]) -> None:
+    def __init__(self, text: str, prompt: PackedPrompt, marks: list[Mark], begun: Begun) -> None:
+        """`begun`: what was known of it."""
         self.text = text
         self.prompt = prompt
         self.marks = marks
-        self.keys = [(place, text[place - _CHARACTERS : place]) for place in _places(len(text))]
+        self.keys: list[_Key] = [] if begun.known is None else begun.known.keys[: _places(begun.common)]
+        self.keys.extend(_key(text, number) for number in range(len(self.keys), _places(len(text))))
         characters = len(text) * (1 if text.isascii() else 4)
         kept = _PLACE_BYTES * len(self.keys) + _MARK_BYTES * len(marks)
         self.size = characters + _HASHED_TIMES * len(prompt.tokens) + kept
@@ -83,15 +85,16 @@ class PromptCache:
         """
         best = Begun()
         tried: list[KnownPrompt] = []
-        for place in reversed(_places(len(text))):
-            known = self._by_place.get((place, text[place - _CHARACTERS : place]))
+        for number in range(_places(len(text)) - 1, -1, -1):
+            key = _key(text, number)
+            known = self._by_place.get(key)
             if known is not None and known not in tried and len(tried) < _TRIES:
                 tried.append(known)
                 common = common_start(text, known.text)
                 if common > best.common:
                     best = Begun(known, common)
             # What ends alike, too, is found by its end, and may still be the one that begins alike up to here.
-            if best.common >= place:
+            if best.common >= key[0]:
                 break
         known = best.known
         if known is not None:
@@ -116,7 +119,7 @@ class PromptCache:
         if len(text) >= _FIRST_PLACES[0]:
             boundary = self.boundary if plain else None
             marks = boundary.marks(text, prompt.tokens, begun.marks) if boundary is not None else []
-            self._put(KnownPrompt(text, prompt, marks), begun)
+            self._put(KnownPrompt(text, prompt, marks, begun), begun)
         return prompt
 
     def of_tokens(self, tokens: bytes) -> PackedPrompt:
@@ -129,7 +132,8 @@ class PromptCache:
             return
         old = begun.known
         with self._lock:
-            self._by_place.update(dict.fromkeys(new.keys, new))
+            for key in new.keys:
+                self._by_place[key] = new
             self._known[id(new)] = new
             self.bytes += new.size
             # What goes on from all of a text but its end knows nearly all that others could go on from.
@@ -155,10 +159,18 @@ def common_tokens(one: PackedPrompt, other: PackedPrompt) -> int:
     return common_start(one.tokens, other.tokens) // TOKEN_BYTES
 
 
-def _places(length: int) -> list[int]:
-    if length < _FIRST_PLACES[0]:  # as of most
-        return []
-    return [*_FIRST_PLACES[: bisect_right(_FIRST_PLACES, length)], *range(_STEP, length + 1, _STEP)]
+def _places(length: int) -> int:
+    """How many places a text of this length has."""
+    if length < _STEP:
+        return bisect_right(_FIRST_PLACES, length)
+    return len(_FIRST_PLACES) + length // _STEP
+
+
+def _key(text: str, number: int) -> _Key:
+    """What a text is remembered by at a place, by the number of that."""
+    first = len(_FIRST_PLACES)
+    place = _FIRST_PLACES[number] if number < first else (number - first + 1) * _STEP
+    return place, text[place - _CHARACTERS : place]
 
 
 def _end(length: int) -> int:

@@ -115,9 +115,10 @@ class UpstreamConnection(RequestConnection):
         request.connection = self
         self._phase = _WAITING
         self._quiet = True
-        self._transport.write(request.request)
         if request.body:
-            self._transport.write(request.body)
+            self._transport.writelines((request.request, request.body))  # one call of the system's
+        else:
+            self._transport.write(request.request)
         self._deadline.set(self._owner.idle_timeout)
         if request.paused:
             self.pause()

@@ -50,6 +50,8 @@ def test_hashes_are_those_made_from_the_start(parts: list[tuple[int, int, int, i
         end_ = len(alone) // BLOCK
         assert prompt.hashes(1, BLOCK, end_)[:end_] == alone.hashes(1, BLOCK, end_)[:end_]
         assert cache.bytes <= limit
+        if limit == 10**7 and len(text) >= 1024:
+            assert cache.find(text).common == len(text)
 
 
 def test_a_next_turn_takes_the_hashes_over() -> None:
