@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from benchmarks.proxy.first_event import LONG, SHORT, first_event
@@ -60,10 +61,7 @@ class Run:
             turn = number % len(self._sides)
             sides = [*self._sides[turn:], *self._sides[:turn]]
             with whole_workers(self._folder) as workers:
-                for side in (nothing, relay, *sides):
-                    self._say(number, side, "whole answers")
-                    with self._failing(side), side.running(workers, self._folder) as running:
-                        self._whole(side, running)
+                self._whole(number, [nothing, relay, *sides], workers)
             with stream_workers(self._folder) as workers:
                 for mode in self._modes:
                     self._streams(number, mode, [nothing, relay, *(s for s in sides if s.mode == mode)], workers)
@@ -77,21 +75,49 @@ class Run:
             self.failures.append(f"{side.name} {side.mode}")
             print(f"FAILED {side.name} {side.mode}: {error}", file=sys.stderr, flush=True)
 
-    def _whole(self, side: Side, running: RunningRouter) -> None:
-        loaded(running.url, SIZES["1 KB"], 16, min(self._scale.seconds, 2.0), self._folder)  # connections, caches
-        for name, size in SIZES.items():
-            for connections in CONNECTIONS:
-                row = f"{name}, {connections} connection{'s' if connections > 1 else ''}"
-                self._load(side, running, row, size, connections)
-            if side.mode != ROUND_ROBIN and CACHE_AWARE in self._modes:
-                row = f"{name}, {CONNECTIONS[-1]} connections, a new last message"
-                self._load(side, running, row, size, CONNECTIONS[-1], new=True)
-        if running.pid:
-            self._add(side, "resident memory afterwards, MB", "after whole answers", memory_of(running.pid) / 2**20)
+    @contextmanager
+    def _running(self, sides: Sequence[Side], workers: Sequence[str]) -> Iterator[dict[Side, RunningRouter]]:
+        """All of them at once, but for those that do not start: they take turns, as a machine's speed changes."""
+        with ExitStack() as stack:
+            running: dict[Side, RunningRouter] = {}
+            for side in sides:
+                with self._failing(side):
+                    running[side] = stack.enter_context(side.running(workers, self._folder))
+            yield running
 
-    def _load(
-        self, side: Side, running: RunningRouter, row: str, size: int, connections: int, new: bool = False
+    def _whole(self, number: int, sides: Sequence[Side], workers: Sequence[str]) -> None:
+        with self._running(sides, workers) as running:
+            for side, router in running.items():
+                self._say(number, side, "connections, caches")
+                with self._failing(side):
+                    loaded(router.url, SIZES["1 KB"], 16, min(self._scale.seconds, 2.0), self._folder)
+            for name, connections in product(SIZES, CONNECTIONS):
+                row = f"{name}, {connections} connection{'s' if connections > 1 else ''}"
+                self._row(number, running, row, SIZES[name], connections)
+                if connections == CONNECTIONS[-1] and CACHE_AWARE in self._modes:
+                    aware = {side: router for side, router in running.items() if side.mode != ROUND_ROBIN}
+                    self._row(number, aware, f"{row}, a new last message", SIZES[name], connections, new=True)
+            for side, router in running.items():
+                if router.pid:
+                    self._add(
+                        side, "resident memory afterwards, MB", "after whole answers", memory_of(router.pid) / 2**20
+                    )
+
+    def _row(
+        self,
+        number: int,
+        running: Mapping[Side, RunningRouter],
+        row: str,
+        size: int,
+        connections: int,
+        new: bool = False,
     ) -> None:
+        for side, router in running.items():
+            self._say(number, side, row)
+            with self._failing(side):
+                self._load(side, router, row, size, connections, new)
+
+    def _load(self, side: Side, running: RunningRouter, row: str, size: int, connections: int, new: bool) -> None:
         mode = CACHE_AWARE if new else side.mode
         before = cpu_of(running.pid) if running.pid else 0.0
         load = loaded(running.url, size, connections, self._scale.seconds, self._folder, new)
@@ -106,12 +132,7 @@ class Run:
         self._add(side, "processor time of a request, µs", row, spent * 1e6, mode)
 
     def _streams(self, number: int, mode: str, sides: Sequence[Side], workers: Sequence[str]) -> None:
-        """All sides of a mode run at once and take turns, burst by burst: a machine's speed changes by the minute."""
-        with ExitStack() as stack:
-            running: dict[Side, RunningRouter] = {}
-            for side in sides:
-                with self._failing(side):
-                    running[side] = stack.enter_context(side.running(workers, self._folder))
+        with self._running(sides, workers) as running:
             for _ in range(self._scale.bursts):
                 for side, router in running.items():
                     self._say(number, side, f"streams, {mode}")

@@ -22,6 +22,9 @@ from router.server.http_protocol import BoundedHttpProtocol
 
 log = structlog.get_logger()
 
+# So many connections are accepted in a turn of the loop: libuv takes one of a socket, and while many requests are
+# served in each turn, clients that come would wait for as many turns as there are clients before them.
+_ACCEPTED_A_TURN = 16
 # Longer than clients and balancers keep an idle connection: a request on one that we close meanwhile would be lost.
 KEEP_ALIVE_SECONDS = 75
 
@@ -45,6 +48,12 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._connections = self.server_state.connections = Connections()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. Raises OSError."""
+        if sockets is not None:
+            sockets = [each.dup() for each in sockets for _ in range(_ACCEPTED_A_TURN)]  # their servers close them
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the requests in flight. Those that would never end by themselves are ended."""

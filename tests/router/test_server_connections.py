@@ -1,16 +1,48 @@
-"""A server that stops tells its connections, those too that are accepted meanwhile."""
+"""A server takes many connections at once, and one that stops tells those too that are accepted meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from contextlib import ExitStack
 
 import pytest
+import uvloop
+from fastapi import FastAPI
 
-from router.server.http_server import Connections
+from router.server.http_server import Connections, HttpServer
+from router.server.sockets import listen
 
-pytestmark = pytest.mark.anyio
+_CLIENTS = 64
 
 
+def test_clients_that_come_at_once_wait_for_few_turns_of_the_loop() -> None:
+    uvloop.run(_clients_come_at_once())
+
+
+async def _clients_come_at_once() -> None:
+    listening = listen("127.0.0.1", 0)
+    address = listening.getsockname()
+    server = HttpServer(FastAPI(), shutdown_timeout=1)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    async with asyncio.timeout(60):
+        while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
+            await asyncio.sleep(0.001)
+        with ExitStack() as clients:
+            for _ in range(_CLIENTS):  # while nobody accepts
+                clients.enter_context(socket.create_connection(address))
+            turns = 0
+            while len(server.server_state.connections) < _CLIENTS:
+                await asyncio.sleep(0)
+                turns += 1
+        server.should_exit = True
+        await serving
+    assert turns < _CLIENTS / 2
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+
+
+@pytest.mark.anyio
 async def test_a_connection_that_comes_too_late_is_told_to_end() -> None:
     told: list[str] = []
 
