@@ -53,6 +53,7 @@ class HttpServer(uvicorn.Server):
         """Listen. Raises OSError."""
         if sockets is not None:
             sockets = [each.dup() for each in sockets for _ in range(_ACCEPTED_A_TURN)]  # their servers close them
+        await self.on_tick(0)  # the first sockets are served before the last listen: with the headers of all answers
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -42,6 +42,24 @@ async def _clients_come_at_once() -> None:
         socket.create_connection(address)
 
 
+def test_who_comes_before_all_is_ready_is_answered_as_others_are() -> None:
+    asyncio.run(_one_comes_early())  # whose servers begin one turn after the other
+
+
+async def _one_comes_early() -> None:
+    listening = listen("127.0.0.1", 0)
+    server = HttpServer(FastAPI(), shutdown_timeout=1)
+    async with asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        answer = await reader.read()
+        writer.close()
+        server.should_exit = True
+        await serving
+    assert b"\r\ndate: " in answer
+
+
 @pytest.mark.anyio
 async def test_a_connection_that_comes_too_late_is_told_to_end() -> None:
     told: list[str] = []
