@@ -139,7 +139,8 @@ class _Recorder:
         try:
             dealer.set_hwm(_RECEIVE_QUEUE)
             _connect(dealer, self.stream.source.replay_endpoint)
-            await dealer.send_multipart(replay_request(0))
+            with suppress(zmq.Again):  # it is none, as ZeroMQ has learned already
+                await dealer.send_multipart(replay_request(0), zmq.NOBLOCK)
             deadline = time.monotonic() + REPLAY_TIMEOUT_S
             while time.monotonic() < deadline and await dealer.poll(int(REPLAY_SILENCE_S * 1000)):
                 frames = await dealer.recv_multipart()

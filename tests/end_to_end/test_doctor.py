@@ -17,7 +17,8 @@ import pytest
 import zmq
 from broken_fleet import Frames, event_relay, request_proxy
 
-from kvevents import BlockStored, WireForm, decode_batch, encode_batch
+from kvevents import BlockStored, EventSource, WireForm, decode_batch, encode_batch
+from kvrouter.tools.doctor import stream as doctor_stream
 from kvrouter.tools.doctor.findings import FIXES, Cause
 from kvrouter.tools.doctor.run import examine
 from router.settings import Settings
@@ -127,6 +128,17 @@ async def test_each_broken_worker_is_found_to_be_broken_in_its_way(sound: Sound)
     for (cause, _), told in zip(workers, causes, strict=True):
         # Where numbers go back, what one conversation brought can be taken for another's.
         assert told == [cause] or (cause is Cause.SEQUENCE and cause in told)
+
+
+async def test_a_replay_endpoint_that_is_none_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ may know before it is asked, and has nobody to send to from then on."""
+    monkeypatch.setattr(doctor_stream, "_connect", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        stream = doctor_stream.WatchedStream(EventSource(0, endpoint, endpoint), None)
+        with pytest.raises(doctor_stream.NoPublisherError, match=endpoint):
+            await asyncio.wait_for(stream.replayed(), 30)
+        await stream.close()
 
 
 async def test_a_key_opens_the_worker(sound: Sound) -> None:

@@ -105,7 +105,10 @@ class WatchedStream:
     def _ask_replay(self, endpoint: str) -> int:
         with self._open(zmq.DEALER) as dealer:
             _connect(dealer, endpoint)
-            dealer.send_multipart(replay_request(0))
+            try:
+                dealer.send_multipart(replay_request(0), zmq.NOBLOCK)
+            except zmq.Again as error:  # ZeroMQ has learned already that it must not connect again
+                raise NoPublisherError(f"{endpoint} does not speak as a replay endpoint does") from error
             count = 0
             try:
                 while dealer.poll(int(REPLAY_TIMEOUT * 1000)):
