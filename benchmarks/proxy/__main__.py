@@ -26,12 +26,12 @@ _HOW = """\
 `make bench-proxy` runs our router and the Rust ones ({versions}) in front of {workers} light workers ({worker});
 `make bench-proxy ARGS=--quick` in a few minutes, `ARGS='--mode "round robin"'` a part of it.
 
-The router under test has one core, workers and load ({tool}) another. The routers take turns, in an order that
-changes; the figures are medians of {rounds}. Latencies are what the router adds to those without one. Chats of 64 KB
-are conversations, four turns of each. The 64 chats of a size come again and again, but for the rows with a new last
-message: that begins with a number of its own, so that none of it was seen. It is all of a chat of 1 KB, and 4 KB of
-one of 64 KB. A stream is {chunks} events, {pause:.0f} ms apart; {streams} begin at once, {bursts} times a round, each
-time after as many that are not counted; for these all routers of a mode run, and take turns. One request at a time
+The router under test has one core, workers and load ({tool}) another. All routers run at once, for streams those of a
+mode, and take turns, load by load, in an order that changes; the figures are medians of {rounds}. Latencies are what
+the router adds to those without one. Chats of 64 KB are conversations, four turns of each. The 64 chats of a size come
+again and again, but for the rows with a new last message: that begins with a number of its own, so that none of it was
+seen. It is all of a chat of 1 KB, and 4 KB of one of 64 KB. A stream is {chunks} events, {pause:.0f} ms apart;
+{streams} begin at once, {bursts} times a round, each time after as many that are not counted. One request at a time
 goes over one connection; of the conversation of 30k tokens only the last message changes, so that all before it was
 seen, by ours and by the peers.
 
