@@ -77,21 +77,34 @@ class Index:
     def runs(self) -> int: ...
     def is_sound(self) -> bool: ...
 
-class Inbox:
-    """Live messages on their way from ZeroMQ's sockets to an index. For one thread; others run while it receives and
-    applies."""
+class LiveReader:
+    """ZeroMQ's live sockets, by their file descriptors, and what comes there on its way to an index. For one thread;
+    others run while it reads and applies."""
 
-    def __init__(self, functions: Sequence[int]) -> None:
-        """`functions`: where libzmq's zmq_msg_init, _recv, _data, _size, _more and _close are."""
-    def receive(self, sockets: Sequence[int]) -> None:
-        """Receive a round of what has come on sockets of libzmq's, in place of what was here."""
-    def received(self) -> list[tuple[bool, int, int, int, int | None, bytes]]:
-        """Of the sockets that had their turn, by place: what `indexer.inbox.Received` says."""
+    def __init__(self, functions: Sequence[int], index: Index, others: int) -> None:
+        """`functions`: where libzmq's zmq_msg_init, _recv, _data, _size, _more and _close are; `others`: a file
+        descriptor that tells of whatever else there is to do."""
+    def follow(self, fd: int, socket: int) -> None: ...
+    def leave(self, fd: int) -> None: ...
+    def look_again(self, fd: int) -> None:
+        """What a socket has may not be told any more."""
+    def expect(self, fd: int, target: int, seq: int, largest: int) -> None:
+        """Batches of a socket from `seq` on are to be applied to a target, as long as none has more than `largest`
+        bytes."""
+    def expect_nothing(self, fd: int) -> None:
+        """Whatever comes is for the caller."""
+    def read(self, seconds: float) -> int:
+        """Wait so long, at most, for something to come, and receive it in rounds, as long as they follow each other
+        closely and have what is expected, and nothing else. What is left of the last one: 0, nothing; 1, the rest of
+        what is to be applied, with something to tell; 2, what was received."""
+    def taken(self) -> list[tuple[int, int, int, bytes, int, float]]:
+        """Of the sockets that had what was expected: what `indexer.inbox.Taken` says."""
+    def received(self) -> list[tuple[int, int, int, int, int | None, bytes]]:
+        """Of the sockets that had their turn in the last round, by place: what `indexer.inbox.Received` says."""
     def messages(self, place: int) -> list[list[bytes]]:
         """The frames of a socket's messages."""
-    def address(self, index: Index, runs: Sequence[tuple[int, int]]) -> None:
+    def address(self, runs: Sequence[tuple[int, int]]) -> None:
         """What came at these places is to be applied to these targets. It must be in order."""
-    def apply(self, index: Index) -> tuple[int, int, bytes, int | _Outcome] | None:
-        """Apply what is addressed and not applied yet, up to the first batch that there is something to tell of: the
-        number of its run, its sequence number, its payload, and what `Index.apply` says of it. None when all is
-        applied."""
+    def apply(self) -> tuple[int, int, bytes, int | _Outcome] | None:
+        """Apply what is addressed and not applied yet, up to the first batch that there is something to tell of: its
+        place, its sequence number, its payload, and what `Index.apply` says of it. None when all is applied."""

@@ -19,12 +19,12 @@ def make_index(secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks
     return PythonIndex(secret, orphan_blocks, most_blocks)
 
 
-def make_inbox(index: Index) -> Inbox:
-    """What receives live batches for an index."""
+def make_inbox(index: Index, others: int) -> Inbox:
+    """What receives live batches for an index. `others`: a file descriptor of whatever else its reader waits for."""
     if "native" in CORES:
         from indexer.native_inbox import NativeInbox, zmq_functions
         from indexer.native_index import NativeIndex
 
         if isinstance(index, NativeIndex) and (functions := zmq_functions()) is not None:
-            return NativeInbox(index, functions)
-    return PythonInbox(index)
+            return NativeInbox(index, functions, others)
+    return PythonInbox(index, others)

@@ -12,31 +12,62 @@ from collections.abc import Sequence
 import zmq
 import zmq.backend
 
-from indexer._native import Inbox as NativeCore
+from indexer._native import LiveReader
 from indexer.holdings import Target
-from indexer.inbox import Inbox, Received
+from indexer.inbox import Inbox, Reading, Received, Taken
 from indexer.index import Applied
 from indexer.native_index import NativeIndex
 
 _FUNCTIONS = ("zmq_msg_init", "zmq_msg_recv", "zmq_msg_data", "zmq_msg_size", "zmq_msg_more", "zmq_msg_close")
+_NOTHING, _TO_TELL = 0, 1  # what is left of a reading
 
 
 class NativeInbox(Inbox):
-    """See `Inbox`. `functions`: of `zmq_functions`."""
+    """See `Inbox`. `functions`: of `zmq_functions`. `others`: a file descriptor of whatever else may come."""
 
-    def __init__(self, index: NativeIndex, functions: list[int]) -> None:
+    def __init__(self, index: NativeIndex, functions: list[int], others: int) -> None:
         self._index = index
-        self._core = NativeCore(functions)
+        self._reader = LiveReader(functions, index.core, others)
+        self._targets: dict[int, Target] = {}
+        self._round: list[Target] = []  # of what was received
 
-    def receive(self, sockets: Sequence[zmq.Socket[bytes]]) -> list[Received]:
-        self._core.receive([socket.underlying for socket in sockets])
-        return [*map(Received._make, self._core.received())]
+    def follow(self, socket: zmq.Socket[bytes], target: Target) -> None:
+        fd = int(socket.fd)
+        self._targets[fd] = target
+        self._reader.follow(fd, socket.underlying)
+
+    def leave(self, socket: zmq.Socket[bytes]) -> None:
+        fd = int(socket.fd)
+        self._reader.leave(fd)
+        del self._targets[fd]
+
+    def look_again(self, socket: zmq.Socket[bytes]) -> None:
+        self._reader.look_again(int(socket.fd))
+
+    def expect(self, socket: zmq.Socket[bytes], seq: int | None, largest: int) -> None:
+        fd = int(socket.fd)
+        if seq is None or seq >= 2**64:
+            self._reader.expect_nothing(fd)
+        else:
+            self._reader.expect(fd, self._index.number(self._targets[fd]), seq, largest)
+
+    def read(self, seconds: float) -> Reading:
+        left = self._reader.read(seconds)
+        taken = [*map(Taken._make, self._reader.taken())]
+        if left == _NOTHING:
+            return Reading(taken, [], [])
+        received = [*map(Received._make, self._reader.received())]
+        self._round = [self._targets[turn.socket] for turn in received]
+        if left != _TO_TELL:
+            return Reading(taken, [], received)
+        told = self._index.apply_addressed(self._reader, self._round)
+        return Reading(taken, [((received[place].socket, seq), applied) for (place, seq), applied in told], [])
 
     def messages(self, place: int) -> list[list[bytes]]:
-        return self._core.messages(place)
+        return self._reader.messages(place)
 
-    def apply(self, runs: Sequence[tuple[int, Target]]) -> list[tuple[tuple[int, int], Applied | Exception]]:
-        return self._index.apply_received(self._core, runs)
+    def apply(self, places: Sequence[int]) -> list[tuple[tuple[int, int], Applied | Exception]]:
+        return self._index.apply_received(self._reader, self._round, places)
 
 
 def zmq_functions() -> list[int] | None:

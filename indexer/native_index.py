@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from indexer._native import Inbox, spread
 from indexer._native import Index as NativeCore
+from indexer._native import LiveReader, spread
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
 from indexer.holdings import HoldingsCounters, Target
@@ -38,37 +38,46 @@ _decode_dump = msgspec.msgpack.Decoder(tuple[list[DumpedRun], list[DumpedHolder]
 
 
 class NativeIndex(Index):
-    """See `Index`."""
+    """See `Index`. `core`: for what reads live batches without Python."""
 
     def __init__(self, secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks: int = MOST_BLOCKS) -> None:
         super().__init__(secret)
-        self._core = NativeCore(secret, orphan_blocks, most_blocks)
+        self.core = NativeCore(secret, orphan_blocks, most_blocks)
         self._numbers: dict[Target, int] = {}
         self._targets: dict[int, Target] = {}
         self._numbering = 0  # how often a target was added or dropped
 
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
         if target not in self._numbers:
-            number = self._core.add(target.model, target.tenant, adapter, capacity)
+            number = self.core.add(target.model, target.tenant, adapter, capacity)
             self._targets[number] = target
             self._numbers[target] = number
             self._numbering += 1
 
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         number = self._numbers.get(target)
-        return _NOTHING if number is None else self._became(target, number, payload, self._core.apply(number, payload))
+        return _NOTHING if number is None else self._became(target, number, payload, self.core.apply(number, payload))
+
+    def number(self, target: Target) -> int:
+        """What the core calls a target."""
+        return self._numbers.get(target, _NOBODY)
 
     def apply_received(
-        self, inbox: Inbox, runs: Sequence[tuple[int, Target]]
+        self, reader: LiveReader, targets: Sequence[Target], places: Sequence[int]
     ) -> list[tuple[tuple[int, int], Applied | Exception]]:
-        """What `indexer.inbox.Inbox.apply` does."""
-        inbox.address(self._core, [(place, self._numbers.get(target, _NOBODY)) for place, target in runs])
+        """What `indexer.inbox.Inbox.apply` does, with the targets of all places."""
+        reader.address([(place, self.number(targets[place])) for place in places])
+        return self.apply_addressed(reader, targets)
+
+    def apply_addressed(
+        self, reader: LiveReader, targets: Sequence[Target]
+    ) -> list[tuple[tuple[int, int], Applied | Exception]]:
+        """The same, of what is to be applied already."""
         told: list[tuple[tuple[int, int], Applied | Exception]] = []
-        while (last := inbox.apply(self._core)) is not None:
-            run, seq, payload, outcome = last
-            target = runs[run][1]
-            number = self._numbers.get(target, _NOBODY)
-            tell(told, (run, seq), partial(self._became, target, number, payload, outcome))
+        while (last := reader.apply()) is not None:
+            place, seq, payload, outcome = last
+            became = partial(self._became, targets[place], self.number(targets[place]), payload, outcome)
+            tell(told, (place, seq), became)
         return told
 
     def _became(self, target: Target, number: int, payload: bytes, applied: int | Outcome) -> Applied:
@@ -78,20 +87,20 @@ class NativeIndex(Index):
         is_batch, _, _, _, foreign = applied
         if not is_batch:
             batch = decode_batch(payload)
-            told = self._told(target, self._core.apply(number, _encode((0.0, batch.events)), None, True))
+            told = self._told(target, self.core.apply(number, _encode((0.0, batch.events)), None, True))
             return Applied(batch.rejected + told.rejected, told.cleared)
         if not foreign:
             return self._told(target, applied)
         events = [(index, decode_event(index, raw)) for index, raw in foreign]
         known = [(index, _encode(event)) for index, event in events if not isinstance(event, RejectedEvent)]
-        told = self._told(target, self._core.apply(number, payload, known))
+        told = self._told(target, self.core.apply(number, payload, known))
         return Applied([event for _, event in events if isinstance(event, RejectedEvent)] + told.rejected, told.cleared)
 
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
         number = self._numbers.get(target)
         if number is None:
             return []
-        return self._told(target, self._core.apply(number, _encode((0.0, batch.events)), None, True)).rejected
+        return self._told(target, self.core.apply(number, _encode((0.0, batch.events)), None, True)).rejected
 
     def _told(self, target: Target, applied: int | Outcome) -> Applied:
         """What the core says of a batch without foreign events."""
@@ -110,7 +119,7 @@ class NativeIndex(Index):
     def clear(self, target: Target) -> None:
         number = self._numbers.get(target)
         if number is not None:
-            self._core.clear(number)
+            self.core.clear(number)
             self.cleared.add(target)
 
     def drop(self, target: Target) -> None:
@@ -119,7 +128,7 @@ class NativeIndex(Index):
         self._numbering += 1
         self.block_size_changes += 1
         if number is not None:
-            self._core.drop(number)
+            self.core.drop(number)
 
     def match_from(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> list[Match]:
         return self._matches(self._found(root, block_size, prompt, blocks), block_size) if blocks > 0 else []
@@ -146,13 +155,13 @@ class NativeIndex(Index):
         # The core hashes tokens alone: up to the last block with a key it is told the hashes.
         hashes = prompt.hashes(root, block_size, min(prompt.keyed_blocks(block_size), blocks))
         known = len(hashes)
-        found, made = self._core.match(root, block_size, prompt.tokens, hashes, blocks)
+        found, made = self.core.match(root, block_size, prompt.tokens, hashes, blocks)
         if made and len(hashes) == known:
             hashes.frombytes(made)
         return found
 
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
-        return self._matches(self._core.match_hashes(hashes), block_size)
+        return self._matches(self.core.match_hashes(hashes), block_size)
 
     def _matches(self, found: bytes, block_size: int) -> list[Match]:
         targets, matches = self._targets, []
@@ -170,21 +179,21 @@ class NativeIndex(Index):
 
     def dump(self, target: Target) -> tuple[list[DumpedRun], list[DumpedHolder]]:
         number = self._numbers.get(target)
-        return ([], []) if number is None else _decode_dump(self._core.dump(number))
+        return ([], []) if number is None else _decode_dump(self.core.dump(number))
 
     def restore(self, target: Target, dump: TargetDump) -> None:
         try:
             whole = _encode((dump.runs, dump.holders))
         except OverflowError as error:
             raise DumpError(f"a block of {target} has no place") from error
-        restored = self._core.restore(self._numbers[target], whole, dump.block_sizes)
+        restored = self.core.restore(self._numbers[target], whole, dump.block_sizes)
         self.block_size_changes += 1
         if not restored:
             raise DumpError(f"a block of {target} has no place")
 
     def status(self, target: Target) -> TargetStatus | None:
         number = self._numbers.get(target)
-        status = None if number is None else self._core.status(number)
+        status = None if number is None else self.core.status(number)
         if status is None:
             return None
         blocks, orphans, counters, block_sizes, window = status
@@ -196,11 +205,11 @@ class NativeIndex(Index):
         return set[int]().union(*(status.block_sizes for status in known if status is not None))
 
     def sweep(self) -> None:
-        self._core.sweep()
+        self.core.sweep()
 
     def check_integrity(self) -> None:
-        assert self._core.is_sound()
+        assert self.core.is_sound()
 
     @property
     def runs(self) -> int:
-        return self._core.runs()
+        return self.core.runs()

@@ -232,6 +232,12 @@ class StreamSequence:
             self._settle(now)
         return []
 
+    @property
+    def expected(self) -> int | None:
+        """The live batch from which on `takes` takes them; None while something else is under way."""
+        seq = self._next_seq
+        return seq if self._goes_on(seq) else None
+
     def takes(self, first: int, last: StreamFrame, now: float) -> bool:
         """Whether the batches from `first` to `last`, which came on the live socket one after another, are the next
         ones, and nothing else is under way, as nearly always. Then they are to be applied; else nothing happened, and

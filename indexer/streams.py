@@ -24,7 +24,7 @@ import zmq
 
 from indexer.factory import make_inbox
 from indexer.holdings import Target
-from indexer.inbox import Received
+from indexer.inbox import Reading, Received
 from indexer.index import Applied, Index, tell
 from indexer.memory import give_back
 from indexer.names import WorkerNames
@@ -71,9 +71,6 @@ _TICK_SECONDS = 0.1  # between looks at the deadlines
 _SECONDS_A_TURN = 0.005  # that the answers of a replay, or of a monitor, may take
 _ANSWER_TIMEOUT = 30.0  # seconds until the reader gets to a question
 _CONNECT_AGAIN_S = 1.0
-# Of live batches, once rounds follow each other: a fleet's streams are not in step, and each batch that is read alone
-# wakes the reader, which takes Python's lock from whoever has it.
-_ROUND_SECONDS = 0.001
 # Who hangs up that often at once does not understand us. One that stops does so once; one that hangs says nothing.
 _HANG_UPS = 3
 _AT_ONCE_S = 5.0
@@ -146,6 +143,11 @@ class Stream:
         self.last_seq = self.sequence.last_seq
         self.confirmed_at = self.sequence.confirmed_at
 
+    def took(self, payload: bytes, received_at: float) -> None:
+        """A live batch was received at this unix time, and applied."""
+        made_at = batch_time(payload)
+        self.received_at, self.lag = received_at, None if made_at is None else received_at - made_at
+
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [self.live, self.monitor, *([self.replay] if self.replay else [])]
 
@@ -172,11 +174,12 @@ class StreamReader:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 1023, four of which a stream has
         self.streams: dict[Target, Stream] = {}
         self._followed: dict[Target, Stream] = {}  # those the thread has got to
-        # ZeroMQ's own poll looks at every socket each time. What is watched here instead tells once that something
-        # came; so a socket is `ready` until nothing is left, and again after what else may have taken its word.
+        # Of the sockets that are not live. ZeroMQ's own poll looks at every socket each time. What is watched here
+        # instead tells once that something came; so a socket is `ready` until nothing is left, and again after what
+        # else may have taken its word.
         self._selector = DefaultSelector()
-        self._inbox = make_inbox(index)
-        self._live: dict[zmq.Socket[bytes], Stream] = {}
+        self._inbox = make_inbox(index, self._selector.fileno())
+        self._live: dict[int, Stream] = {}  # by the socket's file descriptor
         self._handlers: dict[zmq.Socket[bytes], Callable[[], bool]] = {}
         self._ready: dict[zmq.Socket[bytes], None] = {}
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -335,26 +338,22 @@ class StreamReader:
 
     def _run(self) -> None:
         self._watch(self._wake_out, self._obey)
-        next_tick = last_began = 0.0
+        next_tick = 0.0
         while not self._stopping.is_set():
-            self._look(0 if self._ready else _TICK_SECONDS)
-            began = time.monotonic()
-            if not self._ready and self._received > _RECEIVED_BYTES:
-                self._received = 0
-                give_back()
-            came = self._receive_live()
-            if came:
-                self._look(0)  # a reconnection must be known before what came by it
+            reading = self._inbox.read(0 if self._ready else _TICK_SECONDS)
+            self._took(reading)
+            came = self._came(reading.received)
+            for key, _ in self._selector.select(0):
+                self._ready[key.data] = None
             for socket in list(self._ready):
                 if (handler := self._handlers.get(socket)) is not None:
                     with _logged():
                         if handler():
                             self._ready.pop(socket, None)
             self._take(came)
-            if came:
-                if not self._ready and began - last_began < 2 * _ROUND_SECONDS:
-                    time.sleep(max(began + _ROUND_SECONDS - time.monotonic(), 0))
-                last_began = began
+            if not (reading.taken or came or self._ready) and self._received > _RECEIVED_BYTES:
+                self._received = 0
+                give_back()
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
@@ -362,20 +361,14 @@ class StreamReader:
                     if stream.connect_at is not None and now >= stream.connect_at:
                         stream.connect_at = None
                         connect_again(stream.live, stream.source.endpoint)
-                        self._ready[stream.live] = None
+                        self._inbox.look_again(stream.live)
                     if not stream.gone:  # nobody is there to be asked
                         self._act(stream, stream.sequence.on_tick(now))
                 self._index.sweep()
 
-    def _look(self, seconds: float) -> None:
-        """Wait for so long until something comes, and learn where."""
-        for key, _ in self._selector.select(seconds):
-            self._ready[key.data] = None
-
-    def _watch(self, socket: zmq.Socket[bytes], read: Callable[[], bool] | None = None) -> None:
-        """Look at a socket. `read` what comes, for a turn each time; without, it is a live one."""
-        if read is not None:
-            self._handlers[socket] = lambda: _drain(read)
+    def _watch(self, socket: zmq.Socket[bytes], read: Callable[[], bool]) -> None:
+        """Look at a socket: `read` what comes, for a turn each time."""
+        self._handlers[socket] = lambda: _drain(read)
         self._selector.register(int(socket.fd), EVENT_READ, socket)
         self._ready[socket] = None  # it may have told before
 
@@ -390,8 +383,8 @@ class StreamReader:
         self._leave(stream.target)
         stream.shown()  # it may go on from what was saved
         self._followed[stream.target] = stream
-        self._live[stream.live] = stream
-        self._watch(stream.live)
+        self._live[int(stream.live.fd)] = stream
+        self._inbox.follow(stream.live, stream.target)
         self._watch(stream.monitor, lambda: self._read_monitor(stream))
         if stream.replay is not None:
             self._watch(stream.replay, lambda: self._read_replay(stream))
@@ -400,11 +393,12 @@ class StreamReader:
         stream = self._followed.pop(target, None)
         if stream is None:
             return
-        for socket in stream.sockets():
+        self._inbox.leave(stream.live)
+        del self._live[int(stream.live.fd)]
+        for socket in filter(None, (stream.monitor, stream.replay)):
             self._selector.unregister(int(socket.fd))
-            self._handlers.pop(socket, None)
+            del self._handlers[socket]
             self._ready.pop(socket, None)
-        del self._live[stream.live]
         self._close(stream)
         self._index.clear(target)  # the target may have been added anew while this stream was still read
 
@@ -413,17 +407,30 @@ class StreamReader:
         for socket in stream.sockets():
             socket.close(0)
 
-    def _receive_live(self) -> list[tuple[int, Stream, Received]]:
-        """Let the inbox receive of the streams that have some; what it did, by its places."""
-        streams = [stream for socket in self._ready if (stream := self._live.get(socket)) is not None]
-        received = self._inbox.receive([stream.live for stream in streams])
+    def _took(self, reading: Reading) -> None:
+        """Take note of batches that the inbox applied by itself."""
+        now = time.monotonic()
+        took: list[Stream] = []
+        for turn in reading.taken:
+            self._received += turn.size
+            stream = self._live[turn.socket]
+            if stream.left:
+                continue
+            as_expected = stream.sequence.takes(turn.first, StreamFrame(turn.last, turn.payload), now)
+            assert as_expected
+            stream.took(turn.payload, turn.received_at)
+            took.append(stream)
+        for (socket, seq), applied in reading.told:
+            self._became(self._live[socket], seq, applied)
+        for stream in took:
+            stream.shown()
+
+    def _came(self, received: list[Received]) -> list[tuple[int, Stream, Received]]:
+        """Those of the turns that had something, with their places and streams."""
         came: list[tuple[int, Stream, Received]] = []
         for place, turn in enumerate(received):
-            stream = streams[place]
-            del self._ready[stream.live]
-            if not turn.drained:
-                self._ready[stream.live] = None  # behind the others
             if turn.messages:
+                stream = self._live[turn.socket]
                 self._received += turn.size
                 self._bound(stream, turn.largest)
                 came.append((place, stream, turn))
@@ -432,25 +439,29 @@ class StreamReader:
     def _take(self, came: list[tuple[int, Stream, Received]]) -> None:
         """Bring batches in order and apply them: together, those that are the next ones."""
         now = time.monotonic()
-        runs: list[tuple[int, Stream]] = []
+        runs: dict[int, Stream] = {}
         lasts: list[tuple[Stream, StreamFrame]] = []
         for place, stream, turn in came:
             if stream.left:
                 continue
             last = None if turn.first is None else StreamFrame(turn.first + turn.messages - 1, turn.payload)
             if turn.first is not None and last is not None and stream.sequence.takes(turn.first, last, now):
-                runs.append((place, stream))
+                runs[place] = stream
             else:
                 last = self._take_one_by_one(stream, self._inbox.messages(place), now)
             if last is not None:
                 lasts.append((stream, last))
-        for (run, seq), applied in self._inbox.apply([(place, stream.target) for place, stream in runs]):
-            self._became(runs[run][1], seq, applied)
+        for (place, seq), applied in self._inbox.apply([*runs]):
+            self._became(runs[place], seq, applied)
         received_at = time.time()
         for stream, last in lasts:
-            stream.shown()
-            made_at = batch_time(last.payload)
-            stream.received_at, stream.lag = received_at, None if made_at is None else received_at - made_at
+            stream.took(last.payload, received_at)
+            self._show(stream)
+
+    def _show(self, stream: Stream) -> None:
+        """The index shows all that the sequence has seen; so what is expected next is known."""
+        stream.shown()
+        self._inbox.expect(stream.live, stream.sequence.expected, stream.largest_message)
 
     def _take_one_by_one(self, stream: Stream, messages: list[list[bytes]], now: float) -> StreamFrame | None:
         """Bring a stream's messages in order and apply what is next; the last that could be read."""
@@ -539,7 +550,7 @@ class StreamReader:
                     discard(stream.replay)
                 case AskReplay(start):
                     self._ask(stream, start)
-        stream.shown()
+        self._show(stream)
 
     def _apply(self, stream: Stream, frame: StreamFrame) -> None:
         told: list[tuple[int, Applied | Exception]] = []

@@ -17,24 +17,27 @@ from typing import Any
 _SECONDS = Struct("2d")
 
 
-class _TimedInbox:
-    """The native core of an inbox; the clock runs while it receives and applies."""
+class _TimedReader:
+    """The native core of an inbox; the clock runs while it reads and applies."""
 
     def __init__(self, core: Any, shown: mmap) -> None:
         self._core = core
         self._shown = shown
         self._seconds = 0.0
-        self._nothing = median(self._receiving_nothing() for _ in range(1000))
-        self.received, self.messages, self.address = self._core.received, self._core.messages, self._core.address
+        self._nothing = median(self._reading_nothing() for _ in range(1000))
 
-    def receive(self, sockets: list[int]) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def read(self, seconds: float) -> int:
         begun = thread_time()
-        self._core.receive(sockets)
+        left: int = self._core.read(seconds)
         self._released(begun)
+        return left
 
-    def apply(self, index: Any) -> Any:
+    def apply(self) -> Any:
         begun = thread_time()
-        told = self._core.apply(index)
+        told = self._core.apply()
         self._released(begun)
         return told
 
@@ -43,9 +46,9 @@ class _TimedInbox:
         self._seconds += max(now - begun - self._nothing, 0.0)
         _SECONDS.pack_into(self._shown, 0, now, self._seconds)
 
-    def _receiving_nothing(self) -> float:
+    def _reading_nothing(self) -> float:
         begun = thread_time()
-        self._core.receive([])
+        self._core.read(0.0)
         return thread_time() - begun
 
 
@@ -63,8 +66,8 @@ def _main() -> None:
     shared.write_bytes(_SECONDS.pack(0.0, 0.0))
     with shared.open("r+b") as opened:
         shown = mmap(opened.fileno(), _SECONDS.size)
-    core = vars(native_inbox)["NativeCore"]
-    vars(native_inbox)["NativeCore"] = lambda functions: _TimedInbox(core(functions), shown)
+    reader = vars(native_inbox)["LiveReader"]
+    vars(native_inbox)["LiveReader"] = lambda *arguments: _TimedReader(reader(*arguments), shown)
     main()
 
 

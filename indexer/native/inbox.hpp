@@ -58,25 +58,28 @@ class Inbox {
         for (; at <= messages_[message].last_frame; ++at) call(frame(at));
     }
 
-    // What came at these places is for these targets, to be applied.
-    void address(Index& index, const std::vector<std::pair<std::size_t, u32>>& runs) {
+    // What came at a place, and for which target it is.
+    struct Run {
+        std::size_t place;
+        std::shared_ptr<Holdings> holdings;
+    };
+
+    // These are to be applied. What came there is in order.
+    void address(const std::vector<Run>& runs) {
         addressed_.clear();
         origins_.clear();
         applied_ = 0;
-        for (u32 run = 0; run < runs.size(); ++run) {
-            const auto& [place, number] = runs[run];
+        for (const auto& [place, holdings] : runs) {
             const Received& turn = received_.at(place);
-            const auto holdings = index.holdings(number);
             for (std::size_t message = turn.first; message < turn.first + turn.count; ++message) {
                 addressed_.push_back({holdings, payload(message)});
-                origins_.push_back({run, message});
+                origins_.push_back({place, message});
             }
         }
     }
 
     struct Origin {
-        u32 run;
-        std::size_t message;
+        std::size_t place, message;
     };
 
     // Apply what is addressed and not applied yet, up to the first that there is something to tell of: that one, and in

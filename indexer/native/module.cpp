@@ -6,10 +6,10 @@
 #include <nanobind/stl/vector.h>
 
 #include "columns.hpp"
-#include "inbox.hpp"
 #include "json_check.hpp"
 #include "json_numbers.hpp"
 #include "json_outline.hpp"
+#include "live_reader.hpp"
 
 namespace nb = nanobind;
 using namespace kvrouter;
@@ -65,25 +65,28 @@ Zmq zmq_of(const std::vector<std::uintptr_t>& functions) {
         reinterpret_cast<decltype(Zmq::more)>(functions[4]), reinterpret_cast<decltype(Zmq::close)>(functions[5])};
 }
 
-void receive(Inbox& inbox, const std::vector<std::uintptr_t>& sockets) {
-    std::vector<void*> addresses;
-    for (const auto socket : sockets) addresses.push_back(reinterpret_cast<void*>(socket));
-    const nb::gil_scoped_release others_run;
-    inbox.receive(addresses);
+nb::list taken(const LiveReader& reader) {
+    nb::list taken;
+    for (const Taken& each : reader.taken())
+        taken.append(nb::make_tuple(each.fd, each.first, each.last, as_bytes(each.payload), each.bytes, each.received_at));
+    return taken;
 }
 
-nb::list received(const Inbox& inbox) {
+nb::list received(const LiveReader& reader) {
+    const Inbox& inbox = reader.inbox();
     nb::list turns;
-    for (const Received& turn : inbox.received()) {
+    for (std::size_t place = 0; place < reader.round().size(); ++place) {
+        const Received& turn = inbox.received()[place];
         const bool is_run = turn.in_order && turn.count > 0;
         turns.append(nb::make_tuple(
-            turn.drained, turn.count, turn.bytes, turn.largest, is_run ? nb::object(nb::int_(inbox.seq(turn.first))) : nb::none(),
+            reader.round()[place], turn.count, turn.bytes, turn.largest, is_run ? nb::object(nb::int_(inbox.seq(turn.first))) : nb::none(),
             is_run ? as_bytes(inbox.payload(turn.first + turn.count - 1)) : nb::bytes("", 0)));
     }
     return turns;
 }
 
-nb::list messages(const Inbox& inbox, std::size_t place) {
+nb::list messages(const LiveReader& reader, std::size_t place) {
+    const Inbox& inbox = reader.inbox();
     const Received& turn = inbox.received().at(place);
     nb::list messages;
     for (std::size_t message = turn.first; message < turn.first + turn.count; ++message) {
@@ -94,15 +97,16 @@ nb::list messages(const Inbox& inbox, std::size_t place) {
     return messages;
 }
 
-nb::object apply_inbox(Inbox& inbox, Index& index) {
+nb::object apply_received(LiveReader& reader) {
     Applied applied;
     std::optional<Inbox::Origin> told;
     {
         const nb::gil_scoped_release others_run;
-        told = inbox.apply(index, applied);
+        told = reader.apply(applied);
     }
     if (!told) return nb::none();
-    return nb::make_tuple(told->run, inbox.seq(told->message), as_bytes(inbox.payload(told->message)), as_outcome(applied));
+    const Inbox& inbox = reader.inbox();
+    return nb::make_tuple(told->place, inbox.seq(told->message), as_bytes(inbox.payload(told->message)), as_outcome(applied));
 }
 
 // Bodies of more bytes are read while other threads run.
@@ -316,11 +320,22 @@ NB_MODULE(_native, module) {
         .def("sweep", &Index::sweep, Release())
         .def("runs", &Index::runs, Release())
         .def("is_sound", &Index::is_sound, Release());
-    nb::class_<Inbox>(module, "Inbox")
-        .def("__init__", [](Inbox* inbox, const std::vector<std::uintptr_t>& functions) { new (inbox) Inbox(zmq_of(functions)); })
-        .def("receive", &receive)
+    nb::class_<LiveReader>(module, "LiveReader")
+        .def(
+            "__init__",
+            [](LiveReader* reader, const std::vector<std::uintptr_t>& functions, Index& index, int others) {
+                new (reader) LiveReader(zmq_of(functions), index, others);
+            },
+            nb::keep_alive<1, 3>())
+        .def("follow", [](LiveReader& reader, int fd, std::uintptr_t socket) { reader.follow(fd, reinterpret_cast<void*>(socket)); })
+        .def("leave", &LiveReader::leave)
+        .def("look_again", &LiveReader::look_again)
+        .def("expect", &LiveReader::expect)
+        .def("expect_nothing", &LiveReader::expect_nothing)
+        .def("read", [](LiveReader& reader, double seconds) { return static_cast<int>(reader.read(seconds)); }, Release())
+        .def("taken", &taken)
         .def("received", &received)
         .def("messages", &messages)
-        .def("address", &Inbox::address)
-        .def("apply", &apply_inbox);
+        .def("address", &LiveReader::address)
+        .def("apply", &apply_received);
 }

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from typing import NoReturn
 
 import pytest
 import zmq
+from engine_publisher import DEADLINE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cores import payload, said
@@ -20,8 +25,11 @@ from indexer.factory import make_inbox
 from indexer.inbox import Inbox, PythonInbox
 from indexer.memory import give_back
 from indexer.python_index import PythonIndex
-from kvevents import Event, EventBatch, encode_batch
+from kvevents import BlockStored, Event, EventBatch, encode_batch
 from kvevents.frames import encode_seq, live_frames
+
+if "native" in CORES:
+    from indexer.native_inbox import NativeInbox
 
 pytestmark = pytest.mark.skipif("native" not in CORES, reason="the native core is not built")
 
@@ -49,27 +57,77 @@ def live_messages(draw: st.DrawFn) -> list[list[bytes]]:
 @given(st.lists(live_messages(), min_size=1, max_size=3))
 def test_what_is_received_by_both_is_the_same_and_is_applied_alike(streams: list[list[list[bytes]]]) -> None:
     """By the core in Python, by the native one, and by that where libzmq cannot be called."""
-    targets = [Target("w", rank, "m") for rank in range(len(streams))]
+    targets = targets_of(streams)
     seen = []
     for inbox, index in inboxes():
-        for target in targets:
-            index.add(target)
-        with pulling(*streams) as sockets:
-            received = inbox.receive(sockets)
-        runs = [(place, targets[place]) for place, turn in enumerate(received) if turn.first is not None]
-        told = [(where, said(applied)) for where, applied in inbox.apply(runs)]
-        messages = [inbox.messages(place) for place in range(len(received))]
-        seen.append((received, told, [index.status(target) for target in targets]))
-        assert [(turn.drained, turn.messages) for turn in received] == [(True, len(each)) for each in streams]
-        assert messages == streams
+        with pulling(*streams) as sockets, followed(inbox, index, sockets) as places:
+            taken, told, received = inbox.read(0)
+            assert (taken, told) == ([], [])
+            came = {places[turn.socket]: inbox.messages(place) for place, turn in enumerate(received)}
+            assert [came.get(place, []) for place in range(len(streams))] == streams
+            told = inbox.apply([place for place, turn in enumerate(received) if turn.first is not None])
+            assert not any(turn.messages for turn in inbox.read(0).received)
+        turns = [turn._replace(socket=places[turn.socket]) for turn in received if turn.messages]
+        seen.append((turns, [(where, said(applied)) for where, applied in told], [*map(index.status, targets)]))
     assert seen[0] == seen[1] == seen[2]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(live_messages(), min_size=1, max_size=3),
+    st.sampled_from([None, 0, 0, 5, 2**64 - 2]),
+    st.sampled_from([60, 10**6, 10**6, 10**6]),
+)
+def test_what_is_expected_is_applied_as_what_was_asked_for(
+    streams: list[list[list[bytes]]], first: int | None, largest: int
+) -> None:
+    """Unless anything else comes with it."""
+    seen = []
+    for inbox, index in inboxes():
+        with pulling(*streams) as sockets, followed(inbox, index, sockets) as places:
+            for socket in sockets:
+                inbox.expect(socket, first, largest)
+            taken, told, received = inbox.read(0)
+            turns = [turn for turn in received if turn.messages]
+            assert not (taken and turns)
+            if isinstance(inbox, NativeInbox) and first is not None:
+                assert all(turn.first == first for turn in taken)
+                assert not turns or any(turn.first != first or turn.largest > largest for turn in turns)
+            else:
+                assert not taken
+            runs = [(places[turn.socket], turn.first, turn.last, turn.payload, turn.size) for turn in taken]
+            told = [((places[socket], seq), applied) for (socket, seq), applied in told]
+            for place, turn in enumerate(received):
+                if turn.first is not None:
+                    last = turn.first + turn.messages - 1
+                    runs.append((place, turn.first, last, turn.payload, turn.size))
+            told += inbox.apply([place for place, turn in enumerate(received) if turn.first is not None])
+        statuses = [index.status(target) for target in targets_of(streams)]
+        seen.append((runs, [(where, said(applied)) for where, applied in told], statuses))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def targets_of(streams: Sequence[object]) -> list[Target]:
+    return [Target("w", rank, "m") for rank in range(len(streams))]
+
+
+@contextmanager
+def followed(inbox: Inbox, index: Index, sockets: list[zmq.Socket[bytes]]) -> Iterator[dict[int, int]]:
+    """An inbox follows sockets, each for a target; their places by file descriptor."""
+    for socket, target in zip(sockets, targets_of(sockets), strict=True):
+        index.add(target)
+        inbox.follow(socket, target)
+    yield {int(socket.fd): place for place, socket in enumerate(sockets)}
+    for socket in sockets:
+        inbox.leave(socket)
 
 
 def inboxes() -> Iterator[tuple[Inbox, Index]]:
     python, native, without_libzmq = PythonIndex(), native_index(), native_index()
-    yield PythonInbox(python), python
-    yield native_inbox(native), native
-    yield PythonInbox(without_libzmq), without_libzmq
+    with DefaultSelector() as others:
+        yield PythonInbox(python, others.fileno()), python
+        yield native_inbox(native, others.fileno()), native
+        yield PythonInbox(without_libzmq, others.fileno()), without_libzmq
 
 
 def native_index() -> Index:
@@ -78,10 +136,8 @@ def native_index() -> Index:
     return NativeIndex()
 
 
-def native_inbox(index: Index) -> Inbox:
-    from indexer.native_inbox import NativeInbox
-
-    inbox = make_inbox(index)
+def native_inbox(index: Index, others: int) -> Inbox:
+    inbox = make_inbox(index, others)
     assert isinstance(inbox, NativeInbox)
     return inbox
 
@@ -110,43 +166,125 @@ def batch(*events: Event) -> bytes:
 def test_a_socket_has_its_turn_and_a_round_its_end() -> None:
     small = [live_frames(b"", seq, batch()) for seq in range(100)]
     large = [live_frames(b"", seq, bytes(30_000)) for seq in range(10)]
-    for inbox, _ in inboxes():
-        with pulling(small, *[large] * 5) as sockets:
-            turns = inbox.receive(sockets)
-            assert [(turn.drained, turn.messages) for turn in turns] == [(False, 64)] + [(False, 3)] * 3
+    for inbox, index in inboxes():
+        with pulling(small, *[large] * 5) as sockets, followed(inbox, index, sockets) as places:
+            turns = inbox.read(0).received
+            assert [(places[turn.socket], turn.messages) for turn in turns] == [(0, 64), (1, 3), (2, 3), (3, 3)]
             assert (turns[1].size, turns[1].largest) == (3 * 30_008, 30_008)
-            assert [turn.first for turn in inbox.receive([*sockets[4:], *sockets[:3]])] == [0, 0, 64, 3]
+            turns = inbox.read(0).received
+            assert [(places[turn.socket], turn.first) for turn in turns] == [(4, 0), (5, 0), (0, 64), (1, 3)]
 
 
 def test_a_message_of_many_megabytes_is_received_whole_and_what_it_took_is_given_back() -> None:
-    inbox = native_inbox(native_index())
+    index = native_index()
     huge = [b"", encode_seq(0), bytes(12 << 20)]
-    with pulling([huge, live_frames(b"", 1, batch())]) as sockets:
-        (turn,) = inbox.receive(sockets)
-        assert (turn.drained, turn.messages, turn.first, turn.largest) == (False, 1, 0, (12 << 20) + 8)
+    with (
+        DefaultSelector() as others,
+        pulling([huge, live_frames(b"", 1, batch())]) as sockets,
+        followed(inbox := native_inbox(index, others.fileno()), index, sockets),
+    ):
+        (turn,) = inbox.read(0).received
+        assert (turn.messages, turn.first, turn.largest) == (1, 0, (12 << 20) + 8)
         assert inbox.messages(0) == [huge]
+        del turn
         give_back()
         before = resident_bytes()
-        (turn,) = inbox.receive(sockets)
-        assert (turn.drained, turn.first) == (True, 1)
+        (turn,) = inbox.read(0).received
+        assert turn.first == 1
         give_back()
         assert before - resident_bytes() > 10 << 20
+
+
+@contextmanager
+def flowing(index: Index) -> Iterator[tuple[NativeInbox, list[int]]]:
+    """An inbox, one batch after another that it expects, and the pipe whose other end is what else there is to do."""
+    ends, others, stop = os.pipe(), DefaultSelector(), threading.Event()
+    others.register(ends[0], EVENT_READ)
+    (target,) = targets_of([0])
+    index.add(target)
+
+    def send() -> None:
+        with context.socket(zmq.PUSH) as sender:
+            sender.set_hwm(0)
+            sender.connect("inproc://batches")
+            seq = 0
+            while not stop.wait(0.0002):
+                sender.send_multipart(live_frames(b"", seq, batch()))
+                seq += 1
+
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PULL) as socket:
+        socket.set_hwm(0)
+        socket.bind("inproc://batches")
+        sending = threading.Thread(target=send)
+        sending.start()
+        inbox = native_inbox(index, others.fileno())
+        inbox.follow(socket, target)
+        inbox.expect(socket, 0, 10**6)
+        try:
+            yield inbox, ends[1]
+        finally:
+            stop.set()
+            sending.join()
+            for end in ends:
+                os.close(end)
 
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def test_rounds_of_what_is_expected_follow_each_other_until_there_is_something_else_or_time_is_up() -> None:
+    index = native_index()
+    with flowing(index) as (inbox, something_else):
+        deadline, last, longest = time.monotonic() + DEADLINE_S, -1, 0
+        while longest <= 64:  # as many as a round may have
+            assert time.monotonic() < deadline
+            for turn in inbox.read(0.1).taken:
+                assert turn.first == last + 1
+                last = turn.last
+                longest = max(longest, turn.last - turn.first)
+        os.write(something_else, b".")
+        begun = time.monotonic()
+        for _ in range(3):
+            inbox.read(DEADLINE_S)
+        assert time.monotonic() - begun < DEADLINE_S
+
+
+def test_what_is_expected_of_a_target_that_was_dropped_is_nobodys() -> None:
+    """Not even of the one that has its number now."""
+    index, (old, new) = native_index(), targets_of([0, 0])
+    stored = batch(BlockStored([1], None, [7], 1))
+    with (
+        DefaultSelector() as others,
+        pulling([live_frames(b"", 0, stored)], [live_frames(b"", 0, stored)]) as (socket, other),
+        followed(inbox := native_inbox(index, others.fileno()), index, [socket]),
+    ):
+        inbox.expect(socket, 0, 10**6)
+        index.drop(old)
+        index.add(new)
+        assert [turn.last for turn in inbox.read(0).taken] == [0]
+        inbox.follow(other, new)
+        status = index.status(new)
+        assert status is not None
+        assert not any(status.blocks.values())
+        inbox.expect(other, 0, 10**6)
+        assert [turn.last for turn in inbox.read(0).taken] == [0]
+        status = index.status(new)
+        assert status is not None
+        assert sum(status.blocks.values()) == 1
+
+
 def test_where_libzmq_cannot_be_called_pyzmq_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     index = native_index()
-    native_inbox(index)
+    others = DefaultSelector()
+    native_inbox(index, others.fileno())
 
     def no_library(_name: str) -> NoReturn:
         raise OSError("cannot open shared object file")
 
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CDLL", no_library)
-        assert isinstance(make_inbox(index), PythonInbox)
+        assert isinstance(make_inbox(index, others.fileno()), PythonInbox)
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CDLL", lambda _name: ctypes.PyDLL(None))  # one that has other functions
-        assert isinstance(make_inbox(index), PythonInbox)
+        assert isinstance(make_inbox(index, others.fileno()), PythonInbox)

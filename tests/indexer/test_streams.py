@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, MutableMapping
+from selectors import DefaultSelector
 from threading import Event, Thread
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from structlog.testing import capture_logs
 
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.factory import make_inbox, make_index
+from indexer.inbox import Inbox, Reading
 from indexer.sequence import StreamState
 from indexer.streams import StreamReader, StreamStatus
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventSource, encode_batch
@@ -290,6 +292,15 @@ def test_a_target_registered_anew_holds_nothing_of_the_old_stream(
         indexer.unregister([TARGET])
 
 
+def kind_of_inbox(indexer: Indexer) -> type[Inbox]:
+    with DefaultSelector() as others:
+        return type(make_inbox(indexer.index, others.fileno()))
+
+
+def expect_nothing(_inbox: Inbox, _socket: Any, _seq: int | None, _largest: int) -> None:
+    """In place of `Inbox.expect`: whatever comes is asked for."""
+
+
 def test_a_target_registered_anew_does_not_show_the_old_stream(
     indexer: Indexer,
     publishers: Callable[..., Publisher],
@@ -300,16 +311,17 @@ def test_a_target_registered_anew_does_not_show_the_old_stream(
 ) -> None:
     """Not even while a batch of it is being applied."""
     old, new = publishers(), publishers()
-    kind, applying, go_on = type(make_inbox(indexer.index)), Event(), Event()
+    kind, applying, go_on = kind_of_inbox(indexer), Event(), Event()
     apply = kind.apply
 
-    def apply_slowly(inbox: Any, runs: Any) -> Any:
-        if runs:
+    def apply_slowly(inbox: Inbox, places: Any) -> Any:
+        if places:
             applying.set()
             assert go_on.wait(DEADLINE_S)
-        return apply(inbox, runs)
+        return apply(inbox, places)
 
     with monkeypatch.context() as patched:
+        patched.setattr(kind, "expect", expect_nothing)
         patched.setattr(kind, "apply", apply_slowly)
         register(old, replay=False)
         old.publish(block(0))
@@ -327,13 +339,13 @@ def test_a_target_registered_anew_does_not_show_the_old_stream(
 @pytest.fixture
 def held_back(indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Nothing is received live until it is called; then what came meanwhile is, together."""
-    kind, go_on = type(make_inbox(indexer.index)), Event()
-    receive = kind.receive
+    kind, go_on = kind_of_inbox(indexer), Event()
+    read = kind.read
 
-    def receive_later(inbox: Any, sockets: Any) -> Any:
-        return receive(inbox, sockets if go_on.is_set() else [])
+    def read_later(inbox: Inbox, seconds: float) -> Reading:
+        return read(inbox, seconds) if go_on.wait(0.001) else Reading([], [], [])
 
-    monkeypatch.setattr(kind, "receive", receive_later)
+    monkeypatch.setattr(kind, "read", read_later)
     return go_on.set
 
 
@@ -390,27 +402,33 @@ def test_whatever_comes_amid_a_run_of_batches_nothing_is_lost_or_applied_twice(
     assert sum(match.matched_tokens for match in found) == blocks
 
 
+@pytest.mark.parametrize("expected", [True, False])
 def test_what_was_received_of_a_stream_that_was_left_meanwhile_is_not_applied(
+    expected: bool,
     indexer: Indexer,
     publishers: Callable[..., Publisher],
     register: Callable[..., None],
     caught_up: CaughtUp,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kind, neighbour = type(make_inbox(indexer.index)), Target("other", 0, "m")
-    receive, left = kind.receive, Event()
+    kind, neighbour = kind_of_inbox(indexer), Target("other", 0, "m")
+    read, reads, left = kind.read, Event(), Event()
     old, new, other = publishers(), publishers(), publishers()
     register(other, target=neighbour)
 
-    def leave(inbox: Any, sockets: Any) -> Any:
-        received = receive(inbox, sockets)
-        if any(turn.messages for turn in received) and not left.is_set():
+    def leave(inbox: Inbox, seconds: float) -> Reading:
+        reads.set()
+        reading = read(inbox, seconds)
+        if (reading.taken or any(turn.messages for turn in reading.received)) and not left.is_set():
             indexer.unregister([TARGET])
             left.set()
-        return received
+        return reading
 
+    if not expected:
+        monkeypatch.setattr(kind, "expect", expect_nothing)
     register(old, replay=False)
-    monkeypatch.setattr(kind, "receive", leave)
+    monkeypatch.setattr(kind, "read", leave)
+    assert reads.wait(DEADLINE_S)
     old.publish(block(0))
     assert left.wait(DEADLINE_S)
     register(new)

@@ -143,8 +143,7 @@ def assert_everything_is_read(published: ZmqEventPublisher, reading: Indexer) ->
     eventually(lambda: matched(reading) == 5, "replayed")
     for number in range(5, 10):
         published.publish(block(number))
-    eventually(lambda: matched(reading) == 10, "read live")
-    assert state(reading) is StreamState.LIVE
+    eventually(lambda: matched(reading) == 10 and state(reading) is StreamState.LIVE, "read live")
 
 
 def test_an_encrypted_stream_is_read_live_and_replayed(publisher: Publish, reader: Read, keys: Path) -> None:

@@ -142,7 +142,7 @@ int main(int count, char** arguments) {
                     sent[number].push_back(sockets[number].messages.back());
                 }
             inbox.receive(addresses);
-            std::vector<std::pair<std::size_t, u32>> addressed;
+            std::vector<Inbox::Run> addressed;
             std::vector<std::vector<Frames>> batches;
             for (u32 number = 0; number < inbox.received().size(); ++number) {
                 const Received& turn = inbox.received()[number];
@@ -150,18 +150,19 @@ int main(int count, char** arguments) {
                 if (check(inbox, turn, sent[number], got)) return 1;
                 if (turn.drained && !sockets[number].messages.empty()) return fail("not drained");
                 if (!turn.in_order || random.chance(10)) continue;
-                addressed.emplace_back(number, number);
+                addressed.push_back({number, index.holdings(number)});
                 batches.push_back(std::move(got));
             }
             runs += addressed.size();
             std::vector<std::pair<u32, u64>> found, expected;
-            inbox.address(index, addressed);
+            inbox.address(addressed);
             for (Applied last; const auto origin = inbox.apply(index, last); ++told)
-                found.emplace_back(origin->run, inbox.seq(origin->message));
-            for (u32 run = 0; run < addressed.size(); ++run)
+                found.emplace_back(origin->place, inbox.seq(origin->message));
+            for (std::size_t run = 0; run < addressed.size(); ++run) {
+                const u32 place = static_cast<u32>(addressed[run].place);
                 for (const Frames& frames : batches[run])
-                    if (one_by_one.apply(addressed[run].second, frames[2], nullptr, false).tells())
-                        expected.emplace_back(run, *number(frames));
+                    if (one_by_one.apply(place, frames[2], nullptr, false).tells()) expected.emplace_back(place, *number(frames));
+            }
             if (found != expected) return fail("something else was told");
         }
         for (u32 number = 0; number < kSockets; ++number)

@@ -1,0 +1,210 @@
+// Live sockets, read round after round: what is expected of them is applied, anything else is left to the caller.
+#pragma once
+
+#include <chrono>
+#include <thread>
+#include <unordered_map>
+
+#include "inbox.hpp"
+#include "poller.hpp"
+
+namespace kvrouter {
+
+// What was received of a socket and applied: batches that follow one another.
+struct Taken {
+    int fd;
+    u64 first, last;  // sequence numbers
+    std::string payload;  // of the last one
+    std::size_t bytes = 0;  // of all of them
+    double received_at = 0;  // the last one (unix seconds)
+};
+
+// For one thread.
+class LiveReader {
+   public:
+    // `others`: a file descriptor of whatever else the caller has to look at.
+    LiveReader(const Zmq& zmq, Index& index, int others) : index_(index), inbox_(zmq), others_(others) {
+        poller_.add(others);
+    }
+
+    void follow(int fd, void* socket) {
+        poller_.add(fd);
+        live_[fd].socket = socket;
+        look_again(fd);  // it may have told before
+    }
+
+    void leave(int fd) {
+        poller_.remove(fd);
+        live_.erase(fd);
+        std::erase(ready_, fd);
+    }
+
+    // What a socket has may not be told any more.
+    void look_again(int fd) {
+        Live& live = live_.at(fd);
+        if (!live.is_ready) ready_.push_back(fd);
+        live.is_ready = true;
+    }
+
+    // Batches of a socket from `seq` on are for a target, as long as none has more bytes than `largest`.
+    void expect(int fd, u32 number, u64 seq, std::size_t largest) {
+        Live& live = live_.at(fd);
+        live.holdings = index_.holdings(number);
+        live.next = seq;
+        live.largest = largest;
+    }
+
+    // Whatever comes is for the caller.
+    void expect_nothing(int fd) { live_.at(fd).holdings = nullptr; }
+
+    enum class Left {
+        kNothing,
+        kToTell,  // batches to be applied, the first of which there is something to tell of
+        kReceived,  // what was received
+    };
+
+    // Wait so long, at most, for something to come, and receive it in rounds, as long as they have what is expected, and
+    // nothing else: until there is a pause, or of much that comes until the time is up. What is left of the last round.
+    Left read(double seconds) {
+        const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+        for (const Taken& each : taken_)
+            if (const auto live = live_.find(each.fd); live != live_.end()) live->second.taken = kNone;
+        taken_.clear();
+        told_.reset();
+        for (std::size_t batches = 0;;) {
+            const bool many = batches >= kMany, waits = ready_.empty();
+            if (busy_ && waits && seconds > 0) std::this_thread::sleep_until(began_ + kRound);
+            const auto pause = busy_ && !many ? std::min(end, began_ + 2 * kRound) : end;
+            bool others = look(waits ? pause : Clock::time_point{});
+            const auto began = Clock::now();
+            const std::size_t came = receive();
+            if (came > 0) others |= look({});  // a reconnection must be known before what came by it
+            busy_ = came > 0 && began - began_ < 2 * kRound;
+            if (came > 0) began_ = began;
+            if (came > 0 && (others || !is_expected())) return Left::kReceived;
+            if (came > 0 && take()) return Left::kToTell;
+            batches += came;
+            if (others || began >= end || !(busy_ || many)) return Left::kNothing;
+        }
+    }
+
+    // By socket, what was expected in the last reading.
+    const std::vector<Taken>& taken() const { return taken_; }
+
+    // The sockets of the last round, by place.
+    const std::vector<int>& round() const { return round_; }
+
+    const Inbox& inbox() const { return inbox_; }
+
+    // What came at these places of the last round is for these targets, to be applied.
+    void address(const std::vector<std::pair<std::size_t, u32>>& runs) {
+        std::vector<Inbox::Run> addressed;
+        for (const auto& [place, number] : runs) addressed.push_back({place, index_.holdings(number)});
+        inbox_.address(addressed);
+    }
+
+    // See `Inbox::apply`.
+    std::optional<Inbox::Origin> apply(Applied& last) {
+        if (!told_) return inbox_.apply(index_, last);
+        last = std::move(applied_);
+        return std::exchange(told_, std::nullopt);
+    }
+
+   private:
+    using Clock = std::chrono::steady_clock;
+    // A fleet's streams are not in step, and each batch that is read alone takes a processor from whoever has it.
+    static constexpr std::chrono::milliseconds kRound{1};
+    // Of batches: where so many come, the caller need not hear of each.
+    static constexpr std::size_t kMany = 32;
+    static constexpr std::size_t kNone = ~std::size_t{0};
+
+    struct Live {
+        void* socket = nullptr;
+        bool is_ready = false;
+        std::shared_ptr<Holdings> holdings;  // of whom batches are expected; none: of nobody
+        u64 next = 0;
+        std::size_t largest = 0;
+        std::size_t taken = kNone;  // its place there
+    };
+
+    // Wait until then for something to come, and learn where. Whether at the others.
+    bool look(Clock::time_point until) {
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+        bool others = false;
+        poller_.wait(static_cast<int>(std::clamp<long long>(left, 0, 1000)), [&](int fd) {
+            if (fd == others_) others = true;
+            else look_again(fd);
+        });
+        return others;
+    }
+
+    // Receive a round. How many messages came.
+    std::size_t receive() {
+        std::vector<void*> sockets;
+        for (const int fd : ready_) sockets.push_back(live_.at(fd).socket);
+        inbox_.receive(sockets);
+        const auto& turns = inbox_.received();
+        round_.assign(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(turns.size()));
+        ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(turns.size()));
+        std::size_t came = 0;
+        for (std::size_t place = 0; place < turns.size(); ++place) {
+            came += turns[place].count;
+            live_.at(round_[place]).is_ready = !turns[place].drained;
+            if (!turns[place].drained) ready_.push_back(round_[place]);  // behind the others
+        }
+        return came;
+    }
+
+    bool is_expected() const {
+        for (std::size_t place = 0; place < round_.size(); ++place) {
+            const Received& turn = inbox_.received()[place];
+            const Live& live = live_.at(round_[place]);
+            if (turn.count == 0) continue;
+            if (!live.holdings || !turn.in_order || inbox_.seq(turn.first) != live.next || turn.largest > live.largest)
+                return false;
+        }
+        return true;
+    }
+
+    // Apply a round. Whether there is something to tell of it.
+    bool take() {
+        const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+        std::vector<Inbox::Run> runs;
+        for (std::size_t place = 0; place < round_.size(); ++place) {
+            const Received& turn = inbox_.received()[place];
+            if (turn.count == 0) continue;
+            Live& live = live_.at(round_[place]);
+            runs.push_back({place, live.holdings});
+            if (live.taken == kNone) {
+                live.taken = taken_.size();
+                taken_.push_back({round_[place], live.next, 0, {}});
+            }
+            Taken& taken = taken_[live.taken];
+            const std::size_t last = turn.first + turn.count - 1;
+            taken.last = inbox_.seq(last);
+            taken.payload = inbox_.payload(last);
+            taken.bytes += turn.bytes;
+            taken.received_at = now.count();
+            live.next = taken.last + 1;
+            if (live.next == 0) live.holdings = nullptr;  // that was the last number
+        }
+        inbox_.address(runs);
+        told_ = inbox_.apply(index_, applied_);
+        return told_.has_value();
+    }
+
+    Index& index_;
+    Inbox inbox_;
+    Poller poller_;
+    const int others_;
+    std::unordered_map<int, Live> live_;
+    std::vector<int> ready_;  // nothing tells again of what is left there
+    std::vector<int> round_;
+    std::vector<Taken> taken_;
+    std::optional<Inbox::Origin> told_;  // not told yet, and what became of it
+    Applied applied_;
+    Clock::time_point began_;  // the last round in which something came
+    bool busy_ = false;  // that one followed another closely
+};
+
+}  // namespace kvrouter
