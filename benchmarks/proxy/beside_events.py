@@ -33,11 +33,11 @@ _CONNECTIONS = 64
 _ROWS = [(name, new) for name in SIZES for new in (False, True)]
 _HOW = """\
 `make bench-events` runs `kvrouter serve` ({build}), cache aware as above, in front of {workers} light workers of
-{ranks} ranks each, whose {streams} streams bring nothing, or {rate:,.0f} blocks a second in events of {event} blocks:
-prompts that are stored, and others that are removed. {connections} connections ({tool}). The router has one core,
-its reader of streams included; workers, load and publisher have the other. With and without events take turns; figures
-are medians of {rounds}. Reading {rate:,.0f} blocks a second without requests takes {alone:.0f}% of the router's
-core.
+{ranks} ranks each. Their {streams} streams bring nothing, or {rate:,.0f} blocks a second in events of {event} blocks,
+evenly, one stream after another: prompts that are stored, and others that are removed. {connections} connections
+({tool}). The router has one core, its reader of streams included; workers, load and publisher have the other. With and
+without events take turns; figures are medians of {rounds}. Reading {rate:,.0f} blocks a second without requests takes
+{alone:.0f}% of the router's core.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 

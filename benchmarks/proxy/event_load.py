@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import cycle
+from itertools import chain, cycle
 from random import Random
 from typing import Final
 
@@ -84,12 +84,13 @@ def _publish(streams: int) -> None:
         socket.bind("tcp://127.0.0.1:*")
         sockets.append(socket)
         endpoints.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-    # The streams take turns, event by event.
-    turns = cycle([*zip(*map(_payloads, range(streams)), strict=True)])
+    # The streams take turns, event by event, evenly: ranks are not in step.
+    turns = cycle([*chain.from_iterable(map(enumerate, zip(*map(_payloads, range(streams)), strict=True)))])
+    seqs = [0] * streams
     print(msgspec.json.encode(endpoints).decode(), flush=True)
     poller = zmq.Poller()
     poller.register(sys.stdin.fileno(), zmq.POLLIN)
-    rate, sent, begun, seq = 0.0, 0, time.monotonic(), 0
+    rate, sent, begun = 0.0, 0, time.monotonic()
     while True:
         ahead = sent * EVENT_BLOCKS / rate - (time.monotonic() - begun) if rate else 1.0
         if poller.poll(int(max(ahead, 0.0) * 1000)):
@@ -98,9 +99,9 @@ def _publish(streams: int) -> None:
                 return
             rate, sent, begun = float(line), 0, time.monotonic()
         elif rate:
-            for socket, payload in zip(sockets, next(turns), strict=True):
-                socket.send_multipart(live_frames(b"", seq, payload))
-            sent, seq = sent + streams, seq + 1
+            stream, payload = next(turns)
+            sockets[stream].send_multipart(live_frames(b"", seqs[stream], payload))
+            sent, seqs[stream] = sent + 1, seqs[stream] + 1
 
 
 if __name__ == "__main__":

@@ -71,19 +71,21 @@ class LiveReader {
             if (const auto live = live_.find(each.fd); live != live_.end()) live->second.taken = kNone;
         taken_.clear();
         told_.reset();
-        for (std::size_t batches = 0;;) {
-            const bool many = batches >= kMany, waits = ready_.empty();
-            if (busy_ && waits && seconds > 0) std::this_thread::sleep_until(began_ + kRound);
-            const auto pause = busy_ && !many ? std::min(end, began_ + 2 * kRound) : end;
+        const bool had_many = std::exchange(batches_, 0) >= kMany;
+        for (;;) {
+            const bool many = batches_ >= kMany, waits = ready_.empty();
+            const auto round = many || had_many ? kLongRound : kRound;
+            if (busy_ && waits && seconds > 0) std::this_thread::sleep_until(began_ + round);
+            const auto pause = busy_ && !many ? std::min(end, began_ + 2 * round) : end;
             bool others = look(waits ? pause : Clock::time_point{});
             const auto began = Clock::now();
             const std::size_t came = receive();
             if (came > 0) others |= look({});  // a reconnection must be known before what came by it
-            busy_ = came > 0 && began - began_ < 2 * kRound;
+            busy_ = came > 0 && began - began_ < 2 * round;
             if (came > 0) began_ = began;
             if (came > 0 && (others || !is_expected())) return Left::kReceived;
             if (came > 0 && take()) return Left::kToTell;
-            batches += came;
+            batches_ += came;
             if (others || began >= end || !(busy_ || many)) return Left::kNothing;
         }
     }
@@ -113,8 +115,8 @@ class LiveReader {
    private:
     using Clock = std::chrono::steady_clock;
     // A fleet's streams are not in step, and each batch that is read alone takes a processor from whoever has it.
-    static constexpr std::chrono::milliseconds kRound{1};
-    // Of batches: where so many come, the caller need not hear of each.
+    static constexpr std::chrono::milliseconds kRound{1}, kLongRound{4};
+    // Of batches in a reading: where so many come rounds are long, and the caller need not hear of each.
     static constexpr std::size_t kMany = 32;
     static constexpr std::size_t kNone = ~std::size_t{0};
 
@@ -205,6 +207,7 @@ class LiveReader {
     Applied applied_;
     Clock::time_point began_;  // the last round in which something came
     bool busy_ = false;  // that one followed another closely
+    std::size_t batches_ = 0;  // of this reading
 };
 
 }  // namespace kvrouter
