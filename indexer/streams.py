@@ -8,8 +8,6 @@ One file, because the sockets, their turns and their ends belong to that one thr
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -174,10 +172,6 @@ class StreamReader:
         self._names = names or WorkerNames()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 1023, four of which a stream has
-        if sys.platform == "linux":
-            # ZeroMQ's thread takes no processor away from who answers a request: what comes until that one pauses, or
-            # has had its time, is read at once.
-            self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         self.streams: dict[Target, Stream] = {}
         self._followed: dict[Target, Stream] = {}  # those the thread has got to
         # Of the sockets that are not live. ZeroMQ's own poll looks at every socket each time. What is watched here
