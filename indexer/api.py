@@ -105,7 +105,7 @@ def index_routes(indexer: Indexer, questions: Questions, admit: Admit, token: st
         """All that another indexer needs to begin warm, as lines of JSON."""
         return StreamingResponse(indexer.dump(), media_type="application/x-ndjson")
 
-    routes.include_router(question_routes(questions))
+    routes.routes += question_routes(questions).routes
     return routes
 
 

@@ -19,7 +19,7 @@ from indexer.questions import Questions
 def indexer_app(indexer: Indexer, questions: Questions, admit: Admit, token: str = "") -> FastAPI:
     """The application. Whoever calls this starts the indexer and stops it, and bounds the bodies that come."""
     app = FastAPI(title="kvrouter indexer", docs_url=None, redoc_url=None)
-    app.include_router(index_routes(indexer, questions, admit, token))
+    app.router.routes += index_routes(indexer, questions, admit, token).routes  # included, they would be made twice
     add_error_handlers(app)
     registry = CollectorRegistry()
     registry.register(IndexCollector(indexer))

@@ -58,7 +58,9 @@ def router_app(services: Services) -> FastAPI:
     questions = Questions(services.indexer, match_reader(services.tokenizers, services.router.resolve))
     app.state.lane = Lane(services.proxy.contexts, services.proxy.settings, questions, services.proxy.services)
     token = services.settings.server.token
-    app.include_router(index_routes(services.indexer, questions, services.registered_streams.admit, token))
+    # Routes are added as they are: those of an included router FastAPI makes anew, when the first request comes, which
+    # with all others waits some ten milliseconds for it.
+    app.router.routes += index_routes(services.indexer, questions, services.registered_streams.admit, token).routes
     for routes in (
         adapter_routes,
         sleep_routes,
@@ -69,7 +71,7 @@ def router_app(services: Services) -> FastAPI:
         cache_routes,
         live_routes,
     ):
-        app.include_router(routes(services))
+        app.router.routes += routes(services).routes
     add_api_page(app)
     app.router.routes.append(Route("/{path:path}", Proxy(services.proxy), methods=_METHODS))
     add_error_handlers(app)

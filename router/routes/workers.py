@@ -45,7 +45,7 @@ class _Named(msgspec.Struct):
 def worker_routes(services: Services) -> APIRouter:
     """The routes that tell of the workers, and those that change which there are."""
     routes = APIRouter()
-    routes.include_router(_changes(services))
+    routes.routes += _changes(services).routes
 
     @routes.get("/workers")
     async def workers() -> dict[str, Any]:

@@ -41,12 +41,13 @@ def create_app(worker: SimulatedWorker) -> FastAPI:
     """The application that answers for a running worker."""
     app = FastAPI(title="Simulated worker")
     app.state.worker = worker
-    app.include_router(_routes)
-    app.include_router(sglang_api.routes if worker.settings.disaggregation == "sglang" else _vllm_routes)
+    routes = app.router.routes  # shared by all workers: included, they would be made anew for each
+    routes += _routes.routes
+    routes += (sglang_api.routes if worker.settings.disaggregation == "sglang" else _vllm_routes).routes
     if worker.settings.disaggregation == "nixl" and worker.settings.role == "prefill":
         from worker.simulated.disaggregation import nixl_api
 
-        app.include_router(nixl_api.routes)
+        routes += nixl_api.routes.routes
     if worker.settings.api_key:
         sglang = worker.settings.disaggregation == "sglang"
         app.add_middleware(KeyMiddleware, api_key=worker.settings.api_key, sglang=sglang)
