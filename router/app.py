@@ -58,8 +58,8 @@ def router_app(services: Services) -> FastAPI:
     questions = Questions(services.indexer, match_reader(services.tokenizers, services.router.resolve))
     app.state.lane = Lane(services.proxy.contexts, services.proxy.settings, questions, services.proxy.services)
     token = services.settings.server.token
-    # Routes are added as they are: those of an included router FastAPI makes anew, when the first request comes, which
-    # with all others waits some ten milliseconds for it.
+    # Routes are added as they are: those of an included router FastAPI makes anew when the first request comes, which
+    # waits for that with all others.
     app.router.routes += index_routes(services.indexer, questions, services.registered_streams.admit, token).routes
     for routes in (
         adapter_routes,

@@ -63,9 +63,9 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
     _await_markers(indexer, markers)
     seconds = time.monotonic() - started
     cpu, zmq = indexer.cpu_seconds() - cpu, _zmq_seconds(indexer) - zmq
-    reader_now, unlocked_now = indexer.side.reader_seconds()
     publisher_cpu = cpu_seconds(publisher.pid) - publisher_cpu
     time.sleep(_SETTLE_SECONDS)
+    reader_now, unlocked_now = indexer.side.reader_seconds()  # told when a reading ends, after a tenth of a second
     resident = indexer.resident_bytes() - resident
     verify(indexer, workload)
     blocks = workload.blocks
