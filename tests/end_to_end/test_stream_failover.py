@@ -180,9 +180,9 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere(fast_lane: bool) -> No
             nonlocal begun
             parts, ids, usage = [], set(), None
             if number % 2:
-                stream = await client.chat.completions.create(**chat(number, max_tokens=40, stream_options=USAGE))
+                stream = await client.chat.completions.create(**chat(number, max_tokens=100, stream_options=USAGE))
             else:
-                stream = await client.completions.create(**completion(number, max_tokens=40, stream_options=USAGE))
+                stream = await client.completions.create(**completion(number, max_tokens=100, stream_options=USAGE))
             async for chunk in stream:
                 ids.add(chunk.id)
                 usage = chunk.usage or usage

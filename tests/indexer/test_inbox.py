@@ -196,10 +196,9 @@ def test_a_message_of_many_megabytes_is_received_whole_and_what_it_took_is_given
 
 
 @contextmanager
-def flowing(index: Index) -> Iterator[tuple[NativeInbox, list[int]]]:
-    """An inbox, one batch after another that it expects, and the pipe whose other end is what else there is to do."""
-    ends, others, stop = os.pipe(), DefaultSelector(), threading.Event()
-    others.register(ends[0], EVENT_READ)
+def flowing(index: Index) -> Iterator[tuple[Inbox, int]]:
+    """An inbox to which one batch after another comes, as it expects, and a pipe that something else comes out of."""
+    (out_of, into), stop = os.pipe(), threading.Event()
     (target,) = targets_of([0])
     index.add(target)
 
@@ -212,7 +211,12 @@ def flowing(index: Index) -> Iterator[tuple[NativeInbox, list[int]]]:
                 sender.send_multipart(live_frames(b"", seq, batch()))
                 seq += 1
 
-    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PULL) as socket:
+    with (
+        DefaultSelector() as others,
+        zmq.Context[zmq.Socket[bytes]]() as context,
+        context.socket(zmq.PULL) as socket,
+    ):
+        others.register(out_of, EVENT_READ)
         socket.set_hwm(0)
         socket.bind("inproc://batches")
         sending = threading.Thread(target=send)
@@ -221,12 +225,12 @@ def flowing(index: Index) -> Iterator[tuple[NativeInbox, list[int]]]:
         inbox.follow(socket, target)
         inbox.expect(socket, 0, 10**6)
         try:
-            yield inbox, ends[1]
+            yield inbox, into
         finally:
             stop.set()
             sending.join()
-            for end in ends:
-                os.close(end)
+            os.close(into)
+            os.close(out_of)
 
 
 def resident_bytes() -> int:
@@ -275,16 +279,15 @@ def test_what_is_expected_of_a_target_that_was_dropped_is_nobodys() -> None:
 
 
 def test_where_libzmq_cannot_be_called_pyzmq_receives(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = native_index()
-    others = DefaultSelector()
-    native_inbox(index, others.fileno())
-
     def no_library(_name: str) -> NoReturn:
         raise OSError("cannot open shared object file")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ctypes, "CDLL", no_library)
-        assert isinstance(make_inbox(index, others.fileno()), PythonInbox)
-    with monkeypatch.context() as patch:
-        patch.setattr(ctypes, "CDLL", lambda _name: ctypes.PyDLL(None))  # one that has other functions
-        assert isinstance(make_inbox(index, others.fileno()), PythonInbox)
+    index = native_index()
+    with DefaultSelector() as others:
+        native_inbox(index, others.fileno())
+        with monkeypatch.context() as patch:
+            patch.setattr(ctypes, "CDLL", no_library)
+            assert isinstance(make_inbox(index, others.fileno()), PythonInbox)
+        with monkeypatch.context() as patch:
+            patch.setattr(ctypes, "CDLL", lambda _name: ctypes.PyDLL(None))  # one that has other functions
+            assert isinstance(make_inbox(index, others.fileno()), PythonInbox)
