@@ -67,22 +67,22 @@ class Reading(NamedTuple):
 
 
 class Inbox(ABC):
-    """What receives for an index. For the one thread that has the sockets."""
+    """What receives for an index. For the one thread that has the sockets. They are known by their file descriptors."""
 
     @abstractmethod
-    def follow(self, socket: zmq.Socket[bytes], target: Target) -> None:
-        """Receive of a live socket what is for a target."""
+    def follow(self, socket: zmq.Socket[bytes], target: Target) -> int:
+        """Receive of a live socket what is for a target. Its file descriptor."""
 
     @abstractmethod
-    def leave(self, socket: zmq.Socket[bytes]) -> None:
+    def leave(self, socket: int) -> None:
         """Receive no more of a socket, which is still open."""
 
     @abstractmethod
-    def look_again(self, socket: zmq.Socket[bytes]) -> None:
+    def look_again(self, socket: int) -> None:
         """Something else may have taken a socket's word that it has something."""
 
     @abstractmethod
-    def expect(self, socket: zmq.Socket[bytes], seq: int | None, largest: int) -> None:
+    def expect(self, socket: int, seq: int | None, largest: int) -> None:
         """Batches of a socket from this number on may be applied without being asked for, as long as none has more
         than `largest` bytes. None: whatever comes is of interest."""
 
@@ -109,38 +109,40 @@ class PythonInbox(Inbox):
 
     def __init__(self, index: Index, others: int) -> None:
         self._index = index
-        self._targets: dict[zmq.Socket[bytes], Target] = {}
+        self._followed: dict[int, tuple[zmq.Socket[bytes], Target]] = {}
         # ZeroMQ's own poll looks at every socket each time. What is watched here instead tells once that something
         # came; so a socket is `ready` until nothing is left.
         self._selector = DefaultSelector()
         self._selector.register(others, EVENT_READ)
-        self._ready: dict[zmq.Socket[bytes], None] = {}
+        self._ready: dict[int, None] = {}
         self._came: list[tuple[Target, list[list[bytes]], list[StreamFrame]]] = []
         self._began = 0.0
         self._busy = False
 
-    def follow(self, socket: zmq.Socket[bytes], target: Target) -> None:
-        self._targets[socket] = target
-        self._selector.register(int(socket.fd), EVENT_READ, socket)
-        self.look_again(socket)  # it may have told before
+    def follow(self, socket: zmq.Socket[bytes], target: Target) -> int:
+        fd = int(socket.fd)
+        self._followed[fd] = socket, target
+        self._selector.register(fd, EVENT_READ)
+        self.look_again(fd)  # it may have told before
+        return fd
 
-    def leave(self, socket: zmq.Socket[bytes]) -> None:
-        self._selector.unregister(int(socket.fd))
+    def leave(self, socket: int) -> None:
+        self._selector.unregister(socket)
         self._ready.pop(socket, None)
-        del self._targets[socket]
+        del self._followed[socket]
 
-    def look_again(self, socket: zmq.Socket[bytes]) -> None:
+    def look_again(self, socket: int) -> None:
         self._ready[socket] = None
 
-    def expect(self, socket: zmq.Socket[bytes], seq: int | None, largest: int) -> None:
+    def expect(self, socket: int, seq: int | None, largest: int) -> None:
         pass  # it is no less work here
 
     def read(self, seconds: float) -> Reading:
         if self._busy and not self._ready:
             time.sleep(min(max(self._began + _ROUND_SECONDS - time.monotonic(), 0), seconds))
         for key, _ in self._selector.select(0 if self._ready else seconds):
-            if key.data is not None:
-                self._ready[key.data] = None
+            if key.fd in self._followed:
+                self.look_again(key.fd)
         began = time.monotonic()
         received = self._receive()
         if any(turn.messages for turn in received):
@@ -152,18 +154,19 @@ class PythonInbox(Inbox):
         self._came = []
         received: list[Received] = []
         size = 0
-        for socket in list(self._ready):
+        for fd in list(self._ready):
             if size >= _BYTES_A_ROUND:
                 break
+            socket, target = self._followed[fd]
             messages, drained = receive_run(socket)
-            del self._ready[socket]
+            del self._ready[fd]
             if not drained:
-                self._ready[socket] = None  # behind the others
+                self.look_again(fd)  # behind the others
             run = _run(messages)
-            self._came.append((self._targets[socket], messages, run))
+            self._came.append((target, messages, run))
             sizes = [sum(map(len, parts)) for parts in messages]
             first, payload = (run[0].seq, run[-1].payload) if run else (None, b"")
-            received.append(Received(int(socket.fd), len(messages), sum(sizes), max(sizes, default=0), first, payload))
+            received.append(Received(fd, len(messages), sum(sizes), max(sizes, default=0), first, payload))
             size += sum(sizes)
         return received
 

@@ -31,25 +31,24 @@ class NativeInbox(Inbox):
         self._targets: dict[int, Target] = {}
         self._round: list[Target] = []  # of what was received
 
-    def follow(self, socket: zmq.Socket[bytes], target: Target) -> None:
+    def follow(self, socket: zmq.Socket[bytes], target: Target) -> int:
         fd = int(socket.fd)
         self._targets[fd] = target
         self._reader.follow(fd, socket.underlying)
+        return fd
 
-    def leave(self, socket: zmq.Socket[bytes]) -> None:
-        fd = int(socket.fd)
-        self._reader.leave(fd)
-        del self._targets[fd]
+    def leave(self, socket: int) -> None:
+        self._reader.leave(socket)
+        del self._targets[socket]
 
-    def look_again(self, socket: zmq.Socket[bytes]) -> None:
-        self._reader.look_again(int(socket.fd))
+    def look_again(self, socket: int) -> None:
+        self._reader.look_again(socket)
 
-    def expect(self, socket: zmq.Socket[bytes], seq: int | None, largest: int) -> None:
-        fd = int(socket.fd)
+    def expect(self, socket: int, seq: int | None, largest: int) -> None:
         if seq is None or seq >= 2**64:
-            self._reader.expect_nothing(fd)
+            self._reader.expect_nothing(socket)
         else:
-            self._reader.expect(fd, self._index.number(self._targets[fd]), seq, largest)
+            self._reader.expect(socket, self._index.number(self._targets[socket]), seq, largest)
 
     def read(self, seconds: float) -> Reading:
         left = self._reader.read(seconds)

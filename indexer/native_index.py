@@ -59,7 +59,7 @@ class NativeIndex(Index):
         return _NOTHING if number is None else self._became(target, number, payload, self.core.apply(number, payload))
 
     def number(self, target: Target) -> int:
-        """What the core calls a target."""
+        """What the core calls a target; of one that is not there, a number that none has."""
         return self._numbers.get(target, _NOBODY)
 
     def apply_received(

@@ -136,6 +136,7 @@ class Stream:
     hang_ups: int = 0  # one after another
     connect_at: float | None = None  # (monotonic) again, because ZeroMQ gave up
     largest_message: int = USUAL_MESSAGE
+    fd: int = -1  # of `live`, once it is followed
 
     def shown(self) -> None:
         """The index shows all that the sequence has seen."""
@@ -361,7 +362,7 @@ class StreamReader:
                     if stream.connect_at is not None and now >= stream.connect_at:
                         stream.connect_at = None
                         connect_again(stream.live, stream.source.endpoint)
-                        self._inbox.look_again(stream.live)
+                        self._inbox.look_again(stream.fd)
                     if not stream.gone:  # nobody is there to be asked
                         self._act(stream, stream.sequence.on_tick(now))
                 self._index.sweep()
@@ -383,8 +384,8 @@ class StreamReader:
         self._leave(stream.target)
         stream.shown()  # it may go on from what was saved
         self._followed[stream.target] = stream
-        self._live[int(stream.live.fd)] = stream
-        self._inbox.follow(stream.live, stream.target)
+        stream.fd = self._inbox.follow(stream.live, stream.target)
+        self._live[stream.fd] = stream
         self._watch(stream.monitor, lambda: self._read_monitor(stream))
         if stream.replay is not None:
             self._watch(stream.replay, lambda: self._read_replay(stream))
@@ -393,8 +394,8 @@ class StreamReader:
         stream = self._followed.pop(target, None)
         if stream is None:
             return
-        self._inbox.leave(stream.live)
-        del self._live[int(stream.live.fd)]
+        self._inbox.leave(stream.fd)
+        del self._live[stream.fd]
         for socket in filter(None, (stream.monitor, stream.replay)):
             self._selector.unregister(int(socket.fd))
             del self._handlers[socket]
@@ -461,7 +462,7 @@ class StreamReader:
     def _show(self, stream: Stream) -> None:
         """The index shows all that the sequence has seen; so what is expected next is known."""
         stream.shown()
-        self._inbox.expect(stream.live, stream.sequence.expected, stream.largest_message)
+        self._inbox.expect(stream.fd, stream.sequence.expected, stream.largest_message)
 
     def _take_one_by_one(self, stream: Stream, messages: list[list[bytes]], now: float) -> StreamFrame | None:
         """Bring a stream's messages in order and apply what is next; the last that could be read."""

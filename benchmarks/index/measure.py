@@ -65,7 +65,7 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
     cpu, zmq = indexer.cpu_seconds() - cpu, _zmq_seconds(indexer) - zmq
     publisher_cpu = cpu_seconds(publisher.pid) - publisher_cpu
     time.sleep(_SETTLE_SECONDS)
-    reader_now, unlocked_now = indexer.side.reader_seconds()  # told when a reading ends, after a tenth of a second
+    reader_now, unlocked_now = indexer.side.reader_seconds()  # told when a reading ends
     resident = indexer.resident_bytes() - resident
     verify(indexer, workload)
     blocks = workload.blocks

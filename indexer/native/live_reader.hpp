@@ -1,9 +1,11 @@
 // Live sockets, read round after round: what is expected of them is applied, anything else is left to the caller.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 #include "inbox.hpp"
 #include "poller.hpp"

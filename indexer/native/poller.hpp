@@ -1,20 +1,19 @@
 // Waiting for file descriptors that have something to read.
 #pragma once
 
-#include <cerrno>
-#include <system_error>
-#include <vector>
-
 #ifdef __linux__
 #include <sys/epoll.h>
 #include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
 #else
 #include <poll.h>
+
+#include <vector>
 #endif
 
 namespace kvrouter {
-
-[[noreturn]] inline void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
 #ifdef __linux__
 
@@ -45,6 +44,8 @@ class Poller {
     }
 
    private:
+    [[noreturn]] static void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
     static constexpr int kAtOnce = 256;
 
     const int epoll_;

@@ -85,8 +85,8 @@ def test_what_is_expected_is_applied_as_what_was_asked_for(
     seen = []
     for inbox, index in inboxes():
         with pulling(*streams) as sockets, followed(inbox, index, sockets) as places:
-            for socket in sockets:
-                inbox.expect(socket, first, largest)
+            for fd in places:
+                inbox.expect(fd, first, largest)
             taken, told, received = inbox.read(0)
             turns = [turn for turn in received if turn.messages]
             assert not (taken and turns)
@@ -114,12 +114,13 @@ def targets_of(streams: Sequence[object]) -> list[Target]:
 @contextmanager
 def followed(inbox: Inbox, index: Index, sockets: list[zmq.Socket[bytes]]) -> Iterator[dict[int, int]]:
     """An inbox follows sockets, each for a target; their places by file descriptor."""
-    for socket, target in zip(sockets, targets_of(sockets), strict=True):
+    places: dict[int, int] = {}
+    for place, (socket, target) in enumerate(zip(sockets, targets_of(sockets), strict=True)):
         index.add(target)
-        inbox.follow(socket, target)
-    yield {int(socket.fd): place for place, socket in enumerate(sockets)}
-    for socket in sockets:
-        inbox.leave(socket)
+        places[inbox.follow(socket, target)] = place
+    yield places
+    for fd in places:
+        inbox.leave(fd)
 
 
 def inboxes() -> Iterator[tuple[Inbox, Index]]:
@@ -222,8 +223,7 @@ def flowing(index: Index) -> Iterator[tuple[Inbox, int]]:
         sending = threading.Thread(target=send)
         sending.start()
         inbox = native_inbox(index, others.fileno())
-        inbox.follow(socket, target)
-        inbox.expect(socket, 0, 10**6)
+        inbox.expect(inbox.follow(socket, target), 0, 10**6)
         try:
             yield inbox, into
         finally:
@@ -261,17 +261,17 @@ def test_what_is_expected_of_a_target_that_was_dropped_is_nobodys() -> None:
     with (
         DefaultSelector() as others,
         pulling([live_frames(b"", 0, stored)], [live_frames(b"", 0, stored)]) as (socket, other),
-        followed(inbox := native_inbox(index, others.fileno()), index, [socket]),
+        followed(inbox := native_inbox(index, others.fileno()), index, [socket]) as (fd,),
     ):
-        inbox.expect(socket, 0, 10**6)
+        inbox.expect(fd, 0, 10**6)
         index.drop(old)
         index.add(new)
         assert [turn.last for turn in inbox.read(0).taken] == [0]
-        inbox.follow(other, new)
+        new_fd = inbox.follow(other, new)
         status = index.status(new)
         assert status is not None
         assert not any(status.blocks.values())
-        inbox.expect(other, 0, 10**6)
+        inbox.expect(new_fd, 0, 10**6)
         assert [turn.last for turn in inbox.read(0).taken] == [0]
         status = index.status(new)
         assert status is not None

@@ -297,7 +297,7 @@ def kind_of_inbox(indexer: Indexer) -> type[Inbox]:
         return type(make_inbox(indexer.index, others.fileno()))
 
 
-def expect_nothing(_inbox: Inbox, _socket: Any, _seq: int | None, _largest: int) -> None:
+def expect_nothing(_inbox: Inbox, _socket: int, _seq: int | None, _largest: int) -> None:
     """In place of `Inbox.expect`: whatever comes is asked for."""
 
 

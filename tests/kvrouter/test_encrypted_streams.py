@@ -140,10 +140,11 @@ def assert_read_once_it_encrypts(plain: ZmqEventPublisher | EventSource, reading
 
 def assert_everything_is_read(published: ZmqEventPublisher, reading: Indexer) -> None:
     """What came before, by replay, and what comes now, live."""
-    eventually(lambda: matched(reading) == 5, "replayed")
+    eventually(lambda: matched(reading) == 5 and state(reading) is StreamState.LIVE, "replayed")
     for number in range(5, 10):
         published.publish(block(number))
-    eventually(lambda: matched(reading) == 10 and state(reading) is StreamState.LIVE, "read live")
+    eventually(lambda: matched(reading) == 10, "read live")
+    assert state(reading) is StreamState.LIVE
 
 
 def test_an_encrypted_stream_is_read_live_and_replayed(publisher: Publish, reader: Read, keys: Path) -> None:
