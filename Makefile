@@ -107,7 +107,7 @@ bench-tokenize: .venv/installed
 bench-body-check: .venv/installed native
 	$(BIN)/python -m benchmarks.body_check
 
-# Promises kept in real time: a router and four simulated workers, four minutes.
+# Promises kept in real time: a router and four simulated workers, seven minutes.
 bench-service-levels: .venv/installed
 	$(BIN)/python -m benchmarks.service_levels $(ARGS)
 

@@ -3,7 +3,9 @@
 The load of a cell is a share of saturation: the load at which one in ten answers of today's default, which knows of no
 promise, misses the goals of the other tables (`kvrouter.tools.simulation.measures`). A session has one class. The peers
 are llm-d's predicted-latency scheduling (`kvrouter.tools.simulation.predicted_latency`), which is given this project's
-predictions, and Dynamo's cost (`router.policies.peers`). Nobody refuses anything.
+predictions, and Dynamo's cost (`router.policies.peers`). In one mix some classes refuse what would be late; llm-d
+refuses it of them where no candidate has headroom, as it does with sheddable requests. The other two know of no
+promise, and serve everything.
 """
 
 from __future__ import annotations
@@ -46,18 +48,24 @@ class Mix:
 
 
 PROMISED = Mix("all promised", ((0.5, INTERACTIVE), (0.25, AGENTS), (0.25, BATCH)))
+REFUSING = Mix(
+    "all promised, late interactive and agents refused",
+    ((0.5, replace(INTERACTIVE, refuses_late=True)), (0.25, replace(AGENTS, refuses_late=True)), (0.25, BATCH)),
+)
 HALF = Mix("half promised", ((0.25, INTERACTIVE), (0.125, AGENTS), (0.125, BATCH), (0.5, None)))
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """`share`: of promised answers that were in time; `others`: TTFT p90 of those without a promise, 0 without any;
-    `error`: the middle of how far off predicted TTFTs were, as a share, where any were predicted."""
+    """`share`: of promised answers that were in time, `refused`: of all that were refused; `others`: TTFT p90 of those
+    without a promise, 0 without any; `error`: the middle of how far off predicted TTFTs were, as a share, where any
+    were predicted."""
 
     share: float
     others: float
     by_class: dict[str, float]
     error: float = 0.0
+    refused: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +167,8 @@ def kept(played: Played) -> Kept:
     """What became of the promises of a run."""
     by_class: dict[str, list[bool]] = {}
     others: list[float] = []
-    for outcome in steady(played.outcomes):
+    outcomes = steady(played.outcomes)
+    for outcome in outcomes:
         promised = outcome.request.promised
         if promised is None:
             others.append(outcome.begun - outcome.request.arrival)
@@ -172,15 +181,16 @@ def kept(played: Played) -> Kept:
         percentile(others, 0.9) if others else 0.0,
         {name: sum(answers) / len(answers) for name, answers in sorted(by_class.items())},
         played.error,
+        sum(outcome.refused for outcome in outcomes) / max(len(outcomes), 1),
     )
 
 
 def compare(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], None]) -> str:
     """All cells; each is shown as it is done. Returns the table of the verdict."""
-    rows = [["promises kept", *SIDES, "ours / best other", "TTFT p90 of the others / today's", "off by"]]
+    rows = [["promises kept", *SIDES, "ours / best other", "refused", "TTFT p90 of the others / today's", "off by"]]
     for ground in grounds(trace, quick):
         saturation = ground.saturation()
-        for mix in (PROMISED, HALF):
+        for mix in (PROMISED, REFUSING, HALF):
             for load in LOADS[2:] if quick else LOADS:
                 runs: dict[str, list[Kept]] = {side: [] for side in SIDES}
                 for seed in range(seeds):
@@ -201,10 +211,12 @@ def _verdict(runs: dict[str, list[Kept]]) -> list[str]:
     return [
         *(f"{shares[side]:.3f}" for side in SIDES),
         f"{ratio:.2f}",
+        f"{median(each.refused for each in ours):.3f}",
         f"{median(others):.2f}" if others else "",
         f"{median(each.error for each in ours):.0%}",
     ]
 
 
 def _classes(runs: Sequence[Kept]) -> str:
-    return ", ".join(f"{name} {median(run.by_class[name] for run in runs):.3f}" for name in runs[0].by_class)
+    classes = (f"{name} {median(run.by_class[name] for run in runs):.3f}" for name in runs[0].by_class)
+    return ", ".join([*classes, f"refused {median(run.refused for run in runs):.3f}"])

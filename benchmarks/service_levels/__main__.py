@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import typer
 import yaml
 
-from benchmarks.service_levels.load import CLASSES, Answer, arrivals, capacity
+from benchmarks.service_levels.load import CLASSES, Answer, Telling, arrivals, capacity, refusing
 from kvrouter.processes import KvrouterProcess
 
 # Slow enough that two cores can play the engines, the router and the clients.
@@ -32,26 +32,33 @@ def main(
         fleet = [stack.enter_context(KvrouterProcess(_WORKER)) for _ in range(workers)]
         urls = [worker.wait_until_listening() for worker in fleet]
         config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "config.yaml"
-        levels = {each.name: {"ttft": each.ttft, "tpot": each.tpot} for each in CLASSES}
-        config.write_text(yaml.safe_dump({"workers": [{"url": url} for url in urls], "service_levels": levels}))
+        config.write_text(yaml.safe_dump({"workers": [{"url": url} for url in urls], "service_levels": _levels()}))
         router = stack.enter_context(KvrouterProcess(["serve", "--config", str(config), "--port", "0"]))
         url = router.wait_until_listening()
         most = asyncio.run(capacity(url, _CLIENTS_A_WORKER * workers, seconds / 2))
         typer.echo(f"{workers} workers answer {most:.1f} requests a second.\n")
-        typer.echo("| share kept | all | " + " | ".join(each.name for each in CLASSES) + " |")
-        typer.echo("|---|---:|" + "---:|" * len(CLASSES))
+        typer.echo("| share kept | all | " + " | ".join(each.name for each in CLASSES) + " | refused |")
+        typer.echo("|---|---:|" + "---:|" * len(CLASSES) + "---:|")
         for load in (0.8, 1.1):
-            for promises in (False, True):
+            for telling in Telling:
                 answers: list[Answer] = []
                 for seed in range(seeds):
-                    answers += asyncio.run(arrivals(url, load * most, seconds, promises, seed))
-                told = "told" if promises else "not told"
+                    answers += asyncio.run(arrivals(url, load * most, seconds, telling, seed))
                 typer.echo(
-                    f"| {load:g} of capacity, {told} | {_share(answers)} | "
+                    f"| {load:g} of capacity, {telling} | {_share(answers)} | "
                     + " | ".join(_share([answer for answer in answers if answer.asked is each]) for each in CLASSES)
-                    + " |"
+                    + f" | {sum(answer.refused for answer in answers) / max(len(answers), 1):.3f} |"
                 )
         typer.echo("\n" + _metrics(url))
+
+
+def _levels() -> dict[str, dict[str, float | str]]:
+    """The service levels of the settings: each class, and again for those who would rather be refused than late."""
+    levels: dict[str, dict[str, float | str]] = {}
+    for each in CLASSES:
+        promise = {"ttft": each.ttft, "tpot": each.tpot}
+        levels |= {each.name: {**promise}, refusing(each.name): {**promise, "when_late": "refuse"}}
+    return levels
 
 
 def _share(answers: list[Answer]) -> str:

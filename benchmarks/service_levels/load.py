@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from itertools import count
+from enum import StrEnum
+from http import HTTPStatus
 from random import Random
 
 import aiohttp
@@ -13,12 +14,12 @@ import aiohttp
 MODEL = "simulated"
 _TIMEOUT = 120.0
 _VOCABULARY = 1000
-_numbers = count()
 
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """Requests of one kind: `share` of all, tokens, and what they are promised, in seconds."""
+    """Requests of one kind: `share` of all, tokens, and what they are promised, in seconds. `hurried`: somebody waits
+    for the answer."""
 
     name: str
     share: float
@@ -27,13 +28,33 @@ class Class:
     output: int
     ttft: float
     tpot: float
+    hurried: bool
 
 
 CLASSES = (
-    Class("interactive", 0.5, 400, 0, 40, 1.5, 0.1),
-    Class("agent", 0.25, 2000, 1600, 20, 3.0, 0.2),
-    Class("batch", 0.25, 3000, 0, 40, 20.0, 0.4),
+    Class("interactive", 0.5, 400, 0, 40, 1.5, 0.1, True),
+    Class("agent", 0.25, 2000, 1600, 20, 3.0, 0.2, True),
+    Class("batch", 0.25, 3000, 0, 40, 20.0, 0.4, False),
 )
+
+
+class Telling(StrEnum):
+    """What a run's clients tell the router of what they need."""
+
+    NOTHING = "not told"
+    NEEDS = "told"
+    NEEDS_OR_REFUSAL = "told, the late refused"
+
+    def level(self, asked: Class) -> str | None:
+        """The service level that a request names. Refused are only those whose client has no use for a late answer."""
+        if self is Telling.NOTHING:
+            return None
+        return refusing(asked.name) if self is Telling.NEEDS_OR_REFUSAL and asked.hurried else asked.name
+
+
+def refusing(name: str) -> str:
+    """The service level that promises what another does, and refuses what would be late."""
+    return f"{name}-or-refused"
 
 
 @dataclass(slots=True)
@@ -43,6 +64,7 @@ class Answer:
     asked: Class
     ttft: float | None = None
     tpot: float = 0.0
+    refused: bool = False
 
     @property
     def in_time(self) -> bool:
@@ -50,7 +72,7 @@ class Answer:
         return self.ttft is not None and self.ttft <= self.asked.ttft and self.tpot <= self.asked.tpot
 
 
-async def arrivals(url: str, rate: float, seconds: float, promises: bool, seed: int) -> list[Answer]:
+async def arrivals(url: str, rate: float, seconds: float, telling: Telling, seed: int) -> list[Answer]:
     """Requests that come at random, so many a second, whatever became of those before. Returns when all have ended."""
     random, answers, tasks = Random(seed), list[Answer](), list[asyncio.Task[None]]()
     end = time.monotonic() + seconds
@@ -58,7 +80,7 @@ async def arrivals(url: str, rate: float, seconds: float, promises: bool, seed: 
         while (now := time.monotonic()) < end:
             answer = Answer(random.choices(CLASSES, [each.share for each in CLASSES])[0])
             answers.append(answer)
-            tasks.append(asyncio.create_task(_ask(session, url, answer, promises, random)))
+            tasks.append(asyncio.create_task(_ask(session, url, answer, telling, random)))
             await asyncio.sleep(max(random.expovariate(rate) - (time.monotonic() - now), 0.0))
         await asyncio.gather(*tasks)
     return answers
@@ -74,7 +96,7 @@ async def capacity(url: str, clients: int, seconds: float) -> float:
             nonlocal ended
             while time.monotonic() < end:
                 answer = Answer(random.choices(CLASSES, [each.share for each in CLASSES])[0])
-                await _ask(session, url, answer, False, random)
+                await _ask(session, url, answer, Telling.NOTHING, random)
                 ended += answer.ttft is not None and time.monotonic() < end
 
         await asyncio.gather(*(client() for _ in range(clients)))
@@ -88,7 +110,7 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, answer: Answer, promises: bool, random: Random) -> None:
+async def _ask(session: aiohttp.ClientSession, url: str, answer: Answer, telling: Telling, random: Random) -> None:
     asked = answer.asked
     own = [random.randrange(_VOCABULARY) for _ in range(asked.prompt - asked.shared)]
     body = {
@@ -99,10 +121,12 @@ async def _ask(session: aiohttp.ClientSession, url: str, answer: Answer, promise
         "ignore_eos": True,
         "stream_options": {"include_usage": True},
     }
-    headers = {"x-kvrouter-service-level": asked.name} if promises else {}
+    level = telling.level(asked)
+    headers = {"x-kvrouter-service-level": level} if level else {}
     begun, first, last = time.monotonic(), None, 0.0
     try:
         async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+            answer.refused = response.status == HTTPStatus.TOO_MANY_REQUESTS
             response.raise_for_status()
             async for _ in response.content.iter_any():
                 last = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks.policy.promises import (
     HALF,
     OURS_PROMISED,
     PROMISED,
+    REFUSING,
     SIDES,
     TODAY,
     Ground,
@@ -40,6 +42,26 @@ def test_every_side_answers_everything_and_is_judged_by_the_promises(side: str) 
     assert 0.5 < result.share <= 1
     assert result.others > 0
     assert (side in (TODAY, "dynamo")) == (result.error == 0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_only_what_would_be_late_is_refused_and_only_by_who_knows(side: str) -> None:
+    requests = classed(GROUND.requests(4.0, 0), REFUSING, 0)
+    played = play(side, GROUND, requests, 0)
+    refused = [outcome for outcome in played.outcomes if outcome.refused]
+    assert (side in (TODAY, "dynamo")) == (not refused)
+    assert all(outcome.request.promised and outcome.request.promised.refuses_late for outcome in refused)
+    assert all(outcome.begun == outcome.ended == inf for outcome in refused)
+    assert all(outcome.ended < inf for outcome in played.outcomes if not outcome.refused)
+    assert not any(outcome.refused for outcome in play(side, GROUND, requests[:20], 0).outcomes)
+
+
+def test_refusing_what_would_be_late_keeps_more_promises() -> None:
+    shares = {}
+    for mix in (PROMISED, REFUSING):
+        shares[mix] = kept(play(OURS_PROMISED, GROUND, classed(GROUND.requests(4.0, 0), mix, 0), 0))
+    assert shares[PROMISED].refused == 0 < shares[REFUSING].refused
+    assert shares[REFUSING].share > shares[PROMISED].share
 
 
 def test_sessions_have_one_class_and_runs_repeat() -> None:

@@ -42,7 +42,7 @@ MOST_TRIES = 16
 class Outcome:
     """What became of a request: times in seconds, tokens served from the cache, the worker's number.
 
-    `sent`: when the worker got it.
+    `sent`: when the worker got it. One that was refused never begins.
     """
 
     request: TracedRequest
@@ -51,6 +51,11 @@ class Outcome:
     cached: int = 0
     worker: int = -1
     sent: float = inf
+
+    @property
+    def refused(self) -> bool:
+        """Whether it was sent to no worker, once the run has ended."""
+        return self.worker < 0
 
 
 @dataclass(slots=True)

@@ -52,8 +52,11 @@ class PromisedFleet(Fleet):
     def _place(self, outcome: Outcome) -> set[int]:
         request = outcome.request
         if (promised := request.promised) is not None:
-            self._promises[id(request)] = Promise(promised.ttft, promised.tpot, request.arrival, promised.service_level)
+            level, refuses = promised.service_level, promised.refuses_late
+            self._promises[id(request)] = Promise(promised.ttft, promised.tpot, request.arrival, level, refuses)
         choice = self._choose(request)
+        if self._refuses(request):
+            return set()
         if self._late_binding and should_hold(choice.pending):
             insort(self._held, (self._order(request, choice), next(self._numbers), outcome))
             return set()
@@ -70,7 +73,9 @@ class PromisedFleet(Fleet):
             promise = self._promises.get(id(request))
             was_late = promise is not None and promise.late
             choice = self._choose(request)
-            if waited > self._longest(request) or not should_hold(choice.pending):
+            if self._refuses(request):
+                self._held.remove(held)
+            elif waited > self._longest(request) or not should_hold(choice.pending):
                 self._held.remove(held)
                 bound.add(self._bind(held[2], choice))
             elif promise is not None and promise.late and not was_late:
@@ -79,6 +84,11 @@ class PromisedFleet(Fleet):
             self._held.remove(held)
             insort(self._held, (self._order(held[2].request, choice), held[1], held[2]))
         return bound
+
+    def _refuses(self, request: TracedRequest) -> bool:
+        """Whether a request is refused, since it would be late."""
+        promise = self._promises.get(id(request))
+        return promise is not None and promise.late and promise.refuses_late
 
     def _longest(self, request: TracedRequest) -> float:
         """How long a request is held at most."""
@@ -98,6 +108,8 @@ class PromisedFleet(Fleet):
         if self._by is not By.BROKEN_PROMISES:
             forecasts = [self._forecast(each, request) for each in decision.candidates]
             most = self._by is By.MOST_HEADROOM
+            if promise is not None:
+                promise.late = all(each.late(promise, self._now, 1.0) > 0 for each in forecasts)
             return predicted_latency(
                 decision.candidates, forecasts, promise, self._now, request.input_tokens, self._random, most
             )

@@ -62,11 +62,13 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """A class of requests and its promise, in seconds; None: nothing is promised of it."""
+    """A class of requests and its promise, in seconds; None: nothing is promised of it. `refuses_late`: those that no
+    worker would serve in time are refused."""
 
     service_level: str
     ttft: float | None
     tpot: float | None
+    refuses_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
