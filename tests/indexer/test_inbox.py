@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -252,6 +253,31 @@ def test_rounds_of_what_is_expected_follow_each_other_until_there_is_something_e
         for _ in range(3):
             inbox.read(DEADLINE_S)
         assert time.monotonic() - begun < DEADLINE_S
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ZeroMQ's threads are scheduled as any")
+def test_zeromqs_thread_takes_no_processor_from_anybody_while_much_comes() -> None:
+    before = io_threads()
+    with flowing(native_index()) as (inbox, something_else):
+
+        def policies() -> set[int]:
+            return {os.sched_getscheduler(thread) for thread in io_threads() - before}
+
+        assert policies() == {os.SCHED_OTHER}
+        deadline = time.monotonic() + DEADLINE_S
+        while policies() != {os.SCHED_BATCH}:
+            assert time.monotonic() < deadline
+            inbox.read(0.1)
+        os.write(something_else, b".")  # readings end at once, with little each
+        while policies() != {os.SCHED_OTHER}:
+            assert time.monotonic() < deadline
+            inbox.read(0.1)
+
+
+def io_threads() -> set[int]:
+    """ZeroMQ's threads that read from the network."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(task.name) for task in tasks if "ZMQbg/IO" in (task / "comm").read_text()}
 
 
 def test_what_is_expected_of_a_target_that_was_dropped_is_nobodys() -> None:
