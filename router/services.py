@@ -147,12 +147,6 @@ async def running_services(
             settings.aliases,
             settings.models if settings.admission.cold_start_timeout else None,
         )
-        if worker_processes:
-            await worker_processes.catch_up(fleet)
-        await fleet.start()
-        stack.push_async_callback(fleet.stop)
-        await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
-
         load = LoadTable()
         sharing = _load_sharing(settings, load, fleet, worker_processes)
         sharing.start()
@@ -187,6 +181,11 @@ async def running_services(
         fleet.on_removed += [router.removed, metrics.forget, source.removed, adapters.removed]
         fleet.on_scrape.append(lambda worker: audit.recomputed.worker_said(worker.url, worker.metrics.drafts))
         fleet.on_removed.append(lambda worker: audit.recomputed.worker_said(worker.url, drafts=False))
+        if worker_processes:
+            await worker_processes.catch_up(fleet)
+        await fleet.start()  # now that all who listen to it do
+        stack.push_async_callback(fleet.stop)
+        await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)
         stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])

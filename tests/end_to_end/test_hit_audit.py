@@ -207,7 +207,7 @@ async def test_the_first_hit_of_a_worker_that_says_that_it_drafts_is_believed(
     engine.drafts = True
     worker.metrics = b'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:spec_decode_num_drafts_total{engine="0"} 0\n'
     streams = {"url": worker.url, "block_size": BLOCK, "streams": engine.streams()}
-    async with router(workers=[streams], fleet={"metrics_interval": 0.05}, **NOW) as routed:
+    async with router(workers=[streams], fleet={"metrics_interval": 60}, **NOW) as routed:
 
         async def scraped() -> bool:
             live = await routed.metric("kvrouter_stream_state", state="live") == 1

@@ -16,8 +16,15 @@ playwright = pytest.importorskip("playwright.async_api", reason="make test-brows
 axe = pytest.importorskip("axe_playwright_python.async_playwright", reason="make test-browser installs it")
 expect = playwright.expect
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome") or "chromium"
-SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+_CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+_SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+
+
+async def launched(drives: Any) -> Any:
+    """A browser that Playwright drives. The test fails where there is none."""
+    if _CHROMIUM is None:
+        pytest.fail("no Chromium on the PATH: install one, or say by CHROMIUM where it is")
+    return await drives.chromium.launch(executable_path=_CHROMIUM, args=_SWITCHES)
 
 
 async def accessible(page: Any) -> None:

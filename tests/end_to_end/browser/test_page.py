@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import CHROMIUM, SWITCHES, accessible, expect, playwright
+from chromium import accessible, expect, launched, playwright
 from router_under_test import RouterUnderTest, router, until
 
 from kvrouter.processes import KvrouterProcess
@@ -28,7 +28,7 @@ async def opened(url: str, **options: Any) -> AsyncIterator[Any]:
     """A page in a browser, which must not complain."""
     errors: list[str] = []
     async with playwright.async_playwright() as drives:
-        browser = await drives.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        browser = await launched(drives)
         try:
             page = await browser.new_page(viewport={"width": 1400, "height": 1200}, **options)
             page.on("pageerror", lambda error: errors.append(str(error)))
@@ -249,7 +249,7 @@ async def fed(series: list[dict[str, Any]], ranks: list[dict[str, Any]], width: 
         await route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(update)}\n\n")
 
     async with router("http://127.0.0.1:9") as routed, playwright.async_playwright() as drives:
-        browser = await drives.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        browser = await launched(drives)
         try:
             page = await browser.new_page(viewport={"width": width, "height": 900})
             await page.route("**/live", answer)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chromium import CHROMIUM, SWITCHES, accessible, expect, playwright
+from chromium import accessible, expect, launched, playwright
 from router_under_test import router
 
 from worker.simulated import SimulatedWorkerSettings
@@ -51,7 +51,7 @@ async def looked_at(page: Path, name: str, runs: int, title: str) -> None:
     complaints: list[str] = []
     requested: list[str] = []
     async with playwright.async_playwright() as drives:
-        browser = await drives.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        browser = await launched(drives)
         try:
             for scheme, width in (("light", 1280), ("dark", 1280), ("dark", 420)):
                 opened = await browser.new_page(
