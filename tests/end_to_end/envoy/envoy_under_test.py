@@ -67,19 +67,25 @@ async def envoy(
     path = folder / f"envoy-{port}.yaml"
     path.write_text(yaml.safe_dump(found))
     command = [binary(), "-c", str(path), "--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"]
-    with (folder / f"envoy-{port}.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        async with (
-            aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(30)) as session,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
-        ):
-            await until(lambda: _listens(port), 20)
+    url, written = f"http://127.0.0.1:{port}", folder / f"envoy-{port}.log"
+    async with (
+        aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(30)) as session,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
+    ):
+        with written.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+
+        async def listens() -> bool:
+            assert process.returncode is None, written.read_text()
+            return await _listens(port)
+
+        try:
+            await until(listens, 20)
             yield RouterUnderTest(url, session, client)
-    finally:
-        process.kill()
-        await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
 
 
 async def _listens(port: int) -> bool:

@@ -384,6 +384,7 @@ async def test_an_envoy_that_dies_releases_what_it_had(tmp_path: Path) -> None:
             await response.content.readuntil(b"\n\n")
             assert await side.requests_in_flight() == 1
         await side.until_released()
+        response.close()
 
 
 async def test_without_a_picker_the_answer_is_503(tmp_path: Path) -> None:
