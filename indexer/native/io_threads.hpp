@@ -41,11 +41,12 @@ class IoThreads {
 #ifdef __linux__
     // Where it is not allowed, all stays as it is.
     static void schedule(bool patient) {
-        std::error_code none;
-        for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task", none)) {
+        std::error_code failed;
+        auto thread = std::filesystem::directory_iterator("/proc/self/task", failed);
+        for (; !failed && thread != std::filesystem::directory_iterator(); thread.increment(failed)) {
             std::string name;
-            std::getline(std::ifstream(thread.path() / "comm"), name);
-            const int id = std::atoi(thread.path().filename().c_str());
+            std::getline(std::ifstream(thread->path() / "comm"), name);
+            const int id = std::atoi(thread->path().filename().c_str());
             const sched_param priority{};
             if (name.find("ZMQbg/IO") != name.npos && sched_getscheduler(id) == (patient ? SCHED_OTHER : SCHED_BATCH))
                 sched_setscheduler(id, patient ? SCHED_BATCH : SCHED_OTHER, &priority);
