@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import NoReturn
@@ -276,8 +276,12 @@ def test_zeromqs_thread_takes_no_processor_from_anybody_while_much_comes() -> No
 
 def io_threads() -> set[int]:
     """ZeroMQ's threads that read from the network."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(task.name) for task in tasks if "ZMQbg/IO" in (task / "comm").read_text()}
+    threads = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it may end while it is read
+            if "ZMQbg/IO" in (task / "comm").read_text():
+                threads.add(int(task.name))
+    return threads
 
 
 def test_what_is_expected_of_a_target_that_was_dropped_is_nobodys() -> None:

@@ -60,6 +60,6 @@ def pids_in(log: Path) -> list[int]:
 def runs(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while it is read
         return False
     return state != "Z"
