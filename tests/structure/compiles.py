@@ -21,7 +21,8 @@ def main() -> None:
     found = {path for pattern in options["include"] for path in ROOT.glob(pattern.lstrip("/"))}
     modules = sorted(str(path.relative_to(ROOT)) for path in found if path.name not in options["exclude"])
     with tempfile.TemporaryDirectory() as folder:
-        mypycify([*options["mypy-args"], *modules], target_dir=folder)
+        cache = ["--cache-dir", str(ROOT / ".mypy_cache" / "mypyc")]  # mypy itself runs beside, with its own
+        mypycify([*cache, *options["mypy-args"], *modules], target_dir=folder)
 
 
 if __name__ == "__main__":
