@@ -732,7 +732,9 @@ async def test_an_answer_may_come_before_the_request_is_read(lane: bool) -> None
     """A worker that refuses a large body at once, and does not read it."""
 
     async def early(reader: StreamReader, writer: StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+        head = b""
+        with suppress(asyncio.IncompleteReadError):  # the router may give a connection up before it asks there
+            head = await reader.readuntil(b"\r\n\r\n")
         if b"/v1/completions" in head:
             writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 3\r\n\r\nbig")
             await writer.drain()
