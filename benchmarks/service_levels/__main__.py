@@ -44,11 +44,10 @@ def main(
                 answers: list[Answer] = []
                 for seed in range(seeds):
                     answers += asyncio.run(arrivals(url, load * most, seconds, telling, seed))
-                typer.echo(
-                    f"| {load:g} of capacity, {telling} | {_share(answers)} | "
-                    + " | ".join(_share([answer for answer in answers if answer.asked is each]) for each in CLASSES)
-                    + f" | {sum(answer.refused for answer in answers) / max(len(answers), 1):.3f} |"
-                )
+                cells = [_share([answer.in_time for answer in answers])]
+                cells += [_share([answer.in_time for answer in answers if answer.asked is each]) for each in CLASSES]
+                cells += [_share([answer.refused for answer in answers])]
+                typer.echo(f"| {load:g} of capacity, {telling} | {' | '.join(cells)} |")
         typer.echo("\n" + _metrics(url))
 
 
@@ -56,13 +55,13 @@ def _levels() -> dict[str, dict[str, float | str]]:
     """The service levels of the settings: each class, and again for those who would rather be refused than late."""
     levels: dict[str, dict[str, float | str]] = {}
     for each in CLASSES:
-        promise = {"ttft": each.ttft, "tpot": each.tpot}
-        levels |= {each.name: {**promise}, refusing(each.name): {**promise, "when_late": "refuse"}}
+        promise: dict[str, float | str] = {"ttft": each.ttft, "tpot": each.tpot}
+        levels |= {each.name: promise, refusing(each.name): promise | {"when_late": "refuse"}}
     return levels
 
 
-def _share(answers: list[Answer]) -> str:
-    return f"{sum(answer.in_time for answer in answers) / max(len(answers), 1):.3f}"
+def _share(flags: list[bool]) -> str:
+    return f"{sum(flags) / max(len(flags), 1):.3f}"
 
 
 def _metrics(url: str) -> str:
