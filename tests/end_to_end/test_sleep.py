@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from router_under_test import QUICK, Reply, RouterUnderTest, router, until
+from scripted_worker import MODEL, Exchange, scripted_worker
 
 from worker.simulated import SimulatedWorkerSettings
 from worker.simulated.serve import running
@@ -69,6 +70,34 @@ async def test_requests_wait_until_somebody_wakes(routed: RouterUnderTest) -> No
     await until(counted)
     assert (await tell(routed, "/wake_up")).status == 200
     assert (await waiting).status == 200
+
+
+async def test_a_worker_is_told_once_the_requests_sent_to_it_have_ended() -> None:
+    came, may_end = list[str](), asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        if not exchange.target.startswith("/sleep"):
+            await may_end.wait()
+        came.append(exchange.target)
+        await exchange.answer()
+
+    async with scripted_worker(script) as worker, router(worker.url, server={"token": "t"}) as routed:
+        under_way = asyncio.ensure_future(routed.call("/v1/completions", {"model": MODEL, "prompt": PROMPT}))
+
+        async def sent() -> bool:
+            return bool(worker.exchanges)
+
+        await until(sent)
+        told = asyncio.ensure_future(tell(routed, "/sleep?level=2"))
+
+        async def asleep() -> bool:
+            return await states(routed) == ["asleep"]
+
+        await until(asleep)
+        may_end.set()
+        assert (await under_way).status == 200
+        assert (await told).status == 200
+        assert came == ["/v1/completions", "/sleep?level=2&mode=wait"]
 
 
 async def test_sleep_behind_the_routers_back_is_noticed(routed: RouterUnderTest) -> None:
