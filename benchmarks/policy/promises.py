@@ -31,7 +31,7 @@ from router.settings import PolicyName, PolicySettings
 INTERACTIVE = Promised("interactive", 2.0, 0.05)
 AGENTS = Promised("agent", 4.0, 0.1)
 BATCH = Promised("batch", 30.0, 0.2)
-LOADS = (0.5, 0.7, 0.9, 1.0, 1.1)
+LOADS = (0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.35)
 _STEPS = 5  # of the search for saturation
 
 OURS_PROMISED, TODAY = "kv_aware, promises", OURS.name

@@ -117,7 +117,7 @@ class SeveralRouters(Fleet):
             router.telling = True
             self._later(self._sharing.delay / 2, -1, _Telling(router))
 
-    def _learn(self) -> None:
+    def _learn(self) -> set[int]:
         what = self._timed[0][3]
         if isinstance(what, _Telling | _Sent | tuple):
             _, _, worker, _ = heappop(self._timed)
@@ -133,7 +133,8 @@ class SeveralRouters(Fleet):
             for view in self._promised.pop(id(what), []):
                 view.settle(worker, what)
         else:
-            super()._learn()
+            return super()._learn()
+        return set()
 
     def _tell(self, router: _Router) -> None:
         router.telling = False

@@ -13,6 +13,10 @@ behind it waiting: a large prompt is not overtaken for ever.
 
 A request that has waited for `timeout` seconds is sent to its target, however busy, or refused where all are at their
 limits. One that waits for a worker is refused after `cold_start_timeout`; such may take half of the queue.
+
+One that has lost what it was promised is served late: while its target is busy it lets all others go first, for
+`LATE_TIMEOUTS` times that long. What comes faster than the fleet can answer makes somebody late. Were it sent after
+`timeout` all the same, it would take the place of one that can still be in time, and soon everybody would be late.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
 from router.settings import AdmissionSettings
 
+LATE_TIMEOUTS = 10
 # Waiting requests that choose again at one time, at most: each choice costs a walk through the index.
 _TRIES = 16
 _RATE_SECONDS = 30.0
@@ -62,8 +67,13 @@ class _Request(Waiting):
     reason: WaitReason = field(kw_only=True)
     assignment: asyncio.Future[Assignment] = field(kw_only=True)
     since: float = field(kw_only=True)
+    timer: asyncio.TimerHandle | None = None
     in_time: bool = True  # it can keep its promise, if it has one
     until_deadline: bool = False
+
+    def is_over(self, now: float) -> bool:
+        """Whether its deadline has come."""
+        return self.ticket.place_by is not None and now >= self.ticket.place_by
 
 
 class Admission:
@@ -89,6 +99,7 @@ class Admission:
         self._router = router
         self.late_binding = settings.late_binding and late_binding
         self._timeout = settings.timeout
+        self._late_timeout = LATE_TIMEOUTS * settings.timeout
         self._cold_start_timeout = settings.cold_start_timeout
         self._most_cold = max(settings.queue // 2, 1)
         self._clock = clock
@@ -156,9 +167,7 @@ class Admission:
         until = now + (self._cold_start_timeout if cold else self._timeout)
         if promise is not None and promise.first_token_by is not None and not cold:
             until = promise.first_token_by if promise.refuses_late else max(until, promise.first_token_by)
-        if ticket.place_by is not None and ticket.place_by < until:
-            until, request.until_deadline = ticket.place_by, True
-        timer = loop.call_later(max(until - now, 0.0), self._time_over, request)
+        self._wait_until(request, until)
         # What it waits for may have happened between `place` and now.
         self.wake()
         try:
@@ -166,23 +175,32 @@ class Admission:
         except asyncio.CancelledError:
             if request.assignment.done() and not request.assignment.cancelled() and not request.assignment.exception():
                 request.assignment.result().release()
-            elif request.queued and request.until_deadline and self._clock() >= until:
+            elif request.queued and request.until_deadline and request.is_over(self._clock()):
                 self._count_refused("deadline")  # the proxy looks at the clock too
             raise
         finally:
-            timer.cancel()
+            if request.timer is not None:
+                request.timer.cancel()
             if request.queued:  # its client left
                 self.queue.remove(request)
                 self.wake()
 
+    def _wait_until(self, request: _Request, until: float) -> None:
+        """A request's time is over then, or at its deadline."""
+        place_by = request.ticket.place_by
+        if place_by is not None and place_by < until:
+            until, request.until_deadline = place_by, True
+        seconds = max(until - self._clock(), 0.0)
+        request.timer = asyncio.get_running_loop().call_later(seconds, self._time_over, request)
+
     def _order(self, prompt: RoutedPrompt, ticket: Ticket) -> float:
         """Where a request comes among those of its tenant and priority. One that has no chance to keep its promise
-        comes after those that have, but waits no longer for that than others wait at most."""
+        comes after those that have."""
         prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
         order = held_order(ticket.arrived or self._clock(), prefill)
         if promise is None or promise.first_token_by is None:
             return order
-        return order + self._timeout if promise.late else promised_order(promise.first_token_by, prefill)
+        return order + self._late_timeout if promise.late else promised_order(promise.first_token_by, prefill)
 
     def would_hold(
         self, prompt: RoutedPrompt, tried: Collection[Worker] = (), promise: Promise | None = None
@@ -239,9 +257,13 @@ class Admission:
                 continue
             self._give(request, placed)
         for request in late:
-            request.in_time = False
             if request.queued:
-                self.queue.move(request, self._order(request.prompt, request.ticket))
+                self._let_others_first(request)
+
+    def _let_others_first(self, request: _Request) -> None:
+        """It will be late."""
+        request.in_time = False
+        self.queue.move(request, self._order(request.prompt, request.ticket))
 
     def _try(
         self,
@@ -296,8 +318,10 @@ class Admission:
                 raise deadline_error()
             if self._awaits_worker(request.prompt, request.tried):
                 raise self._no_worker(request.name)
-            assignment = self._force(request)
             promise = request.ticket.promise
+            if promise is not None and promise.first_token_by is not None and self._may_be_later(request, promise):
+                return
+            assignment = self._force(request)
             if assignment is None and promise is not None and promise.refuses_late:
                 raise self._cannot_keep(promise, request.name or "", self._clock() - request.since, None)
             if assignment is None:
@@ -307,6 +331,21 @@ class Admission:
         else:
             self._give(request, assignment)
         self.wake()
+
+    def _may_be_later(self, request: _Request, promise: Promise) -> bool:
+        """Whether a request goes on waiting, since it is late already and its target is busy. Raises RequestError."""
+        if promise.refuses_late or self._clock() >= request.since + self._late_timeout:
+            return False
+        selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
+        if selection is None or not (self.late_binding and self._router.should_wait(selection)):
+            return False
+        promise.late = selection.late > 0
+        if not promise.late:
+            return False
+        if request.in_time:
+            self._let_others_first(request)
+        self._wait_until(request, request.since + self._late_timeout)
+        return True
 
     def _awaits_worker(self, prompt: RoutedPrompt, tried: Collection[Worker]) -> bool:
         return not tried and self._router.awaits_worker(prompt)

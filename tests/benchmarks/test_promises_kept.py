@@ -21,7 +21,7 @@ from benchmarks.policy.promises import (
     kept,
     play,
 )
-from benchmarks.policy.workloads import AGENT
+from benchmarks.policy.workloads import AGENT, SINGLE
 from indexer import Target
 from kvrouter.tools.simulation.fleet import Outcome
 from kvrouter.tools.simulation.predicted_latency import predicted_latency
@@ -62,6 +62,14 @@ def test_refusing_what_would_be_late_keeps_more_promises() -> None:
         shares[mix] = kept(play(OURS_PROMISED, GROUND, classed(GROUND.requests(4.0, 0), mix, 0), 0))
     assert shares[PROMISED].refused == 0 < shares[REFUSING].refused
     assert shares[REFUSING].share > shares[PROMISED].share
+
+
+def test_far_beyond_saturation_some_are_late_and_not_all() -> None:
+    ground = Ground(SINGLE, 2, 300_000, 0.5, 1.6, seconds=200.0)
+    requests = classed(ground.requests(1.3, 0), PROMISED, 0)
+    ours, today = (kept(play(side, ground, requests, 0)).share for side in (OURS_PROMISED, TODAY))
+    assert today < 0.1
+    assert ours > 0.3
 
 
 def test_sessions_have_one_class_and_runs_repeat() -> None:

@@ -481,6 +481,15 @@ async def test_who_is_held_too_long_goes_to_its_choice() -> None:
         await until(sent)
 
 
+async def test_who_has_lost_its_promise_lets_others_go_first_and_goes_in_the_end() -> None:
+    async with busy_fleet(timeout=0.2) as (_, asking, scripts):
+        arrived = scripts[0].arrived = scripts[1].arrived = list[str]()
+        await asking.queued("late", {"x-slo-ttft-ms": "1"}, tokens=LONG, stream=True)
+        asking.send("held", tokens=LONG, stream=True)
+        await until_arrived(scripts[0], 2)
+        assert arrived == ["held", "late"]
+
+
 @pytest.mark.parametrize("policy", ["kv_aware", "lmetric"])
 async def test_late_binding_can_be_switched_off_and_is_not_for_the_peers(policy: str) -> None:
     async with busy_fleet(policy, late_binding=policy != "kv_aware") as (_, asking, scripts):

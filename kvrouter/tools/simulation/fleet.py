@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from indexer import Target
 from kvrouter.tools.simulation.engine import Engine, Progress
@@ -29,11 +30,13 @@ from router.learning.eviction_pressure import EvictionPressure
 from router.policies import Candidate, Decision, Policy, Request
 from router.policies.rates import prefill_seconds
 from router.routing.late_binding import held_order, should_hold
+from router.settings import AdmissionSettings
 
 EVENT_DELAY = (0.003, 0.280)  # seconds, from what an engine did to when the router knows
 LINGER = 2.0  # seconds that an ended prompt still counts as cached soon
 _LOOK_SECONDS = 1.0
 _MEAN_OUTPUT = 256.0
+TIMEOUT = AdmissionSettings().timeout
 # Held requests that choose again at one event, at most.
 MOST_TRIES = 16
 
@@ -56,6 +59,14 @@ class Outcome:
     def refused(self) -> bool:
         """Whether it was sent to no worker, once the run has ended."""
         return self.worker < 0
+
+
+class HeldRequest(NamedTuple):
+    """One that waits in the router, sorted by when its turn is."""
+
+    order: float
+    number: int
+    outcome: Outcome
 
 
 @dataclass(slots=True)
@@ -195,7 +206,7 @@ class Fleet:
         self._removed = [0] * workers
         self._next_look = 0.0
         self._in_flight: dict[int, _InFlight] = {}  # by the identity of the request
-        self._held: list[tuple[float, int, Outcome]] = []
+        self._held: list[HeldRequest] = []
         self._numbers = count()
         self._timed: list[tuple[float, int, int, object]] = []  # (time, number, worker, what becomes known)
 
@@ -216,7 +227,7 @@ class Fleet:
                 return outcomes
             touched: set[int] = set()
             if timed == self._now:
-                self._learn()
+                touched = self._learn()
             elif engine == self._now:
                 worker = heappop(wake)[1]
                 touched = {worker} | self._progress(worker, self._engines[worker].advance())
@@ -234,8 +245,8 @@ class Fleet:
     def _later(self, seconds: float, worker: int, what: object) -> None:
         heappush(self._timed, (self._now + seconds, next(self._numbers), worker, what))
 
-    def _learn(self) -> None:
-        """Events arrive, or a prompt is let go."""
+    def _learn(self) -> set[int]:
+        """Events arrive, a prompt is let go, or a held request's time is over. Returns the worker that got that."""
         _, _, worker, what = heappop(self._timed)
         if isinstance(what, Progress):
             self._view.stored(worker, what.stored)
@@ -243,6 +254,10 @@ class Fleet:
             self._removed[worker] += len(what.removed) * self._block_tokens
         elif isinstance(what, tuple):
             self._view.settle(worker, what)
+        elif isinstance(what, Outcome):
+            held = next((each for each in self._held if each.outcome is what), None)
+            return set() if held is None else self._time_over(held)
+        return set()
 
     def _progress(self, worker: int, progress: Progress) -> set[int]:
         """What an engine did. Returns the workers that got held requests."""
@@ -270,9 +285,19 @@ class Fleet:
         if self._late_binding and should_hold(choice.pending):
             request, rates = outcome.request, self._profile.rates
             prefill = prefill_seconds(rates, request.input_tokens, choice.overlap, choice.requests, choice.context)
-            insort(self._held, (held_order(request.arrival, prefill), next(self._numbers), outcome))
+            self._hold(HeldRequest(held_order(request.arrival, prefill), next(self._numbers), outcome))
             return set()
         return {self._bind(outcome, choice)}
+
+    def _hold(self, held: HeldRequest) -> None:
+        """Let a request wait, as long as `admission.timeout` says at most."""
+        insort(self._held, held)
+        self._later(TIMEOUT, 0, held.outcome)
+
+    def _time_over(self, held: HeldRequest) -> set[int]:
+        """A request was held too long: it goes to its choice, however busy."""
+        self._held.remove(held)
+        return {self._bind(held.outcome, self._choose(held.outcome.request))}
 
     def _retry(self) -> set[int]:
         """Let held requests choose again, as long as any worker has room."""
@@ -280,10 +305,10 @@ class Fleet:
         for held in self._held[:MOST_TRIES]:
             if all(should_hold(load.pending) for load in self._loads):
                 break
-            choice = self._choose(held[2].request)
+            choice = self._choose(held.outcome.request)
             if not should_hold(choice.pending):
                 self._held.remove(held)
-                bound.add(self._bind(held[2], choice))
+                bound.add(self._bind(held.outcome, choice))
         return bound
 
     def _choose(self, request: TracedRequest) -> Candidate:

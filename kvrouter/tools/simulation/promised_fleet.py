@@ -9,10 +9,11 @@ from enum import StrEnum
 from random import Random
 
 from kvrouter.tools.simulation.engine import Progress
-from kvrouter.tools.simulation.fleet import MOST_TRIES, Fleet, Outcome
+from kvrouter.tools.simulation.fleet import MOST_TRIES, TIMEOUT, Fleet, HeldRequest, Outcome
 from kvrouter.tools.simulation.predicted_latency import predicted_latency
 from kvrouter.tools.simulation.profiles import Profile
 from kvrouter.tools.simulation.trace import TracedRequest
+from router.admission.admission import LATE_TIMEOUTS
 from router.holdings.speculation import ReleaseCallback
 from router.learning.forecasts import WatchedAnswer
 from router.learning.learned import Learned, RequestTiming
@@ -20,9 +21,9 @@ from router.policies import Candidate, Decision, Policy
 from router.policies.promises import Forecast, Promise, choose_for_promise, stays
 from router.policies.rates import Rates, prefill_seconds
 from router.routing.late_binding import held_order, promised_order, should_hold
-from router.settings import AdmissionSettings, PolicySettings
+from router.settings import PolicySettings
 
-_TIMEOUT = AdmissionSettings().timeout
+_LATE_TIMEOUT = LATE_TIMEOUTS * TIMEOUT
 _BROKEN_PROMISE = PolicySettings().broken_promise
 
 
@@ -58,31 +59,49 @@ class PromisedFleet(Fleet):
         if self._refuses(request):
             return set()
         if self._late_binding and should_hold(choice.pending):
-            insort(self._held, (self._order(request, choice), next(self._numbers), outcome))
+            self._hold(HeldRequest(self._order(request, choice), next(self._numbers), outcome))
             return set()
         return {self._bind(outcome, choice)}
+
+    def _hold(self, held: HeldRequest) -> None:
+        insort(self._held, held)
+        promised = held.outcome.request.promised
+        self._later(max(TIMEOUT, (promised and promised.ttft) or 0.0), 0, held.outcome)
+
+    def _time_over(self, held: HeldRequest) -> set[int]:
+        request = held.outcome.request
+        promise = self._promises.get(id(request))
+        self._held.remove(held)
+        choice = self._choose(request)
+        if self._refuses(request):
+            return set()
+        late = promise is not None and promise.first_token_by is not None and promise.late
+        if late and should_hold(choice.pending) and self._now < request.arrival + _LATE_TIMEOUT:
+            insort(self._held, held._replace(order=self._order(request, choice)))
+            self._later(request.arrival + _LATE_TIMEOUT - self._now, 0, held.outcome)
+            return set()
+        return {self._bind(held.outcome, choice)}
 
     def _retry(self) -> set[int]:
         bound = set[int]()
         late = []
         for held in self._held[:MOST_TRIES]:
-            request = held[2].request
-            waited = self._now - request.arrival
-            if all(should_hold(load.pending) for load in self._loads) and waited <= self._longest(request):
-                continue
+            request = held.outcome.request
+            if all(should_hold(load.pending) for load in self._loads):
+                break
             promise = self._promises.get(id(request))
             was_late = promise is not None and promise.late
             choice = self._choose(request)
             if self._refuses(request):
                 self._held.remove(held)
-            elif waited > self._longest(request) or not should_hold(choice.pending):
+            elif not should_hold(choice.pending):
                 self._held.remove(held)
-                bound.add(self._bind(held[2], choice))
+                bound.add(self._bind(held.outcome, choice))
             elif promise is not None and promise.late and not was_late:
                 late.append((held, choice))
         for held, choice in late:
             self._held.remove(held)
-            insort(self._held, (self._order(held[2].request, choice), held[1], held[2]))
+            insort(self._held, held._replace(order=self._order(held.outcome.request, choice)))
         return bound
 
     def _refuses(self, request: TracedRequest) -> bool:
@@ -90,17 +109,12 @@ class PromisedFleet(Fleet):
         promise = self._promises.get(id(request))
         return promise is not None and promise.late and promise.refuses_late
 
-    def _longest(self, request: TracedRequest) -> float:
-        """How long a request is held at most."""
-        promised = request.promised
-        return max(_TIMEOUT, promised.ttft) if promised is not None and promised.ttft is not None else _TIMEOUT
-
     def _order(self, request: TracedRequest, choice: Candidate) -> float:
         prefill, promise = self._prefill(request, choice), self._promises.get(id(request))
         order = held_order(request.arrival, prefill)
         if promise is None or promise.first_token_by is None:
             return order
-        return order + _TIMEOUT if promise.late else promised_order(promise.first_token_by, prefill)
+        return order + _LATE_TIMEOUT if promise.late else promised_order(promise.first_token_by, prefill)
 
     def _choose(self, request: TracedRequest) -> Candidate:
         decision = self._decide(request)
