@@ -18,6 +18,7 @@ from benchmarks.policy.promises import (
     Played,
     classed,
     in_time,
+    keepable,
     kept,
     play,
 )
@@ -79,6 +80,15 @@ def test_sessions_have_one_class_and_runs_repeat() -> None:
         by_session.setdefault(request.session, set()).add(request.promised)
     assert all(len(classes) == 1 for classes in by_session.values())
     assert kept(play(OURS_PROMISED, GROUND, requests, 1)) == kept(play(OURS_PROMISED, GROUND, requests, 1))
+
+
+def test_what_could_be_kept_is_what_an_idle_fleet_that_forgets_nothing_keeps() -> None:
+    promised = Promised("interactive", 2.0, 0.05)
+    first = TracedRequest(1.0, 100_000, 11, tuple(range(196)), (), "s", promised)
+    again = TracedRequest(9.0, 100_000, 11, tuple(range(196)), (), "s", promised)
+    unknown = TracedRequest(10.0, 100_000, 11, tuple(range(1000, 1196)), (), "t", promised)
+    assert keepable([first, again, unknown]) == 0.5
+    assert keepable([first]) == 0.0
 
 
 def test_what_is_in_time() -> None:

@@ -53,6 +53,11 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    def keep_to(self, core: int) -> None:
+        """Let it, just started, and whatever it will start run on one core alone."""
+        assert self._process is not None
+        os.sched_setaffinity(self._process.pid, {core})
+
     def wait_for(self, find: Callable[[], T | None], seconds: float, what: str) -> T:
         """Like the function of this name, but fails at once, and with the log, when the process ends."""
 

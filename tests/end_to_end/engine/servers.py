@@ -59,7 +59,7 @@ class VllmWorker:
     """One vLLM on loopback with KV events. Started again, it has the same ports.
 
     `model`: its folder, if not the usual one's; `flags`, `environment`: what else it is started with; `api_key`: what
-    it wants; `python`: that of another environment that sees vLLM.
+    it wants; `python`: that of another environment that sees vLLM; `core`: the only one that it runs on.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class VllmWorker:
         api_key: str = "",
         environment: Mapping[str, str] | None = None,
         python: Path | None = None,
+        core: int | None = None,
     ) -> None:
         self.api_key = api_key
+        self._core = core
         self._vllm = [installation.vllm] if python is None else [python, "-m", "vllm.entrypoints.cli.main"]
         self._environment = _WORKER_ENVIRONMENT | dict(environment or {})
         self.installation = installation
@@ -107,6 +109,8 @@ class VllmWorker:
         if self.api_key:
             command += ["--api-key", self.api_key]
         self._process.start([str(word) for word in [*command, *self._flags]], self._environment)
+        if self._core is not None:
+            self._process.keep_to(self._core)
 
     def swap(self, model: Path) -> None:
         """Another model, from the next start on."""
