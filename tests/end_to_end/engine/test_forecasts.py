@@ -1,6 +1,6 @@
 """How far off the predicted times to the first token are on two real engines whose prefill takes time: printed.
 
-Each engine has a core, as each has an accelerator elsewhere: on all of them each would be as slow as the other makes it.
+Each engine has a core, as each has an accelerator elsewhere: on shared ones each is as slow as the other makes it.
 """
 
 from __future__ import annotations
