@@ -24,12 +24,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from indexer.errors import RequestError
+from router.admission.drain_rate import LONGEST_RETRY, DrainRate
 from router.admission.fair_queue import FairQueue, Waiting
 from router.admission.ticket import Ticket, deadline_error
 from router.fleet.fleet import Worker
@@ -45,8 +46,6 @@ from router.settings import AdmissionSettings
 LATE_TIMEOUTS = 10
 # Waiting requests that choose again at one time, at most: each choice costs a walk through the index.
 _TRIES = 16
-_RATE_SECONDS = 30.0
-_LONGEST_RETRY = 60
 
 
 class WaitReason(StrEnum):
@@ -104,7 +103,7 @@ class Admission:
         self._most_cold = max(settings.queue // 2, 1)
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first request has found no capacity
-        self._rate = _DrainRate(clock)
+        self._rate = DrainRate(clock)
         self._planned: asyncio.Handle | None = None
 
     def place(
@@ -383,12 +382,12 @@ class Admission:
         self._count_refused("promise")
         for on_broken in self.on_promise_refused:
             on_broken(model, promise)
-        seconds = min(max(math.ceil(late), 1), _LONGEST_RETRY)
+        seconds = min(max(math.ceil(late), 1), LONGEST_RETRY)
         expected = ""
         if forecast is not None:
             expected = f"; {forecast.ttft.expected:.2f} s and {1000 * forecast.tpot.expected:.0f} ms are expected now"
         return RequestError(
-            f"No worker would keep what was promised, {_in_words(promise)}{expected}. Try again in {seconds} s.",
+            f"No worker would keep what was promised, {promise.in_words}{expected}. Try again in {seconds} s.",
             status=429,
             type="rate_limit_error",
             code="promise_not_kept",
@@ -415,36 +414,3 @@ def _reason(has_capacity: bool, cold: bool) -> WaitReason:
     if cold:
         return WaitReason.NO_WORKER
     return WaitReason.LATE_BINDING if has_capacity else WaitReason.SATURATED
-
-
-def _in_words(promise: Promise) -> str:
-    ttft = [] if promise.ttft is None else [f"a first token within {promise.ttft:g} s"]
-    tpot = [] if promise.tpot is None else [f"{1000 * promise.tpot:g} ms for each after it"]
-    return " and ".join(ttft + tpot)
-
-
-class _DrainRate:
-    """How fast places come free: over the last `_RATE_SECONDS`."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._before: deque[tuple[int, int]] = deque(maxlen=int(_RATE_SECONDS))  # seconds, and how many came free
-        self._second = self._freed = 0  # of the last one
-
-    def count(self) -> None:
-        """One came free."""
-        now = int(self._clock())
-        if now != self._second:
-            if self._freed:
-                self._before.append((self._second, self._freed))
-            self._second, self._freed = now, 0
-        self._freed += 1
-
-    def seconds_for(self, places: int, otherwise: float) -> int:
-        """Whole seconds until `places` come free at this rate, at least 1; `otherwise` where none ever did."""
-        now = self._clock()
-        known = [*self._before, (self._second, self._freed)]
-        recent = [(second, freed) for second, freed in known if second > now - _RATE_SECONDS and freed]
-        freed = sum(freed for _, freed in recent)
-        seconds = places * max(now - recent[0][0], 1.0) / freed if freed else otherwise
-        return min(max(math.ceil(seconds), 1), _LONGEST_RETRY)

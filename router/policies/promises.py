@@ -52,6 +52,13 @@ class Promise:
         self.refuses_late = refuses_late
         self.late = False
 
+    @property
+    def in_words(self) -> str:
+        """What is promised, for people."""
+        ttft = [] if self.ttft is None else [f"a first token within {self.ttft:g} s"]
+        tpot = [] if self.tpot is None else [f"{1000 * self.tpot:g} ms for each after it"]
+        return " and ".join(ttft + tpot)
+
 
 class Band:
     """A prediction in seconds: half of what comes is later than `expected`, and one in ten earlier than `low` or later
