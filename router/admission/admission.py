@@ -22,7 +22,6 @@ One that has lost what it was promised is served late: while its target is busy 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -30,8 +29,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from indexer.errors import RequestError
-from router.admission.drain_rate import LONGEST_RETRY, DrainRate
+from router.admission.drain_rate import DrainRate
 from router.admission.fair_queue import FairQueue, Waiting
+from router.admission.refusals import promise_not_kept, too_many
 from router.admission.ticket import Ticket, deadline_error
 from router.fleet.fleet import Worker
 from router.policies.promises import Forecast, Promise
@@ -41,6 +41,7 @@ from router.routing.late_binding import held_order, promised_order
 from router.routing.limits import Limits
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
+from router.routing.selection import Selection
 from router.settings import AdmissionSettings
 
 LATE_TIMEOUTS = 10
@@ -201,14 +202,12 @@ class Admission:
             return order
         return order + self._late_timeout if promise.late else promised_order(promise.first_token_by, prefill)
 
-    def would_hold(
-        self, prompt: RoutedPrompt, tried: Collection[Worker] = (), promise: Promise | None = None
-    ) -> WaitReason | None:
-        """Why a request would have to wait now; None when it would not. Raises RequestError (503)."""
-        selection = self._router.choose(prompt, tried, self.limits, promise=promise)
+    def preview(self, prompt: RoutedPrompt, promise: Promise | None = None) -> Selection | WaitReason:
+        """What a request would get now, or why it would have to wait. Raises RequestError (503)."""
+        selection = self._router.choose(prompt, limits=self.limits, promise=promise)
         if selection is None:
             return WaitReason.SATURATED
-        return WaitReason.LATE_BINDING if self.late_binding and self._router.should_wait(selection) else None
+        return WaitReason.LATE_BINDING if self.late_binding and self._router.should_wait(selection) else selection
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Whether a rank is at its limits."""
@@ -382,28 +381,12 @@ class Admission:
         self._count_refused("promise")
         for on_broken in self.on_promise_refused:
             on_broken(model, promise)
-        seconds = min(max(math.ceil(late), 1), LONGEST_RETRY)
-        expected = ""
-        if forecast is not None:
-            expected = f"; {forecast.ttft.expected:.2f} s and {1000 * forecast.tpot.expected:.0f} ms are expected now"
-        return RequestError(
-            f"No worker would keep what was promised, {promise.in_words}{expected}. Try again in {seconds} s.",
-            status=429,
-            type="rate_limit_error",
-            code="promise_not_kept",
-            retry_after=seconds,
-        )
+        return promise_not_kept(promise, late, forecast)
 
     def _too_many(self, code: str, priority: int) -> RequestError:
         self._count_refused(code)
         seconds = self._rate.seconds_for(self.queue.ahead_of(priority) + 1, otherwise=self._timeout)
-        return RequestError(
-            f"All workers are busy, and {len(self.queue)} requests wait. Try again in {seconds} s.",
-            status=429,
-            type="rate_limit_error",
-            code=code,
-            retry_after=seconds,
-        )
+        return too_many(code, len(self.queue), seconds)
 
     def _count_refused(self, reason: str) -> None:
         for on_refused in self.on_refused:

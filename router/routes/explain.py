@@ -14,7 +14,7 @@ from indexer.errors import RequestError
 from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
 from router.access.bodies import check_amounts
-from router.admission.admission import Admission
+from router.admission.admission import Admission, WaitReason
 from router.admission.service_levels import ServiceLevels, read_promise
 from router.apis.agent_hints import AgentHints, hints_in_headers
 from router.apis.endpoints import PROMPTED, Call, read_call
@@ -77,10 +77,12 @@ async def explain(
         prompt.hints = told.before(prompt.hints)
     now = time.monotonic()
     promise = read_promise(headers, levels, "", prompt.name, now)
-    selection = router.choose(prompt, now=now, promise=promise)
-    assert selection is not None  # nothing is at a limit where there is none
-    decision = selection.decision
-    costs = sorted(decision.costs, key=lambda cost: cost.total)
+    usual = router.choose(prompt, now=now, promise=promise)
+    assert usual is not None  # nothing is at a limit where there is none
+    begins = admission.preview(prompt, promise)
+    selection = usual if isinstance(begins, WaitReason) else begins
+    chosen = selection.decision.chosen
+    costs = sorted(usual.decision.costs, key=lambda cost: cost.total)
     return {
         "path": call.path,
         "model": prompt.name,
@@ -88,10 +90,10 @@ async def explain(
         "exact": prompt.exact,
         "session": prompt.session,
         "hints": prompt.hints and _hints(prompt, prompt.hints, router.places, names),
-        "held": admission.would_hold(prompt, promise=promise),
-        "promise": promise and _promise(promise, router.forecast(decision.chosen, prompt), now),
-        "choice": {"worker": names.of(decision.chosen.target.worker), "dp_rank": decision.chosen.target.dp_rank},
-        "unit": decision.unit,
+        "held": begins if isinstance(begins, WaitReason) else None,
+        "promise": promise and _promise(promise, router.forecast(chosen, prompt), now),
+        "choice": {"worker": names.of(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
+        "unit": usual.decision.unit,
         "candidates": [
             _candidate(names, cost, router.places.wanted(cost.candidate.target))
             | {"forecast": _forecast(router.forecast(cost.candidate, prompt), promise, now)}

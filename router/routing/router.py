@@ -166,12 +166,7 @@ class Router:
         if found.count:
             if promise is not None:
                 return self._keeping(prompt, excluded, found, promise, now)
-            if self._linear is not None and not found.rates and not self._fleet.disaggregated:
-                return found.cheapest(self._linear, prompt.tokens)
-            request = self._candidates.request(prompt, found)
-            if self._fleet.disaggregated:
-                return self._disaggregated.select(prompt, excluded, found, request, now)
-            return found.select(self._policy(found.candidates, request))
+            return self._cheapest(prompt, excluded, found, now)
         if without(self._fleet.able(prompt.name), excluded):
             return None
         if prompt.name is not None and not self._fleet.serving(prompt.name):
@@ -185,17 +180,24 @@ class Router:
 
         Where a prompt is computed by another worker than decodes the answer, nothing is predicted.
         """
+        selection = self._cheapest(prompt, excluded, found, now)
         if self._fleet.disaggregated:
-            request = self._candidates.request(prompt, found)
-            selection = self._disaggregated.select(prompt, excluded, found, request, now)
             selection.promise = promise
             return selection
-        usual: Selection | None = None
-        if self._linear is not None and not found.rates:
-            usual = found.cheapest(self._linear, prompt.tokens)
-        if usual is None:
-            usual = found.select(self._policy(found.candidates, self._candidates.request(prompt, found)))
-        return self._promised.select(found, usual, prompt, promise, now)
+        return self._promised.select(found, selection, prompt, promise, now)
+
+    def _cheapest(
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, now: float
+    ) -> Selection:
+        """The selection that the policy makes of what was found."""
+        if self._linear is not None and not found.rates and not self._fleet.disaggregated:
+            selection = found.cheapest(self._linear, prompt.tokens)
+            if selection is not None:
+                return selection
+        request = self._candidates.request(prompt, found)
+        if self._fleet.disaggregated:
+            return self._disaggregated.select(prompt, excluded, found, request, now)
+        return found.select(self._policy(found.candidates, request))
 
     def forecast(self, candidate: Candidate, prompt: RoutedPrompt) -> Forecast:
         """What a candidate is predicted to take for a prompt that is sent now."""

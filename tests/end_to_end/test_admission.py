@@ -388,6 +388,27 @@ async def test_other_models_do_not_wait_behind() -> None:
         assert (reply.status, reply.worker) == (200, other)
 
 
+async def test_explain_tells_where_a_request_goes_while_the_cheapest_is_full() -> None:
+    scripts: dict[str, Gate] = {}
+    async with AsyncExitStack() as stack:
+        for script in (Gate(), Gate()):
+            scripts[(await stack.enter_async_context(scripted_worker(script))).url] = script
+        routed = await stack.enter_async_context(router(*scripts, admission=ONE_AT_A_TIME))
+        asking = await stack.enter_async_context(Asking(routed))
+        request = {"model": MODEL, "prompt": list(range(LONG))}
+        asking.send("first", prompt=request["prompt"])
+
+        async def arrived() -> bool:
+            return any(script.arrived for script in scripts.values())
+
+        await until(arrived)
+        full = next(url for url, script in scripts.items() if script.arrived)
+        told = (await routed.call("/explain", {"path": PATH, "request": request})).json()
+        assert told["candidates"][0]["worker"] == full  # it holds the prompt, or will soon
+        assert (told["held"], told["choice"]["worker"] in scripts.keys() - {full}) == (None, True)
+        scripts[full].open()
+
+
 async def test_a_rush_on_real_engines_is_answered_within_the_limits() -> None:
     settings = SimulatedWorkerSettings(base_step_s=0.002)
     async with AsyncExitStack() as stack:

@@ -1,0 +1,35 @@
+"""What a request gets that is turned away: 429, and when it had better come again."""
+
+from __future__ import annotations
+
+import math
+
+from indexer.errors import RequestError
+from router.admission.drain_rate import LONGEST_RETRY
+from router.policies.promises import Forecast, Promise
+
+
+def promise_not_kept(promise: Promise, late: float, forecast: Forecast | None) -> RequestError:
+    """It would be so many seconds late everywhere. `forecast`: what is expected where it would be so the least."""
+    seconds = min(max(math.ceil(late), 1), LONGEST_RETRY)
+    expected = ""
+    if forecast is not None:
+        expected = f"; {forecast.ttft.expected:.2f} s and {1000 * forecast.tpot.expected:.0f} ms are expected now"
+    return RequestError(
+        f"No worker would keep what was promised, {promise.in_words}{expected}. Try again in {seconds} s.",
+        status=429,
+        type="rate_limit_error",
+        code="promise_not_kept",
+        retry_after=seconds,
+    )
+
+
+def too_many(code: str, waiting: int, seconds: int) -> RequestError:
+    """All workers are busy, and so many requests wait already. It may come again after so many seconds."""
+    return RequestError(
+        f"All workers are busy, and {waiting} requests wait. Try again in {seconds} s.",
+        status=429,
+        type="rate_limit_error",
+        code=code,
+        retry_after=seconds,
+    )
