@@ -68,7 +68,6 @@ class _Request(Waiting):
     assignment: asyncio.Future[Assignment] = field(kw_only=True)
     since: float = field(kw_only=True)
     timer: asyncio.TimerHandle | None = None
-    in_time: bool = True  # it can keep its promise, if it has one
     until_deadline: bool = False
 
     def is_over(self, now: float) -> bool:
@@ -151,18 +150,18 @@ class Admission:
             self._order(prompt, ticket),
             max(ticket.tokens, 1),
             ticket.size,
+            _is_lost(promise),
             prompt=prompt,
             tried=tuple(tried),
             ticket=ticket,
             reason=_reason(has_capacity, cold),
             assignment=loop.create_future(),
             since=now,
-            in_time=promise is None or not promise.late,
         )
         if not self._free_queue_space(request):
-            if assignment := self._force(request):
+            if assignment := self._force(request, though_late=False):
                 return assignment
-            raise self._too_many("queue_full", ticket.priority)
+            raise self._too_many("queue_full", request)
         self.queue.add(request)
         until = now + (self._cold_start_timeout if cold else self._timeout)
         if promise is not None and promise.first_token_by is not None and not cold:
@@ -194,13 +193,12 @@ class Admission:
         request.timer = asyncio.get_running_loop().call_later(seconds, self._time_over, request)
 
     def _order(self, prompt: RoutedPrompt, ticket: Ticket) -> float:
-        """Where a request comes among those of its tenant and priority. One that has no chance to keep its promise
-        comes after those that have."""
+        """Where a request comes among those of its tenant and standing."""
         prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
         order = held_order(ticket.arrived or self._clock(), prefill)
-        if promise is None or promise.first_token_by is None:
+        if promise is None or promise.first_token_by is None or promise.late:
             return order
-        return order + self._late_timeout if promise.late else promised_order(promise.first_token_by, prefill)
+        return promised_order(promise.first_token_by, prefill)
 
     def preview(self, prompt: RoutedPrompt, promise: Promise | None = None) -> Selection | WaitReason:
         """What a request would get now, or why it would have to wait. Raises RequestError (503)."""
@@ -250,7 +248,7 @@ class Admission:
                 request.reason = placed
                 if placed is WaitReason.SATURATED and not request.tried and not request.prompt.stored:
                     self._full.add(request.name)
-                if request.in_time and request.ticket.promise is not None and request.ticket.promise.late:
+                if not request.late and _is_lost(request.ticket.promise):
                     late.append(request)
                 continue
             self._give(request, placed)
@@ -260,8 +258,7 @@ class Admission:
 
     def _let_others_first(self, request: _Request) -> None:
         """It will be late."""
-        request.in_time = False
-        self.queue.move(request, self._order(request.prompt, request.ticket))
+        self.queue.let_others_first(request, self._order(request.prompt, request.ticket))
 
     def _try(
         self,
@@ -281,14 +278,20 @@ class Admission:
             return WaitReason.LATE_BINDING
         return self._router.reserve(prompt, selection, now)
 
-    def _force(self, request: _Request) -> Assignment | None:
-        """A place, however busy; None when all targets are at their limits. Raises RequestError where the request is
-        refused rather than served late."""
+    def _force(self, request: _Request, though_late: bool = True) -> Assignment | None:
+        """A place, however busy; None when all targets are at their limits, or where it would be late and only make
+        others late. Raises RequestError where the request is refused rather than served late."""
         promise = request.ticket.promise
         selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
-        if promise is not None and promise.refuses_late and selection is not None and selection.late > 0:
-            raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
-        return self._router.reserve(request.prompt, selection) if selection else None
+        if selection is None:
+            return None
+        if promise is not None:
+            promise.late = selection.late > 0
+            if promise.late and promise.refuses_late:
+                raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
+            if _is_lost(promise) and not though_late:
+                return None
+        return self._router.reserve(request.prompt, selection)
 
     def _give(self, request: _Request, assignment: Assignment) -> None:
         self.queue.served(request.tenant, request.tokens)
@@ -323,7 +326,7 @@ class Admission:
             if assignment is None and promise is not None and promise.refuses_late:
                 raise self._cannot_keep(promise, request.name or "", self._clock() - request.since, None)
             if assignment is None:
-                raise self._too_many("queue_timeout", request.priority)
+                raise self._too_many("queue_timeout", request)
         except RequestError as error:
             self._fail(request, error)
         else:
@@ -340,7 +343,7 @@ class Admission:
         promise.late = selection.late > 0
         if not promise.late:
             return False
-        if request.in_time:
+        if not request.late:
             self._let_others_first(request)
         self._wait_until(request, request.since + self._late_timeout)
         return True
@@ -358,20 +361,20 @@ class Admission:
             raise deadline_error()
 
     def _free_queue_space(self, request: _Request) -> bool:
-        """Whether the queue has space for a request, others of a lower priority giving way if need be."""
-        if not self.queue.can_fit(request.size, request.priority):
+        """Whether the queue has space for a request, those that come last giving way if need be."""
+        if not self.queue.can_fit(request):
             return False
         while not self.queue.fits(request.size):
             last = self.queue.last()
-            if last is None or last.priority <= request.priority:
+            if last is None or last.standing <= request.standing:
                 return False
             try:
-                assignment = self._force(last)
+                assignment = self._force(last, though_late=False)
             except RequestError as error:
                 self._fail(last, error)
                 continue
             if assignment is None:
-                self._fail(last, self._too_many("queue_full", last.priority))
+                self._fail(last, self._too_many("queue_full", last))
             else:
                 self._give(last, assignment)
         return True
@@ -379,18 +382,28 @@ class Admission:
     def _cannot_keep(self, promise: Promise, model: str, late: float, forecast: Forecast | None) -> RequestError:
         """What a request is refused with that would be so late everywhere."""
         self._count_refused("promise")
-        for on_broken in self.on_promise_refused:
-            on_broken(model, promise)
+        self._count_broken(model, promise)
         return promise_not_kept(promise, late, forecast)
 
-    def _too_many(self, code: str, priority: int) -> RequestError:
+    def _too_many(self, code: str, request: _Request) -> RequestError:
         self._count_refused(code)
-        seconds = self._rate.seconds_for(self.queue.ahead_of(priority) + 1, otherwise=self._timeout)
+        if request.ticket.promise is not None:
+            self._count_broken(request.name or "", request.ticket.promise)
+        seconds = self._rate.seconds_for(self.queue.ahead_of(request.priority) + 1, otherwise=self._timeout)
         return too_many(code, len(self.queue), seconds)
+
+    def _count_broken(self, model: str, promise: Promise) -> None:
+        for on_broken in self.on_promise_refused:
+            on_broken(model, promise)
 
     def _count_refused(self, reason: str) -> None:
         for on_refused in self.on_refused:
             on_refused(reason)
+
+
+def _is_lost(promise: Promise | None) -> bool:
+    """Whether a first token was promised that no worker can give in time."""
+    return promise is not None and promise.first_token_by is not None and promise.late
 
 
 def _reason(has_capacity: bool, cold: bool) -> WaitReason:

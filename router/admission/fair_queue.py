@@ -1,11 +1,12 @@
-"""The order of requests that wait: by priority, then fairly between tenants, then each tenant's own order.
+"""The order of requests that wait: by priority, then those in time, then fairly between tenants, then each tenant's own
+order.
 
 Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996): every tenant has a clock that goes on by
 the tokens it got. Whose clock is behind is next. One that had nothing to wait for begins at the clock of the one
 that was served last, so that none saves up.
 
-    lane = (priority, tenant, name)        the requests of a lane are sorted by their `order`
-    next = the lane with the lowest (priority, clock of its tenant, order of its first)
+    lane = (priority, late, tenant, name)        the requests of a lane are sorted by their `order`
+    next = the lane with the lowest (priority, late, clock of its tenant, order of its first)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _numbers = count()
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A request that waits. `name`: what it asks for; `order`: its place in its lane, the lowest first; `tokens`: what
-    its tenant is charged; `size`: the bytes it keeps in memory."""
+    its tenant is charged; `size`: the bytes it keeps in memory; `late`: it lets all others of its priority go first."""
 
     priority: int
     tenant: str
@@ -33,12 +34,19 @@ class Waiting:
     order: float
     tokens: int
     size: int = 0
+    late: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
     queued: bool = False
+
+    @property
+    def standing(self) -> tuple[int, bool]:
+        """The lowest comes first, and the highest is the first to give way."""
+        return self.priority, self.late
 
 
 class _Lane(NamedTuple):
     priority: int
+    late: bool
     tenant: str
     name: str | None
 
@@ -67,17 +75,15 @@ class FairQueue(Generic[W]):
         """Whether a request that keeps `size` bytes can be added."""
         return self.length < self._max_requests and self.size + size <= self._max_bytes
 
-    def can_fit(self, size: int, priority: int) -> bool:
-        """Whether it could be if all of lower priorities gave way."""
-        kept = [each for lane, queue in self._lanes.items() if lane.priority <= priority for each in queue]
-        return len(kept) < self._max_requests and sum(each.size for each in kept) + size <= self._max_bytes
+    def can_fit(self, request: W) -> bool:
+        """Whether it could be if all gave way that come behind it."""
+        kept = [queue for lane, queue in self._lanes.items() if (lane.priority, lane.late) <= request.standing]
+        size = sum(each.size for queue in kept for each in queue)
+        return sum(map(len, kept)) < self._max_requests and size + request.size <= self._max_bytes
 
     def add(self, request: W) -> None:
         """Let a request wait."""
-        lane = _lane_of(request)
-        if lane not in self._lanes:
-            self._lanes[lane] = SortedKeyList(key=_place_in_lane)
-        self._lanes[lane].add(request)
+        self._put_in(request)
         if not self._of_tenant[request.tenant]:
             self._clocks[request.tenant] = max(self._clocks.get(request.tenant, 0.0), self._clock)
         self._of_tenant[request.tenant] += 1
@@ -91,10 +97,7 @@ class FairQueue(Generic[W]):
         if not request.queued:
             return
         request.queued = False
-        lane = _lane_of(request)
-        self._lanes[lane].remove(request)
-        if not self._lanes[lane]:
-            del self._lanes[lane]
+        self._take_out(request)
         self._of_tenant[request.tenant] -= 1
         self._of_priority[request.priority] -= 1
         if not self._of_tenant[request.tenant]:
@@ -109,12 +112,11 @@ class FairQueue(Generic[W]):
         elif request.tenant not in self._of_tenant and self._clocks[request.tenant] <= self._clock:
             del self._clocks[request.tenant]
 
-    def move(self, request: W, order: float) -> None:
-        """A waiting request gets another place in its lane."""
-        lane = self._lanes[_lane_of(request)]
-        lane.remove(request)
-        request.order = order
-        lane.add(request)
+    def let_others_first(self, request: W, order: float) -> None:
+        """A waiting request is late from now on, and gets its place among those that are."""
+        self._take_out(request)
+        request.late, request.order = True, order
+        self._put_in(request)
 
     def served(self, tenant: str, tokens: int) -> None:
         """A tenant got something, waited for or not. Counts while any request waits."""
@@ -147,9 +149,9 @@ class FairQueue(Generic[W]):
         """The one that would come last, which is the first to give way."""
         if not self._lanes:
             return None
-        lowest = max(self._of_priority)
+        lowest = max((lane.priority, lane.late) for lane in self._lanes)
         ends: list[tuple[_Lane, W]] = [
-            (lane, queue[-1]) for lane, queue in self._lanes.items() if lane.priority == lowest
+            (lane, queue[-1]) for lane, queue in self._lanes.items() if (lane.priority, lane.late) == lowest
         ]
         return max(ends, key=lambda end: self._key(*end))[1]
 
@@ -165,12 +167,24 @@ class FairQueue(Generic[W]):
         """How many would come before a request of this priority that comes last in it."""
         return sum(waiting for known, waiting in self._of_priority.items() if known <= priority)
 
-    def _key(self, lane: _Lane, request: W) -> tuple[int, float, float, int]:
-        return lane.priority, self._clocks[lane.tenant], request.order, request.number
+    def _put_in(self, request: W) -> None:
+        lane = _lane_of(request)
+        if lane not in self._lanes:
+            self._lanes[lane] = SortedKeyList(key=_place_in_lane)
+        self._lanes[lane].add(request)
+
+    def _take_out(self, request: W) -> None:
+        lane = _lane_of(request)
+        self._lanes[lane].remove(request)
+        if not self._lanes[lane]:
+            del self._lanes[lane]
+
+    def _key(self, lane: _Lane, request: W) -> tuple[int, bool, float, float, int]:
+        return lane.priority, lane.late, self._clocks[lane.tenant], request.order, request.number
 
 
 def _lane_of(request: Waiting) -> _Lane:
-    return _Lane(request.priority, request.tenant, request.name)
+    return _Lane(request.priority, request.late, request.tenant, request.name)
 
 
 def _place_in_lane(request: Waiting) -> tuple[float, int]:

@@ -511,6 +511,22 @@ async def test_who_has_lost_its_promise_lets_others_go_first_and_goes_in_the_end
         assert arrived == ["held", "late"]
 
 
+async def test_a_full_queue_lets_go_of_who_is_late_and_sends_nobody_too_soon() -> None:
+    async with busy_fleet(queue=1) as (routed, asking, scripts):
+        await asking.queued("late", {"x-slo-ttft-ms": "1"}, tokens=LONG, stream=True)
+        asking.send("held", tokens=LONG, stream=True)
+        refused = await asking.reply("late")
+        assert (refused.status, refused.error["code"]) == (429, "queue_full")
+        await asking.until_waiting(1)
+        asking.send("too late", {"x-slo-ttft-ms": "1"}, tokens=LONG, stream=True)
+        assert (await asking.reply("too late")).status == 429
+        assert await routed.metric("kvrouter_promises_total", outcome="refused") == 2
+        assert [len(script.arrived) for script in scripts] == [1, 1]
+        scripts[0].gate.open()
+        await until_arrived(scripts[0], 2)
+        assert scripts[0].arrived[1] == "held"
+
+
 @pytest.mark.parametrize("policy", ["kv_aware", "lmetric"])
 async def test_late_binding_can_be_switched_off_and_is_not_for_the_peers(policy: str) -> None:
     async with busy_fleet(policy, late_binding=policy != "kv_aware") as (_, asking, scripts):

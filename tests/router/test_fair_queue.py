@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice
+from dataclasses import replace
+from itertools import count, islice
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,12 +13,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from router.admission.fair_queue import FairQueue, Waiting
 
 MOST, BYTES = 12, 100
+numbers = count(1_000_000)
 
 
 def waiting(
-    tenant: str = "a", priority: int = 0, order: float = 0.0, tokens: int = 1, name: str | None = "m", size: int = 0
+    tenant: str = "a",
+    priority: int = 0,
+    order: float = 0.0,
+    tokens: int = 1,
+    name: str | None = "m",
+    size: int = 0,
+    late: bool = False,
 ) -> Waiting:
-    return Waiting(priority, tenant, name, order, tokens, size)
+    return Waiting(priority, tenant, name, order, tokens, size, late)
 
 
 def queue_of(*requests: Waiting) -> FairQueue[Waiting]:
@@ -39,10 +47,18 @@ def serve(queue: FairQueue[Waiting], times: int) -> list[Waiting]:
 
 
 def test_a_lower_number_is_sooner_and_then_the_own_order_counts() -> None:
-    late, soon, urgent = waiting(order=2.0), waiting(order=1.0), waiting(priority=-1, order=9.0)
-    queue = queue_of(late, soon, urgent)
-    assert list(queue.in_order()) == [urgent, soon, late]
-    assert queue.last() is late
+    second, first, urgent = waiting(order=2.0), waiting(order=1.0), waiting(priority=-1, order=9.0)
+    queue = queue_of(second, first, urgent)
+    assert list(queue.in_order()) == [urgent, first, second]
+    assert queue.last() is second
+
+
+def test_who_is_late_lets_all_others_of_its_priority_go_first() -> None:
+    low = waiting(priority=1, order=0.0)
+    mine, other, another_tenant = waiting(order=1.0), waiting(order=2.0), waiting("b", order=9.0, tokens=1000)
+    queue = queue_of(low, mine, other, another_tenant)
+    queue.let_others_first(mine, 0.0)
+    assert serve(queue, 4) == [other, another_tenant, mine, low]
 
 
 def test_one_that_asks_for_much_waits_longer_than_one_that_asks_for_little() -> None:
@@ -94,6 +110,7 @@ requests = st.builds(
     tokens=st.integers(1, 50),
     name=st.sampled_from(["m", "n", None]),
     size=st.integers(0, 30),
+    late=st.booleans(),
 )
 
 
@@ -124,13 +141,11 @@ class FairQueueMachine(RuleBasedStateMachine):
     def come(self, request: Waiting) -> None:
         fits = len(self.there) < MOST and sum(each.size for each in self.there) + request.size <= BYTES
         assert self.queue.fits(request.size) is fits
-        kept = [each.size for each in self.there if each.priority <= request.priority]
+        kept = [each.size for each in self.there if each.standing <= request.standing]
         could = len(kept) < MOST and sum(kept) + request.size <= BYTES
-        assert self.queue.can_fit(request.size, request.priority) is could
+        assert self.queue.can_fit(request) is could
         if fits:
-            request = waiting(  # hypothesis may give the same one twice
-                request.tenant, request.priority, request.order, request.tokens, request.name, request.size
-            )
+            request = replace(request, number=next(numbers))  # hypothesis may give the same one twice
             self.queue.add(request)
             self.there.append(request)
 
@@ -141,6 +156,13 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.queue.remove(request)
         self.queue.remove(request)
         self.there.remove(request)
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data(), order=st.floats(0, 10))
+    def be_late(self, data: st.DataObject, order: float) -> None:
+        request = data.draw(st.sampled_from(self.there))
+        self.queue.let_others_first(request, order)
+        assert (request.late, request.order) == (True, order)
 
     @precondition(lambda self: self.there)
     @rule(taken=st.lists(st.booleans(), min_size=1, max_size=MOST))
@@ -154,7 +176,7 @@ class FairQueueMachine(RuleBasedStateMachine):
                 self.queue.remove(request)
                 self.there.remove(request)
         assert len(set(map(id, seen))) == len(seen)
-        assert [request.priority for request in seen] == sorted(request.priority for request in seen)
+        assert [request.standing for request in seen] == sorted(request.standing for request in seen)
 
     @rule(tenant=st.sampled_from("abcd"), tokens=st.integers(1, 100))
     def go_past(self, tenant: str, tokens: int) -> None:
@@ -167,16 +189,16 @@ class FairQueueMachine(RuleBasedStateMachine):
         assert self.queue.lengths() == Counter(request.priority for request in self.there)
         seen = list(self.queue.in_order())
         assert sorted(map(id, seen)) == sorted(map(id, self.there))
-        for lane in {(each.priority, each.tenant, each.name) for each in self.there}:
-            orders = [each.order for each in seen if (each.priority, each.tenant, each.name) == lane]
+        for lane in {(*each.standing, each.tenant, each.name) for each in self.there}:
+            orders = [each.order for each in seen if (*each.standing, each.tenant, each.name) == lane]
             assert orders == sorted(orders)
 
     @invariant()
-    def the_last_is_one_of_the_lowest_priority(self) -> None:
+    def the_last_is_one_of_the_lowest_standing(self) -> None:
         last = self.queue.last()
         assert (last is None) == (not self.there)
         if last:
-            assert last.priority == max(request.priority for request in self.there)
+            assert last.standing == max(request.standing for request in self.there)
 
     @invariant()
     def priorities_of_names(self) -> None:
