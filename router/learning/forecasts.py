@@ -140,6 +140,11 @@ class Forecasts:
             self.promising = True
             self._tpot = _Errors()
 
+    def promised_on(self, target: Target) -> bool:
+        """Whether any answer of a target was promised a time per token."""
+        busy = self._busy.get(target)
+        return busy is not None and bool(busy.promised)
+
     def placed(self, target: Target, seconds: float, now: float) -> None:
         """A target got a prefill that takes so long."""
         busy = self._busy.get(target)

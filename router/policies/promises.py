@@ -7,6 +7,7 @@ J is the policy's cost, and ω what a broken promise costs: `policy.broken_promi
 candidates that keep the promise the cheapest one wins, and a promise that is kept nowhere scatters no prefixes in vain.
 A session keeps its place: where most of a prompt is cached and the first token comes in time, that is where it goes.
 A request that is refused rather than served late goes to a candidate that keeps its promise wherever there is one.
+For one that was promised nothing the promises of others count alike.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class Promise:
         ttft = [] if self.ttft is None else [f"a first token within {self.ttft:g} s"]
         tpot = [] if self.tpot is None else [f"{1000 * self.tpot:g} ms for each after it"]
         return " and ".join(ttft + tpot)
+
+
+# What a request has that was promised nothing.
+NO_PROMISE: Final = Promise(None, None, 0.0)
 
 
 class Band:
@@ -173,6 +178,11 @@ def stays(usual: Candidate, forecast: Forecast, promise: Promise, tokens: int, n
     if promise.refuses_late or 2 * usual.overlap < tokens:
         return False
     return promise.first_token_by is None or forecast.ttft.expected <= promise.first_token_by - now
+
+
+def counts_in_prefill(unit: CostUnit) -> bool:
+    """Whether a policy's costs are such that broken promises can be counted in them."""
+    return _worth(unit, 1.0) is not None
 
 
 def choose_for_promise(

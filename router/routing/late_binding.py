@@ -4,10 +4,10 @@ A request that is bound too early waits behind a long prefill although another w
 has a prefill waiting, and more to compute than an engine step takes, is held (`admission`). At every first byte
 and every end the held ones choose again, those with little to compute first, and older ones before younger:
 
-    order = arrival + 2 · min(P, 1 s)      P: seconds that the prefill would take
+    order = arrival + 2 · P      P: seconds that the prefill would take
 
-So nothing starves, and the longest prompts, which wait longest anyway, give way for two seconds at most. At low load
-nothing is ever held. A request that was promised a first token comes where its slack ends:
+Waiting counts as much as being short, so nothing starves. At low load nothing is ever held. A request that was promised
+a first token comes where its slack ends:
 
     order = first token due - P
 """
@@ -18,8 +18,6 @@ from typing import Final
 
 # One engine step's budget of prompt tokens.
 STEP_TOKENS: Final = 8192
-# Seconds of prefill that put a request behind others.
-_MOST_PREFILL: Final = 1.0
 
 
 def should_hold(pending: float, step_tokens: int = STEP_TOKENS) -> bool:
@@ -34,4 +32,4 @@ def promised_order(first_token_by: float, prefill_seconds: float) -> float:
 
 def held_order(arrival: float, prefill_seconds: float) -> float:
     """Held requests choose in this order, the lowest first. `arrival` in seconds of any clock."""
-    return arrival + 2 * min(prefill_seconds, _MOST_PREFILL)
+    return arrival + 2 * prefill_seconds

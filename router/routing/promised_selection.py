@@ -1,14 +1,14 @@
-"""The selection for a request that was promised something.
+"""The selection where promises are made.
 
-The policy's own choice is nearly always one that keeps the promise and breaks no other, or where the session has its
-place. Only where it is not, what every other candidate would take is predicted.
+The policy's own choice is nearly always one that keeps the request's promise and breaks no other, or where the session
+has its place. Only where it is not, what every other candidate would take is predicted.
 """
 
 from __future__ import annotations
 
 from router.learning.learned import Learned
 from router.policies import Candidate, Decision
-from router.policies.promises import Forecast, Promise, choose_for_promise, stays
+from router.policies.promises import NO_PROMISE, Forecast, Promise, choose_for_promise, counts_in_prefill, stays
 from router.routing.candidates import CandidateSet
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
@@ -30,17 +30,29 @@ class PromisedSelector:
     ) -> Selection:
         """The selection; `usual` is what it would be without a promise."""
         self._forecasts.promise()
-        selection, forecast = usual, self.forecast(usual.rank, usual.decision.chosen, prompt)
-        if found.count > 1 and not stays(usual.decision.chosen, forecast, promise, prompt.tokens, now):
-            decision = usual.decision
-            candidates = decision.candidates
-            forecasts = [self.forecast(found.rank_of(each), each, prompt) for each in candidates]
-            place = choose_for_promise(decision, forecasts, promise, now, self._broken_promise)
-            chosen, forecast = candidates[place], forecasts[place]
-            selection = found.select(Decision(chosen, candidates, decision.terms, unit=decision.unit))
+        selection, forecast = self._choose(found, usual, prompt, promise, now)
         selection.promise, selection.forecast = promise, forecast
         selection.late = forecast.late(promise, now, self._output(selection.rank, prompt))
         return selection
+
+    def spare_others(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, now: float) -> Selection:
+        """The same for a request that was promised nothing: it goes elsewhere where it would break others'."""
+        if not self._forecasts.promised_on(usual.rank.target) or not counts_in_prefill(usual.decision.unit):
+            return usual
+        return self._choose(found, usual, prompt, NO_PROMISE, now)[0]
+
+    def _choose(
+        self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, promise: Promise, now: float
+    ) -> tuple[Selection, Forecast]:
+        forecast = self.forecast(usual.rank, usual.decision.chosen, prompt)
+        if found.count <= 1 or stays(usual.decision.chosen, forecast, promise, prompt.tokens, now):
+            return usual, forecast
+        decision = usual.decision
+        candidates = decision.candidates
+        forecasts = [self.forecast(found.rank_of(each), each, prompt) for each in candidates]
+        place = choose_for_promise(decision, forecasts, promise, now, self._broken_promise)
+        chosen = Decision(candidates[place], candidates, decision.terms, unit=decision.unit)
+        return found.select(chosen), forecasts[place]
 
     def forecast(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Forecast:
         """What a candidate is predicted to take for a prompt that is sent now."""

@@ -166,7 +166,10 @@ class Router:
         if found.count:
             if promise is not None:
                 return self._keeping(prompt, excluded, found, promise, now)
-            return self._cheapest(prompt, excluded, found, now)
+            selection = self._cheapest(prompt, excluded, found, now)
+            if self._learned.forecasts.promising and not self._fleet.disaggregated:
+                return self._promised.spare_others(found, selection, prompt, now)
+            return selection
         if without(self._fleet.able(prompt.name), excluded):
             return None
         if prompt.name is not None and not self._fleet.serving(prompt.name):

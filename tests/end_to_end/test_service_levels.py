@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 from router_under_test import Reply, RouterUnderTest, router, until
+from scripted_worker import Exchange, scripted_worker
 
 from router.access import hashed_key
 from worker.simulated import SimulatedWorkerSettings
@@ -148,3 +151,35 @@ async def test_a_class_may_be_that_of_a_model_or_a_tenant(by: str) -> None:
     async with running(SimulatedWorkerSettings(base_step_s=0.001)) as one, router(one, **sections) as routed:
         assert (await asked(routed, headers)).error["code"] == "promise_not_kept"
         assert (await asked(routed, headers | {"x-kvrouter-service-level": "loose"})).status == 200
+
+
+@pytest.mark.parametrize(("headers", "spared"), [({"x-slo-tpot-ms": "30"}, True), ({}, False)])
+async def test_a_request_without_a_promise_goes_where_it_breaks_none_of_others(
+    headers: dict[str, str], spared: bool
+) -> None:
+    """It is cheapest beside the answer whose prompt begins alike. That one takes a fifth of the worker's next ten
+    seconds, and both nearly half. Most of the prompt is new in either place."""
+    stays = asyncio.Event()
+
+    async def stream(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        if json.loads(exchange.body)["user"] == "beside":
+            await stays.wait()
+        await exchange.chunk(b"data: 1\n\n")
+        await exchange.chunk(b"")
+
+    async with (
+        scripted_worker(stream) as one,
+        scripted_worker(stream) as two,
+        router(one.url, two.url, rates={"token": 0.0005, "step": 0.02}) as routed,
+    ):
+        body = {"model": "m", "prompt": list(range(4000)), "stream": True, "user": "beside"}
+        beside = asyncio.create_task(routed.call(PATH, body, headers=headers))
+
+        async def arrived() -> bool:
+            return bool(one.exchanges or two.exchanges)
+
+        await until(arrived)
+        reply = await routed.call(PATH, body | {"prompt": list(range(9000)), "user": "after"})
+        stays.set()
+        assert (reply.worker != (await beside).worker) is spared

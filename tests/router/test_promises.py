@@ -11,7 +11,15 @@ from indexer import Target
 from router.admission.service_levels import ServiceLevels, read_promise
 from router.learning.forecasts import Forecasts
 from router.policies import Candidate, Decision, KvWeights, Request, kv_aware
-from router.policies.promises import Estimate, Forecast, Promise, choose_for_promise, stays, tpot_by_rates
+from router.policies.promises import (
+    NO_PROMISE,
+    Estimate,
+    Forecast,
+    Promise,
+    choose_for_promise,
+    stays,
+    tpot_by_rates,
+)
 from router.policies.rates import Rates, RateTable
 from router.policies.ratios import KEPT, Ratios
 from router.settings import ConfigError, Settings, load_settings
@@ -44,6 +52,18 @@ def test_the_cheapest_that_keeps_the_promise_and_breaks_no_other(near: Forecast,
     decision = decided(Candidate(NEAR, overlap=900), Candidate(FAR))
     place = choose_for_promise(decision, [near, far], Promise(1.0, 0.05, 0.0), 0.0, broken_promise=15_000)
     assert decision.candidates[place].target.worker == chosen
+
+
+@pytest.mark.parametrize(("others", "overlap", "goes"), [(0.0, 400, 0), (1.0, 400, 1), (1.0, 900, 0)])
+def test_what_was_promised_nothing_breaks_no_promise_of_others_but_a_session_keeps_its_place(
+    others: float, overlap: int, goes: int
+) -> None:
+    near = Candidate(NEAR, overlap=overlap)
+    decision, forecasts = decided(near, Candidate(FAR)), [forecast(9.0, 9.0, others), forecast(99.0, 99.0)]
+    stay = stays(near, forecasts[0], NO_PROMISE, 1000, 0.0)
+    assert stay is (goes == 0)
+    if not stay:
+        assert choose_for_promise(decision, forecasts, NO_PROMISE, 0.0, broken_promise=15_000) == goes
 
 
 def test_what_is_refused_when_late_goes_where_it_is_in_time_whatever_that_costs() -> None:

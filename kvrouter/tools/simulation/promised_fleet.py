@@ -18,7 +18,7 @@ from router.holdings.speculation import ReleaseCallback
 from router.learning.forecasts import WatchedAnswer
 from router.learning.learned import Learned, RequestTiming
 from router.policies import Candidate, Decision, Policy
-from router.policies.promises import Forecast, Promise, choose_for_promise, stays
+from router.policies.promises import NO_PROMISE, Forecast, Promise, choose_for_promise, stays
 from router.policies.rates import Rates, prefill_seconds
 from router.routing.late_binding import held_order, promised_order, should_hold
 from router.settings import PolicySettings
@@ -127,12 +127,11 @@ class PromisedFleet(Fleet):
             return predicted_latency(
                 decision.candidates, forecasts, promise, self._now, request.input_tokens, self._random, most
             )
-        if promise is None:
-            return decision.chosen
         chosen, forecast = decision.chosen, self._forecast(decision.chosen, request)
-        if not stays(chosen, forecast, promise, request.input_tokens, self._now):
-            chosen, forecast = self._least_loss(decision, request, promise)
-        promise.late = forecast.late(promise, self._now, self._output()) > 0
+        if not stays(chosen, forecast, promise or NO_PROMISE, request.input_tokens, self._now):
+            chosen, forecast = self._least_loss(decision, request, promise or NO_PROMISE)
+        if promise is not None:
+            promise.late = forecast.late(promise, self._now, self._output()) > 0
         return chosen
 
     def _least_loss(self, decision: Decision, request: TracedRequest, promise: Promise) -> tuple[Candidate, Forecast]:
