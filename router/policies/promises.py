@@ -7,7 +7,7 @@ J is the policy's cost, and ω what a broken promise costs: `policy.broken_promi
 candidates that keep the promise the cheapest one wins, and a promise that is kept nowhere scatters no prefixes in vain.
 A session keeps its place: where most of a prompt is cached and the first token comes in time, that is where it goes.
 A request that is refused rather than served late goes to a candidate that keeps its promise wherever there is one.
-For one that was promised nothing the promises of others count alike.
+For one that was promised nothing the promises of others count a tenth: it is not to pay for them with its own time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from router.policies.rates import Rates, prefill_seconds
 from router.policies.ratios import Ratios
 from router.policies.records import Candidate, CostUnit, Decision
 
+# What promises of others count for a request without one.
+_UNPROMISED_SHARE: Final = 0.1
 # A loss that no other candidate is looked for because of.
 LITTLE: Final = 0.05
 # The price of a token where costs are counted in seconds.
@@ -198,7 +200,7 @@ def choose_for_promise(
     if promise.refuses_late:
         places_in_time = [place for place in places if forecasts[place].late(promise, now, 1.0) <= 0]
         places = places_in_time or places
-    worth = _worth(decision.unit, broken_promise)
+    worth = _worth(decision.unit, broken_promise * (_UNPROMISED_SHARE if promise is NO_PROMISE else 1.0))
     losses = [forecast.loss(promise, now) for forecast in forecasts]
     totals = [sum(decision.terms(candidate).values()) for candidate in candidates]
     if worth is None:  # the policy's costs are in nothing that promises could be counted in

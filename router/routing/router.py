@@ -69,7 +69,7 @@ class Router:
         sharing: LoadSharing,
         disaggregation: DisaggregationSettings,
         cache_bytes: int = CACHE_BYTES,
-        broken_promise: float = 15_000.0,
+        broken_promise: float = 60_000.0,
     ) -> None:
         """`cache_bytes` bounds what is kept of the chats of earlier requests. `broken_promise`: what one costs, in
         prefill tokens."""
