@@ -80,7 +80,7 @@ class Admission:
 
     `late_binding`: whether the router's policy is one that requests are held for; the settings can still say no.
     `on_waited` is called with why a request waited and for how long; `on_refused` with why one was turned away;
-    `on_promise_refused` with the model and the promise of one that could not keep it.
+    `on_promise_refused` with the model and the promise of one that was promised something.
     """
 
     def __init__(

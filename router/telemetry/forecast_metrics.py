@@ -60,7 +60,7 @@ class ForecastMetrics:
         forecasts.on_answered.append(self._answered)
 
     def refused(self, model: str, promise: Promise) -> None:
-        """A request was refused, since no worker would have kept its promise."""
+        """A request that was promised something was turned away."""
         self._promise(self._named(model), promise, "refused")
 
     def summary(self) -> list[dict[str, Any]]:
