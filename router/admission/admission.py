@@ -205,7 +205,7 @@ class Admission:
         selection = self._router.choose(prompt, limits=self.limits, promise=promise)
         if selection is None:
             return WaitReason.SATURATED
-        return WaitReason.LATE_BINDING if self.late_binding and self._router.should_wait(selection) else selection
+        return WaitReason.LATE_BINDING if self._should_hold(selection) else selection
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Whether a rank is at its limits."""
@@ -274,9 +274,13 @@ class Admission:
             promise.late = selection.late > 0
             if promise.late and promise.refuses_late:
                 raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
-        if self.late_binding and self._router.should_wait(selection):
+        if self._should_hold(selection):
             return WaitReason.LATE_BINDING
         return self._router.reserve(prompt, selection, now)
+
+    def _should_hold(self, selection: Selection) -> bool:
+        """Whether late binding lets a request wait rather than go there."""
+        return self.late_binding and self._router.should_wait(selection)
 
     def _force(self, request: _Request, though_late: bool = True) -> Assignment | None:
         """A place, however busy; None when all targets are at their limits, or where it would be late and only make
@@ -338,7 +342,7 @@ class Admission:
         if promise.refuses_late or self._clock() >= request.since + self._late_timeout:
             return False
         selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
-        if selection is None or not (self.late_binding and self._router.should_wait(selection)):
+        if selection is None or not self._should_hold(selection):
             return False
         promise.late = selection.late > 0
         if not promise.late:

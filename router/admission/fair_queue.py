@@ -50,6 +50,10 @@ class _Lane(NamedTuple):
     tenant: str
     name: str | None
 
+    @property
+    def standing(self) -> tuple[int, bool]:
+        return self.priority, self.late
+
 
 W = TypeVar("W", bound=Waiting)
 
@@ -77,7 +81,7 @@ class FairQueue(Generic[W]):
 
     def can_fit(self, request: W) -> bool:
         """Whether it could be if all gave way that come behind it."""
-        kept = [queue for lane, queue in self._lanes.items() if (lane.priority, lane.late) <= request.standing]
+        kept = [queue for lane, queue in self._lanes.items() if lane.standing <= request.standing]
         size = sum(each.size for queue in kept for each in queue)
         return sum(map(len, kept)) < self._max_requests and size + request.size <= self._max_bytes
 
@@ -149,9 +153,9 @@ class FairQueue(Generic[W]):
         """The one that would come last, which is the first to give way."""
         if not self._lanes:
             return None
-        lowest = max((lane.priority, lane.late) for lane in self._lanes)
+        lowest = max(lane.standing for lane in self._lanes)
         ends: list[tuple[_Lane, W]] = [
-            (lane, queue[-1]) for lane, queue in self._lanes.items() if (lane.priority, lane.late) == lowest
+            (lane, queue[-1]) for lane, queue in self._lanes.items() if lane.standing == lowest
         ]
         return max(ends, key=lambda end: self._key(*end))[1]
 

@@ -128,8 +128,9 @@ class PromisedFleet(Fleet):
                 decision.candidates, forecasts, promise, self._now, request.input_tokens, self._random, most
             )
         chosen, forecast = decision.chosen, self._forecast(decision.chosen, request)
-        if not stays(chosen, forecast, promise or NO_PROMISE, request.input_tokens, self._now):
-            chosen, forecast = self._least_loss(decision, request, promise or NO_PROMISE)
+        counted = promise or NO_PROMISE
+        if not stays(chosen, forecast, counted, request.input_tokens, self._now):
+            chosen, forecast = self._least_loss(decision, request, counted)
         if promise is not None:
             promise.late = forecast.late(promise, self._now, self._output()) > 0
         return chosen
