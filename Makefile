@@ -214,7 +214,7 @@ lint: .venv/installed
 	@touch $@ .venv/demo
 
 # The same code as a wheel, of which mypyc compiles what every request passes.
-.compiled/installed: pyproject.toml $(shell find kvevents indexer router worker kvrouter -name '*.py')
+.compiled/installed: pyproject.toml $(shell find kvevents indexer router worker kvrouter -name '*.py' -o -name '*.[ch]pp')
 	$(PYTHON) -m venv .compiled
 	.compiled/bin/pip install --quiet '.[compile]'
 	rm -f .compiled/kvrouter-*.tar.gz

@@ -18,7 +18,7 @@ from indexer.inbox import Inbox, Reading, Received, Taken
 from indexer.index import Applied
 from indexer.native_index import NativeIndex
 
-_FUNCTIONS = ("zmq_msg_init", "zmq_msg_recv", "zmq_msg_data", "zmq_msg_size", "zmq_msg_more", "zmq_msg_close")
+_FUNCTIONS = [f"zmq_msg_{name}" for name in ("init", "recv", "data", "size", "more", "copy", "close")]
 _NOTHING, _TO_TELL = 0, 1  # what is left of a reading
 
 

@@ -150,8 +150,11 @@ class Holdings {
             store(event, batch, turns);
         } else if (event.kind == EventKind::kRemoved) {
             Holder* holder = find_holder(event);
+            const Name* names = batch.names.data() + event.names.first;
+            if (holder != nullptr) fetch_first(*holder, names, event.names.count);
             for (u32 index = 0; index < event.names.count; ++index) {
-                remove(batch.names[event.names.first + index], event.group, medium_of(event), holder);
+                if (holder != nullptr && index + kAhead < event.names.count) holder->names.prefetch(names[index + kAhead]);
+                remove(names[index], event.group, medium_of(event), holder);
                 turns.did(1);
             }
         } else if (event.medium.data() == nullptr) {
@@ -315,6 +318,7 @@ class Holdings {
         Holder& holder = known != nullptr ? *known : holder_of(event.group, medium_of(event));
         holder.names.reserve(count);
         ++holder.told;
+        fetch_first(holder, names, count);  // while these are hashed
         hashes_.resize(count);
         const u32* tokens = batch.tokens.data() + event.tokens.first;
         for (u32 block = 0; block < count; ++block, tokens += block_size) {
@@ -544,6 +548,11 @@ class Holdings {
         for (const Place left : left_) vacate(holder, left);
     }
 
+    // These names will be looked up one after another, each of which may lie anywhere: begin with the first ones.
+    static void fetch_first(const Holder& holder, const Name* names, u32 count) {
+        for (u32 index = 0; index < std::min(count, kAhead); ++index) holder.names.prefetch(names[index]);
+    }
+
     // Mark blocks as held; one that is held already is another copy if `recounts`. `left_` gets the places where the
     // names were before, if not here. There is room for the names.
     void hold(Holder& holder, Span span, const Name* names, bool recounts) {
@@ -607,7 +616,7 @@ class Holdings {
         counters_.over_capacity += dropped;
     }
 
-    static constexpr u32 kAhead = 4;
+    static constexpr u32 kAhead = 16;  // names that are on their way from memory
     static constexpr std::size_t kKeptHashes = 1 << 16;
 
     Shared& shared_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cerrno>
+#include <deque>
 #include <span>
 
 #include "index.hpp"
@@ -15,7 +16,37 @@ struct Zmq {
     void* (*data)(void* message);
     std::size_t (*size)(const void* message);
     int (*more)(const void* message);
+    int (*copy)(void* to, void* from);  // what both share
     int (*close)(void* message);
+};
+
+// A zmq_msg_t: what came is kept without being copied. It stays where it is, as short frames lie within.
+class Frame {
+   public:
+    explicit Frame(const Zmq& zmq) : zmq_(zmq) { zmq_.init(memory_); }
+    Frame(const Frame&) = delete;
+    Frame& operator=(const Frame&) = delete;
+    ~Frame() { zmq_.close(memory_); }
+
+    bool receive(void* socket) {
+        int received;
+        do received = zmq_.receive(memory_, socket, kDontWait);
+        while (received < 0 && errno == EINTR);
+        return received >= 0;
+    }
+    void share(const Frame& other) { zmq_.copy(memory_, other.memory_); }
+    void clear() {
+        zmq_.close(memory_);
+        zmq_.init(memory_);
+    }
+    std::string_view bytes() const { return {static_cast<const char*>(zmq_.data(memory_)), zmq_.size(memory_)}; }
+    bool is_followed() const { return zmq_.more(memory_) != 0; }
+
+   private:
+    static constexpr int kDontWait = 1;  // ZMQ_DONTWAIT
+
+    const Zmq& zmq_;
+    alignas(void*) mutable unsigned char memory_[64];  // `mutable`: libzmq wants it so, even of what is only looked at
 };
 
 // A turn's messages of one socket.
@@ -38,7 +69,7 @@ class Inbox {
     void receive(const std::vector<void*>& sockets) {
         clear();
         for (void* const socket : sockets) {
-            if (bytes_.size() >= kBytesARound) return;
+            if (bytes_ >= kBytesARound) return;
             receive_turn(socket);
         }
     }
@@ -49,13 +80,13 @@ class Inbox {
     // The sequence number of a message that is in order.
     u64 seq(std::size_t message) const { return messages_[message].seq; }
 
-    std::string_view payload(std::size_t message) const { return frame(messages_[message].last_frame); }
+    const Frame& payload(std::size_t message) const { return frames_[messages_[message].last_frame]; }
 
     // Call `call` with each of a message's frames.
     template <typename Call>
     void each_frame(std::size_t message, Call call) const {
         std::size_t at = message == 0 ? 0 : messages_[message - 1].last_frame + 1;
-        for (; at <= messages_[message].last_frame; ++at) call(frame(at));
+        for (; at <= messages_[message].last_frame; ++at) call(frames_[at].bytes());
     }
 
     // What came at a place, and for which target it is.
@@ -72,7 +103,7 @@ class Inbox {
         for (const auto& [place, holdings] : runs) {
             const Received& turn = received_.at(place);
             for (std::size_t message = turn.first; message < turn.first + turn.count; ++message) {
-                addressed_.push_back({holdings, payload(message)});
+                addressed_.push_back({holdings, payload(message).bytes()});
                 origins_.push_back({place, message});
             }
         }
@@ -98,80 +129,59 @@ class Inbox {
         std::size_t last_frame;
     };
 
-    // A zmq_msg_t, for one frame after another.
-    class ZmqFrame {
-       public:
-        explicit ZmqFrame(const Zmq& zmq) : zmq_(zmq) { zmq_.init(memory_); }
-        ZmqFrame(const ZmqFrame&) = delete;
-        ZmqFrame& operator=(const ZmqFrame&) = delete;
-        ~ZmqFrame() { zmq_.close(memory_); }
-
-        bool receive(void* socket) {
-            int received;
-            do received = zmq_.receive(memory_, socket, kDontWait);
-            while (received < 0 && errno == EINTR);
-            return received >= 0;
-        }
-        std::string_view bytes() { return {static_cast<const char*>(zmq_.data(memory_)), zmq_.size(memory_)}; }
-        bool is_followed() const { return zmq_.more(memory_) != 0; }
-
-       private:
-        const Zmq& zmq_;
-        alignas(void*) unsigned char memory_[64];
-    };
-
-    static constexpr int kDontWait = 1;  // ZMQ_DONTWAIT
-    static constexpr std::size_t kKeptBytes = 1 << 20;  // for the next messages
+    static constexpr std::size_t kKeptFrames = 4096;  // for the next messages
 
     void clear() {
         addressed_.clear();
         received_.clear();
         messages_.clear();
-        frames_.clear();
-        bytes_.clear();
-        if (bytes_.capacity() > kKeptBytes) bytes_.shrink_to_fit();
-        if (frames_.capacity() * sizeof(frames_[0]) > kKeptBytes) frames_.shrink_to_fit();
+        drop_frames(0);
+        while (frames_.size() > kKeptFrames) frames_.pop_back();
+        bytes_ = 0;
+    }
+
+    // Of those that came, keep so many.
+    void drop_frames(std::size_t kept) {
+        while (came_ > kept) frames_[--came_].clear();
     }
 
     void receive_turn(void* socket) {
         Received turn;
         turn.first = messages_.size();
-        ZmqFrame zmq_frame(zmq_);
         while (turn.count < kMessagesATurn && turn.bytes < kBytesATurn) {
-            const std::size_t before = bytes_.size();
-            if (!receive_message(socket, zmq_frame, turn)) {
+            const std::size_t before = bytes_;
+            if (!receive_message(socket, turn)) {
                 turn.drained = true;
                 break;
             }
             ++turn.count;
-            turn.bytes += bytes_.size() - before;
-            turn.largest = std::max(turn.largest, bytes_.size() - before);
+            turn.bytes += bytes_ - before;
+            turn.largest = std::max(turn.largest, bytes_ - before);
         }
         received_.push_back(turn);
     }
 
     // False when there is none.
-    bool receive_message(void* socket, ZmqFrame& zmq_frame, Received& turn) {
-        const std::size_t first = frames_.size(), before = bytes_.size();
+    bool receive_message(void* socket, Received& turn) {
+        const std::size_t first = came_, before = bytes_;
+        bool is_followed;
         do {
-            if (!zmq_frame.receive(socket)) {
-                frames_.resize(first);  // the rest of half a message never comes
-                bytes_.resize(before);
+            if (came_ == frames_.size()) frames_.emplace_back(zmq_);
+            Frame& frame = frames_[came_];
+            if (!frame.receive(socket)) {
+                drop_frames(first);  // the rest of half a message never comes
+                bytes_ = before;
                 return false;
             }
-            bytes_ += zmq_frame.bytes();
-            frames_.push_back(bytes_.size());
-        } while (zmq_frame.is_followed());
-        const bool well_formed = frames_.size() - first == 3 && frame(first + 1).size() == sizeof(u64);
-        const u64 seq = well_formed ? big_endian(frame(first + 1)) : 0;
+            ++came_;
+            bytes_ += frame.bytes().size();
+            is_followed = frame.is_followed();
+        } while (is_followed);
+        const bool well_formed = came_ - first == 3 && frames_[first + 1].bytes().size() == sizeof(u64);
+        const u64 seq = well_formed ? big_endian(frames_[first + 1].bytes()) : 0;
         turn.in_order &= well_formed && (turn.count == 0 || (seq != 0 && messages_.back().seq == seq - 1));
-        messages_.push_back({seq, frames_.size() - 1});
+        messages_.push_back({seq, came_ - 1});
         return true;
-    }
-
-    std::string_view frame(std::size_t at) const {
-        const std::size_t begin = at == 0 ? 0 : frames_[at - 1];
-        return std::string_view(bytes_).substr(begin, frames_[at] - begin);
     }
 
     static u64 big_endian(std::string_view bytes) {
@@ -181,8 +191,8 @@ class Inbox {
     }
 
     const Zmq zmq_;
-    std::string bytes_;
-    std::vector<std::size_t> frames_;  // where they end
+    std::deque<Frame> frames_;  // kept to be used again
+    std::size_t came_ = 0, bytes_ = 0;  // of those that hold something
     std::vector<Message> messages_;
     std::vector<Received> received_;
     std::vector<Index::Addressed> addressed_;

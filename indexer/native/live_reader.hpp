@@ -17,7 +17,7 @@ namespace kvrouter {
 struct Taken {
     int fd;
     u64 first, last;  // sequence numbers
-    std::string payload;  // of the last one
+    std::unique_ptr<Frame> payload;  // of the last one
     std::size_t bytes = 0;  // of all of them
     double received_at = 0;  // the last one (unix seconds)
 };
@@ -26,7 +26,7 @@ struct Taken {
 class LiveReader {
    public:
     // `others`: a file descriptor of whatever else the caller has to look at.
-    LiveReader(const Zmq& zmq, Index& index, int others) : index_(index), inbox_(zmq), others_(others) {
+    LiveReader(const Zmq& zmq, Index& index, int others) : zmq_(zmq), index_(index), inbox_(zmq_), others_(others) {
         poller_.add(others);
     }
 
@@ -183,12 +183,12 @@ class LiveReader {
             runs.push_back({place, live.holdings});
             if (live.taken == kNone) {
                 live.taken = taken_.size();
-                taken_.push_back({round_[place], live.next, 0, {}});
+                taken_.push_back({round_[place], live.next, 0, std::make_unique<Frame>(zmq_)});
             }
             Taken& taken = taken_[live.taken];
             const std::size_t last = turn.first + turn.count - 1;
             taken.last = inbox_.seq(last);
-            taken.payload = inbox_.payload(last);
+            taken.payload->share(inbox_.payload(last));
             taken.bytes += turn.bytes;
             taken.received_at = now.count();
             live.next = taken.last + 1;
@@ -199,6 +199,7 @@ class LiveReader {
         return told_.has_value();
     }
 
+    const Zmq zmq_;
     Index& index_;
     Inbox inbox_;
     Poller poller_;

@@ -58,17 +58,18 @@ nb::object apply(
 
 // `functions`: where libzmq's are, as in `Zmq`.
 Zmq zmq_of(const std::vector<std::uintptr_t>& functions) {
-    if (functions.size() != 6) throw nb::value_error("six functions");
+    if (functions.size() != 7) throw nb::value_error("seven functions");
     return {
         reinterpret_cast<decltype(Zmq::init)>(functions[0]), reinterpret_cast<decltype(Zmq::receive)>(functions[1]),
         reinterpret_cast<decltype(Zmq::data)>(functions[2]), reinterpret_cast<decltype(Zmq::size)>(functions[3]),
-        reinterpret_cast<decltype(Zmq::more)>(functions[4]), reinterpret_cast<decltype(Zmq::close)>(functions[5])};
+        reinterpret_cast<decltype(Zmq::more)>(functions[4]), reinterpret_cast<decltype(Zmq::copy)>(functions[5]),
+        reinterpret_cast<decltype(Zmq::close)>(functions[6])};
 }
 
 nb::list taken(const LiveReader& reader) {
     nb::list taken;
     for (const Taken& each : reader.taken())
-        taken.append(nb::make_tuple(each.fd, each.first, each.last, as_bytes(each.payload), each.bytes, each.received_at));
+        taken.append(nb::make_tuple(each.fd, each.first, each.last, as_bytes(each.payload->bytes()), each.bytes, each.received_at));
     return taken;
 }
 
@@ -80,7 +81,7 @@ nb::list received(const LiveReader& reader) {
         const bool is_run = turn.in_order && turn.count > 0;
         turns.append(nb::make_tuple(
             reader.round()[place], turn.count, turn.bytes, turn.largest, is_run ? nb::object(nb::int_(inbox.seq(turn.first))) : nb::none(),
-            is_run ? as_bytes(inbox.payload(turn.first + turn.count - 1)) : nb::bytes("", 0)));
+            is_run ? as_bytes(inbox.payload(turn.first + turn.count - 1).bytes()) : nb::bytes("", 0)));
     }
     return turns;
 }
@@ -106,7 +107,7 @@ nb::object apply_received(LiveReader& reader) {
     }
     if (!told) return nb::none();
     const Inbox& inbox = reader.inbox();
-    return nb::make_tuple(told->place, inbox.seq(told->message), as_bytes(inbox.payload(told->message)), as_outcome(applied));
+    return nb::make_tuple(told->place, inbox.seq(told->message), as_bytes(inbox.payload(told->message).bytes()), as_outcome(applied));
 }
 
 // Bodies of more bytes are read while other threads run.

@@ -211,7 +211,7 @@ def test_a_replay_endpoint_never_answers(
     assert stream(FAULTY).state is StreamState.LOST
     publisher.publish(engine.clear(), *engine.step(Random(0)))
     heals(engine, time.monotonic())
-    assert stream(FAULTY).state is StreamState.LIVE
+    eventually(lambda: stream(FAULTY).state is StreamState.LIVE)
 
 
 def test_10000_malformed_messages_come_in_between(

@@ -39,6 +39,12 @@ int close(void* message) {
     return init(message);
 }
 
+int copy(void* to, void* from) {
+    close(to);
+    if (content(from) != nullptr) content(to) = new Content(*content(from));
+    return 0;
+}
+
 int receive(void* message, void* from, int) {
     Socket& socket = *static_cast<Socket*>(from);
     socket.interrupts = !socket.interrupts;
@@ -124,7 +130,7 @@ int main(int count, char** arguments) {
     constexpr u32 kSockets = 3;
     u64 done = 0, runs = 0, told = 0;
     while (done < messages) {
-        Inbox inbox({init, receive, data, size, more, close});
+        Inbox inbox({init, receive, data, size, more, copy, close});
         Index index("", 20, 3000), one_by_one("", 20, 3000);
         Socket sockets[kSockets];
         std::deque<Frames> sent[kSockets];
