@@ -77,10 +77,10 @@ class LiveReader {
         const bool had_many = std::exchange(batches_, 0) >= kMany;
         io_threads_.told(had_many);
         for (;;) {
-            const bool many = batches_ >= kMany, waits = ready_.empty();
+            const bool many = batches_ >= kMany, waits = ready_.empty(), may_pause = !taken_.empty() && !many;
             const auto round = many || had_many ? kLongRound : kRound;
             if (busy_ && waits && seconds > 0) std::this_thread::sleep_until(began_ + round);
-            const auto pause = busy_ && !many ? std::min(end, began_ + 2 * round) : end;
+            const auto pause = may_pause ? std::min(end, began_ + kPause) : end;
             bool others = look(waits ? pause : Clock::time_point{});
             const auto began = Clock::now();
             const std::size_t came = receive();
@@ -89,8 +89,8 @@ class LiveReader {
             if (came > 0) began_ = began;
             if (came > 0 && (others || !is_expected())) return Left::kReceived;
             if (came > 0 && take()) return Left::kToTell;
-            batches_ += came;
-            if (others || began >= end || !(busy_ || many)) return Left::kNothing;
+            if (came > 0) batches_ = busy_ ? batches_ + came : came;
+            if (others || began >= end || (came == 0 && may_pause)) return Left::kNothing;
         }
     }
 
@@ -120,7 +120,10 @@ class LiveReader {
     using Clock = std::chrono::steady_clock;
     // A fleet's streams are not in step, and each batch that is read alone takes a processor from whoever has it.
     static constexpr std::chrono::milliseconds kRound{1}, kLongRound{4};
-    // Of batches in a reading: where so many come rounds are long, and the caller need not hear of each.
+    // The caller hears of what came when nothing has come for so long: it needs Python's lock, and so does the answer of
+    // who asks for what has just come.
+    static constexpr std::chrono::milliseconds kPause{5};
+    // Of batches that come closely: where there are so many rounds are long, and no pause is waited for.
     static constexpr std::size_t kMany = 32;
     static constexpr std::size_t kNone = ~std::size_t{0};
 
@@ -213,7 +216,7 @@ class LiveReader {
     Applied applied_;
     Clock::time_point began_;  // the last round in which something came
     bool busy_ = false;  // that one followed another closely
-    std::size_t batches_ = 0;  // of this reading
+    std::size_t batches_ = 0;  // of this reading, that came closely
 };
 
 }  // namespace kvrouter

@@ -255,6 +255,18 @@ def test_rounds_of_what_is_expected_follow_each_other_until_there_is_something_e
         assert time.monotonic() - begun < DEADLINE_S
 
 
+def test_nobody_hears_of_a_batch_before_who_asks_for_it_has_had_time() -> None:
+    index = native_index()
+    with (
+        DefaultSelector() as others,
+        pulling([live_frames(b"", 0, batch())]) as sockets,
+        followed(inbox := native_inbox(index, others.fileno()), index, sockets) as (fd,),
+    ):
+        inbox.expect(fd, 0, 10**6)
+        (turn,) = inbox.read(DEADLINE_S).taken
+        assert 0.004 < time.time() - turn.received_at < DEADLINE_S
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ZeroMQ's threads are scheduled as any")
 def test_zeromqs_thread_takes_no_processor_from_anybody_while_much_comes() -> None:
     before = io_threads()
