@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "inbox.hpp"
-#include "io_threads.hpp"
 #include "poller.hpp"
+#include "reading_threads.hpp"
 
 namespace kvrouter {
 
@@ -75,7 +75,7 @@ class LiveReader {
         taken_.clear();
         told_.reset();
         const bool had_many = std::exchange(batches_, 0) >= kMany;
-        io_threads_.told(had_many);
+        reading_threads_.told(had_many);
         for (;;) {
             const bool many = batches_ >= kMany, waits = ready_.empty(), may_pause = !taken_.empty() && !many;
             const auto round = many || had_many ? kLongRound : kRound;
@@ -206,7 +206,7 @@ class LiveReader {
     Index& index_;
     Inbox inbox_;
     Poller poller_;
-    IoThreads io_threads_;
+    ReadingThreads reading_threads_;
     const int others_;
     std::unordered_map<int, Live> live_;
     std::vector<int> ready_;  // nothing tells again of what is left there
