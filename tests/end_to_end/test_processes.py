@@ -56,8 +56,12 @@ class TwoProcesses:
     def processes(self) -> list[int]:
         """The ids of the processes that serve."""
         parent = self.router.pid
-        children = [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-        return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        found = []
+        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it may end while it is looked at
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+        return found
 
 
 @pytest.fixture(scope="module")
