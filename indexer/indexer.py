@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import structlog
@@ -22,7 +22,7 @@ from indexer.names import WorkerNames
 from indexer.queries import DEFAULT_TENANT, HashQuery, MatchQuery, UnknownModelError
 from indexer.sequence import SequenceSettings, StreamSequence
 from indexer.streams import Stream, StreamReader, StreamStatus
-from kvevents import EventBatch, EventSource, Tier, encode_batch
+from kvevents import EventBatch, EventSource, encode_batch
 from kvevents.curve import KeyPair
 from kvevents.decode import batch_time
 from kvevents.frames import StreamFrame
@@ -60,7 +60,6 @@ class TargetReport:
 
 # Of so many models, tenants and adapters asked for it is known where their prompts begin.
 _MOST_ROOTS = 1024
-_NOTHING = dict.fromkeys(Tier, 0)  # tokens by tier
 
 
 class _BlockSizes:
@@ -97,7 +96,7 @@ class Indexer:
         self._saved: dict[Target, SavedTarget] = {}
         self._reader = StreamReader(self.index, sequence, keys, self.names)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
-        self._registrations = 0
+        self.registrations = 0  # how often somebody registered or left
         self._sizes = _BlockSizes(0)
         self._windows: dict[Target, int | None] = {}
         self._windows_until = 0.0
@@ -135,7 +134,7 @@ class Indexer:
                 self._resume(registration, stream)
             self._reader.follow(stream)
         self._served.setdefault((target.tenant, target.model), {})[target] = registration
-        self._registrations += 1
+        self.registrations += 1
 
     def dump(self) -> Iterator[bytes]:
         """The lines of a dump of everything that can be gone on with: targets whose stream can be replayed.
@@ -219,7 +218,7 @@ class Indexer:
                 continue
             if not served:
                 del self._served[target.tenant, target.model]
-            self._registrations += 1
+            self.registrations += 1
             self._reader.remove(target)
             self.index.drop(target)
 
@@ -249,7 +248,7 @@ class Indexer:
         return self._reader.status(target)
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """How many of a prompt's tokens each registered target would serve from its cache, the most first.
+        """How many of a prompt's tokens targets would serve from their caches, the most first; of those that hold any.
 
         The last token is always computed, so only full blocks before it count. Raises UnknownModelError, and
         OverflowError or TypeError for a token id that is none.
@@ -266,16 +265,16 @@ class Indexer:
         return found
 
     def longest(self, query: MatchQuery) -> list[Match]:
-        """How much of a token sequence each registered target holds, the most first. Raises as `match` does."""
+        """How much of a token sequence targets hold, the most first; of those that hold any. Raises as `match` does."""
         return self._matches(query, len(query.token_ids))
 
     def longest_by_hash(self, query: HashQuery) -> list[Match]:
-        """The same for prefix hashes: how much of the prefix they name each registered target holds.
+        """The same for prefix hashes: how much of the prefix they name targets hold.
 
         Raises UnknownModelError, OverflowError for a hash that is none, and ValueError when the block size is not
         given and not clear.
         """
-        served = self._registered(query.model, query.tenant)
+        served = self.targets(query.model, query.tenant)
         sizes = self.block_sizes(query.model, query.tenant)
         if query.block_size is None and len(sizes) != 1:
             raise ValueError(f"block_size: the workers of {query.model!r} use {sorted(sizes) or 'none yet'}; send one")
@@ -291,6 +290,13 @@ class Indexer:
         if registration is None or holdings is None:
             return None
         return TargetReport(registration, self._reader.status(target), holdings)
+
+    def targets(self, model: str, tenant: str = DEFAULT_TENANT) -> Collection[Target]:
+        """The registered targets that serve a model for a tenant. Raises UnknownModelError where there are none."""
+        served = self._served.get((tenant, model))
+        if served is None:
+            raise UnknownModelError(f"no registered worker serves model {model!r} for tenant {tenant!r}")
+        return served
 
     def serves(self, model: str, tenant: str = DEFAULT_TENANT) -> bool:
         """Whether any registered target serves this model for this tenant."""
@@ -348,13 +354,13 @@ class Indexer:
 
     def _block_sizes(self) -> _BlockSizes:
         """What was found of block sizes, as long as it holds: every request asks."""
-        changes = self._registrations + self.index.block_size_changes  # neither ever gets less
+        changes = self.registrations + self.index.block_size_changes  # neither ever gets less
         if self._sizes.changes != changes:
             self._sizes = _BlockSizes(changes)
         return self._sizes
 
     def _matches(self, query: MatchQuery, tokens: int) -> list[Match]:
-        return _best_first(self._registered(query.model, query.tenant), self._found(query, tokens))
+        return _best_first(self.targets(query.model, query.tenant), self._found(query, tokens))
 
     def _found(self, query: MatchQuery, tokens: int) -> list[Match]:
         """What targets hold of the first tokens of a prompt, for each block size."""
@@ -371,7 +377,7 @@ class Indexer:
         asked = query.model, query.tenant, query.adapter
         roots = known.get(asked) if query.cache_salt is None else None
         if roots is None:
-            self._registered(query.model, query.tenant)
+            self.targets(query.model, query.tenant)
             sizes = self.block_sizes(query.model, query.tenant)
             names = query.model, query.tenant, query.adapter, query.cache_salt
             roots = [(size, namespace_hash(Namespace(*names, size), self._secret)) for size in sizes]
@@ -381,18 +387,11 @@ class Indexer:
                 known[asked] = roots
         return roots
 
-    def _registered(self, model: str, tenant: str) -> dict[Target, Registration]:
-        served = self._served.get((tenant, model))
-        if served is None:
-            raise UnknownModelError(f"no registered worker serves model {model!r} for tenant {tenant!r}")
-        return served
 
-
-def _best_first(targets: Iterable[Target], found: Iterable[Match]) -> list[Match]:
-    """The best match of each target, or one of nothing; the most first."""
-    best = {target: Match(target, 0, _NOTHING) for target in targets}
-    best.update((target, match) for target, match in _best(found).items() if target in best)
-    return sorted(best.values(), key=lambda match: -match.matched_tokens)
+def _best_first(targets: Collection[Target], found: Iterable[Match]) -> list[Match]:
+    """The best match of each of these targets that has any; the most first."""
+    best = [match for match in _best(found).values() if match.target in targets]
+    return sorted(best, key=lambda match: -match.matched_tokens)
 
 
 def _best(found: Iterable[Match]) -> dict[Target, Match]:

@@ -6,10 +6,11 @@ from indexer.holdings import Target
 
 
 class WorkerNames:
-    """The names of workers that have other ones than what they are known by."""
+    """The names of workers that have other ones than what they are known by. `changes`: how many there were."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
+        self.changes = 0
 
     def of(self, worker: str) -> str:
         """A worker's name: what it is known by, where it has no other."""
@@ -22,7 +23,9 @@ class WorkerNames:
     def set(self, worker: str, name: str) -> None:
         """Call a worker so."""
         self._names[worker] = name
+        self.changes += 1
 
     def forget(self, worker: str) -> None:
         """A worker is gone."""
         self._names.pop(worker, None)
+        self.changes += 1

@@ -13,15 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from indexer.answers import Answers
 from indexer.cores import native_core
 from indexer.errors import RequestError, error_body, error_headers
 from indexer.hashing import PackedPrompt
 from indexer.indexer import Indexer
 from indexer.matching import Match
-from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
 from indexer.queries import DEFAULT_TENANT, HashQuery, MatchQuery, UnknownModelError
-from kvevents import Tier
 
 # Reads the body of `/match`, tokenizing its prompt: at once, or as soon as it can. Raises RequestError.
 ReadMatch = Callable[[bytes], MatchQuery | Awaitable[MatchQuery]]
@@ -74,10 +73,6 @@ class QueryBody(msgspec.Struct):
     tenant_id: str = DEFAULT_TENANT
 
 
-# Members of an enumeration, and their names, are looked up each time.
-_GPU, _CPU, _DISK, _ = Tier
-_TIER_NAMES = [(tier, tier.name.lower()) for tier in Tier]
-
 _decode_packed = msgspec.json.Decoder(_PackedQuery).decode
 
 
@@ -86,6 +81,7 @@ class Questions:
 
     def __init__(self, indexer: Indexer, read_match: ReadMatch) -> None:
         self._indexer = indexer
+        self._answers = Answers(indexer)
         self._read_match = read_match
         core = native_core()
         self._packed_numbers = None if core is None else core.packed_numbers
@@ -105,26 +101,20 @@ class Questions:
 
     def _matched(self, query: MatchQuery) -> bytes:
         matches = _ask(self._indexer.match, query, "token_ids", 2**32 - 1)
-        return msgspec.json.encode(
-            {
-                "model": query.model,
-                "tokens": len(query.token_ids),
-                "matches": [_match(self._indexer.names, m) for m in matches],
-            }
-        )
+        return self._answers.by_target(query.model, query.tenant, len(query.token_ids), matches)
 
     def query(self, body: bytes) -> bytes:
         """How much of a token sequence each instance holds, its last block too."""
         query = _query(body, self._packed_numbers)
         matches = _ask(self._indexer.longest, query, "token_ids", 2**32 - 1)
-        return msgspec.json.encode({query.tenant: _by_instance(self._indexer.names, matches)})
+        return self._answers.by_instance(query.model, query.tenant, matches)
 
     def query_by_hash(self, body: bytes) -> bytes:
         """The same for prefix hashes."""
         asked = decoded(body, HashQueryBody)
         query = HashQuery(asked.model, asked.block_hashes, asked.block_size, asked.tenant_id)
         matches = _ask(self._indexer.longest_by_hash, query, "block_hashes", 2**64 - 1)
-        return msgspec.json.encode({query.tenant: _by_instance(self._indexer.names, matches)})
+        return self._answers.by_instance(query.model, query.tenant, matches)
 
 
 def question_routes(questions: Questions) -> APIRouter:
@@ -184,29 +174,6 @@ def _ask(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int)
         raise RequestError(f"{numbers}: every number must be from 0 to {highest}", param=numbers) from error
     except ValueError as error:
         raise RequestError(str(error), param=named_first(error)) from error
-
-
-def _match(names: WorkerNames, match: Match) -> dict[str, Any]:
-    return {
-        "worker": names.of(match.target.worker),
-        "dp_rank": match.target.dp_rank,
-        "matched_tokens": match.matched_tokens,
-        "tiers": {name: match.tiers[tier] for tier, name in _TIER_NAMES},
-    }
-
-
-def _by_instance(names: WorkerNames, matches: list[Match]) -> dict[str, Any]:
-    """RFC 1403's answer: an instance's tiers are those of its rank that holds the most."""
-    instances: dict[str, Any] = {}
-    for match in matches:
-        target, tokens, tiers = match.target, match.matched_tokens, match.tiers
-        name = names.of(target.worker)
-        instance = instances.get(name)
-        if instance is None:
-            gpu, cpu, disk = tiers[_GPU], tiers[_CPU], tiers[_DISK]
-            instance = instances[name] = {"longest_matched": tokens, "GPU": gpu, "CPU": cpu, "DISK": disk, "DP": {}}
-        instance["DP"][str(target.dp_rank)] = tokens
-    return instances
 
 
 def refusal(error: RequestError) -> Response:

@@ -71,7 +71,12 @@ class Bystander:
             before, answered_at = matched, now
 
     def _matched(self) -> int:
-        return self._indexer.longest(MatchQuery("n", [7] * 500))[0].matched_tokens
+        return longest(self._indexer, "n", [7] * 500)
+
+
+def longest(indexer: Indexer, model: str, prompt: list[int]) -> int:
+    """How much of a prompt the one target of a model holds."""
+    return max((match.matched_tokens for match in indexer.longest(MatchQuery(model, prompt))), default=0)
 
 
 @pytest.fixture(autouse=True)
@@ -89,10 +94,7 @@ def heals(indexer: Indexer, bystander: Bystander) -> Callable[[Engine, float], N
     """Waits until the index says of every prompt what the engine holds, and notes how long that was."""
 
     def agrees(engine: Engine) -> bool:
-        return all(
-            indexer.longest(MatchQuery("m", list(prompt)))[0].matched_tokens == engine.hit(prompt)
-            for prompt in engine.prompts
-        )
+        return all(longest(indexer, "m", list(prompt)) == engine.hit(prompt) for prompt in engine.prompts)
 
     def wait(engine: Engine, since: float) -> None:
         eventually(lambda: agrees(engine))

@@ -161,6 +161,29 @@ def test_registering_again_changes_nothing(client: Client, worker: Worker) -> No
     assert client.post("/query", {"model": "m", "token_ids": [1, 2]})[1]["default"]["a"]["longest_matched"] == 2
 
 
+def test_answers_are_of_who_is_registered_now_by_the_names_they_have_now(
+    client: Client, indexer: Indexer, worker: Worker
+) -> None:
+    def answered() -> tuple[list[Any], list[Any]]:
+        asked = {"model": "m", "token_ids": [1, 2, 3]}
+        matches = client.post("/match", asked)[1]["matches"]
+        instances = client.post("/query", asked)[1]["default"]
+        return (
+            [(match["worker"], match["dp_rank"], match["matched_tokens"]) for match in matches],
+            [(name, instance["DP"]) for name, instance in instances.items()],
+        )
+
+    worker("a", dp_rank=0)
+    assert answered() == ([("a", 0, 0)], [("a", {"0": 0})])
+    worker("a", stored(1, 2), dp_rank=1)
+    worker("b")
+    assert answered() == ([("a", 1, 2), ("a", 0, 0), ("b", 0, 0)], [("a", {"1": 2, "0": 0}), ("b", {"0": 0})])
+    indexer.names.set("b", "named")
+    assert answered() == ([("a", 1, 2), ("a", 0, 0), ("named", 0, 0)], [("a", {"1": 2, "0": 0}), ("named", {"0": 0})])
+    client.post("/unregister", {"instance_id": "a", "dp_rank": 1})
+    assert answered() == ([("a", 0, 0), ("named", 0, 0)], [("a", {"0": 0}), ("named", {"0": 0})])
+
+
 def test_unregistering_forgets_a_rank_or_all_of_an_instance(client: Client, worker: Worker) -> None:
     for rank in range(3):
         worker("a", stored(1, 2), dp_rank=rank)

@@ -175,7 +175,7 @@ def test_a_batch_with_a_senseless_time_is_applied_dumped_and_told_of(
 ) -> None:
     running.register(Registration(TARGET, EventSource(0, publisher.endpoint, publisher.replay_endpoint), "vLLM", 2))
     publisher.send(0, encode_batch(EventBatch(engine_time, [BlockStored([1, 2], None, PROMPT[:4], 2)], 0)))
-    eventually(lambda: running.longest(MatchQuery("m", PROMPT))[0].matched_tokens == 4)
+    eventually(lambda: [match.matched_tokens for match in running.longest(MatchQuery("m", PROMPT))] == [4])
     report = running.report(TARGET)
     assert report is not None
     assert report.stream is not None

@@ -54,7 +54,7 @@ def follow(indexer: Indexer, publisher: Publisher) -> None:
 
 
 def matched(indexer: Indexer, tokens: list[int] = PROMPT) -> int:
-    return indexer.longest(MatchQuery("m", tokens))[0].matched_tokens
+    return max((match.matched_tokens for match in indexer.longest(MatchQuery("m", tokens))), default=0)
 
 
 def caught_up(indexer: Indexer, seq: int) -> None:

@@ -92,7 +92,7 @@ class Watched:
 
     def matched(self) -> int:
         """Tokens that the index says the worker holds."""
-        return max(match.matched_tokens for match in self.indexer.match(MatchQuery("m", TOKENS)))
+        return max((match.matched_tokens for match in self.indexer.match(MatchQuery("m", TOKENS))), default=0)
 
 
 @asynccontextmanager

@@ -185,7 +185,8 @@ class ReportedFleet(RuleBasedStateMachine):
         for (adapter, salt), prompt in self.prompts:
             query = MatchQuery("m", list(prompt), adapter, salt)
             told = {match.target.dp_rank: match.matched_tokens for match in self.indexer.longest(query)}
-            true = {engine.rank: engine.hit((adapter, salt), prompt) for engine in self.engines}
+            hits = {engine.rank: engine.hit((adapter, salt), prompt) for engine in self.engines}
+            true = {rank: hit for rank, hit in hits.items() if hit}
             if told != true:
                 wrong.append(f"{adapter}, {salt}, {prompt}: {told}, truly {true}")
         for engine in self.engines:
