@@ -72,7 +72,8 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a saturation belongs to: a workload on a fleet. `below`, `above`: loads between which that is."""
+    """What a saturation belongs to: a workload on a fleet. `below`, `above`: loads between which that is; `loads`: what
+    is compared, as shares of it."""
 
     workload: Workload | Path
     workers: int
@@ -80,6 +81,7 @@ class Ground:
     below: float
     above: float
     seconds: float = 200.0
+    loads: tuple[float, ...] = LOADS
 
     def requests(self, load: float, seed: int) -> list[TracedRequest]:
         """What comes at a load, as `Cell` has it."""
@@ -116,13 +118,13 @@ def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
     """The workloads and fleets of a run."""
     if trace is not None:
         yield Ground(trace, 8, 1_200_000, 0.6, 2.2)
-        if not quick:
-            yield Ground(trace, 4, 1_200_000, 0.6, 2.2)
         return
     yield Ground(CONVERSATION, 8, 300_000, 0.5, 1.6)
     if not quick:
         yield Ground(AGENT, 8, 1_200_000, 0.5, 1.4)
-        yield Ground(CONVERSATION, 32, 300_000, 0.5, 1.6, seconds=100.0)
+        yield Ground(CONVERSATION, 4, 300_000, 0.5, 1.6)
+        yield Ground(CONVERSATION, 32, 300_000, 0.5, 4.0, seconds=100.0)
+        yield Ground(CONVERSATION, 128, 300_000, 0.5, 4.0, seconds=60.0, loads=(0.9, 1.1))
 
 
 def play(side: str, ground: Ground, requests: Sequence[TracedRequest], seed: int) -> Played:
@@ -208,7 +210,7 @@ def compare(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], N
     for ground in grounds(trace, quick):
         saturation = ground.saturation()
         for mix in (PROMISED, REFUSING, HALF):
-            for load in LOADS[2:] if quick else LOADS:
+            for load in ground.loads[2:] if quick else ground.loads:
                 runs: dict[str, list[Kept]] = {side: [] for side in SIDES}
                 most: list[float] = []
                 for seed in range(seeds):
