@@ -123,8 +123,7 @@ def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
     if not quick:
         yield Ground(AGENT, 8, 1_200_000, 0.5, 1.4)
         yield Ground(CONVERSATION, 4, 300_000, 0.5, 1.6)
-        yield Ground(CONVERSATION, 32, 300_000, 0.5, 4.0, seconds=100.0)
-        yield Ground(CONVERSATION, 128, 300_000, 0.5, 4.0, seconds=60.0, loads=(0.9, 1.1))
+        yield Ground(CONVERSATION, 32, 300_000, 0.5, 4.0, seconds=100.0, loads=(0.9, 1.1))
 
 
 def play(side: str, ground: Ground, requests: Sequence[TracedRequest], seed: int) -> Played:

@@ -98,8 +98,7 @@ def block(number: int) -> EventBatch:
 
 
 def matched(reading: Indexer) -> int:
-    (match,) = reading.match(MatchQuery("m", [7] * 1000))
-    return match.matched_tokens
+    return sum(match.matched_tokens for match in reading.match(MatchQuery("m", [7] * 1000)))
 
 
 def state(reading: Indexer) -> StreamState | None:
