@@ -97,8 +97,12 @@ class LiveReader:
         """Wait so long, at most, for something to come, and receive it in rounds, as long as they follow each other
         closely and have what is expected, and nothing else. What is left of the last one: 0, nothing; 1, the rest of
         what is to be applied, with something to tell; 2, what was received."""
+    def has_untold(self) -> bool:
+        """Whether something was taken, and not told of by the last reading."""
+    def rest(self) -> None:
+        """What was taken and not told of is told of now."""
     def taken(self) -> list[tuple[int, int, int, bytes, int, float]]:
-        """Of the sockets that had what was expected: what `indexer.inbox.Taken` says."""
+        """Of the sockets that had what was expected, and are told of: what `indexer.inbox.Taken` says."""
     def received(self) -> list[tuple[int, int, int, int, int | None, bytes]]:
         """Of the sockets that had their turn in the last round, by place: what `indexer.inbox.Received` says."""
     def messages(self, place: int) -> list[list[bytes]]:

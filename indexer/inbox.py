@@ -59,11 +59,13 @@ class Taken(NamedTuple):
 
 class Reading(NamedTuple):
     """What was read. `told`: batches of `taken` that there is something to tell of, by socket and sequence number, as
-    `Inbox.apply` tells. `received`: what came last and was not expected, or not alone: nothing of it is applied."""
+    `Inbox.apply` tells. `received`: what came last and was not expected, or not alone: nothing of it is applied.
+    `untold`: batches were applied that are not among `taken` yet, as it may be for half a second where much comes."""
 
     taken: list[Taken]
     told: list[tuple[tuple[int, int], Applied | Exception]]
     received: list[Received]
+    untold: bool = False
 
 
 class Inbox(ABC):
@@ -90,6 +92,10 @@ class Inbox(ABC):
     def read(self, seconds: float) -> Reading:
         """Wait so long, at most, for something to come, live or else, and receive what has come live: of one socket
         after another, each for a turn, until it is enough for a round. Further rounds follow where all is expected."""
+
+    @abstractmethod
+    def rest(self) -> list[Taken]:
+        """Batches that were applied, and that no reading has told of."""
 
     @abstractmethod
     def messages(self, place: int) -> list[list[bytes]]:
@@ -149,6 +155,9 @@ class PythonInbox(Inbox):
             self._busy = began - self._began < 2 * _ROUND_SECONDS
             self._began = began
         return Reading([], [], received)
+
+    def rest(self) -> list[Taken]:
+        return []
 
     def _receive(self) -> list[Received]:
         self._came = []

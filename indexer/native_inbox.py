@@ -52,15 +52,22 @@ class NativeInbox(Inbox):
 
     def read(self, seconds: float) -> Reading:
         left = self._reader.read(seconds)
-        taken = [*map(Taken._make, self._reader.taken())]
+        taken = self._taken()
         if left == _NOTHING:
-            return Reading(taken, [], [])
+            return Reading(taken, [], [], self._reader.has_untold())
         received = [*map(Received._make, self._reader.received())]
         self._round = [self._targets[turn.socket] for turn in received]
         if left != _TO_TELL:
             return Reading(taken, [], received)
         told = self._index.apply_addressed(self._reader, self._round)
         return Reading(taken, [((received[place].socket, seq), applied) for (place, seq), applied in told], [])
+
+    def rest(self) -> list[Taken]:
+        self._reader.rest()
+        return self._taken()
+
+    def _taken(self) -> list[Taken]:
+        return [*map(Taken._make, self._reader.taken())]
 
     def messages(self, place: int) -> list[list[bytes]]:
         return self._reader.messages(place)

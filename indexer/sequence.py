@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
 
 from sortedcontainers import SortedDict
@@ -338,12 +339,26 @@ class StreamSequence:
         self.confirmed_at = now
         return actions
 
+    @property
+    def due(self) -> float:
+        """The time from which on `on_tick` has something to do, as things stand. Batches that `takes` takes put it
+        off."""
+        if self._replay is not None:
+            return self._replay.heard_at + self._settings.replay_timeout
+        if self._missing is None or not (self._can_replay and self._replay_answers):
+            return self._idle_due
+        return min(self._idle_due, self._snapshot_at)
+
+    @property
+    def _idle_due(self) -> float:
+        return self._check_at if self._can_replay and self.state is not StreamState.CONNECTING else inf
+
     def on_tick(self, now: float) -> list[Action]:
         """Time has passed: a replay may be overdue, an idle stream may need a check."""
+        if now < self.due:
+            return []
         replay = self._replay
         if replay is not None:
-            if now - replay.heard_at < self._settings.replay_timeout:
-                return []
             if replay.heard:
                 self._unended = 0
                 return self._end_of_round(replay, now, ended=False)
@@ -353,12 +368,10 @@ class StreamSequence:
             self.counters.replays_unanswered += 1
             self._replay_answers = False
             return self._give_up(now)
-        if self._can_replay and self.state is not StreamState.CONNECTING and now >= self._check_at:
+        if now >= self._idle_due:
             self._check_after = min(2 * self._check_after, self._settings.idle_check)
             return self._ask(now, idle=True)
-        if self._missing is not None and self._may_ask_snapshot(now):
-            return self._ask_snapshot(now)
-        return []
+        return self._ask_snapshot(now)
 
     def _may_ask_snapshot(self, now: float) -> bool:
         return self._can_replay and self._replay_answers and now >= self._snapshot_at

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from selectors import EVENT_READ, DefaultSelector
 from threading import Event, Lock, Thread
@@ -21,10 +23,11 @@ from typing import TypeVar
 
 import structlog
 import zmq
+from sortedcontainers import SortedKeyList
 
 from indexer.factory import make_inbox
 from indexer.holdings import Target
-from indexer.inbox import Reading, Received
+from indexer.inbox import Received, Taken
 from indexer.index import Applied, Index, tell
 from indexer.memory import give_back
 from indexer.names import WorkerNames
@@ -137,6 +140,13 @@ class Stream:
     connect_at: float | None = None  # (monotonic) again, because ZeroMQ gave up
     largest_message: int = USUAL_MESSAGE
     fd: int = -1  # of `live`, once it is followed
+    look_at: float = inf  # (monotonic) what is due of it may be due from then on
+
+    @property
+    def due(self) -> float:
+        """(monotonic) From when on there is something to do, whatever comes."""
+        again = inf if self.connect_at is None else self.connect_at
+        return again if self.gone else min(again, self.sequence.due)  # who is gone cannot be asked
 
     def shown(self) -> None:
         """The index shows all that the sequence has seen."""
@@ -191,6 +201,7 @@ class StreamReader:
         self._wake_in.connect("inproc://wake")
         self._waking = Lock()
         self._received = 0  # bytes, since memory was given back
+        self._to_look_at: SortedKeyList[Stream, float] = SortedKeyList(key=attrgetter("look_at"))
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="kv-event-reader", daemon=True)
 
@@ -342,30 +353,49 @@ class StreamReader:
         next_tick = 0.0
         while not self._stopping.is_set():
             reading = self._inbox.read(0 if self._ready else _TICK_SECONDS)
-            self._took(reading)
+            self._took(reading.taken, reading.told)
             came = self._came(reading.received)
             for key, _ in self._selector.select(0):
                 self._ready[key.data] = None
+            if self._ready:
+                self._took(self._inbox.rest())  # whoever is let in finds what the index has
             for socket in list(self._ready):
                 if (handler := self._handlers.get(socket)) is not None:
                     with _logged():
                         if handler():
                             self._ready.pop(socket, None)
             self._take(came)
-            if not (reading.taken or came or self._ready) and self._received > _RECEIVED_BYTES:
+            if not (reading.taken or reading.untold or came or self._ready) and self._received > _RECEIVED_BYTES:
                 self._received = 0
                 give_back()
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
-                for stream in self._followed.values():
-                    if stream.connect_at is not None and now >= stream.connect_at:
-                        stream.connect_at = None
-                        connect_again(stream.live, stream.source.endpoint)
-                        self._inbox.look_again(stream.fd)
-                    if not stream.gone:  # nobody is there to be asked
-                        self._act(stream, stream.sequence.on_tick(now))
-                self._index.sweep()
+                self._tick(now)
+
+    def _tick(self, now: float) -> None:
+        """Do what is due. Of most streams nothing is."""
+        for stream in [*self._to_look_at.irange_key(max_key=now)]:
+            self._to_look_at.discard(stream)
+            stream.look_at = inf
+            if stream.due <= now:
+                self._took(self._inbox.rest())
+                if stream.connect_at is not None and now >= stream.connect_at:
+                    stream.connect_at = None
+                    connect_again(stream.live, stream.source.endpoint)
+                    self._inbox.look_again(stream.fd)
+                if not stream.gone:
+                    self._act(stream, stream.sequence.on_tick(now))
+            self._plan(stream)
+        self._index.sweep()
+
+    def _plan(self, stream: Stream) -> None:
+        """Look at a stream when something is due, if not before."""
+        due = stream.due
+        if due < stream.look_at:
+            self._to_look_at.discard(stream)
+            stream.look_at = due
+            self._to_look_at.add(stream)
 
     def _watch(self, socket: zmq.Socket[bytes], read: Callable[[], bool]) -> None:
         """Look at a socket: `read` what comes, for a turn each time."""
@@ -389,12 +419,14 @@ class StreamReader:
         self._watch(stream.monitor, lambda: self._read_monitor(stream))
         if stream.replay is not None:
             self._watch(stream.replay, lambda: self._read_replay(stream))
+        self._plan(stream)
 
     def _leave(self, target: Target) -> None:
         stream = self._followed.pop(target, None)
         if stream is None:
             return
         self._inbox.leave(stream.fd)
+        self._to_look_at.discard(stream)
         del self._live[stream.fd]
         for socket in filter(None, (stream.monitor, stream.replay)):
             self._selector.unregister(int(socket.fd))
@@ -408,11 +440,11 @@ class StreamReader:
         for socket in stream.sockets():
             socket.close(0)
 
-    def _took(self, reading: Reading) -> None:
+    def _took(self, taken: list[Taken], told: Iterable[tuple[tuple[int, int], Applied | Exception]] = ()) -> None:
         """Take note of batches that the inbox applied by itself."""
         now = time.monotonic()
         took: list[Stream] = []
-        for turn in reading.taken:
+        for turn in taken:
             self._received += turn.size
             stream = self._live[turn.socket]
             if stream.left:
@@ -421,7 +453,7 @@ class StreamReader:
             assert as_expected
             stream.took(turn.payload, turn.received_at)
             took.append(stream)
-        for (socket, seq), applied in reading.told:
+        for (socket, seq), applied in told:
             self._became(self._live[socket], seq, applied)
         for stream in took:
             stream.shown()
@@ -533,6 +565,7 @@ class StreamReader:
         stream.hang_ups = stream.hang_ups + 1 if at_once and not stream.suspended else 0
         if final:
             stream.connect_at = now + _CONNECT_AGAIN_S
+            self._plan(stream)
         if final or stream.hang_ups >= _HANG_UPS:
             if not stream.refused:  # it is tried for ever
                 log.warning("no agreement with the publisher", reason=reason, **self._names.about(stream.target))
@@ -552,6 +585,7 @@ class StreamReader:
                 case AskReplay(start):
                     self._ask(stream, start)
         self._show(stream)
+        self._plan(stream)
 
     def _apply(self, stream: Stream, frame: StreamFrame) -> None:
         told: list[tuple[int, Applied | Exception]] = []

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -18,6 +19,7 @@ struct Taken {
     int fd;
     u64 first, last;  // sequence numbers
     std::unique_ptr<Frame> payload;  // of the last one
+    std::chrono::steady_clock::time_point since;  // the first one was received
     std::size_t bytes = 0;  // of all of them
     double received_at = 0;  // the last one (unix seconds)
 };
@@ -40,6 +42,7 @@ class LiveReader {
         poller_.remove(fd);
         live_.erase(fd);
         std::erase(ready_, fd);
+        std::erase(untold_, fd);
     }
 
     // What a socket has may not be told any more.
@@ -69,32 +72,23 @@ class LiveReader {
     // Wait so long, at most, for something to come, and receive it in rounds, as long as they have what is expected, and
     // nothing else: until there is a pause, or of much that comes until the time is up. What is left of the last round.
     Left read(double seconds) {
-        const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-        for (const Taken& each : taken_)
-            if (const auto live = live_.find(each.fd); live != live_.end()) live->second.taken = kNone;
-        taken_.clear();
-        told_.reset();
         const bool had_many = std::exchange(batches_, 0) >= kMany;
-        reading_threads_.told(had_many);
-        for (;;) {
-            const bool many = batches_ >= kMany, waits = ready_.empty(), may_pause = !taken_.empty() && !many;
-            const auto round = many || had_many ? kLongRound : kRound;
-            if (busy_ && waits && seconds > 0) std::this_thread::sleep_until(began_ + round);
-            const auto pause = may_pause ? std::min(end, began_ + kPause) : end;
-            bool others = look(waits ? pause : Clock::time_point{});
-            const auto began = Clock::now();
-            const std::size_t came = receive();
-            if (came > 0) others |= look({});  // a reconnection must be known before what came by it
-            busy_ = came > 0 && began - began_ < 2 * round;
-            if (came > 0) began_ = began;
-            if (came > 0 && (others || !is_expected())) return Left::kReceived;
-            if (came > 0 && take()) return Left::kToTell;
-            if (came > 0) batches_ = busy_ ? batches_ + came : came;
-            if (others || began >= end || (came == 0 && may_pause)) return Left::kNothing;
-        }
+        reading_threads_.begin(had_many);
+        const Left left = read_rounds(seconds, had_many);
+        reading_threads_.end();
+        return left;
     }
 
-    // By socket, what was expected in the last reading.
+    // Whether something was taken, and not told of by the last reading.
+    bool has_untold() const { return !untold_.empty(); }
+
+    // That is told of now.
+    void rest() {
+        taken_.clear();
+        told_of(Left::kNothing);
+    }
+
+    // By socket, what was expected and is told of.
     const std::vector<Taken>& taken() const { return taken_; }
 
     // The sockets of the last round, by place.
@@ -125,7 +119,9 @@ class LiveReader {
     static constexpr std::chrono::milliseconds kPause{5};
     // Of batches that come closely: where there are so many rounds are long, and no pause is waited for.
     static constexpr std::size_t kMany = 32;
-    static constexpr std::size_t kNone = ~std::size_t{0};
+    // There the caller need not hear of each stream more often than this.
+    static constexpr std::chrono::milliseconds kUntold{500};
+    static constexpr Clock::time_point kAll = Clock::time_point::max();
 
     struct Live {
         void* socket = nullptr;
@@ -133,8 +129,44 @@ class LiveReader {
         std::shared_ptr<Holdings> holdings;  // of whom batches are expected; none: of nobody
         u64 next = 0;
         std::size_t largest = 0;
-        std::size_t taken = kNone;  // its place there
+        std::optional<Taken> taken;  // and not told of
     };
+
+    // What `read` does. `had_many`: the last time.
+    Left read_rounds(double seconds, bool had_many) {
+        const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+        taken_.clear();
+        told_.reset();
+        for (;;) {
+            const bool many = batches_ >= kMany, waits = ready_.empty(), may_pause = !untold_.empty() && !many;
+            const auto round = many || had_many ? kLongRound : kRound;
+            if (busy_ && waits && seconds > 0) std::this_thread::sleep_until(began_ + round);
+            const auto pause = may_pause ? std::min(end, began_ + kPause) : end;
+            bool others = look(waits ? pause : Clock::time_point{});
+            const auto began = Clock::now();
+            const std::size_t came = receive();
+            if (came > 0) others |= look({});  // a reconnection must be known before what came by it
+            busy_ = came > 0 && began - began_ < 2 * round;
+            if (came > 0) began_ = began;
+            if (came > 0 && (others || !is_expected())) return told_of(Left::kReceived);
+            if (came > 0 && take()) return told_of(Left::kToTell);
+            if (came > 0) batches_ = busy_ ? batches_ + came : came;
+            if (others || (came == 0 && may_pause)) return told_of(Left::kNothing);
+            if (began >= end) return told_of(Left::kNothing, batches_ < kMany ? kAll : began - kUntold);
+        }
+    }
+
+    // What was taken until then is told of.
+    Left told_of(Left left, Clock::time_point until = kAll) {
+        std::erase_if(untold_, [&](int fd) {
+            std::optional<Taken>& taken = live_.at(fd).taken;
+            if (taken->since > until) return false;
+            taken_.push_back(std::move(*taken));
+            taken.reset();
+            return true;
+        });
+        return left;
+    }
 
     // Wait until then for something to come, and learn where. Whether at the others.
     bool look(Clock::time_point until) {
@@ -184,11 +216,11 @@ class LiveReader {
             if (turn.count == 0) continue;
             Live& live = live_.at(round_[place]);
             runs.push_back({place, live.holdings});
-            if (live.taken == kNone) {
-                live.taken = taken_.size();
-                taken_.push_back({round_[place], live.next, 0, std::make_unique<Frame>(zmq_)});
+            if (!live.taken) {
+                live.taken = Taken{round_[place], live.next, 0, std::make_unique<Frame>(zmq_), began_};
+                untold_.push_back(round_[place]);
             }
-            Taken& taken = taken_[live.taken];
+            Taken& taken = *live.taken;
             const std::size_t last = turn.first + turn.count - 1;
             taken.last = inbox_.seq(last);
             taken.payload->share(inbox_.payload(last));
@@ -212,6 +244,7 @@ class LiveReader {
     std::vector<int> ready_;  // nothing tells again of what is left there
     std::vector<int> round_;
     std::vector<Taken> taken_;
+    std::vector<int> untold_;  // sockets of which something was taken that is not there yet
     std::optional<Inbox::Origin> told_;  // not told yet, and what became of it
     Applied applied_;
     Clock::time_point began_;  // the last round in which something came

@@ -334,6 +334,8 @@ NB_MODULE(_native, module) {
         .def("expect", &LiveReader::expect)
         .def("expect_nothing", &LiveReader::expect_nothing)
         .def("read", [](LiveReader& reader, double seconds) { return static_cast<int>(reader.read(seconds)); }, Release())
+        .def("has_untold", &LiveReader::has_untold)
+        .def("rest", &LiveReader::rest)
         .def("taken", &taken)
         .def("received", &received)
         .def("messages", &messages)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
@@ -62,7 +63,7 @@ def test_what_is_received_by_both_is_the_same_and_is_applied_alike(streams: list
     seen = []
     for inbox, index in inboxes():
         with pulling(*streams) as sockets, followed(inbox, index, sockets) as places:
-            taken, told, received = inbox.read(0)
+            taken, told, received, _ = inbox.read(0)
             assert (taken, told) == ([], [])
             came = {places[turn.socket]: inbox.messages(place) for place, turn in enumerate(received)}
             assert [came.get(place, []) for place in range(len(streams))] == streams
@@ -88,7 +89,7 @@ def test_what_is_expected_is_applied_as_what_was_asked_for(
         with pulling(*streams) as sockets, followed(inbox, index, sockets) as places:
             for fd in places:
                 inbox.expect(fd, first, largest)
-            taken, told, received = inbox.read(0)
+            taken, told, received, _ = inbox.read(0)
             turns = [turn for turn in received if turn.messages]
             assert not (taken and turns)
             if isinstance(inbox, NativeInbox) and first is not None:
@@ -255,6 +256,23 @@ def test_rounds_of_what_is_expected_follow_each_other_until_there_is_something_e
         assert time.monotonic() - begun < DEADLINE_S
 
 
+def test_of_much_that_comes_each_stream_is_told_of_now_and_then_and_when_somebody_asks() -> None:
+    with flowing(native_index()) as (inbox, _):
+        deadline, last, rested = time.monotonic() + DEADLINE_S, -1, 0
+        while rested < 2:
+            assert time.monotonic() < deadline
+            reading = inbox.read(0.1)
+            for turn in [*reading.taken, *(rest := inbox.rest() if reading.untold else [])]:
+                assert turn.first == last + 1
+                last = turn.last
+            assert bool(rest) == reading.untold
+            assert inbox.rest() == []
+            rested += bool(rest)
+        while not (taken := inbox.read(0.1).taken):  # without being asked for
+            assert time.monotonic() < deadline
+        assert taken[0].first == last + 1
+
+
 def test_nobody_hears_of_a_batch_before_who_asks_for_it_has_had_time() -> None:
     index = native_index()
     with (
@@ -269,22 +287,33 @@ def test_nobody_hears_of_a_batch_before_who_asks_for_it_has_had_time() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all threads are scheduled alike")
 def test_who_reads_takes_no_processor_from_anybody_while_much_comes() -> None:
-    """Neither ZeroMQ's thread nor the one that receives from it."""
-    before = io_threads()
+    """Neither ZeroMQ's thread nor the one that receives from it, until that needs Python's lock."""
+    before, receiver = io_threads(), threading.get_native_id()
     with flowing(native_index()) as (inbox, something_else):
 
-        def policies() -> set[int]:
-            return {os.sched_getscheduler(thread) for thread in (0, *(io_threads() - before))}
+        def policies_while_reading() -> set[int]:
+            threads = receiver, *(io_threads() - before)
 
-        assert policies() == {os.SCHED_OTHER}
+            def look() -> set[int]:
+                assert reading.wait(DEADLINE_S)
+                time.sleep(0.02)
+                return {*map(os.sched_getscheduler, threads)}
+
+            reading = threading.Event()
+            with ThreadPoolExecutor(1) as other:
+                looked = other.submit(look)
+                reading.set()
+                inbox.read(0.2)
+            assert os.sched_getscheduler(0) == os.SCHED_OTHER
+            return looked.result()
+
+        assert policies_while_reading() == {os.SCHED_OTHER}
         deadline = time.monotonic() + DEADLINE_S
-        while policies() != {os.SCHED_BATCH}:
+        while policies_while_reading() != {os.SCHED_BATCH}:
             assert time.monotonic() < deadline
-            inbox.read(0.1)
         os.write(something_else, b".")  # readings end at once, with little each
-        while policies() != {os.SCHED_OTHER}:
+        while policies_while_reading() != {os.SCHED_OTHER}:
             assert time.monotonic() < deadline
-            inbox.read(0.1)
 
 
 def io_threads() -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, MutableMapping
 from selectors import DefaultSelector
 from threading import Event, Thread
@@ -16,9 +17,10 @@ from engine_publisher import DEADLINE_S, Publisher, eventually
 from structlog.testing import capture_logs
 
 from indexer import Indexer, MatchQuery, Registration, Target
+from indexer.dump import read_dump
 from indexer.factory import make_inbox, make_index
-from indexer.inbox import Inbox, Reading
-from indexer.sequence import StreamState
+from indexer.inbox import Inbox, PythonInbox, Reading
+from indexer.sequence import Action, StreamSequence, StreamState
 from indexer.streams import StreamReader, StreamStatus
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventSource, encode_batch
 
@@ -116,6 +118,33 @@ def test_a_lost_tail_is_found_when_the_stream_is_idle(
     publisher.publish(block(1), lost=True)
     caught_up(TARGET, 1, StreamState.LIVE)
     assert matched(indexer) == 2
+
+
+def test_a_stream_of_which_nothing_is_due_costs_nothing(
+    publishers: Callable[..., Publisher],
+    register: Callable[..., None],
+    caught_up: CaughtUp,
+    stream: Stream,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at = []
+    on_tick = StreamSequence.on_tick
+
+    def look(sequence: StreamSequence, now: float) -> list[Action]:
+        looked_at.append(sequence.counters)
+        return on_tick(sequence, now)
+
+    monkeypatch.setattr(StreamSequence, "on_tick", look)
+    idle, checked = publishers(), publishers()
+    other = Target("w", 1, "m")
+    register(idle, replay=False)
+    register(checked, target=other)
+    for publisher, target in ((idle, TARGET), (checked, other)):
+        publisher.publish(block(0))
+        caught_up(target, 0)
+    eventually(lambda: stream(other).sequence.idle_checks >= 2)
+    assert not any(counters is stream(TARGET).sequence for counters in looked_at)
+    assert len(looked_at) < 8, "not at every tick"
 
 
 def test_a_silent_replay_stalls_nothing(
@@ -405,6 +434,46 @@ def test_whatever_comes_amid_a_run_of_batches_nothing_is_lost_or_applied_twice(
     assert matched(indexer, neighbour) == 40
     found = [match for match in indexer.match(MatchQuery("m", [7] * 1000)) if match.target == TARGET]
     assert sum(match.matched_tokens for match in found) == blocks
+
+
+def test_who_asks_between_batches_is_told_of_all_that_the_index_has(
+    running: Indexer,
+    publisher: Publisher,
+    register: Callable[..., None],
+    caught_up: CaughtUp,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where much comes, and it is asked right after a reading that keeps something for later."""
+    kind, asked, stop = kind_of_inbox(running), Event(), Event()
+    read = kind.read
+
+    def read_and_be_asked(inbox: Inbox, seconds: float) -> Reading:
+        reading = read(inbox, seconds)
+        if (reading.untold or (kind is PythonInbox and reading.received)) and not asked.is_set():
+            asked.set()
+            time.sleep(0.1)  # for the question to be there
+        return reading
+
+    def publish() -> None:
+        number = 1
+        while not stop.wait(0.0002):
+            publisher.publish(block(number))
+            number += 1
+
+    register(publisher)
+    publisher.publish(block(0))
+    caught_up(TARGET, 0)
+    monkeypatch.setattr(kind, "read", read_and_be_asked)
+    publishing = Thread(target=publish)
+    publishing.start()
+    try:
+        assert asked.wait(DEADLINE_S)
+        (saved,) = read_dump(running.dump(), "")
+    finally:
+        stop.set()
+        publishing.join()
+    dumped = saved.whole()
+    assert sum(len(run.hashes) for run in dumped.runs) == dumped.stream.last_seq + 1
 
 
 @pytest.mark.parametrize("expected", [True, False])
