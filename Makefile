@@ -83,7 +83,8 @@ bench-replicas: .venv/installed
 bench-processes: .venv/installed
 	$(BIN)/python -m benchmarks.processes $(ARGS)
 
-bench-index: .venv/installed .bench/dynamo/installed
+bench-index: .venv/installed .bench/dynamo/installed native
+	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"
 	$(BIN)/python -m benchmarks.index $(ARGS)
 
 # One index of a thousand ranks and 40 million blocks: three gigabytes of memory and two of disk, some minutes.

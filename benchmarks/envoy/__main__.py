@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.builds import is_compiled
 from benchmarks.envoy.measures import (
     CONNECTIONS,
     SIZE,
@@ -27,7 +28,6 @@ from benchmarks.index.machine import CORES, LOAD_CORE, description, pin
 from benchmarks.index.report import write_section
 from benchmarks.proxy.load import tool
 from benchmarks.proxy.raw_worker import EVENT, PAUSE
-from benchmarks.proxy.sides import is_compiled
 from benchmarks.proxy.workers import WORKERS
 
 _STREAMED = (("request_body_mode", "FULL_DUPLEX_STREAMED"), ("request_trailer_mode", "SEND"))

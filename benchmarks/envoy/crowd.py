@@ -17,13 +17,13 @@ from typing import Annotated
 import msgspec
 import typer
 
+from benchmarks.builds import is_compiled, python
 from benchmarks.envoy.crowd_load import BODY_BYTES, CONNECTIONS, LEFT, SLOW, Measured
 from benchmarks.envoy.sides import CORE, picker_settings
 from benchmarks.envoy.worker import SHORT, workers
 from benchmarks.index.machine import CORES, description
 from benchmarks.index.report import Table, write_section
 from benchmarks.proxy.processes import answers, cpu_of, free_port, memory_of, started
-from benchmarks.proxy.sides import is_compiled, python
 
 _RATE = 400.0  # requests a second
 _RELEASED_SECONDS = 30.0

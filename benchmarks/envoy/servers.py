@@ -20,6 +20,7 @@ from typing import Annotated
 import typer
 import yaml
 
+from benchmarks.builds import is_compiled, python
 from benchmarks.envoy import grpc_servers
 from benchmarks.envoy.measures import CONNECTIONS, SIZE
 from benchmarks.envoy.sides import CORE, running_envoy, spread, version
@@ -28,7 +29,6 @@ from benchmarks.index.machine import CORES, LOAD_CORE, description, pin
 from benchmarks.index.report import Table, write_section
 from benchmarks.proxy.load import loaded, tool
 from benchmarks.proxy.processes import cpu_of, free_port, started
-from benchmarks.proxy.sides import is_compiled, python
 
 _CONFIG = Path("deploy/envoy/cheapest.yaml")
 _HOW = """\

@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
+from benchmarks.builds import python
 from benchmarks.index.machine import INDEXER_CORE
 from benchmarks.proxy.processes import answers, cpu_of, free_port, started
 from benchmarks.proxy.prompts import MODEL
-from benchmarks.proxy.sides import python
 from worker.simulated.settings import BUNDLED_MODEL
 
 CORE = INDEXER_CORE  # of all processes of a side

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.index.machine import CORES, description
+from benchmarks.builds import is_compiled
+from benchmarks.index.machine import AWAKE, CORES, awake, description
 from benchmarks.index.report import write_section
 from benchmarks.index.run import FULL, QUICK, Part, Run
 from benchmarks.index.sides import Dynamo, Kvrouter
@@ -24,14 +25,13 @@ _HOW = """\
 `make bench-index` runs our indexer and the standalone indexer of NVIDIA Dynamo (`ai-dynamo-runtime` {peer}) side by
 side; `make bench-index ARGS=--quick` in a minute, `ARGS='--part ingest'` a part of it.
 
-`kvrouter` has its native core, `in Python` its twin, interpreted; mypyc has compiled nothing of either. All follow the
-same ZeroMQ streams, encoded as `{form}` before the first is sent, of blocks of {block_size} tokens.
-1-block events come 16 a batch, larger ones one a batch. `cached` prompts are held by one of 8 workers, in an index of
-{blocks:,} blocks.
+`kvrouter` is {build}, with its native core, `in Python` the same with the core's twin, interpreted. All follow the same
+ZeroMQ streams, encoded as `{form}` before the first is sent, of blocks of {block_size} tokens. 1-block events come 16 a
+batch, larger ones one a batch. `cached` prompts are held by one of 8 workers, in an index of {blocks:,} blocks.
 
 The publisher and the client have one core, the indexer under test {cores}. Our one reader thread uses no more than one
 core to ingest, Dynamo's four indexer threads could use more (`ARGS=--all-cores`). The sides take turns, in an order
-that changes; the figures are medians of {rounds}.
+that changes; the figures are medians of {rounds}.{awake}
 
 Before a figure counts, the answers about prompts of all workers are compared with what was sent: whole, cut short,
 continued differently, begun differently. Publishers have no high-water mark, and an ingest ends when the last block of
@@ -64,16 +64,19 @@ def main(
     peer_version = peer.version()
     started, load_before = time.monotonic(), os.getloadavg()[0]
     run = Run([*map(Kvrouter, reversed(cores.CORES)), peer], scale)
-    run.do(part or list(Part))
+    with awake() as kept_awake:
+        run.do(part or list(Part))
     load_after = os.getloadavg()[0]
     load = f"While an indexer ingested, the publisher used at most {run.load:.0%} of its core.\n" if run.load else ""
     how = _HOW.format(
         peer=peer_version,
+        build="compiled" if is_compiled() else "interpreted",
         form=form.value,
         block_size=BLOCK_SIZE,
         rounds=f"{scale.rounds} rounds" if scale.rounds > 1 else "one round",
         cores="all of them" if all_cores else "another",
         load=load,
+        awake=AWAKE if kept_awake else "",
         blocks=scale.blocks,
         machine=description(),
         load_before=load_before,

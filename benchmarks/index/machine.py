@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -15,6 +17,26 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def pin(*cores: int) -> None:
     """Keep this process, and the threads and processes it will start, on these cores."""
     os.sched_setaffinity(0, cores)
+
+
+AWAKE = """
+Meanwhile no core sleeps (`/dev/cpu_dma_latency`): waking one costs whoever sends to it, on a virtual machine as much as
+a request may cost, and how often there is one to wake depends on what else there is to do."""
+
+
+@contextmanager
+def awake() -> Iterator[bool]:
+    """Let no core sleep, where that is allowed. Whether it is."""
+    try:
+        asked = os.open("/dev/cpu_dma_latency", os.O_WRONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        os.write(asked, bytes(4))  # at most so many microseconds to wake, for as long as it is open
+        yield True
+    finally:
+        os.close(asked)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -83,7 +83,7 @@ class Run:
             "`/query` of 8k cached tokens during ingest, ms", "Here the indexers may use all cores, beside the load."
         )
         self._in_process = Table(
-            "Our index in process, µs",
+            "Our index in process, interpreted, µs",
             "The other columns are C calls alone, as the core in Python makes them. `apply` decodes, packs and "
             "hashes; a match is given\npacked tokens.",
         )

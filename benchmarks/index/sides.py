@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.builds import python
 from benchmarks.index import timed
 from benchmarks.index.client import Client, post_request
 from benchmarks.index.machine import cpu_seconds, pin, resident_bytes, thread_seconds
@@ -54,14 +54,15 @@ class Side(ABC):
 
 
 class Kvrouter(Side):
-    """Ours, from this clone, with one of its cores."""
+    """Ours, with one of its cores: the native one as it is built for use, its twin as Python runs it."""
 
     def __init__(self, core: str) -> None:
         self.name = "kvrouter" if core == "native" else "in Python"
         self.environment = {CORE_VARIABLE: core}
+        self._python = python(interpreted=core != "native")
 
     def command(self, port: int) -> list[str]:
-        return [sys.executable, "-m", "kvrouter", "indexer", "--port", str(port)]
+        return [*self._python, "-m", "kvrouter", "indexer", "--port", str(port)]
 
     def registration(self, worker: int, endpoint: str) -> dict[str, Any]:
         return {
@@ -88,7 +89,7 @@ class Timed(Kvrouter):
         self._file = file
 
     def command(self, port: int) -> list[str]:
-        return [sys.executable, "-m", "benchmarks.index.timed", str(self._file), "indexer", "--port", str(port)]
+        return [*self._python, "-m", "benchmarks.index.timed", str(self._file), "indexer", "--port", str(port)]
 
     def reader_seconds(self) -> tuple[float, float]:
         return timed.seconds(self._file)

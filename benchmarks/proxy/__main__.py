@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.builds import is_compiled
 from benchmarks.index.machine import CORES, description
 from benchmarks.index.publisher import publisher_of
 from benchmarks.index.report import write_section
@@ -19,7 +20,7 @@ from benchmarks.index.workload import BLOCK_SIZE, Workload
 from benchmarks.proxy.load import tool
 from benchmarks.proxy.raw_worker import CHUNKS, PAUSE
 from benchmarks.proxy.run import FULL, QUICK, Run
-from benchmarks.proxy.sides import CACHE_AWARE, ROUND_ROBIN, Kvrouter, Side, is_compiled, peers
+from benchmarks.proxy.sides import CACHE_AWARE, ROUND_ROBIN, Kvrouter, Side, peers
 from benchmarks.proxy.workers import WORKERS, nginx
 
 _HOW = """\

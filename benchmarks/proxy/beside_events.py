@@ -15,14 +15,15 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from benchmarks.index.machine import CORES, description
+from benchmarks.builds import is_compiled, python
+from benchmarks.index.machine import AWAKE, CORES, awake, description
 from benchmarks.index.report import write_section
 from benchmarks.proxy.event_load import EVENT_BLOCKS, EventLoad, event_load
 from benchmarks.proxy.load import Load, loaded, tool
 from benchmarks.proxy.processes import answers, cpu_of, free_port, started
 from benchmarks.proxy.prompts import MODEL
 from benchmarks.proxy.run import SIZES
-from benchmarks.proxy.sides import ROUTER_CORE, is_compiled, python
+from benchmarks.proxy.sides import ROUTER_CORE
 from benchmarks.proxy.workers import WORKERS, whole_workers
 from worker.simulated.settings import BUNDLED_MODEL
 
@@ -37,7 +38,7 @@ _HOW = """\
 evenly, one stream after another: prompts that are stored, and others that are removed. {connections} connections
 ({tool}). The router has one core, its reader of streams included; workers, load and publisher have the other. With and
 without events take turns; figures are medians of {rounds}. Reading {rate:,.0f} blocks a second without requests takes
-{alone:.0f}% of the router's core.
+{alone:.0f}% of the router's core.{awake}
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
@@ -54,6 +55,7 @@ def main(
         tempfile.TemporaryDirectory(prefix="bench-events-") as name,
         whole_workers(Path(name)) as workers,
         event_load(_STREAMS) as events,
+        awake() as kept_awake,
     ):
         folder, port = Path(name), free_port()
         config, url = folder / "config.json", f"http://127.0.0.1:{port}"
@@ -85,6 +87,7 @@ def main(
         rounds=f"{rounds} rounds" if rounds > 1 else "one round",
         alone=alone * 100,
         machine=f"{description()}, {len(CORES)} of them used",
+        awake=AWAKE if kept_awake else "",
         before=before,
         after=os.getloadavg()[0],
     )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.builds import python
 from benchmarks.index.machine import INDEXER_CORE
 from benchmarks.index.publisher import Publisher
 from benchmarks.proxy.processes import StartError, answers, free_port, started
@@ -22,20 +23,7 @@ from worker.simulated.settings import BUNDLED_MODEL
 
 ROUTER_CORE = INDEXER_CORE
 _FILL_SECONDS = 60.0
-_COMPILED = Path(".compiled/bin/python").absolute()
 ROUND_ROBIN, CACHE_AWARE = "round robin", "cache aware"
-
-
-def is_compiled() -> bool:
-    """Whether `make compiled` has been there."""
-    return _COMPILED.exists() and (_COMPILED.parent.parent / "installed").exists()
-
-
-def python(*, interpreted: bool = False) -> list[str]:
-    """The command that runs ours: compiled, where it is; `interpreted`: as Python runs it all the same."""
-    if interpreted or not is_compiled():
-        return [sys.executable]
-    return [str(_COMPILED), "-P"]  # with -P the compiled one is imported, not what lies in this directory
 
 
 @dataclass(frozen=True, slots=True)
