@@ -9,9 +9,10 @@ import socket
 import time
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from secrets import randbelow
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,8 +56,11 @@ def connected(url: str, data: bytes) -> socket.socket:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """One that no other test's connection gets meanwhile: below those that systems give."""
+    while True:
+        port = 20_000 + randbelow(12_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 COMPLETION = {"model": "simulated", "prompt": "a b c", "max_tokens": 2}
