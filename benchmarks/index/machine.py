@@ -12,16 +12,15 @@ CORES = sorted(os.sched_getaffinity(0))
 LOAD_CORE = CORES[0]
 INDEXER_CORE = CORES[-1]
 _TICKS = os.sysconf("SC_CLK_TCK")
+# What a page says where `awake` was heeded.
+AWAKE = """
+Meanwhile no core sleeps (`/dev/cpu_dma_latency`): waking one costs whoever sends to it, on a virtual machine as much as
+a request may cost, and how often there is one to wake depends on what else there is to do."""
 
 
 def pin(*cores: int) -> None:
     """Keep this process, and the threads and processes it will start, on these cores."""
     os.sched_setaffinity(0, cores)
-
-
-AWAKE = """
-Meanwhile no core sleeps (`/dev/cpu_dma_latency`): waking one costs whoever sends to it, on a virtual machine as much as
-a request may cost, and how often there is one to wake depends on what else there is to do."""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ namespace kvrouter {
 // ZeroMQ's, of which each packet wakes one, and the one that receives from them, which wakes for each round: the kernel
 // lets them have the processor of whoever answers a request there. Where much comes, they wait for that one's pause, or
 // for the end of its time: messages gather until the next round anyway. But not for Python's lock: who has it gives it up
-// for moments only, and by that end has taken it again.
+// for moments only, and has it again by the end of its time.
 class ReadingThreads {
    public:
     ReadingThreads() = default;
