@@ -31,7 +31,6 @@ struct Holder {
 
     u32 number;
     Holdings* owner;
-    bool alive = true;
     bool windowed = false;  // needs only the last `window` blocks of a prefix
     Integer group;
     std::string medium;
@@ -41,6 +40,14 @@ struct Holder {
     NameTable names;
     std::unordered_map<u64, u32> namesakes;  // names of one block to us beyond the first, by its place
     u32 swept = 0;                           // entries, of a holder that is given up
+};
+
+// What a match has to know of a holder.
+struct Standing {
+    u32 target = 0;
+    Tier tier = kUnknownTier;
+    bool alive = false;
+    bool hybrid = false;  // its target has several groups, or one that keeps only the last blocks
 };
 
 struct Counters {
@@ -61,21 +68,23 @@ struct Shared {
     Shared(std::string secret, u64 seed, std::size_t orphan_blocks, u64 most_blocks)
         : secret(std::move(secret)), seed(seed), orphan_blocks(orphan_blocks), most_blocks(most_blocks), tree(seed) {}
 
-    Holder* make(Holdings* owner, Integer group, std::string_view medium) {
+    Holder* make(Holdings* owner, u32 target, Integer group, std::string_view medium) {
         u32 number = static_cast<u32>(holders.size());
         if (free_numbers.empty()) {
             holders.emplace_back();
+            standings.emplace_back();
         } else {
             number = free_numbers.back();
             free_numbers.pop_back();
         }
         holders[number] = std::make_unique<Holder>(number, owner, group, medium, seed);
+        standings[number] = {target, holders[number]->tier, true};
         return holders[number].get();
     }
 
     // Give a holder up: it matches no more, and is freed little by little.
     void retire(Holder* holder) {
-        holder->alive = false;
+        standings[holder->number].alive = false;
         holder->names.forget_names();
         given_up.push_back(holder);
     }
@@ -103,6 +112,7 @@ struct Shared {
     TurnLock lock;  // of all that follows
     PrefixTree tree;
     std::vector<std::unique_ptr<Holder>> holders;  // by number
+    std::vector<Standing> standings;  // of them: together, as a match may ask for thousands
     std::vector<u32> free_numbers;
     std::list<Holder*> given_up;
 };
@@ -121,7 +131,6 @@ class Holdings {
     std::mutex changing;  // of who changes these holdings
 
     const std::vector<Holder*>& holders() const { return holders_; }
-    bool hybrid() const { return hybrid_; }
     const std::vector<u64>& block_sizes() const { return block_sizes_; }
 
     // Whether a cache group is one of the model's: told of about as often as the others. `seen`: it holds some of the
@@ -235,7 +244,7 @@ class Holdings {
         holder.windowed = window.has_value();
         holder.window = window.value_or(0);
         holder.told = std::min<u64>(blocks, 32);
-        hybrid_ |= holder.windowed;
+        if (holder.windowed) become_hybrid();
         holder.names.reserve(blocks);
         return holder;
     }
@@ -257,9 +266,15 @@ class Holdings {
         if (Holder* known = find_holder(group, medium)) return *known;
         if (holders_.size() >= kMostHolders)
             throw UnusableEvent{"more than " + std::to_string(kMostHolders) + " groups and media"};
-        for (const Holder* other : holders_) hybrid_ |= !(other->group == group);
-        holders_.push_back(shared_.make(this, group, medium));
+        const bool alike = std::ranges::all_of(holders_, [&](const Holder* other) { return other->group == group; });
+        holders_.push_back(shared_.make(this, number, group, medium));
+        if (hybrid_ || !alike) become_hybrid();
         return *holders_.back();
+    }
+
+    void become_hybrid() {
+        hybrid_ = true;
+        for (const Holder* holder : holders_) shared_.standings[holder->number].hybrid = true;
     }
 
     std::optional<Place> find(const Name& name, Holder* first = nullptr) {
@@ -476,7 +491,7 @@ class Holdings {
         Holder& holder = holder_of(event.group, medium_of(event));
         holder.names.reserve(event.names.count);
         ++holder.told;
-        hybrid_ = true;
+        become_hybrid();
         holder.windowed = true;
         holder.window = *window;
         for (u32 index = 0; index < event.names.count; ++index) {
@@ -532,11 +547,12 @@ class Holdings {
     }
 
     void clear_medium(std::string_view medium) {
+        const auto is_gone = [this](const Holder* holder) { return !shared_.standings[holder->number].alive; };
         for (Holder* holder : holders_)
             if (holder->medium == medium) shared_.retire(holder);
-        std::erase_if(holders_, [](const Holder* holder) { return !holder->alive; });
+        std::erase_if(holders_, is_gone);
         for (auto at = early_.begin(); at != early_.end();) {
-            early_size_ -= std::erase_if(at->second, [](const Holder* holder) { return !holder->alive; });
+            early_size_ -= std::erase_if(at->second, is_gone);
             at = at->second.empty() ? early_.erase(at) : std::next(at);
         }
         orphans_.clear_medium(medium);

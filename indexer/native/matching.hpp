@@ -67,10 +67,9 @@ class Matcher {
             done += count;
         }
         for (Follower& each : followers_) {
-            if (each.owner->hybrid() && each.blocks > 0) settle_hybrid(each);
+            if (each.hybrid && each.blocks > 0) settle_hybrid(each);
             if (each.blocks > 0)
-                matches.push_back(
-                    {each.owner->number, each.blocks, {each.tiers[0], each.tiers[1], each.tiers[2], each.tiers[3]}});
+                matches.push_back({each.target, each.blocks, {each.tiers[0], each.tiers[1], each.tiers[2], each.tiers[3]}});
         }
     }
 
@@ -78,7 +77,11 @@ class Matcher {
     using Bits = std::array<u64, Held::kWords>;
 
     struct Follower {
-        Holdings* owner;
+        Follower(u32 target, bool hybrid, u32 holder) : target(target), holder(holder), hybrid(hybrid) {}
+
+        u32 target;
+        u32 holder;  // one of its holders
+        bool hybrid;
         u32 blocks = 0;
         u32 tiers[kTiers] = {};
         u64 span = 0;              // the last one in which it has a share, counted from 1
@@ -88,7 +91,6 @@ class Matcher {
     };
 
     struct Share {
-        const Holder* holder;
         const Held* held;
         u32 next;  // of the same follower
     };
@@ -105,19 +107,20 @@ class Matcher {
         ++span_;
         shares_.clear();
         for (u32 index = 0; index < run.held_count; ++index) {
-            const Holder& holder = *shared_.holders[run.held[index].holder];
-            if (!holder.alive) continue;
-            if (slots_.size() <= holder.owner->number) slots_.resize(holder.owner->number + 1);
-            Slot& slot = slots_[holder.owner->number];
+            const Held& held = run.held[index];
+            const Standing& standing = shared_.standings[held.holder];
+            if (!standing.alive) continue;
+            if (slots_.size() <= standing.target) slots_.resize(standing.target + 1);
+            Slot& slot = slots_[standing.target];
             if (slot.epoch != epoch_) {
                 if (!first) continue;
                 slot = {epoch_, static_cast<u32>(followers_.size())};
-                followers_.push_back({.owner = holder.owner});
+                followers_.emplace_back(standing.target, standing.hybrid, held.holder);
             }
             Follower& follower = followers_[slot.follower];
             if (!first && follower.reached + 1 != span_) continue;
             if (follower.span != span_) follower.span = span_, follower.count = 0;
-            shares_.push_back({&holder, &run.held[index], follower.first});
+            shares_.push_back({&held, follower.first});
             follower.first = static_cast<u32>(shares_.size() - 1);
             ++follower.count;
         }
@@ -135,20 +138,24 @@ class Matcher {
         return !following_.empty();
     }
 
+    const Holder* holder_of(const Share& share) const { return shared_.holders[share.held->holder].get(); }
+
+    const Holdings& owner_of(const Follower& follower) const { return *shared_.holders[follower.holder]->owner; }
+
     // How many of a span's blocks a follower holds from the first one on; they are counted.
     u32 reach(Follower& follower, u32 count) {
-        if (follower.owner->hybrid()) return reach_hybrid(follower, count);
+        if (follower.hybrid) return reach_hybrid(follower, count);
         if (follower.count == 0) return 0;
         if (follower.count == 1) {
             const Share& share = shares_[follower.first];
             const u32 reach = std::min<u32>(share.held->lead, count);
-            follower.tiers[share.holder->tier] += reach;
+            follower.tiers[shared_.standings[share.held->holder].tier] += reach;
             follower.blocks += reach;
             return reach;
         }
         held_.clear();
         for (u32 left = follower.count, at = follower.first; left > 0; --left, at = shares_[at].next)
-            held_.emplace_back(shares_[at].holder, *shares_[at].held);
+            held_.emplace_back(holder_of(shares_[at]), *shares_[at].held);
         Bits any{};
         for (const auto& [holder, held] : held_)
             for (u32 word = 0; word < Held::kWords; ++word) any[word] |= held.word(word);
@@ -161,11 +168,11 @@ class Matcher {
     u32 reach_hybrid(Follower& follower, u32 count) {
         Record record{follower.last_record, 0, {}};
         for (u32 left = follower.count, at = follower.first; left > 0; --left, at = shares_[at].next)
-            record.held.emplace_back(shares_[at].holder, *shares_[at].held);
+            record.held.emplace_back(holder_of(shares_[at]), *shares_[at].held);
         Bits common;
         common.fill(~u64{0});
         bool any_group = false;
-        for (const Holder* one : follower.owner->holders()) {
+        for (const Holder* one : owner_of(follower).holders()) {
             if (one->windowed) continue;
             Bits bits{};
             bool seen = false;
@@ -174,7 +181,7 @@ class Matcher {
                 seen = true;
                 for (u32 word = 0; word < Held::kWords; ++word) bits[word] |= held.word(word);
             }
-            if (!follower.owner->counts(one->group, seen)) continue;
+            if (!owner_of(follower).counts(one->group, seen)) continue;
             any_group = true;
             for (u32 word = 0; word < Held::kWords; ++word) common[word] &= bits[word];
         }
@@ -192,7 +199,7 @@ class Matcher {
         std::reverse(trail.begin(), trail.end());
         std::vector<bool> possible(follower.blocks + 1, true);
         std::vector<std::pair<Integer, u64>> windows;  // as in Python, the last holder of a group tells its window
-        for (const Holder* holder : follower.owner->holders()) {
+        for (const Holder* holder : owner_of(follower).holders()) {
             if (!holder->windowed) continue;
             const auto known = std::find_if(
                 windows.begin(), windows.end(), [&](const auto& each) { return each.first == holder->group; });
@@ -215,7 +222,7 @@ class Matcher {
                 }
                 before += record->reach;
             }
-            if (!follower.owner->counts(group, seen)) continue;
+            if (!owner_of(follower).counts(group, seen)) continue;
             u64 run = 0;  // live blocks up to here; a hit shorter than the window needs only what there is
             for (u32 blocks = 1; blocks <= follower.blocks; ++blocks) {
                 run = live[blocks - 1] ? run + 1 : 0;
