@@ -43,10 +43,14 @@ test-sanitize:
 	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz.cpp -o .sanitize/fuzz
 	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz_json.cpp -o .sanitize/fuzz_json
 	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz_inbox.cpp -o .sanitize/fuzz_inbox
+	$(SANITIZE) -fsanitize=address,undefined tests/indexer/native/fuzz_live.cpp -o .sanitize/fuzz_live
+	$(SANITIZE) -fsanitize=thread tests/indexer/native/fuzz_live.cpp -o .sanitize/live_threads
 	$(SANITIZE) -fsanitize=thread tests/indexer/native/threads.cpp -o .sanitize/threads
 	.sanitize/fuzz $(PAYLOADS)
 	.sanitize/fuzz_json $(PAYLOADS)
 	.sanitize/fuzz_inbox $(PAYLOADS)
+	.sanitize/fuzz_live $(PAYLOADS)
+	.sanitize/live_threads 100000
 	.sanitize/threads 5000
 
 test-engine: .venv/installed
