@@ -35,7 +35,7 @@ TESTED = indexer router kvrouter end_to_end
 test-compiled: .compiled/tests
 	cd .compiled && bin/pytest --config-file ../pyproject.toml --numprocesses 6 --dist worksteal $(TESTED:%=../tests/%) $(ARGS)
 
-# The native core under sanitizers: random and damaged payloads, bodies and messages, and threads. PAYLOADS=10000000 takes a quarter of an hour.
+# The native core under sanitizers: random and damaged payloads, bodies and messages, and threads. PAYLOADS=10000000 takes half an hour.
 PAYLOADS ?= 500000
 SANITIZE = $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all -Iindexer/native -pthread
 test-sanitize:

@@ -52,6 +52,8 @@ struct Standing {
 
 struct Counters {
     u64 stored = 0, removed = 0, cleared = 0, unknown_removed = 0, orphans_dropped = 0, over_capacity = 0, ignored = 0;
+
+    bool operator==(const Counters&) const = default;
 };
 
 // What other threads may know of a target.
@@ -61,6 +63,8 @@ struct Status {
     Counters counters;
     std::vector<u64> block_sizes;
     std::optional<u64> window;  // the fewest last blocks that a group keeps, where one keeps no more
+
+    bool operator==(const Status&) const = default;
 };
 
 // What all targets share.

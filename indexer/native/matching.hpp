@@ -67,9 +67,10 @@ class Matcher {
             done += count;
         }
         for (Follower& each : followers_) {
-            if (each.hybrid && each.blocks > 0) settle_hybrid(each);
+            const Standing& standing = shared_.standings[each.holder];
+            if (standing.hybrid && each.blocks > 0) settle_hybrid(each);
             if (each.blocks > 0)
-                matches.push_back({each.target, each.blocks, {each.tiers[0], each.tiers[1], each.tiers[2], each.tiers[3]}});
+                matches.push_back({standing.target, each.blocks, {each.tiers[0], each.tiers[1], each.tiers[2], each.tiers[3]}});
         }
     }
 
@@ -77,11 +78,9 @@ class Matcher {
     using Bits = std::array<u64, Held::kWords>;
 
     struct Follower {
-        Follower(u32 target, bool hybrid, u32 holder) : target(target), holder(holder), hybrid(hybrid) {}
+        explicit Follower(u32 holder) : holder(holder) {}
 
-        u32 target;
-        u32 holder;  // one of its holders
-        bool hybrid;
+        u32 holder;  // any of its target
         u32 blocks = 0;
         u32 tiers[kTiers] = {};
         u64 span = 0;              // the last one in which it has a share, counted from 1
@@ -115,7 +114,7 @@ class Matcher {
             if (slot.epoch != epoch_) {
                 if (!first) continue;
                 slot = {epoch_, static_cast<u32>(followers_.size())};
-                followers_.emplace_back(standing.target, standing.hybrid, held.holder);
+                followers_.emplace_back(held.holder);
             }
             Follower& follower = followers_[slot.follower];
             if (!first && follower.reached + 1 != span_) continue;
@@ -144,7 +143,7 @@ class Matcher {
 
     // How many of a span's blocks a follower holds from the first one on; they are counted.
     u32 reach(Follower& follower, u32 count) {
-        if (follower.hybrid) return reach_hybrid(follower, count);
+        if (shared_.standings[follower.holder].hybrid) return reach_hybrid(follower, count);
         if (follower.count == 0) return 0;
         if (follower.count == 1) {
             const Share& share = shares_[follower.first];
