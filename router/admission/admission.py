@@ -205,7 +205,7 @@ class Admission:
         selection = self._router.choose(prompt, limits=self.limits, promise=promise)
         if selection is None:
             return WaitReason.SATURATED
-        return WaitReason.LATE_BINDING if self._should_hold(selection) else selection
+        return self._unless_held(prompt, (), selection, promise)
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Whether a rank is at its limits."""
@@ -232,7 +232,9 @@ class Admission:
         tries = 0
         late: list[_Request] = []
         for request in self.queue.in_order(without=self._full):
-            if not self._router.any_has_capacity(request.prompt, request.tried, self.limits, self.late_binding):
+            if not self._router.any_has_capacity(
+                request.prompt, request.tried, self.limits, self.late_binding, self.queue.length
+            ):
                 if not request.tried:
                     self._full.add(request.name)
                 continue
@@ -274,13 +276,21 @@ class Admission:
             promise.late = selection.late > 0
             if promise.late and promise.refuses_late:
                 raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
-        if self._should_hold(selection):
-            return WaitReason.LATE_BINDING
-        return self._router.reserve(prompt, selection, now)
+        placed = self._unless_held(prompt, tried, selection, promise)
+        return placed if isinstance(placed, WaitReason) else self._router.reserve(prompt, placed, now)
+
+    def _unless_held(
+        self, prompt: RoutedPrompt, tried: Collection[Worker], selection: Selection, promise: Promise | None
+    ) -> Selection | WaitReason:
+        """The selection, or another by which a request without a promise is answered sooner, unless it has to wait."""
+        if not self._should_hold(selection):
+            return selection
+        other = None if promise is not None else self._router.sooner(prompt, tried, self.limits, selection)
+        return other or WaitReason.LATE_BINDING
 
     def _should_hold(self, selection: Selection) -> bool:
         """Whether late binding lets a request wait rather than go there."""
-        return self.late_binding and self._router.should_wait(selection)
+        return self.late_binding and self._router.should_wait(selection, self.queue.length)
 
     def _force(self, request: _Request, though_late: bool = True) -> Assignment | None:
         """A place, however busy; None when all targets are at their limits, or where it would be late and only make

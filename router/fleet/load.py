@@ -78,6 +78,15 @@ class TargetLoad:
             return 0.0
         return max(sum(self.prefills.values()) - (self.clock() - self.head_since), 0.0)
 
+    @property
+    def under_way(self) -> tuple[int, float, float]:
+        """The oldest prefill: its tokens as far as they count in `streamed`, the seconds since it became the oldest,
+        and those it is expected to take."""
+        oldest = next(iter(self.prefills), None)
+        if oldest is None:
+            return 0, 0.0, 0.0
+        return oldest.streamed, self.clock() - self.head_since, self.prefills[oldest]
+
     def changed(self) -> None:
         """Something of it changed."""
         if self.journal is not None:
@@ -90,10 +99,11 @@ class Reservation:
     """One request's share of a target's load: its uncached tokens until the first byte, its tokens until the end.
 
     `release` may be called on every path; only the first counts. `prefill_seconds`: what its prefill is expected to
-    take, where rates are known. `now`, here and below: the time by the load's clock, where it was just read.
+    take, where rates are known. `streamed`: the uncached tokens, of an answer whose first byte will tell that they are
+    computed. `now`, here and below: the time by the load's clock, where it was just read.
     """
 
-    __slots__ = ("_context", "_held", "_load", "_pending", "_streamed")
+    __slots__ = ("_context", "_held", "_load", "_pending", "streamed")
 
     def __init__(
         self,
@@ -107,12 +117,12 @@ class Reservation:
     ) -> None:
         self._load = load
         self._pending = uncached
-        self._streamed = uncached if streamed else 0
+        self.streamed = uncached if streamed else 0
         self._context = context
         self._held = True
         load.requests += 1
         load.pending += uncached
-        load.streamed += self._streamed
+        load.streamed += self.streamed
         load.context += context
         if not load.prefills:
             load.head_since = load.clock() if now is None else now
@@ -150,7 +160,7 @@ class Reservation:
     def _end_prefill(self, load: TargetLoad, now: float | None) -> None:
         prefills = load.prefills
         load.pending -= self._pending
-        load.streamed -= self._streamed
+        load.streamed -= self.streamed
         was_head = next(iter(prefills)) is self
         del prefills[self]
         if was_head and prefills:

@@ -1,7 +1,7 @@
 """What evictions cost: how much of what workers evict is asked for again while no worker holds it.
 
     g = lost / evicted     both in tokens, averaged over `HORIZON` seconds, g at most 0.92
-    μ(w) = g / (1 - g)     while w evicts, else 0: what evicting for one token of prefill costs later
+    μ(w) = g / (1 - g)     while w is full, else 0: what evicting for one token of prefill costs later
 
 `lost` comes from the router's own history: prefixes that were routed before and that no worker holds now. `evicted`
 comes from the event streams. A worker without events is taken to evict, as a warm cache does.
@@ -24,8 +24,6 @@ HORIZON = 120.0
 MOST_LOST = 0.92
 # Fewer evicted tokens (50 blocks of 512) say nothing.
 LEAST_EVICTED = 25_600
-# A worker that evicted so recently evicts now.
-RECENTLY = 5.0
 
 
 class DecayingSum:
@@ -99,11 +97,11 @@ class EvictionPressure:
         return lost_share / (1 - lost_share)
 
     def evicting(self, target: Target) -> bool:
-        """Whether a target evicts now, or has no stream to say so."""
+        """Whether a target is full, as it evicted within `HORIZON`, or has no stream to say so."""
         if target not in self._removed:
             return True
         last = self._last_removal.get(target)
-        return last is not None and self._clock() - last < RECENTLY
+        return last is not None and self._clock() - last < HORIZON
 
     def __len__(self) -> int:
         """The number of remembered prefixes."""

@@ -76,6 +76,12 @@ class CandidateSet:
             records = [record for row, record in enumerate(records) if row not in self.excluded]
         return records
 
+    def without(self, rows: Collection[int]) -> CandidateSet:
+        """The same but for these rows."""
+        left = CandidateSet(self._finder, self.targets, self.view, {*self.excluded, *rows})
+        left.hashes, left.overlaps, left.rates = self.hashes, self.overlaps, self.rates
+        return left
+
     def with_overlap(self, row: int, record: Candidate) -> Candidate:
         """A record with what its target has of the request's prompts."""
         tokens = self.overlaps.tokens[row]
@@ -192,16 +198,32 @@ class CandidateFinder:
         return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
 
     def any_has_capacity(
-        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, late_binding: bool
+        self,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker],
+        limits: Limits,
+        late_binding: bool,
+        waiting: int = 0,
     ) -> bool:
-        """Whether any target could take a request now: it may be worth choosing again."""
+        """Whether any target could take a request now: it may be worth choosing again. `waiting`: how many do."""
         ranks = [rank for rank in self.directory.of(prompt.name).ranks if rank.worker not in excluded]
         late_binding = late_binding and len(ranks) > 1
+        crowded = waiting > len(ranks)
         return any(
             self.capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
-            and not (late_binding and self.capacity.prefill_busy(rank))
+            and not (late_binding and self.capacity.prefill_busy(rank, crowded))
             for rank in ranks
         )
+
+    def prefill_share(self, prompt: RoutedPrompt) -> float:
+        """The share of a prompt's targets that compute prompts, of late."""
+        view = self.directory.of(prompt.name).view
+        return 1.0 if view is None else view.prefill_share.average
+
+    def free(self, found: CandidateSet) -> CandidateSet:
+        """Those of the targets that late binding holds no request for, however many wait."""
+        ranks = found.targets.ranks
+        return found.without([row for row in found.view.prefilling if self.capacity.prefill_busy(ranks[row], True)])
 
     def others(self, prompt: RoutedPrompt, excluded: Collection[Worker], prefill: bool = False) -> bool:
         """Whether there is any other worker that could take a request now, or compute a prompt for others."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from router.fleet.load import LoadTable
 from router.learning.learned import Learned
 from router.policies import Candidate, CostColumns, LinearPolicy
+from router.routing.prefill_share import PrefillShare
 from router.routing.routable_rank import RoutableRank
 from router.sharing import PeerLoad
 
@@ -24,7 +25,8 @@ class LoadView:
     """One row a target, as in `ModelTargets.ranks`.
 
     `records`: shared by all requests, and not to be changed; nothing of a prompt is in them. `columns`: of the policy,
-    where that is linear.
+    where that is linear. `prefilling`: the rows of targets that have prompts to compute; `prefill_share`: how many of
+    all these are, of late.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class LoadView:
         self._price = 0.0
         self.records = [Candidate(rank.target) for rank in ranks]
         self.columns = CostColumns(len(ranks))
+        self.prefilling: set[int] = set()
+        self.prefill_share = PrefillShare()
 
     def update(self, now: float) -> None:
         """Catch up with what has changed. `now`: by `time.monotonic`."""
@@ -74,6 +78,8 @@ class LoadView:
             for row in range(self._swept, end):
                 self._read(row)
             self._swept = end
+        if rows:
+            self.prefill_share.see(len(self.prefilling) / rows, now)
 
     def _read_all(self) -> None:
         for row in range(len(self._ranks)):
@@ -103,6 +109,10 @@ class LoadView:
             record.pending = round(record.pending / weight)
             record.context = round(record.context / weight)
         self.records[row] = record
+        if record.pending:
+            self.prefilling.add(row)
+        else:
+            self.prefilling.discard(row)
         if self._policy is not None:
             fixed, per_token = self._policy.line(record)
             self.columns.set(row, fixed, per_token)

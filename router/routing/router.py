@@ -39,6 +39,7 @@ from router.routing.assignment import Assignment, RequestSampler
 from router.routing.candidates import CandidateFinder, CandidateSet, without
 from router.routing.disaggregated_selection import DisaggregatedSelector
 from router.routing.errors import unavailable, unknown_model
+from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
 from router.routing.limits import NO_LIMITS, Limits
 from router.routing.overlaps import OverlapFinder
 from router.routing.prebuilt_selections import PrebuiltSelections
@@ -226,12 +227,28 @@ class Router:
 
     # What admission asks
 
-    def should_wait(self, selection: Selection) -> bool:
+    def should_wait(self, selection: Selection, waiting: int) -> bool:
         """Whether a request better waits than goes to its target, because that is busy with the prompts of others.
 
-        Where there is no other target there is nothing to wait for.
+        Where there is no other target there is nothing to wait for. `waiting`: how many requests do.
         """
-        return selection.decision.count > 1 and self._candidates.capacity.prefill_busy(selection.rank)
+        count = selection.decision.count
+        return count > 1 and self._candidates.capacity.prefill_busy(selection.rank, waiting > count)
+
+    def sooner(
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, selection: Selection
+    ) -> Selection | None:
+        """Where a request that should wait for its selection is answered sooner, while the fleet has time to spare."""
+        prefilling = self._candidates.prefill_share(prompt)
+        if prefilling >= NO_TIME_TO_SPARE or self._fleet.disaggregated:
+            return None
+        now = time.monotonic()
+        free = self._candidates.free(self._candidates.find(prompt, excluded, limits, now))
+        if not free.count:
+            return None
+        other = self._cheapest(prompt, excluded, free, now)
+        there, here = other.decision.chosen, selection.decision.chosen
+        return other if is_sooner(there, here, prompt.tokens, prefilling) else None
 
     def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
         """Whether a rank may get one more request."""
@@ -242,10 +259,15 @@ class Router:
         return prompt.name is not None and self._fleet.awaits(prompt.name)
 
     def any_has_capacity(
-        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, late_binding: bool
+        self,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker],
+        limits: Limits,
+        late_binding: bool,
+        waiting: int = 0,
     ) -> bool:
-        """Whether any target could take a request now: it may be worth choosing again."""
-        return self._candidates.any_has_capacity(prompt, excluded, limits, late_binding)
+        """Whether any target could take a request now: it may be worth choosing again. `waiting`: how many do."""
+        return self._candidates.any_has_capacity(prompt, excluded, limits, late_binding, waiting)
 
     def others(self, prompt: RoutedPrompt, excluded: Collection[Worker], prefill: bool = False) -> bool:
         """Whether there is any other worker that could take a request now, or compute a prompt for others."""

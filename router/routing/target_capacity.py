@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.fleet.load import LoadTable
 from router.fleet.worker import Worker
-from router.routing.late_binding import should_hold
+from router.routing.late_binding import is_busy
 from router.routing.limits import Limits
 from router.routing.routable_rank import RoutableRank
 from router.sharing import PeerLoad
@@ -26,7 +26,7 @@ class TargetCapacity:
         requests = load.requests + peers.requests + worker.metrics.of(dp_rank).unseen
         return limits.has_capacity(requests / weight, (load.context + peers.context) / weight, tokens)
 
-    def prefill_busy(self, rank: RoutableRank) -> bool:
-        """Whether late binding holds requests for a rank. It counts only prefills whose end will be seen."""
+    def prefill_busy(self, rank: RoutableRank, crowded: bool) -> bool:
+        """Whether late binding holds requests for a rank. `crowded`: more of them wait than there are targets."""
         peers = self._peer_load.of(rank.worker.url, rank.target.dp_rank)
-        return should_hold((rank.load.streamed + peers.streamed) / rank.weight)
+        return is_busy(rank.load, crowded, peers.streamed, rank.weight)

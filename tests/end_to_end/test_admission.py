@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 PATH = "/v1/completions"
 ONE_AT_A_TIME = {"requests": 1, "late_binding": False}
-LONG = 9000  # tokens: more than an engine computes in a step
+LONG = 30_000  # tokens: more than an engine computes in a step
 
 
 class Gate:
@@ -446,7 +446,8 @@ async def busy_fleet(
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(scripted_worker(script)) for script in scripts]
         urls = [worker.url for worker in workers]
-        routed = await stack.enter_async_context(router(*urls, admission=limits, policy={"name": policy}))
+        slow = {"token": 0.004}  # a long prompt is expected to take two minutes
+        routed = await stack.enter_async_context(router(*urls, admission=limits, policy={"name": policy}, rates=slow))
         asking = await stack.enter_async_context(Asking(routed))
         for count, name in enumerate(("one", "two")):
             asking.send(name, tokens=LONG, stream=True)

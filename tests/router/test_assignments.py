@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Callable, Coroutine
 from random import Random
 
 import aiohttp
+import pytest
 
 from indexer import Indexer, Target
 from indexer.hashing import MediaSpan, PackedPrompt
@@ -23,6 +25,7 @@ from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings
 from router.learning.learned import Learned
 from router.policies import Candidate, policy_named
 from router.policies.rates import Rates
+from router.routing.limits import NO_LIMITS
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
 from router.settings import (
@@ -93,6 +96,40 @@ def candidates(router: Router, asked: RoutedPrompt) -> dict[str, Candidate]:
     choice = router.choose(asked)
     assert choice is not None
     return {candidate.target.worker: candidate for candidate in choice.decision.candidates}
+
+
+def long_prompt(tokens: int) -> RoutedPrompt:
+    """Prompts of which a longer one begins with a shorter one."""
+    packed = PackedPrompt.of(array("I", range(100_000, 100_000 + tokens)))
+    return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True, streamed=True)
+
+
+@pytest.mark.parametrize("idle_seconds", [5, 600])
+def test_while_there_is_time_to_spare_nobody_is_held_for_one_worker_while_another_is_free(idle_seconds: int) -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        first, second = fleet.workers
+        now = time.monotonic()
+        for later in (0, idle_seconds):
+            router.choose(prompt(1), now=now + later)
+        router.place(long_prompt(8192), excluded=[second]).first_byte()
+        asked, other_prompt = long_prompt(8704), RoutedPrompt(MODEL, 4600, [], [], exact=True, streamed=True)
+        for should_wait in (False, True):
+            router.place(other_prompt, excluded=[second])
+            selection = router.choose(asked)
+            assert selection is not None
+            assert (selection.worker, router.should_wait(selection, 0)) == (first, should_wait)
+        other = router.sooner(asked, (), NO_LIMITS, selection)
+        if idle_seconds < 10:
+            assert other is None  # for all that is known, it has none
+        else:
+            assert other is not None
+            assert (other.worker, other.decision.chosen.overlap) == (second, 0)
+            assert [each.target.worker for each in other.decision.candidates] == [second.url]
+            router.place(other_prompt, excluded=[first])
+            router.place(other_prompt, excluded=[first])
+            assert router.sooner(asked, (), NO_LIMITS, selection) is None  # it is busy, too
+
+    with_router(play)
 
 
 def test_what_was_sent_is_expected_until_it_failed() -> None:

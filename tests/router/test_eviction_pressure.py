@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manual_clock import Clock
 
 from indexer import Target
-from router.learning.eviction_pressure import HORIZON, RECENTLY, EvictionPressure
+from router.learning.eviction_pressure import HORIZON, EvictionPressure
 
 CHUNK, STRIDE = 16, 16
 UNIT = CHUNK * STRIDE
@@ -74,7 +74,7 @@ def test_only_who_evicted_lately_evicts(pressure: EvictionPressure, clock: Clock
     pressure.removed({A: 100, B: 0})
     assert pressure.evicting(A)
     assert not pressure.evicting(B)
-    clock.now += RECENTLY
+    clock.now += HORIZON
     assert not pressure.evicting(A)
 
 

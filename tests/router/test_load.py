@@ -47,6 +47,21 @@ def test_the_backlog_is_what_is_expected_less_what_the_first_has_had() -> None:
     assert (load.waiting, load.backlog) == (0, 0)
 
 
+def test_the_oldest_prefill_is_the_one_under_way() -> None:
+    now = 50.0
+    load = TargetLoad(clock=lambda: now)
+    assert load.under_way == (0, 0.0, 0.0)
+    first = Reservation(load, 10, 10, prefill_seconds=2.0, streamed=True)
+    second = Reservation(load, 20, 10, prefill_seconds=1.0)
+    now = 51.5
+    assert load.under_way == (10, 1.5, 2.0)
+    first.first_byte()
+    now = 51.75
+    assert load.under_way == (0, 0.25, 1.0)  # whose end nobody will see
+    second.release()
+    assert load.under_way == (0, 0.0, 0.0)
+
+
 def test_who_listens_is_told_once_of_everything_that_happens() -> None:
     table, seen = LoadTable(), list[object]()
     table.on_change.append(lambda worker, dp_rank: seen.append((worker, dp_rank)))

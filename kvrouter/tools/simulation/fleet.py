@@ -29,7 +29,8 @@ from router.holdings.speculation import CHUNK_TOKENS
 from router.learning.eviction_pressure import EvictionPressure
 from router.policies import Candidate, Decision, Policy, Request
 from router.policies.rates import prefill_seconds
-from router.routing.late_binding import held_order, should_hold
+from router.routing.late_binding import NO_TIME_TO_SPARE, held_order, is_busy, is_sooner
+from router.routing.prefill_share import PrefillShare
 from router.settings import AdmissionSettings
 
 EVENT_DELAY = (0.003, 0.280)  # seconds, from what an engine did to when the router knows
@@ -207,6 +208,7 @@ class Fleet:
         self._next_look = 0.0
         self._in_flight: dict[int, _InFlight] = {}  # by the identity of the request
         self._held: list[HeldRequest] = []
+        self._prefill_share = PrefillShare()
         self._numbers = count()
         self._timed: list[tuple[float, int, int, object]] = []  # (time, number, worker, what becomes known)
 
@@ -281,13 +283,14 @@ class Fleet:
 
     def _place(self, outcome: Outcome) -> set[int]:
         """A request arrives. Returns the worker that got it, if any did."""
-        choice = self._choose(outcome.request)
-        if self._late_binding and should_hold(choice.pending):
-            request, rates = outcome.request, self._profile.rates
-            prefill = prefill_seconds(rates, request.input_tokens, choice.overlap, choice.requests, choice.context)
-            self._hold(HeldRequest(held_order(request.arrival, prefill), next(self._numbers), outcome))
+        request = outcome.request
+        choice = self._choose(request)
+        placed = self._unless_held(request, choice)
+        if placed is None:
+            order = held_order(request.arrival, self._prefill(request, choice))
+            self._hold(HeldRequest(order, next(self._numbers), outcome))
             return set()
-        return {self._bind(outcome, choice)}
+        return {self._bind(outcome, placed)}
 
     def _hold(self, held: HeldRequest) -> None:
         """Let a request wait, as long as `admission.timeout` says at most."""
@@ -303,18 +306,44 @@ class Fleet:
         """Let held requests choose again, as long as any worker has room."""
         bound: set[int] = set()
         for held in self._held[:MOST_TRIES]:
-            if all(should_hold(load.pending) for load in self._loads):
+            if all(self._is_busy(load) for load in self._loads):
                 break
-            choice = self._choose(held.outcome.request)
-            if not should_hold(choice.pending):
+            request = held.outcome.request
+            placed = self._unless_held(request, self._choose(request))
+            if placed is not None:
                 self._held.remove(held)
-                bound.add(self._bind(held.outcome, choice))
+                bound.add(self._bind(held.outcome, placed))
         return bound
+
+    def _is_busy(self, load: TargetLoad) -> bool:
+        return is_busy(load, crowded=len(self._held) > len(self._loads))
+
+    def _unless_held(self, request: TracedRequest, choice: Candidate) -> Candidate | None:
+        """The choice, or another by which a request is answered sooner, unless it has to wait."""
+        if not self._late_binding or not self._is_busy(self._loads[self._targets.index(choice.target)]):
+            return choice
+        return self._sooner(request, choice)
+
+    def _sooner(self, request: TracedRequest, choice: Candidate) -> Candidate | None:
+        """What is free and answers sooner than a choice that is busy, while the fleet has time to spare."""
+        prefilling = self._prefill_share.average
+        if prefilling >= NO_TIME_TO_SPARE:
+            return None
+        candidates = self._candidates(request)
+        free = [each for each, load in zip(candidates, self._loads, strict=True) if not is_busy(load, crowded=True)]
+        if not free:
+            return None
+        other = self._policy(free, _asked(request)).chosen
+        return other if is_sooner(other, choice, request.input_tokens, prefilling) else None
 
     def _choose(self, request: TracedRequest) -> Candidate:
         return self._decide(request).chosen
 
     def _decide(self, request: TracedRequest) -> Decision:
+        self._prefill_share.see(sum(load.pending > 0 for load in self._loads) / len(self._loads), self._now)
+        return self._policy(self._candidates(request), _asked(request))
+
+    def _candidates(self, request: TracedRequest) -> list[Candidate]:
         if self._now >= self._next_look:
             self._next_look = self._now + _LOOK_SECONDS
             self._pressure.removed(dict(zip(self._targets, self._removed, strict=True)))
@@ -335,27 +364,31 @@ class Fleet:
             if price and self._pressure.evicting(target):
                 candidate.eviction = price * self._eviction_weight(target)
             candidates.append(candidate)
-        asked = Request(request.input_tokens, _MEAN_OUTPUT, request.session)
-        return self._policy(candidates, asked)
+        return candidates
 
     def _eviction_weight(self, target: Target) -> float:  # noqa: ARG002
         """What evicting costs there, compared with elsewhere."""
         return 1.0
 
-    def _prefill_of(self, request: TracedRequest, choice: Candidate) -> float:  # noqa: ARG002
-        """Seconds that a prefill is expected to take; 0 where nothing looks at that."""
-        return 0.0
+    def _prefill(self, request: TracedRequest, choice: Candidate) -> float:
+        """Seconds that a prefill is expected to take."""
+        rates = self._profile.rates
+        return prefill_seconds(rates, request.input_tokens, choice.overlap, choice.requests, choice.context)
 
     def _bind(self, outcome: Outcome, choice: Candidate) -> int:
         request = outcome.request
         worker = outcome.worker = self._targets.index(choice.target)
         outcome.sent = self._now
         uncached = max(request.input_tokens - choice.overlap, 1)
-        prefill = self._prefill_of(request, choice)
-        reservation = Reservation(self._loads[worker], uncached, request.input_tokens, prefill)
+        prefill = self._prefill(request, choice)
+        reservation = Reservation(self._loads[worker], uncached, request.input_tokens, prefill, streamed=True)
         self._in_flight[id(request)] = _InFlight(outcome, worker, reservation)
         best = max(self._view.overlaps(request.blocks).values(), default=0)
         self._pressure.routed(request.blocks, best * self._block_tokens)
         self._view.promise(worker, request.blocks)
         self._engines[worker].submit(request, self._now)
         return worker
+
+
+def _asked(request: TracedRequest) -> Request:
+    return Request(request.input_tokens, _MEAN_OUTPUT, request.session)

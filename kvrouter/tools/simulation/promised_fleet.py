@@ -20,7 +20,7 @@ from router.learning.learned import Learned, RequestTiming
 from router.policies import Candidate, Decision, Policy
 from router.policies.promises import NO_PROMISE, Forecast, Promise, choose_for_promise, stays
 from router.policies.rates import Rates, prefill_seconds
-from router.routing.late_binding import held_order, promised_order, should_hold
+from router.routing.late_binding import held_order, promised_order
 from router.settings import PolicySettings
 
 _LATE_TIMEOUT = LATE_TIMEOUTS * TIMEOUT
@@ -58,10 +58,14 @@ class PromisedFleet(Fleet):
         choice = self._choose(request)
         if self._refuses(request):
             return set()
-        if self._late_binding and should_hold(choice.pending):
+        placed = self._unless_held(request, choice)
+        if placed is None:
             self._hold(HeldRequest(self._order(request, choice), next(self._numbers), outcome))
             return set()
-        return {self._bind(outcome, choice)}
+        return {self._bind(outcome, placed)}
+
+    def _sooner(self, request: TracedRequest, choice: Candidate) -> Candidate | None:
+        return None if id(request) in self._promises else super()._sooner(request, choice)
 
     def _hold(self, held: HeldRequest) -> None:
         insort(self._held, held)
@@ -76,7 +80,8 @@ class PromisedFleet(Fleet):
         if self._refuses(request):
             return set()
         late = promise is not None and promise.first_token_by is not None and promise.late
-        if late and should_hold(choice.pending) and self._now < request.arrival + _LATE_TIMEOUT:
+        busy = self._unless_held(request, choice) is None
+        if late and busy and self._now < request.arrival + _LATE_TIMEOUT:
             insort(self._held, held._replace(order=self._order(request, choice)))
             self._later(request.arrival + _LATE_TIMEOUT - self._now, 0, held.outcome)
             return set()
@@ -87,16 +92,17 @@ class PromisedFleet(Fleet):
         late = []
         for held in self._held[:MOST_TRIES]:
             request = held.outcome.request
-            if all(should_hold(load.pending) for load in self._loads):
+            if all(self._is_busy(load) for load in self._loads):
                 break
             promise = self._promises.get(id(request))
             was_late = promise is not None and promise.late
             choice = self._choose(request)
+            placed = self._unless_held(request, choice)
             if self._refuses(request):
                 self._held.remove(held)
-            elif not should_hold(choice.pending):
+            elif placed is not None:
                 self._held.remove(held)
-                bound.add(self._bind(held.outcome, choice))
+                bound.add(self._bind(held.outcome, placed))
             elif promise is not None and promise.late and not was_late:
                 late.append((held, choice))
         for held, choice in late:
@@ -160,9 +166,6 @@ class PromisedFleet(Fleet):
         self._answers[id(request)] = answer, self._learned.timing(choice, request.input_tokens), release
         self.watched.append(answer)
         return super()._bind(outcome, choice)
-
-    def _prefill_of(self, request: TracedRequest, choice: Candidate) -> float:
-        return self._prefill(request, choice)
 
     def _progress(self, worker: int, progress: Progress) -> set[int]:
         for sequence in progress.begun:
