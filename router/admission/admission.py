@@ -137,7 +137,7 @@ class Admission:
         Raises RequestError: 429 when the queue is full or the wait too long, 503 when no worker is left, 504 when its
         deadline has passed.
         """
-        has_capacity = self._router.any_has_capacity(prompt, tried, self.limits, late_binding=False)
+        has_capacity = self._router.any_has_capacity(prompt, tried, self.limits)
         cold = self._awaits_worker(prompt, tried)
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self._no_worker(prompt.name)
@@ -205,7 +205,7 @@ class Admission:
         selection = self._router.choose(prompt, limits=self.limits, promise=promise)
         if selection is None:
             return WaitReason.SATURATED
-        return self._unless_held(prompt, (), selection, promise)
+        return self._unless_held(prompt, (), selection) or WaitReason.LATE_BINDING
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Whether a rank is at its limits."""
@@ -232,9 +232,8 @@ class Admission:
         tries = 0
         late: list[_Request] = []
         for request in self.queue.in_order(without=self._full):
-            if not self._router.any_has_capacity(
-                request.prompt, request.tried, self.limits, self.late_binding, self.queue.length
-            ):
+            held = self.queue.length if self.late_binding else None
+            if not self._router.any_has_capacity(request.prompt, request.tried, self.limits, held):
                 if not request.tried:
                     self._full.add(request.name)
                 continue
@@ -276,17 +275,12 @@ class Admission:
             promise.late = selection.late > 0
             if promise.late and promise.refuses_late:
                 raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
-        placed = self._unless_held(prompt, tried, selection, promise)
-        return placed if isinstance(placed, WaitReason) else self._router.reserve(prompt, placed, now)
+        placed = self._unless_held(prompt, tried, selection)
+        return self._router.reserve(prompt, placed, now) if placed is not None else WaitReason.LATE_BINDING
 
-    def _unless_held(
-        self, prompt: RoutedPrompt, tried: Collection[Worker], selection: Selection, promise: Promise | None
-    ) -> Selection | WaitReason:
-        """The selection, or another by which a request without a promise is answered sooner, unless it has to wait."""
-        if not self._should_hold(selection):
-            return selection
-        other = None if promise is not None else self._router.sooner(prompt, tried, self.limits, selection)
-        return other or WaitReason.LATE_BINDING
+    def _unless_held(self, prompt: RoutedPrompt, tried: Collection[Worker], selection: Selection) -> Selection | None:
+        """The selection, or another by which the request is answered sooner; None where it better waits."""
+        return self._router.sooner(prompt, tried, self.limits, selection) if self._should_hold(selection) else selection
 
     def _should_hold(self, selection: Selection) -> bool:
         """Whether late binding lets a request wait rather than go there."""

@@ -198,17 +198,15 @@ class CandidateFinder:
         return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
 
     def any_has_capacity(
-        self,
-        prompt: RoutedPrompt,
-        excluded: Collection[Worker],
-        limits: Limits,
-        late_binding: bool,
-        waiting: int = 0,
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, held: int | None
     ) -> bool:
-        """Whether any target could take a request now: it may be worth choosing again. `waiting`: how many do."""
+        """Whether any target could take a request now: it may be worth choosing again.
+
+        `held`: how many wait, where late binding lets them.
+        """
         ranks = [rank for rank in self.directory.of(prompt.name).ranks if rank.worker not in excluded]
-        late_binding = late_binding and len(ranks) > 1
-        crowded = waiting > len(ranks)
+        late_binding = held is not None and len(ranks) > 1
+        crowded = held is not None and held > len(ranks)
         return any(
             self.capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
             and not (late_binding and self.capacity.prefill_busy(rank, crowded))

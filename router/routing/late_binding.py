@@ -6,8 +6,8 @@ and every end the held ones choose again, those with little to compute first, an
 
     order = arrival + 2 · P      P: seconds that the prefill would take
 
-Waiting counts as much as being short, so nothing starves. At low load hardly anything is held. A request that was promised
-a first token comes where its slack ends:
+Waiting counts as much as being short, so nothing starves. At low load hardly anything is held. A request that was
+promised a first token comes where its slack ends:
 
     order = first token due - P
 

@@ -227,20 +227,23 @@ class Router:
 
     # What admission asks
 
-    def should_wait(self, selection: Selection, waiting: int) -> bool:
+    def should_wait(self, selection: Selection, held: int) -> bool:
         """Whether a request better waits than goes to its target, because that is busy with the prompts of others.
 
-        Where there is no other target there is nothing to wait for. `waiting`: how many requests do.
+        Where there is no other target there is nothing to wait for. `held`: how many requests wait.
         """
         count = selection.decision.count
-        return count > 1 and self._candidates.capacity.prefill_busy(selection.rank, waiting > count)
+        return count > 1 and self._candidates.capacity.prefill_busy(selection.rank, held > count)
 
     def sooner(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, selection: Selection
     ) -> Selection | None:
-        """Where a request that should wait for its selection is answered sooner, while the fleet has time to spare."""
+        """Where a request that should wait for its selection is answered sooner, while the fleet has time to spare.
+
+        What was promised something has been placed by that.
+        """
         prefilling = self._candidates.prefill_share(prompt)
-        if prefilling >= NO_TIME_TO_SPARE or self._fleet.disaggregated:
+        if prefilling >= NO_TIME_TO_SPARE or selection.promise is not None or self._fleet.disaggregated:
             return None
         now = time.monotonic()
         free = self._candidates.free(self._candidates.find(prompt, excluded, limits, now))
@@ -259,15 +262,13 @@ class Router:
         return prompt.name is not None and self._fleet.awaits(prompt.name)
 
     def any_has_capacity(
-        self,
-        prompt: RoutedPrompt,
-        excluded: Collection[Worker],
-        limits: Limits,
-        late_binding: bool,
-        waiting: int = 0,
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, held: int | None = None
     ) -> bool:
-        """Whether any target could take a request now: it may be worth choosing again. `waiting`: how many do."""
-        return self._candidates.any_has_capacity(prompt, excluded, limits, late_binding, waiting)
+        """Whether any target could take a request now: it may be worth choosing again.
+
+        `held`: how many wait, where late binding lets them.
+        """
+        return self._candidates.any_has_capacity(prompt, excluded, limits, held)
 
     def others(self, prompt: RoutedPrompt, excluded: Collection[Worker], prefill: bool = False) -> bool:
         """Whether there is any other worker that could take a request now, or compute a prompt for others."""

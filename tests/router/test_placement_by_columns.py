@@ -86,7 +86,7 @@ class Fixture:
         self.formula.random.setstate(self.policy.random.getstate())
         selection = self.router.choose(prompt, excluded, limits)
         if selection is None:
-            assert not self.router.any_has_capacity(prompt, excluded, limits, late_binding=False)
+            assert not self.router.any_has_capacity(prompt, excluded, limits)
             return
         candidates = selection.decision.candidates
         assert selection.decision.count == len(candidates)
