@@ -172,7 +172,9 @@ class CandidateFinder:
         targets = self.directory.of(prompt.name, prefill)
         view = targets.view
         if view is None:
-            view = targets.view = LoadView(targets.ranks, self._load, self._peer_load, self._learned, self._policy)
+            view = targets.view = LoadView(
+                targets.ranks, self._load, self._peer_load, self._learned, self._policy, targets.prefill_share
+            )
         view.update(now)
         owner = self.responses.of(prompt.stored) if prompt.stored else None
         rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
@@ -215,8 +217,7 @@ class CandidateFinder:
 
     def prefill_share(self, prompt: RoutedPrompt) -> float:
         """The share of a prompt's targets that compute prompts, of late."""
-        view = self.directory.of(prompt.name).view
-        return 1.0 if view is None else view.prefill_share.average
+        return self.directory.of(prompt.name).prefill_share.average
 
     def free(self, found: CandidateSet) -> CandidateSet:
         """Those of the targets that late binding holds no request for, however many wait."""

@@ -25,8 +25,8 @@ class LoadView:
     """One row a target, as in `ModelTargets.ranks`.
 
     `records`: shared by all requests, and not to be changed; nothing of a prompt is in them. `columns`: of the policy,
-    where that is linear. `prefilling`: the rows of targets that have prompts to compute; `prefill_share`: how many of
-    all these are, of late.
+    where that is linear. `prefilling`: the rows of targets that have prompts to compute; `prefill_share` is told how
+    many of all these are.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class LoadView:
         peer_load: PeerLoad,
         learned: Learned,
         policy: LinearPolicy | None,
+        prefill_share: PrefillShare,
     ) -> None:
         self._ranks = ranks
         self._journal = load.journal
@@ -51,7 +52,7 @@ class LoadView:
         self.records = [Candidate(rank.target) for rank in ranks]
         self.columns = CostColumns(len(ranks))
         self.prefilling: set[int] = set()
-        self.prefill_share = PrefillShare()
+        self._prefill_share = prefill_share
 
     def update(self, now: float) -> None:
         """Catch up with what has changed. `now`: by `time.monotonic`."""
@@ -79,7 +80,7 @@ class LoadView:
                 self._read(row)
             self._swept = end
         if rows:
-            self.prefill_share.see(len(self.prefilling) / rows, now)
+            self._prefill_share.see(len(self.prefilling) / rows, now)
 
     def _read_all(self) -> None:
         for row in range(len(self._ranks)):

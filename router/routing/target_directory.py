@@ -10,6 +10,7 @@ from router.fleet.discovery import WorkerDescription
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.load import LoadTable
 from router.routing.load_view import LoadView
+from router.routing.prefill_share import PrefillShare
 from router.routing.routable_rank import RoutableRank, ServedModel
 from router.settings import WorkerSettings
 
@@ -21,13 +22,17 @@ class ModelTargets:
     def __init__(
         self, workers: Sequence[Worker], name: str | None, load: LoadTable, before: ModelTargets | None = None
     ) -> None:
-        """`before`: what was found of the name the last time. The ranks of workers that are as they were stay."""
+        """`before`: what was found of the name the last time. The ranks of workers that are as they were stay.
+
+        `prefill_share`: how many of the targets compute prompts, of late.
+        """
         self.workers = list(workers)
         self.of_worker: dict[Worker, list[RoutableRank]] = {}
         self.of_target: dict[Target, RoutableRank] = {}
         self.ranks: list[RoutableRank] = []
         self._found: dict[Worker, tuple[WorkerDescription | None, WorkerSettings]] = {}
         self.view: LoadView | None = None  # what policies see of their load
+        self.prefill_share = PrefillShare() if before is None else before.prefill_share
         self._unsettled: list[Worker] = []
         self._unsettled_version = -1
         served_of: dict[tuple[str, str | None, str | None], ServedModel] = {}

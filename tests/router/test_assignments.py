@@ -111,6 +111,9 @@ def test_while_there_is_time_to_spare_nobody_is_held_for_one_worker_while_anothe
         now = time.monotonic()
         for later in (0, idle_seconds):
             router.choose(prompt(1), now=now + later)
+        for drains in (True, False):  # a fleet that has changed is still the same one
+            fleet.drain(second, drains)
+            router.choose(prompt(1))
         router.place(long_prompt(8192), excluded=[second]).first_byte()
         asked, other_prompt = long_prompt(8704), RoutedPrompt(MODEL, 4600, [], [], exact=True, streamed=True)
         for should_wait in (False, True):
