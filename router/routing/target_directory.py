@@ -32,7 +32,7 @@ class ModelTargets:
         self.ranks: list[RoutableRank] = []
         self._found: dict[Worker, tuple[WorkerDescription | None, WorkerSettings]] = {}
         self.view: LoadView | None = None  # what policies see of their load
-        self.prefill_share = PrefillShare() if before is None else before.prefill_share
+        self.prefill_share: PrefillShare = PrefillShare() if before is None else before.prefill_share
         self._unsettled: list[Worker] = []
         self._unsettled_version = -1
         served_of: dict[tuple[str, str | None, str | None], ServedModel] = {}
