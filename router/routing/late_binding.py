@@ -37,7 +37,7 @@ from router.policies import Candidate
 # One engine step's budget of prompt tokens.
 STEP_TOKENS: Final = 8192
 # Of a prefill that has taken so many times as long as expected nobody knows when it ends.
-LATE: Final = 2.0
+_LATE: Final = 2.0
 # With so much of its time spent on prefills a fleet has none to spare: they come in bursts.
 NO_TIME_TO_SPARE: Final = 0.45
 
@@ -54,15 +54,15 @@ def is_busy(load: TargetLoad, crowded: bool, others: int = 0, weight: float = 1.
     `weight`: its share of load, 1 being the usual one.
     """
     pending = (load.streamed + others) / weight
-    if crowded or not should_hold(pending):
-        return should_hold(pending)
-    return should_hold(pending - _done(*load.under_way) / weight)
+    if not crowded and should_hold(pending):
+        pending -= _done(*load.under_way) / weight
+    return should_hold(pending)
 
 
 def _done(under_way: int, elapsed: float, expected: float) -> float:
     """How much of a prefill of so many tokens does not count any more, `elapsed` of `expected` seconds after its
     start."""
-    if not 0 <= elapsed < LATE * expected:
+    if not 0 <= elapsed < _LATE * expected:
         return 0.0
     return min(under_way * elapsed / expected, max(under_way - STEP_TOKENS, 0))
 

@@ -283,14 +283,17 @@ class Fleet:
 
     def _place(self, outcome: Outcome) -> set[int]:
         """A request arrives. Returns the worker that got it, if any did."""
-        request = outcome.request
-        choice = self._choose(request)
-        placed = self._unless_held(request, choice)
+        return self._bind_or_hold(outcome, self._choose(outcome.request))
+
+    def _bind_or_hold(self, outcome: Outcome, choice: Candidate) -> set[int]:
+        placed = self._unless_held(outcome.request, choice)
         if placed is None:
-            order = held_order(request.arrival, self._prefill(request, choice))
-            self._hold(HeldRequest(order, next(self._numbers), outcome))
+            self._hold(HeldRequest(self._order(outcome.request, choice), next(self._numbers), outcome))
             return set()
         return {self._bind(outcome, placed)}
+
+    def _order(self, request: TracedRequest, choice: Candidate) -> float:
+        return held_order(request.arrival, self._prefill(request, choice))
 
     def _hold(self, held: HeldRequest) -> None:
         """Let a request wait, as long as `admission.timeout` says at most."""

@@ -20,7 +20,7 @@ from router.learning.learned import Learned, RequestTiming
 from router.policies import Candidate, Decision, Policy
 from router.policies.promises import NO_PROMISE, Forecast, Promise, choose_for_promise, stays
 from router.policies.rates import Rates, prefill_seconds
-from router.routing.late_binding import held_order, promised_order
+from router.routing.late_binding import promised_order
 from router.settings import PolicySettings
 
 _LATE_TIMEOUT = LATE_TIMEOUTS * TIMEOUT
@@ -58,11 +58,7 @@ class PromisedFleet(Fleet):
         choice = self._choose(request)
         if self._refuses(request):
             return set()
-        placed = self._unless_held(request, choice)
-        if placed is None:
-            self._hold(HeldRequest(self._order(request, choice), next(self._numbers), outcome))
-            return set()
-        return {self._bind(outcome, placed)}
+        return self._bind_or_hold(outcome, choice)
 
     def _sooner(self, request: TracedRequest, choice: Candidate) -> Candidate | None:
         return None if id(request) in self._promises else super()._sooner(request, choice)
@@ -80,10 +76,10 @@ class PromisedFleet(Fleet):
         if self._refuses(request):
             return set()
         late = promise is not None and promise.first_token_by is not None and promise.late
-        busy = self._unless_held(request, choice) is None
-        if late and busy and self._now < request.arrival + _LATE_TIMEOUT:
+        ends = request.arrival + _LATE_TIMEOUT
+        if late and self._now < ends and self._unless_held(request, choice) is None:
             insort(self._held, held._replace(order=self._order(request, choice)))
-            self._later(request.arrival + _LATE_TIMEOUT - self._now, 0, held.outcome)
+            self._later(ends - self._now, 0, held.outcome)
             return set()
         return {self._bind(held.outcome, choice)}
 
@@ -116,11 +112,12 @@ class PromisedFleet(Fleet):
         return promise is not None and promise.late and promise.refuses_late
 
     def _order(self, request: TracedRequest, choice: Candidate) -> float:
-        prefill, promise = self._prefill(request, choice), self._promises.get(id(request))
-        order = held_order(request.arrival, prefill)
+        promise = self._promises.get(id(request))
         if promise is None or promise.first_token_by is None:
-            return order
-        return order + _LATE_TIMEOUT if promise.late else promised_order(promise.first_token_by, prefill)
+            return super()._order(request, choice)
+        if promise.late:
+            return super()._order(request, choice) + _LATE_TIMEOUT
+        return promised_order(promise.first_token_by, self._prefill(request, choice))
 
     def _choose(self, request: TracedRequest) -> Candidate:
         decision = self._decide(request)
