@@ -25,12 +25,13 @@ _NOTHING = dict.fromkeys(Tier, 0)
 class _Nothing:
     """What is said of the targets of a model that hold nothing, and of instances none of whose ranks holds something.
 
-    `ranks`: of each instance.
+    `ranks`: of each instance. `answer`: that nobody holds anything.
     """
 
-    def __init__(self, targets: list[Target], names: WorkerNames) -> None:
+    def __init__(self, tenant: str, targets: list[Target], names: WorkerNames) -> None:
         matches = [Match(target, 0, _NOTHING) for target in targets]
         instances = _by_instance(matches, names)
+        self.answer = msgspec.json.encode({tenant: instances})
         self.targets = {match.target: _encoded(_match(match, names)) for match in matches}
         self.instances = {name: _encoded(instance) for name, instance in instances.items()}
         self.ranks = {name: list(instance["DP"]) for name, instance in instances.items()}
@@ -55,6 +56,8 @@ class Answers:
     def by_instance(self, model: str, tenant: str, matches: list[Match]) -> bytes:
         """RFC 1403's answer: an instance's tiers are those of its rank that holds the most. `matches` as above."""
         nothing = self._holding_nothing(model, tenant)
+        if not matches:
+            return nothing.answer
         others, instances = nothing.instances.copy(), _by_instance(matches, self._indexer.names)
         for name, instance in instances.items():
             others.pop(name, None)
@@ -70,7 +73,7 @@ class Answers:
         nothing = self._nothing.get((model, tenant))
         if nothing is None:
             targets = list(self._indexer.targets(model, tenant))
-            nothing = self._nothing[model, tenant] = _Nothing(targets, self._indexer.names)
+            nothing = self._nothing[model, tenant] = _Nothing(tenant, targets, self._indexer.names)
         return nothing
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf
@@ -48,6 +49,11 @@ class Latency:
     p50: float
     p99: float
     rate: float
+
+
+def latency(times: list[float]) -> Latency:
+    """What these seconds come to."""
+    return Latency(median(times), quantiles(times, n=100)[98] if len(times) > 1 else times[0], 1 / mean(times))
 
 
 def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> Ingest:
@@ -112,33 +118,35 @@ def query_latency(indexer: RunningIndexer, workload: Workload, tokens: int, cach
         request = indexer.query_request(prompt)
         _check(indexer, request, {worker: tokens} if cached else {})
         requests.append(request)
-    return _latency(_timed(indexer, cycle(requests), time.monotonic() + seconds))
+    return latency(_timed(indexer, cycle(requests), time.monotonic() + seconds))
 
 
-def visibility(indexer: RunningIndexer, probe: Workload) -> Latency:
-    """From publishing one event into a warm index to the first answer that knows it."""
+@contextmanager
+def watching(indexer: RunningIndexer, probe: Workload) -> Iterator[Iterator[float]]:
+    """Publish one event after another into a warm index, as often as is asked for the next one: the seconds from there
+    to the first answer that knows it."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     streams = Streams(probe, context)
-    (worker,) = probe.worker_ids
     try:
         indexer.register(streams.endpoints)
         streams.await_subscribers()
-        times = []
-        for seq, payload in enumerate(probe.batches(worker)):
-            if seq == probe.prompts:
-                break  # the marker
-            request = indexer.query_request(probe.prompt(worker, seq))
-            _check(indexer, request, {})
-            time.sleep(0.002)
-            started = time.perf_counter()
-            streams.send(worker, seq, payload)
-            while not indexer.ask(request):
-                pass
-            times.append(time.perf_counter() - started)
-        return _latency(times)
+        yield _watched(indexer, probe, streams)
     finally:
         streams.close()
         context.term()
+
+
+def _watched(indexer: RunningIndexer, probe: Workload, streams: Streams) -> Iterator[float]:
+    (worker,) = probe.worker_ids
+    for seq, payload in enumerate(islice(probe.batches(worker), probe.prompts)):  # without the marker
+        request = indexer.query_request(probe.prompt(worker, seq))
+        _check(indexer, request, {})
+        time.sleep(0.002)
+        started = time.perf_counter()
+        streams.send(worker, seq, payload)
+        while not indexer.ask(request):
+            pass
+        yield time.perf_counter() - started
 
 
 def latency_during_ingest(
@@ -156,7 +164,7 @@ def latency_during_ingest(
         times += _timed(indexer, islice(asked, 16))
         markers = _unseen(indexer, markers)
     verify(indexer, publisher.workload, 16)
-    return _latency(times)
+    return latency(times)
 
 
 def _timed(indexer: RunningIndexer, requests: Iterable[bytes], end: float = inf) -> list[float]:
@@ -169,10 +177,6 @@ def _timed(indexer: RunningIndexer, requests: Iterable[bytes], end: float = inf)
         if time.monotonic() > end:
             break
     return times
-
-
-def _latency(times: list[float]) -> Latency:
-    return Latency(median(times), quantiles(times, n=100)[98] if len(times) > 1 else times[0], 1 / mean(times))
 
 
 def _check(indexer: RunningIndexer, request: bytes, expected: dict[int, int]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from math import inf
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -25,6 +27,7 @@ from indexer import cores
 from indexer.cores import CORE_VARIABLE
 from kvevents import WireForm
 
+_PROBES_A_TURN = 25  # before another side's
 _STEADY_RATE = 200_000  # blocks a second: below what either side can do
 _LENGTHS = {"1k": 1024, "8k": 8192, "131k": 131_072}
 _RATES = {"at full rate": inf, f"at {_STEADY_RATE:,} blocks/s": _STEADY_RATE}
@@ -117,8 +120,10 @@ class Run:
                     self._ingest(parts, workers, event_blocks)
         if {Part.VISIBILITY, Part.QUERIES, Part.CONCURRENT} & set(parts):
             with publisher_of(query_workload(self._scale.blocks, 8, self._scale.form)) as warm:
-                if Part.VISIBILITY in parts or Part.QUERIES in parts:
-                    self._ask(parts, warm)
+                if Part.VISIBILITY in parts:
+                    self._see(warm)
+                if Part.QUERIES in parts:
+                    self._ask(warm)
                 if Part.CONCURRENT in parts:
                     for event_blocks in (64, 1):
                         self._ask_while_ingesting(warm, event_blocks)
@@ -170,18 +175,33 @@ class Run:
                 self._where.add(row, "with it", locked)
                 self._where.add(row, "with it, %", locked / whole * 100)
 
-    def _ask(self, parts: Sequence[Part], warm: Publisher) -> None:
-        """The parts that need a warm index."""
+    def _see(self, warm: Publisher) -> None:
+        """Events watched one by one. It takes as long as some switches of threads, which a machine does faster at one
+        moment than at another: so all sides run, and take turns often."""
         scale = self._scale
+        for number in range(scale.rounds):
+            with ExitStack() as running_ones:
+                sides = []
+                for side in self._sides[:: -1 if number % 2 else 1]:
+                    indexer = running_ones.enter_context(running(side, scale.indexer_cores))
+                    measure.ingest(indexer, warm)
+                    probe = probe_workload(scale.probes, scale.form, 99)
+                    times: list[float] = []
+                    sides.append((side.name, running_ones.enter_context(measure.watching(indexer, probe)), times))
+                for turn in range(scale.probes // _PROBES_A_TURN):
+                    for _, watched, times in sides[:: -1 if turn % 2 else 1]:
+                        times += islice(watched, _PROBES_A_TURN)
+            for name, _, times in sides:
+                latency = measure.latency(times)
+                self._visibility.add("median", name, latency.p50 * 1e3)
+                self._visibility.add("p99", name, latency.p99 * 1e3)
+
+    def _ask(self, warm: Publisher) -> None:
+        """Queries of a warm index."""
         for side in self._turns():
-            with running(side, scale.indexer_cores) as indexer:
+            with running(side, self._scale.indexer_cores) as indexer:
                 measure.ingest(indexer, warm)
-                if Part.VISIBILITY in parts:
-                    times = measure.visibility(indexer, probe_workload(scale.probes, scale.form, 99))
-                    self._visibility.add("median", side.name, times.p50 * 1e3)
-                    self._visibility.add("p99", side.name, times.p99 * 1e3)
-                if Part.QUERIES in parts:
-                    self._query(indexer, warm.workload)
+                self._query(indexer, warm.workload)
 
     def _ask_while_ingesting(self, warm: Publisher, event_blocks: int) -> None:
         """Queries of a warm index that has more to do."""

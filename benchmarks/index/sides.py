@@ -26,6 +26,22 @@ from indexer.cores import CORE_VARIABLE
 MODEL = "model"
 
 
+class _Instance(msgspec.Struct):
+    """What is read of a worker in an answer of ours."""
+
+    longest_matched: int
+
+
+class _Scores(msgspec.Struct):
+    """What is read of Dynamo's: matched tokens by worker and rank."""
+
+    scores: dict[str, dict[str, int]]
+
+
+_instances = msgspec.json.Decoder(dict[str, dict[str, _Instance]]).decode  # by tenant and worker
+_scores = msgspec.json.Decoder(_Scores).decode
+
+
 class Side(ABC):
     """An indexer: its command line, and its API as far as both have it."""
 
@@ -77,8 +93,8 @@ class Kvrouter(Side):
         return {"model": MODEL, "token_ids": tokens}
 
     def matched(self, answer: bytes) -> dict[int, int]:
-        (instances,) = msgspec.json.decode(answer).values()
-        return {int(worker): held["longest_matched"] for worker, held in instances.items() if held["longest_matched"]}
+        (instances,) = _instances(answer).values()
+        return {int(worker): held.longest_matched for worker, held in instances.items() if held.longest_matched}
 
 
 class Timed(Kvrouter):
@@ -120,7 +136,7 @@ class Dynamo(Side):
         return {"model_name": MODEL, "token_ids": tokens}
 
     def matched(self, answer: bytes) -> dict[int, int]:
-        scores = msgspec.json.decode(answer)["scores"]
+        scores = _scores(answer).scores
         return {int(worker): tokens for worker, ranks in scores.items() if (tokens := ranks["0"])}
 
     def version(self) -> str:
