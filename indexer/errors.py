@@ -44,3 +44,8 @@ def error_headers(error: RequestError, body: bytes) -> list[tuple[bytes, bytes]]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after))
     return headers
+
+
+def named_first(error: ValueError) -> str:
+    """The field that an error of the indexer begins with."""
+    return str(error).partition(":")[0]

@@ -8,19 +8,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Request, Response
 
 from indexer.answers import Answers
 from indexer.cores import native_core
-from indexer.errors import RequestError, error_body, error_headers
+from indexer.errors import RequestError, named_first
 from indexer.hashing import PackedPrompt
 from indexer.indexer import Indexer
 from indexer.matching import Match
-from indexer.openapi import errors, json_body
-from indexer.queries import DEFAULT_TENANT, HashQuery, MatchQuery, UnknownModelError
+from indexer.queries import HashQuery, MatchQuery, UnknownModelError
+from indexer.question_bodies import HashQueryBody, PackedQuery, QueryBody, decoded
 
 # Reads the body of `/match`, tokenizing its prompt: at once, or as soon as it can. Raises RequestError.
 ReadMatch = Callable[[bytes], MatchQuery | Awaitable[MatchQuery]]
@@ -31,49 +30,7 @@ PackedNumbers = Callable[[bytes], bytes | None]
 
 T = TypeVar("T")
 
-
-class MatchBody(msgspec.Struct):
-    """`POST /match`: a prompt in one of three forms; whatever changes how it is rendered may stand beside it."""
-
-    model: str
-    messages: list[dict[str, Any]] | None = None
-    prompt: str | list[int] | None = None
-    token_ids: list[int] | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    tenant_id: str | None = None
-
-
-class HashQueryBody(msgspec.Struct):
-    """`POST /query_by_hash`: the prefix hashes of consecutive blocks, from the start of a prompt."""
-
-    model: str
-    block_hashes: list[int]
-    block_size: int | None = None
-    tenant_id: str = DEFAULT_TENANT
-
-
-class _PackedQuery(msgspec.Struct):
-    """A `QueryBody` whose token ids were taken out, which leaves an empty list."""
-
-    model: str
-    token_ids: list[None]
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    tenant_id: str = DEFAULT_TENANT
-
-
-class QueryBody(msgspec.Struct):
-    """`POST /query`: a token sequence."""
-
-    model: str
-    token_ids: list[int]
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    tenant_id: str = DEFAULT_TENANT
-
-
-_decode_packed = msgspec.json.Decoder(_PackedQuery).decode
+_decode_packed: Final = msgspec.json.Decoder(PackedQuery).decode
 
 
 class Questions:
@@ -117,29 +74,6 @@ class Questions:
         return self._answers.by_instance(query.model, query.tenant, matches)
 
 
-def question_routes(questions: Questions) -> APIRouter:
-    """The routes that ask who holds what."""
-    routes = APIRouter()
-
-    @routes.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
-    async def match(request: Request) -> Response:
-        """How many tokens of a prompt each target would serve from its cache, the best first."""
-        answer = questions.match(await request.body())
-        return _json(answer if isinstance(answer, bytes) else await answer)
-
-    @routes.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
-    async def query(request: Request) -> Response:
-        """How much of a token sequence each instance holds, its last block too."""
-        return _json(questions.query(await request.body()))
-
-    @routes.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
-    async def query_by_hash(request: Request) -> Response:
-        """The same for prefix hashes."""
-        return _json(questions.query_by_hash(await request.body()))
-
-    return routes
-
-
 def _query(body: bytes, packed_numbers: PackedNumbers | None) -> MatchQuery:
     """What `/query` asks. Raises RequestError."""
     packed = None if packed_numbers is None else _packed_query(body, packed_numbers)
@@ -174,44 +108,3 @@ def _ask(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int)
         raise RequestError(f"{numbers}: every number must be from 0 to {highest}", param=numbers) from error
     except ValueError as error:
         raise RequestError(str(error), param=named_first(error)) from error
-
-
-def refusal(error: RequestError) -> Response:
-    """The answer to a request that cannot be served."""
-    body = error_body(error)
-    answer = Response(body, error.status)
-    answer.raw_headers = error_headers(error, body)
-    return answer
-
-
-def decoded(body: bytes, kind: type[T]) -> T:
-    """Decode a JSON body. Raises RequestError with the path to what does not fit."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"{error}. Send a JSON object as the API describes.", param=_field(str(error))) from error
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RequestError(f"The body is not JSON: {error}. Send one JSON object.") from error
-
-
-def named_first(error: ValueError) -> str:
-    """The field that an error of the indexer begins with."""
-    return str(error).partition(":")[0]
-
-
-def _field(message: str) -> str | None:
-    """The field that a msgspec message is about: the path it ends with, or the field it says is missing."""
-    _, quote, path = message.rpartition("`$.")
-    if quote:
-        return path.removesuffix("`").partition(".")[0].partition("[")[0]
-    missing = message.partition("required field `")[2].partition("`")[0]
-    return missing or None
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """An answer of JSON."""
-    return _json(msgspec.json.encode(value), status)
-
-
-def _json(answer: bytes, status: int = 200) -> Response:
-    return Response(answer, status, media_type="application/json")

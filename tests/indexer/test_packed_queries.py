@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from indexer.cores import CORES
 from indexer.errors import RequestError
 from indexer.queries import MatchQuery
-from indexer.questions import QueryBody, _packed_query, decoded
+from indexer.question_bodies import QueryBody, decoded
+from indexer.questions import _packed_query
 
 pytestmark = pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
 
