@@ -80,7 +80,11 @@ class Run:
             "Resident bytes a block, after a burst",
             f"A second after {scale.blocks:,} blocks at full rate, many of which waited in receive queues.",
         )
-        self._visibility = Table("Event to queryable, ms")
+        self._visibility = Table(
+            "Event to queryable, ms",
+            f"All indexers run beside each other and are watched in turns of {_PROBES_A_TURN} events: it takes as long "
+            "as some switches of\nthreads, which a machine does faster at one moment than at another.",
+        )
         self._queries = Table("`/query` on one connection")
         self._concurrent = Table(
             "`/query` of 8k cached tokens during ingest, ms", "Here the indexers may use all cores, beside the load."
@@ -176,8 +180,7 @@ class Run:
                 self._where.add(row, "with it, %", locked / whole * 100)
 
     def _see(self, warm: Publisher) -> None:
-        """Events watched one by one. It takes as long as some switches of threads, which a machine does faster at one
-        moment than at another: so all sides run, and take turns often."""
+        """Events watched one by one, of all sides in turn."""
         scale = self._scale
         for number in range(scale.rounds):
             with ExitStack() as running_ones:
