@@ -130,8 +130,11 @@ class Forecasts:
         tpot = self._tpot.estimate(target, tpot_by_rates(candidate, rates, tokens, output_tokens, share + own))
         if busy is None or not busy.promised:
             return Forecast(ttft, tpot)
-        before = Estimate(tpot_by_rates(candidate, rates, 0, 0.0, share), tpot.ratios)
-        return Forecast(ttft, tpot, broken_by(busy.promised, before, tpot))
+        # By its prompt alone: wherever it goes its answer is decoded.
+        before = max(tpot_by_rates(candidate, rates, 0, 0.0, share), _LEAST_SECONDS)
+        after = max(tpot_by_rates(candidate, rates, 0, 0.0, share + own), _LEAST_SECONDS)
+        broken = broken_by(busy.promised, Estimate(before, tpot.ratios), Estimate(after, tpot.ratios))
+        return Forecast(ttft, tpot, broken)
 
     def promise(self) -> None:
         """Something is promised: from now on it is kept what targets do. What is known of times per token was learned

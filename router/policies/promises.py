@@ -13,6 +13,7 @@ For one that was promised nothing the promises of others count a tenth: it is no
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import Final
 
 from router.policies.rates import Rates, prefill_seconds
@@ -23,6 +24,8 @@ from router.policies.records import Candidate, CostUnit, Decision
 _UNPROMISED_SHARE: Final = 0.1
 # A loss that no other candidate is looked for because of.
 LITTLE: Final = 0.05
+# How wide promised times per token are spread, as the logarithm of the longest by the shortest.
+_PROMISES_RANGE: Final = 2.0
 # The price of a token where costs are counted in seconds.
 _SECONDS_PER_TOKEN: Final = 4e-5
 # A worker computes prompts all the time, nearly: its decoding is slower by no more than this.
@@ -169,8 +172,15 @@ def tpot_by_rates(candidate: Candidate, rates: Rates, tokens: int, output_tokens
 
 def broken_by(promised: Mapping[float, int], before: Estimate, after: Estimate) -> float:
     """How many promises a prefill is expected to break, when it changes the time per token. `promised`: how many
-    answers in flight were promised which time per token."""
-    return sum(count * max(before.chance(tpot) - after.chance(tpot), 0.0) for tpot, count in promised.items())
+    answers in flight were promised which time per token.
+
+    That is half by what is expected of each of them now, half as if they were spread over a wide range, which makes all
+    alike: they have their time in the end, by all that comes until then. Were those that seem lost to count for
+    nothing, every prompt would go to the worker where they are, and its session with it.
+    """
+    measured = sum(count * max(before.chance(tpot) - after.chance(tpot), 0.0) for tpot, count in promised.items())
+    spread = sum(promised.values()) * log(after.by_rates / before.by_rates) / _PROMISES_RANGE
+    return (measured + spread) / 2
 
 
 def stays(usual: Candidate, forecast: Forecast, promise: Promise, tokens: int, now: float) -> bool:
