@@ -87,6 +87,8 @@ def _packed_query(body: bytes, packed_numbers: PackedNumbers) -> MatchQuery | No
     """The same of a body with one list, which is of numbers: they go to the core as they came, and only the rest is
     decoded. Nothing of any other body, nor of one that is wrong."""
     start, end = body.find(b"["), body.rfind(b"]") + 1
+    if not 0 <= start < end:  # compiled, a slice that ends before it begins is an error
+        return None
     tokens = packed_numbers(body[start:end])
     if tokens is None:
         return None

@@ -64,9 +64,14 @@ def _parts(boundary: bytes, body: bytes) -> Iterator[tuple[str, bytes]]:
         end = _find(body, delimiter, head_end + 2)
         if not body.startswith(b"\r\n", place) or head_end < 0 or end < 0:
             raise _refusal("One of its parts is not whole")
-        yield _name(body[place + 2 : head_end]), body[head_end + 4 : end]
+        yield _name(_between(body, place + 2, head_end)), _between(body, head_end + 4, end)
         place = end + len(delimiter)
     raise _refusal(f"It has more than {_MOST_PARTS} parts")
+
+
+def _between(body: bytes, start: int, end: int) -> bytes:
+    """`body[start:end]`. Compiled, a slice of bytes that ends before it begins is an error."""
+    return body[start:end] if start < end else b""
 
 
 def _find(body: bytes, delimiter: bytes, place: int) -> int:

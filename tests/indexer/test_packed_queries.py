@@ -21,6 +21,7 @@ ODD = [
     b'{"model":"m","other":[0,1],"token_ids":null}',
     b'{"model":"m","other":[0,1],"token_ids":5}',
     b'{"model":"m[1]","token_ids":0}',
+    b'{"model":"]","token_ids":"["}',
     b'{"model":["m"],"token_ids":[1]}',
     b'{"model":"m","token_ids":[[1]]}',
     b'{"model":"m","token_ids":[1]}]',
