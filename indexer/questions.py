@@ -104,9 +104,9 @@ def _ask(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int)
     """Ask the indexer. Raises RequestError; `numbers` is the field whose numbers go from 0 to `highest`."""
     try:
         return find(query)
-    except UnknownModelError as error:
-        raise RequestError(str(error), status=404, type="not_found_error", param="model") from error
+    except UnknownModelError as unknown:
+        raise RequestError(str(unknown), status=404, type="not_found_error", param="model") from unknown
     except OverflowError as error:
         raise RequestError(f"{numbers}: every number must be from 0 to {highest}", param=numbers) from error
-    except ValueError as error:
-        raise RequestError(str(error), param=named_first(error)) from error
+    except ValueError as wrong:  # compiled, each kind of error needs a name of its own
+        raise RequestError(str(wrong), param=named_first(wrong)) from wrong
