@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from secrets import compare_digest
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -30,8 +30,6 @@ from kvevents import EventSource, Tier
 
 # A registration that may be followed, with addresses in the place of names. Raises ValueError, the field first.
 Admit = Callable[[Registration], Awaitable[Registration]]
-
-T = TypeVar("T")
 
 _LONGEST_NAME = 512  # characters
 

@@ -11,6 +11,7 @@ from itertools import islice
 from math import inf
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import TypeVar
 
 from benchmarks.index import in_process, measure
 from benchmarks.index.machine import CORES, INDEXER_CORE, LOAD_CORE, pin
@@ -26,6 +27,8 @@ from benchmarks.index.workload import (
 from indexer import cores
 from indexer.cores import CORE_VARIABLE
 from kvevents import WireForm
+
+T = TypeVar("T")
 
 _PROBES_A_TURN = 25  # before another side's
 _STEADY_RATE = 200_000  # blocks a second: below what either side can do
@@ -141,9 +144,9 @@ class Run:
                 self._share(event_blocks)
 
     def _turns(self) -> Iterator[Side]:
-        """Each side once a round; who was first is last in the next."""
+        """Each side once a round."""
         for number in range(self._scale.rounds):
-            yield from self._sides[:: -1 if number % 2 else 1]
+            yield from _in_turn(self._sides, number)
 
     def _ingest(self, parts: Sequence[Part], workers: int, event_blocks: int) -> None:
         scale = self._scale
@@ -185,14 +188,14 @@ class Run:
         for number in range(scale.rounds):
             with ExitStack() as running_ones:
                 sides = []
-                for side in self._sides[:: -1 if number % 2 else 1]:
+                for side in _in_turn(self._sides, number):
                     indexer = running_ones.enter_context(running(side, scale.indexer_cores))
                     measure.ingest(indexer, warm)
                     probe = probe_workload(scale.probes, scale.form, 99)
                     times: list[float] = []
                     sides.append((side.name, running_ones.enter_context(measure.watching(indexer, probe)), times))
                 for turn in range(scale.probes // _PROBES_A_TURN):
-                    for _, watched, times in sides[:: -1 if turn % 2 else 1]:
+                    for _, watched, times in _in_turn(sides, turn):
                         times += islice(watched, _PROBES_A_TURN)
             for name, _, times in sides:
                 latency = measure.latency(times)
@@ -246,6 +249,11 @@ class Run:
             self._in_process.add(row, "msgspec decode", cost.decode * 1e6)
             self._in_process.add(row, "token packing", cost.pack * 1e6)
             self._in_process.add(row, "xxh3 chain", cost.chain * 1e6)
+
+
+def _in_turn(sides: Sequence[T], turn: int) -> Sequence[T]:
+    """Who was first in one turn is last in the next."""
+    return sides[:: -1 if turn % 2 else 1]
 
 
 def _counted(number: int, what: str) -> str:
