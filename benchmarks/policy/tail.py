@@ -101,7 +101,8 @@ def tail_cells(trace: Path | None, quick: bool) -> Iterator[Cell]:
     else:
         cells = [
             Cell(LOOP, LLAMA_70B, 8, 600_000, 0.5),
-            Cell(TOOL, LLAMA_70B, 8, 300_000, 0.8),
+            Cell(TOOL, LLAMA_70B, 8, 300_000, 0.75),
+            Cell(TOOL, LLAMA_70B, 8, 1_200_000, 0.85),
             Cell(CONVERSATION, LLAMA_70B, 8, 300_000, 1.05),
         ]
     yield from cells[:1] if quick else cells

@@ -7,6 +7,7 @@ without sessions; after some minutes as many end as begin.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from math import log
@@ -17,9 +18,11 @@ from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TraceLine
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What sessions look like. Lengths in tokens, `pause` in seconds; all means of skewed distributions.
+    """What sessions look like. Lengths in tokens, `pause` in seconds; all means of skewed distributions, but for the
+    length of a system prompt that is the only one.
 
     `first`: what the first turn adds to the system prompt. `longest`: a session ends before its prompt gets longer.
+    `beside`: how many sessions of other kinds begin for each of these.
     """
 
     name: str
@@ -31,32 +34,43 @@ class Workload:
     output: int
     pause: float
     longest: int = 100_000
+    beside: tuple[tuple[float, Workload], ...] = ()
 
 
 CONVERSATION = Workload("conversation", 32, 1500, 5.0, 2500, 400, 320, 25.0)
 AGENT = Workload("agent", 8, 9000, 16.0, 1500, 1100, 130, 4.0)
 # Long sessions, whose prompts grow to many times what a turn adds.
 LOOP = Workload("loop", 4, 6000, 40.0, 2000, 1500, 200, 3.0, longest=120_000)
-# Prompts and answers about as long as those of Mooncake's tool and agent trace in the mean, 8600 and 182 tokens.
-TOOL = Workload("tool", 64, 5000, 2.0, 2600, 900, 182, 8.0)
+# As in a thousand consecutive requests of Mooncake's tool and agent trace: chats, some of them long, beside calls of two
+# tools, whose prompts are nearly all the same and whose answers are short.
+_TOOLS = (Workload("call", 1, 6144, 1.0, 630, 1, 13, 1.0), Workload("call", 1, 2560, 1.0, 680, 1, 19, 1.0))
+TOOL = Workload("tool", 1, 512, 1.73, 9300, 3000, 374, 60.0, 130_000, beside=((1.52, _TOOLS[0]), (0.57, _TOOLS[1])))
 # Documents that are asked about once.
 SINGLE = Workload("single", 1, 1, 1.0, 9000, 1, 130, 1.0)
 
 
 def sessions(workload: Workload, rate: float, seconds: float, random: Random) -> list[TraceLine]:
-    """A trace of `seconds` seconds with `rate` new sessions a second."""
-    ids = count()
+    """A trace of `seconds` seconds with `rate` new sessions a second, and those beside."""
+    blocks, numbers = count(), count()
+    lines = list(_sessions_of(workload, rate, seconds, random, blocks, numbers))
+    for share, other in workload.beside:
+        lines += _sessions_of(other, share * rate, seconds, random, blocks, numbers)
+    return sorted(lines, key=lambda line: line.timestamp)
+
+
+def _sessions_of(
+    workload: Workload, rate: float, seconds: float, random: Random, ids: Iterator[int], numbers: Iterator[int]
+) -> Iterator[TraceLine]:
+    """Session after session. `ids`: of blocks; `numbers`: of sessions."""
+    spread = 0.4 if workload.system_prompts > 1 else 0.0
     shared = [
         (tokens, [next(ids) for _ in range(tokens // BLOCK_TOKENS)])
-        for tokens in (_skewed(workload.system_tokens, 0.4, random) for _ in range(workload.system_prompts))
+        for tokens in (_skewed(workload.system_tokens, spread, random) for _ in range(workload.system_prompts))
     ]
     popularity = [1 / (rank + 1) for rank in range(len(shared))]
-    lines: list[TraceLine] = []
     now = 0.0
-    for session in count():
-        now += random.expovariate(rate)
-        if now >= seconds:
-            break
+    while (now := now + random.expovariate(rate)) < seconds:
+        session = str(next(numbers))
         tokens, blocks = random.choices(shared, popularity)[0]
         blocks, at = list(blocks), now
         tokens += _skewed(workload.first, 1.0, random)
@@ -64,13 +78,12 @@ def sessions(workload: Workload, rate: float, seconds: float, random: Random) ->
             blocks += [next(ids) for _ in range(tokens // BLOCK_TOKENS - len(blocks))]
             output = _skewed(workload.output, 0.7, random)
             partial = [next(ids)] if tokens % BLOCK_TOKENS else []
-            lines.append(TraceLine(at * 1000, tokens, output, blocks + partial, str(session)))
+            yield TraceLine(at * 1000, tokens, output, blocks + partial, session)
             if random.random() < 1 / workload.turns:
                 break
             # An answer takes about 20 ms a token; the trace says when the next turn comes, whatever a router does.
             at += 0.5 + 0.02 * output + random.expovariate(1 / workload.pause)
             tokens += output + _skewed(workload.turn, 1.0, random)
-    return sorted(lines, key=lambda line: line.timestamp)
 
 
 def _skewed(mean: int, sigma: float, random: Random) -> int:

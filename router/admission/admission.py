@@ -272,19 +272,21 @@ class Admission:
         if selection is None:
             return WaitReason.SATURATED
         if promise is not None:
-            promise.late = selection.late > 0
-            if promise.late and promise.refuses_late:
-                raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
+            self._refuse_late(promise, selection)
         placed = self._unless_held(prompt, tried, selection)
         return self._router.reserve(prompt, placed, now) if placed is not None else WaitReason.LATE_BINDING
 
     def _unless_held(self, prompt: RoutedPrompt, tried: Collection[Worker], selection: Selection) -> Selection | None:
         """The selection, or another by which the request is answered sooner; None where it better waits."""
-        return self._router.sooner(prompt, tried, self.limits, selection) if self._should_hold(selection) else selection
+        if not self.late_binding:
+            return selection
+        return self._router.unless_held(prompt, tried, self.limits, selection, self.queue.length)
 
-    def _should_hold(self, selection: Selection) -> bool:
-        """Whether late binding lets a request wait rather than go there."""
-        return self.late_binding and self._router.should_wait(selection, self.queue.length)
+    def _refuse_late(self, promise: Promise, selection: Selection) -> None:
+        """Raises RequestError for a request that would be late, if it is refused then."""
+        promise.late = selection.late > 0
+        if promise.late and promise.refuses_late:
+            raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
 
     def _force(self, request: _Request, though_late: bool = True) -> Assignment | None:
         """A place, however busy; None when all targets are at their limits, or where it would be late and only make
@@ -294,9 +296,7 @@ class Admission:
         if selection is None:
             return None
         if promise is not None:
-            promise.late = selection.late > 0
-            if promise.late and promise.refuses_late:
-                raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
+            self._refuse_late(promise, selection)
             if _is_lost(promise) and not though_late:
                 return None
         return self._router.reserve(request.prompt, selection)
@@ -346,7 +346,7 @@ class Admission:
         if promise.refuses_late or self._clock() >= request.since + self._late_timeout:
             return False
         selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
-        if selection is None or not self._should_hold(selection):
+        if selection is None or self._unless_held(request.prompt, request.tried, selection) is not None:
             return False
         promise.late = selection.late > 0
         if not promise.late:

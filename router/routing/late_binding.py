@@ -15,8 +15,9 @@ Of a prefill under way only what is left counts, at least a step: whose turn com
 the router. One that takes twice as long as expected counts whole. So do all where more requests are held than there are
 targets, since then it is the order that matters.
 
-While the fleet has time to spare, a request is not held for one worker while others have nothing to do. It goes to the
-cheapest that is free, if so it has less before it:
+While the fleet has time to spare, nobody waits for one worker while others have nothing to do, neither here nor behind
+a prefill that is nearly done. Whose choice has more than a step to compute, all of it counted, goes to the cheapest
+that is free, if so it has less before it:
 
     pending' + u' < (1 - prefilling / 0.45) · (pending + u)
 

@@ -227,18 +227,31 @@ class Router:
 
     # What admission asks
 
-    def should_wait(self, selection: Selection, held: int) -> bool:
-        """Whether a request better waits than goes to its target, because that is busy with the prompts of others.
+    def unless_held(
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, selection: Selection, held: int
+    ) -> Selection | None:
+        """The selection, or another by which a request is answered sooner; None where it better waits for its target.
 
-        Where there is no other target there is nothing to wait for. `held`: how many requests wait.
+        `held`: how many requests wait.
         """
-        count = selection.decision.count
-        return count > 1 and self._candidates.capacity.prefill_busy(selection.rank, held > count)
+        if not self._is_busy(selection, crowded=True):
+            return selection
+        sooner = self._sooner(prompt, excluded, limits, selection)
+        if sooner is None and self._is_busy(selection, crowded=held > selection.decision.count):
+            return None
+        return sooner or selection
 
-    def sooner(
+    def _is_busy(self, selection: Selection, crowded: bool) -> bool:
+        """Whether its target is busy with the prompts of others. Where there is no other there is nothing to wait for.
+
+        `crowded`: more requests wait than there are targets.
+        """
+        return selection.decision.count > 1 and self._candidates.capacity.prefill_busy(selection.rank, crowded)
+
+    def _sooner(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, selection: Selection
     ) -> Selection | None:
-        """Where a request that should wait for its selection is answered sooner, while the fleet has time to spare.
+        """Where a request is answered sooner than by its selection, which is busy, while the fleet has time to spare.
 
         What was promised something has been placed by that.
         """

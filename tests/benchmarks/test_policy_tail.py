@@ -62,4 +62,4 @@ def test_every_cell_has_a_table_of_all_sides(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_cells_are_those_of_sessions_tools_and_conversations() -> None:
-    assert [cell.workload_name for cell in tail_cells(None, False)] == ["loop", "tool", "conversation"]
+    assert [cell.workload_name for cell in tail_cells(None, False)] == ["loop", "tool", "tool", "conversation"]

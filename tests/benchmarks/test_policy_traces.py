@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
+from benchmarks.policy.workloads import AGENT, CONVERSATION, TOOL, Workload, ideal_seconds, sessions
 from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TraceLine, read_trace, requests_of
 
 LINES = b"""\
@@ -42,7 +42,7 @@ def test_an_answer_that_nothing_follows_has_blocks_of_its_own() -> None:
     assert not set(first.finished) & set(other.finished)
 
 
-@pytest.mark.parametrize("workload", [CONVERSATION, AGENT])
+@pytest.mark.parametrize("workload", [CONVERSATION, AGENT, TOOL])
 def test_made_up_traces_are_what_they_say(workload: Workload) -> None:
     lines = sessions(workload, 0.5, 400, Random(3))
     assert lines == sessions(workload, 0.5, 400, Random(3))
@@ -55,6 +55,17 @@ def test_made_up_traces_are_what_they_say(workload: Workload) -> None:
         assert len(line.hash_ids) == -(-line.input_length // BLOCK_TOKENS)
         for parent, block in zip([None, *line.hash_ids], line.hash_ids, strict=False):
             assert before.setdefault(block, parent) == parent  # equal ids mean equal prefixes
+
+
+def test_calls_of_tools_beside_chats_are_most_of_the_requests_and_share_their_start() -> None:
+    lines = sessions(TOOL, 1.0, 600, Random(1))
+    starts = Counter(line.hash_ids[0] for line in lines)
+    chats, *calls = ([line for line in lines if line.hash_ids[0] == start] for start in sorted(starts))
+    shares = [len(each) / len(lines) for each in (chats, *calls)]
+    assert shares == pytest.approx([0.45, 0.4, 0.15], abs=0.06)
+    for each, system_tokens in zip(calls, (6144, 2560), strict=True):
+        assert len({tuple(line.hash_ids[: system_tokens // BLOCK_TOKENS]) for line in each}) == 1
+        assert len({line.session_id for line in each}) == len(each)
 
 
 def test_ideal_work_counts_a_prefix_once() -> None:

@@ -104,24 +104,30 @@ def long_prompt(tokens: int) -> RoutedPrompt:
     return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True, streamed=True)
 
 
+def nobody_comes(router: Router, fleet: Fleet, seconds: float) -> None:
+    """For so long; meanwhile the fleet changes."""
+    now = time.monotonic()
+    for later in (0, seconds):
+        router.choose(prompt(1), now=now + later)
+    for drains in (True, False):  # it is still the same one
+        fleet.drain(fleet.workers[1], drains)
+        router.choose(prompt(1))
+
+
 @pytest.mark.parametrize("idle_seconds", [5, 600])
 def test_while_there_is_time_to_spare_nobody_is_held_for_one_worker_while_another_is_free(idle_seconds: int) -> None:
     async def play(router: Router, fleet: Fleet) -> None:
         first, second = fleet.workers
-        now = time.monotonic()
-        for later in (0, idle_seconds):
-            router.choose(prompt(1), now=now + later)
-        for drains in (True, False):  # a fleet that has changed is still the same one
-            fleet.drain(second, drains)
-            router.choose(prompt(1))
+        nobody_comes(router, fleet, idle_seconds)
         router.place(long_prompt(8192), excluded=[second]).first_byte()
         asked, other_prompt = long_prompt(8704), RoutedPrompt(MODEL, 4600, [], [], exact=True, streamed=True)
-        for should_wait in (False, True):
+        for busy in (False, True):
             router.place(other_prompt, excluded=[second])
             selection = router.choose(asked)
             assert selection is not None
-            assert (selection.worker, router.should_wait(selection, 0)) == (first, should_wait)
-        other = router.sooner(asked, (), NO_LIMITS, selection)
+            assert selection.worker is first
+            assert (router.unless_held(asked, (), NO_LIMITS, selection, held=0) is not selection) is busy
+        other = router.unless_held(asked, (), NO_LIMITS, selection, held=0)
         if idle_seconds < 10:
             assert other is None  # for all that is known, it has none
         else:
@@ -130,7 +136,31 @@ def test_while_there_is_time_to_spare_nobody_is_held_for_one_worker_while_anothe
             assert [each.target.worker for each in other.decision.candidates] == [second.url]
             router.place(other_prompt, excluded=[first])
             router.place(other_prompt, excluded=[first])
-            assert router.sooner(asked, (), NO_LIMITS, selection) is None  # it is busy, too
+            assert router.unless_held(asked, (), NO_LIMITS, selection, held=0) is None  # it is busy, too
+
+    with_router(play)
+
+
+@pytest.mark.parametrize(("idle_seconds", "goes_to"), [(5, 0), (600, 1)])
+def test_while_there_is_time_to_spare_a_free_worker_is_taken_before_one_whose_prefill_is_nearly_done(
+    idle_seconds: int, goes_to: int
+) -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        first, second = fleet.workers
+        nobody_comes(router, fleet, idle_seconds)
+        router.place(long_prompt(8192), excluded=[second]).first_byte()
+        busy = RoutedPrompt(MODEL, 12_000, [], [], exact=True, streamed=True)
+        there = router.choose(busy, excluded=[second])
+        assert there is not None
+        begun = time.monotonic() - 1.4 * router.prefill_seconds(busy)
+        router.record_in_flight(busy, router.reserve(busy, there, now=begun))
+        asked = long_prompt(8704)
+        selection = router.choose(asked)
+        assert selection is not None
+        assert selection.worker is first
+        placed = router.unless_held(asked, (), NO_LIMITS, selection, held=0)
+        assert placed is not None
+        assert placed.worker is fleet.workers[goes_to]
 
     with_router(play)
 

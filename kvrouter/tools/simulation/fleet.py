@@ -323,9 +323,13 @@ class Fleet:
 
     def _unless_held(self, request: TracedRequest, choice: Candidate) -> Candidate | None:
         """The choice, or another by which a request is answered sooner, unless it has to wait."""
-        if not self._late_binding or not self._is_busy(self._loads[self._targets.index(choice.target)]):
+        load = self._loads[self._targets.index(choice.target)]
+        if not self._late_binding or not is_busy(load, crowded=True):
             return choice
-        return self._sooner(request, choice)
+        sooner = self._sooner(request, choice)
+        if sooner is None and self._is_busy(load):
+            return None
+        return sooner or choice
 
     def _sooner(self, request: TracedRequest, choice: Candidate) -> Candidate | None:
         """What is free and answers sooner than a choice that is busy, while the fleet has time to spare."""
