@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
-import socket
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,26 +14,15 @@ import aiohttp
 import yaml
 from aiohttp import web
 
+from benchmarks.ports import free_port
 from kvrouter.processes import KvrouterProcess
-
-
-def _free_port() -> int:
-    """A port that no outgoing connection is given: a worker that is down must be able to come back."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as trial:
-            try:
-                trial.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 class SimulatedWorker:
     """A simulated worker at one address, whatever becomes of its process."""
 
     def __init__(self, step_ms: float) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self._options = ["--port", str(self._port), "--step-ms", str(step_ms)]
         self._process = KvrouterProcess(["simulate", *self._options])
         self._refusing: web.AppRunner | None = None

@@ -23,7 +23,8 @@ from benchmarks.envoy.sides import CORE, picker_settings
 from benchmarks.envoy.worker import SHORT, workers
 from benchmarks.index.machine import CORES, description
 from benchmarks.index.report import Table, write_section
-from benchmarks.proxy.processes import answers, cpu_of, free_port, memory_of, started
+from benchmarks.ports import free_port
+from benchmarks.proxy.processes import answers, cpu_of, memory_of, started
 
 _RATE = 400.0  # requests a second
 _RELEASED_SECONDS = 30.0

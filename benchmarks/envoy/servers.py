@@ -27,8 +27,9 @@ from benchmarks.envoy.sides import CORE, running_envoy, spread, version
 from benchmarks.envoy.worker import SHORT, workers
 from benchmarks.index.machine import CORES, LOAD_CORE, description, pin
 from benchmarks.index.report import Table, write_section
+from benchmarks.ports import free_port
 from benchmarks.proxy.load import loaded, tool
-from benchmarks.proxy.processes import cpu_of, free_port, started
+from benchmarks.proxy.processes import cpu_of, started
 
 _CONFIG = Path("deploy/envoy/cheapest.yaml")
 _HOW = """\

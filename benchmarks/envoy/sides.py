@@ -15,7 +15,8 @@ import yaml
 
 from benchmarks.builds import python
 from benchmarks.index.machine import INDEXER_CORE
-from benchmarks.proxy.processes import answers, cpu_of, free_port, started
+from benchmarks.ports import free_port
+from benchmarks.proxy.processes import answers, cpu_of, started
 from benchmarks.proxy.prompts import MODEL
 from worker.simulated.settings import BUNDLED_MODEL
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.index.machine import LOAD_CORE
+from benchmarks.ports import free_port
 from benchmarks.proxy import raw_worker
-from benchmarks.proxy.processes import answers, free_port, started
+from benchmarks.proxy.processes import answers, started
 from benchmarks.proxy.workers import WORKERS
 
 SHORT, LONG = 4, 256  # events of a stream

@@ -19,7 +19,8 @@ from benchmarks.chaos.workers import SimulatedWorker
 from benchmarks.hostile.customers import Service, customers
 from benchmarks.hostile.hostile_process import hostile_process
 from benchmarks.index.machine import CORES, pin
-from benchmarks.proxy.processes import answers, free_port, started
+from benchmarks.ports import free_port
+from benchmarks.proxy.processes import answers, started
 from benchmarks.proxy.sides import ROUTER_CORE
 
 WORKERS = 3

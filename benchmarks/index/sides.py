@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,6 +20,7 @@ from benchmarks.index import timed
 from benchmarks.index.client import Client, post_request
 from benchmarks.index.machine import cpu_seconds, pin, resident_bytes, thread_seconds
 from benchmarks.index.workload import BLOCK_SIZE
+from benchmarks.ports import free_port
 from indexer.cores import CORE_VARIABLE
 
 MODEL = "model"
@@ -180,7 +180,7 @@ class RunningIndexer:
 @contextmanager
 def running(side: Side, cores: Sequence[int]) -> Iterator[RunningIndexer]:
     """Start an indexer on these cores; it answers when this returns, and is gone after."""
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             side.command(port),
@@ -212,10 +212,3 @@ def _connect(port: int, process: subprocess.Popen[bytes]) -> Client | None:
         except OSError:
             time.sleep(0.05)
     return None
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port

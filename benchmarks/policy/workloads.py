@@ -41,8 +41,8 @@ CONVERSATION = Workload("conversation", 32, 1500, 5.0, 2500, 400, 320, 25.0)
 AGENT = Workload("agent", 8, 9000, 16.0, 1500, 1100, 130, 4.0)
 # Long sessions, whose prompts grow to many times what a turn adds.
 LOOP = Workload("loop", 4, 6000, 40.0, 2000, 1500, 200, 3.0, longest=120_000)
-# As in a thousand consecutive requests of Mooncake's tool and agent trace: chats, some of them long, beside calls of two
-# tools, whose prompts are nearly all the same and whose answers are short.
+# As in a thousand consecutive requests of Mooncake's tool and agent trace: chats, some of them long, beside calls of
+# two tools, whose prompts are nearly all the same and whose answers are short.
 _TOOLS = (Workload("call", 1, 6144, 1.0, 630, 1, 13, 1.0), Workload("call", 1, 2560, 1.0, 680, 1, 19, 1.0))
 TOOL = Workload("tool", 1, 512, 1.73, 9300, 3000, 374, 60.0, 130_000, beside=((1.52, _TOOLS[0]), (0.57, _TOOLS[1])))
 # Documents that are asked about once.

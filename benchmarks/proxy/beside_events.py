@@ -18,9 +18,10 @@ import typer
 from benchmarks.builds import is_compiled, python
 from benchmarks.index.machine import AWAKE, CORES, awake, description
 from benchmarks.index.report import write_section
+from benchmarks.ports import free_port
 from benchmarks.proxy.event_load import EVENT_BLOCKS, EventLoad, event_load
 from benchmarks.proxy.load import Load, loaded, tool
-from benchmarks.proxy.processes import answers, cpu_of, free_port, started
+from benchmarks.proxy.processes import answers, cpu_of, started
 from benchmarks.proxy.prompts import MODEL
 from benchmarks.proxy.run import SIZES
 from benchmarks.proxy.sides import ROUTER_CORE

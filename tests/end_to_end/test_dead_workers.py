@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 from typing import Any
 
 import pytest
 from router_under_test import RouterUnderTest, router, until
 from structlog.testing import capture_logs
 
+from benchmarks.ports import free_port
 from kvrouter.processes import KvrouterProcess
 
 pytestmark = pytest.mark.anyio
 
 PROBED = {"probe_interval": 0.2, "retry_interval": 0.1, "probe_timeout": 0.5, "failed_probes": 2}
 PROMPT = {"model": "simulated", "prompt": " ".join(map(str, range(100))), "max_tokens": 1}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 async def states(routed: RouterUnderTest) -> set[str]:

@@ -17,6 +17,7 @@ import pytest
 import zmq
 from broken_fleet import Frames, event_relay, request_proxy
 
+from benchmarks.ports import free_port
 from kvevents import BlockStored, EventSource, WireForm, decode_batch, encode_batch
 from kvrouter.tools.doctor import stream as doctor_stream
 from kvrouter.tools.doctor.findings import FIXES, Cause
@@ -61,11 +62,6 @@ async def found(
     for each in examined:
         print(each.url, *each.passed, *each.findings, sep="\n  ")  # shown when a test fails
     return [[finding.cause for finding in each.findings] for each in examined]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 async def test_nothing_is_found_in_a_sound_fleet(sound: Sound) -> None:

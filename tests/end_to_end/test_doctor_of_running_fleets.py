@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ import pytest
 from aiohttp import web
 from router_under_test import router, until
 
+from benchmarks.ports import free_port
 from kvrouter.tools.doctor import NoWorkersError
 from kvrouter.tools.doctor.run import run_doctor
 from kvrouter.tools.doctor.running_fleet import ROUTER_FIXES
@@ -46,11 +46,6 @@ async def doctor(*arguments: str) -> tuple[int | None, str, str]:
     )
     out, err = await asyncio.wait_for(process.communicate(), 60)
     return process.returncode, out.decode(), err.decode()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 async def test_a_sound_fleet() -> None:

@@ -16,7 +16,8 @@ import pytest
 import trustme
 import yaml
 
-from benchmarks.replicas.redis_server import RedisServer, free_port, has_tls
+from benchmarks.ports import free_port
+from benchmarks.replicas.redis_server import RedisServer, has_tls
 from kvrouter.processes import KvrouterProcess
 from router.fleet.end_tasks import end_tasks
 from router.fleet.load import LoadTable, Reservation

@@ -9,15 +9,16 @@ import socket
 import time
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
-from secrets import randbelow
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from test_command import service
+
+from benchmarks.ports import free_port
 
 PASSWORD = "pass-w0rd"
 
@@ -53,14 +54,6 @@ def connected(url: str, data: bytes) -> socket.socket:
     connection = socket.create_connection((address.hostname, address.port), timeout=60)
     connection.sendall(data)
     return connection
-
-
-def free_port() -> int:
-    """One that no other test's connection gets meanwhile: below those that systems give."""
-    while True:
-        port = 20_000 + randbelow(12_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 COMPLETION = {"model": "simulated", "prompt": "a b c", "max_tokens": 2}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 
 import aiohttp
 import pytest
 import trustme
 
+from benchmarks.ports import free_port
 from router.http.connection_problem import connection_problem
 
 pytestmark = pytest.mark.anyio
@@ -21,12 +21,6 @@ async def problem(url: str) -> str:
             async with session.get(url) as response:
                 response.raise_for_status()
     return connection_problem(failed.value)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

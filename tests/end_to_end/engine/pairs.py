@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,9 +14,10 @@ from typing import Any
 
 import yaml
 
+from benchmarks.ports import free_ports
 from engine.conversations import VOCABULARY
 from engine.installation import Installation
-from engine.servers import MODEL, RouterProcess, VllmWorker, free_ports
+from engine.servers import MODEL, RouterProcess, VllmWorker
 from engine.web import post_reply
 
 SKIP_TOKENS = 128  # of a prompt, that a decode worker computes itself
@@ -35,7 +35,7 @@ def pair_worker(name: str, installation: Installation, logs: Path, ranks: int = 
     """A vLLM that can compute prompts for others, and go on from theirs."""
     environment = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_ports_in_a_row(ranks)),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(ranks)[0]),
         "UCX_TLS": "tcp,self,sm",
         "UCX_MODULES": "^ib",
     }
@@ -95,15 +95,3 @@ def router_before(
     file.write_text(yaml.safe_dump({"workers": workers, "disaggregation": {"skip_tokens": SKIP_TOKENS}}))
     with RouterProcess([], logs, "--config", str(file), **options) as router:
         yield router
-
-
-def _ports_in_a_row(count: int) -> int:
-    """The first of some free ports: each rank takes one."""
-    while True:
-        (first,) = free_ports(1)
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first

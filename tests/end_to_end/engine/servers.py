@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.ports import free_ports
 from engine.installation import Installation
 from engine.processes import ServerProcess, wait_for
 from engine.web import answers, get_json, post_json
@@ -212,12 +212,3 @@ class RouterProcess:
     def _listening_on(self) -> str | None:
         found = re.search(r"listens on (\S+)", self._process.log.read_text())
         return found and found[1]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody uses now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [taken.getsockname()[1] for taken in sockets]
-    for taken in sockets:
-        taken.close()
-    return ports

