@@ -304,7 +304,7 @@ class PolicySettings(_Section):
     context: NonNegative = 0.05
     cpu_token: NonNegative = 0.1
     disk_token: NonNegative = 0.5
-    broken_promise: NonNegative = 60_000.0
+    broken_promise: NonNegative = 40_000.0
     near: NonNegative = 0.0
 
 

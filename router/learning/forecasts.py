@@ -128,13 +128,15 @@ class Forecasts:
             return Forecast(ttft, tpot)
         own = prefill_seconds(rates, tokens, candidate.overlap, candidate.requests, candidate.context) / _HORIZON
         tpot = self._tpot.estimate(target, tpot_by_rates(candidate, rates, tokens, output_tokens, share + own))
-        if busy is None or not busy.promised:
+        promised = {} if busy is None else busy.promised
+        unpromised = max(candidate.requests - sum(promised.values()), 0)
+        if not promised and not unpromised:
             return Forecast(ttft, tpot)
         # By its prompt alone: wherever it goes its answer is decoded.
         before = max(tpot_by_rates(candidate, rates, 0, 0.0, share), _LEAST_SECONDS)
         after = max(tpot_by_rates(candidate, rates, 0, 0.0, share + own), _LEAST_SECONDS)
-        broken = broken_by(busy.promised, Estimate(before, tpot.ratios), Estimate(after, tpot.ratios))
-        return Forecast(ttft, tpot, broken)
+        before, after = (Estimate(by_rates, tpot.ratios).expected for by_rates in (before, after))
+        return Forecast(ttft, tpot, broken_by(promised, unpromised, before, after))
 
     def promise(self) -> None:
         """Something is promised: from now on it is kept what targets do. What is known of times per token was learned

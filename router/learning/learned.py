@@ -11,6 +11,7 @@ from router.holdings.speculation import CHUNK_TOKENS
 from router.learning.eviction_pressure import EvictionPressure
 from router.learning.forecasts import Forecasts
 from router.learning.output_length import OutputLengths
+from router.learning.session_turns import SessionTurns
 from router.policies.rates import Rates, RateTable
 from router.policies.records import Candidate
 
@@ -19,7 +20,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Learned:
-    """How fast workers are, how long answers become, what evictions cost, and what follows for first tokens.
+    """How fast workers are, how long answers and sessions become, what evictions cost, what follows for first tokens.
 
     `places`: of the sessions that were said to go on.
 
@@ -36,6 +37,7 @@ class Learned:
         self.rates = RateTable(start, clock)
         self.forecasts = Forecasts(self.rates, cpu_token, disk_token, clock)
         self.outputs = OutputLengths()
+        self.turns = SessionTurns()
         self.pressure = EvictionPressure(CHUNK_TOKENS, clock=clock)
         self.places = SessionPlaces(clock)
         self._clock = clock

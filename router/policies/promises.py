@@ -1,31 +1,37 @@
 """What a request was promised, what is predicted for it, and which candidate it better goes to.
 
     late = max(TTFT - time left, 0) + output · max(TPOT - promised, 0)      in seconds, of an answer of `output` tokens
-    J'   = J + ω · (chance that its promise is broken there + promises of others that it breaks there)
+    J'   = J + ω · turns · (chance that its promise is broken there + promises of others that it breaks there)
 
-J is the policy's cost, and ω what a broken promise costs: `policy.broken_promise`. The lowest J' wins. So among
-candidates that keep the promise the cheapest one wins, and a promise that is kept nowhere scatters no prefixes in vain.
-A session keeps its place: where most of a prompt is cached and the first token comes in time, that is where it goes.
-A request that is refused rather than served late goes to a candidate that keeps its promise wherever there is one.
-For one that was promised nothing the promises of others count a tenth: it is not to pay for them with its own time.
+J is the policy's cost, and ω what a broken promise costs: `policy.broken_promise`. `turns` is how many a session has in
+the mean (`router.learning.session_turns`): the next ones go where its prefix is, and meet the same company. The lowest
+J' wins. So among candidates that keep the promise the cheapest one wins, and a promise that is kept nowhere scatters no
+prefixes in vain. A session leaves its place where that is worth computing its prefix once more.
+
+A request that is refused rather than served late goes to a candidate that keeps its promise wherever there is one. For
+one that was promised nothing the promises of others count less, and for this turn alone: it is not to pay for them with
+its own time. Nor do all that were promised something loose go where those without a promise are: each of these counts
+half of one that was promised the time per token that it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import log
+from math import erf, log, sqrt
 from typing import Final
 
 from router.policies.rates import Rates, prefill_seconds
 from router.policies.ratios import Ratios
 from router.policies.records import Candidate, CostUnit, Decision
 
-# What promises of others count for a request without one.
-_UNPROMISED_SHARE: Final = 0.1
+# What promises of others count for a request without one, and what an answer without one counts for others.
+_FOR_UNPROMISED: Final = 0.3
+_OF_UNPROMISED: Final = 0.5
 # A loss that no other candidate is looked for because of.
 LITTLE: Final = 0.05
-# How wide promised times per token are spread, as the logarithm of the longest by the shortest.
-_PROMISES_RANGE: Final = 2.0
+# How far an answer's time per token comes to be from what is expected now, as a standard deviation of logarithms: it
+# depends on all that comes until its end.
+_DEVIATION: Final = 0.5
 # The price of a token where costs are counted in seconds.
 _SECONDS_PER_TOKEN: Final = 4e-5
 # A worker computes prompts all the time, nearly: its decoding is slower by no more than this.
@@ -170,26 +176,20 @@ def tpot_by_rates(candidate: Candidate, rates: Rates, tokens: int, output_tokens
     return step / (1 - min(prefill_share, _MOST_SHARE))
 
 
-def broken_by(promised: Mapping[float, int], before: Estimate, after: Estimate) -> float:
-    """How many promises a prefill is expected to break, when it changes the time per token. `promised`: how many
-    answers in flight were promised which time per token.
+def broken_by(promised: Mapping[float, int], unpromised: int, before: float, after: float) -> float:
+    """How many promises a prefill is expected to break, when it changes the expected time per token.
 
-    That is half by what is expected of each of them now, half as if they were spread over a wide range, which makes all
-    alike: they have their time in the end, by all that comes until then. Were those that seem lost to count for
-    nothing, every prompt would go to the worker where they are, and its session with it.
+    `promised`: how many answers in flight were promised which time per token; `unpromised`: how many were not. What
+    seems broken already may be kept in the end, so it counts, too, if less. Were it to count for nothing, every prompt
+    would go to the worker where most is lost, and its session with it.
     """
-    measured = sum(count * max(before.chance(tpot) - after.chance(tpot), 0.0) for tpot, count in promised.items())
-    spread = sum(promised.values()) * log(after.by_rates / before.by_rates) / _PROMISES_RANGE
-    return (measured + spread) / 2
+    broken = sum(count * (_kept(tpot, before) - _kept(tpot, after)) for tpot, count in promised.items())
+    return broken + _OF_UNPROMISED * unpromised * (_kept(before, before) - _kept(before, after))
 
 
-def stays(usual: Candidate, forecast: Forecast, promise: Promise, tokens: int, now: float) -> bool:
-    """Whether a prompt of `tokens` goes to the policy's own choice, whatever others would take."""
-    if forecast.loss(promise, now) <= LITTLE:
-        return True
-    if promise.refuses_late or 2 * usual.overlap < tokens:
-        return False
-    return promise.first_token_by is None or forecast.ttft.expected <= promise.first_token_by - now
+def _kept(promised: float, expected: float) -> float:
+    """The chance that a time per token is kept in the end."""
+    return (1 + erf(log(promised / expected) / (_DEVIATION * sqrt(2)))) / 2
 
 
 def counts_in_prefill(unit: CostUnit) -> bool:
@@ -198,7 +198,12 @@ def counts_in_prefill(unit: CostUnit) -> bool:
 
 
 def choose_for_promise(
-    decision: Decision, forecasts: list[Forecast], promise: Promise, now: float, broken_promise: float
+    decision: Decision,
+    forecasts: list[Forecast],
+    promise: Promise,
+    now: float,
+    broken_promise: float,
+    turns: float = 1.0,
 ) -> int:
     """The place of the candidate that a promised request better goes to: see above.
 
@@ -210,7 +215,7 @@ def choose_for_promise(
     if promise.refuses_late:
         places_in_time = [place for place in places if forecasts[place].late(promise, now, 1.0) <= 0]
         places = places_in_time or places
-    worth = _worth(decision.unit, broken_promise * (_UNPROMISED_SHARE if promise is NO_PROMISE else 1.0))
+    worth = _worth(decision.unit, broken_promise * (_FOR_UNPROMISED if promise is NO_PROMISE else turns))
     losses = [forecast.loss(promise, now) for forecast in forecasts]
     totals = [sum(decision.terms(candidate).values()) for candidate in candidates]
     if worth is None:  # the policy's costs are in nothing that promises could be counted in

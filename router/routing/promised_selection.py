@@ -1,14 +1,14 @@
 """The selection where promises are made.
 
-The policy's own choice is nearly always one that keeps the request's promise and breaks no other, or where the session
-has its place. Only where it is not, what every other candidate would take is predicted.
+The policy's own choice is nearly always one that keeps the request's promise and breaks no other. Only where it is not,
+what every other candidate would take is predicted.
 """
 
 from __future__ import annotations
 
 from router.learning.learned import Learned
 from router.policies import Candidate, Decision
-from router.policies.promises import NO_PROMISE, Forecast, Promise, choose_for_promise, counts_in_prefill, stays
+from router.policies.promises import LITTLE, NO_PROMISE, Forecast, Promise, choose_for_promise, counts_in_prefill
 from router.routing.candidates import CandidateSet
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
@@ -22,6 +22,7 @@ class PromisedSelector:
     def __init__(self, learned: Learned, peer_load: PeerLoad, broken_promise: float) -> None:
         self._forecasts = learned.forecasts
         self._outputs = learned.outputs
+        self._turns = learned.turns
         self._peer_load = peer_load
         self._broken_promise = broken_promise
 
@@ -45,12 +46,13 @@ class PromisedSelector:
         self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, promise: Promise, now: float
     ) -> tuple[Selection, Forecast]:
         forecast = self.forecast(usual.rank, usual.decision.chosen, prompt)
-        if found.count <= 1 or stays(usual.decision.chosen, forecast, promise, prompt.tokens, now):
+        if found.count <= 1 or forecast.loss(promise, now) <= LITTLE:
             return usual, forecast
         decision = usual.decision
         candidates = decision.candidates
         forecasts = [self.forecast(found.rank_of(each), each, prompt) for each in candidates]
-        place = choose_for_promise(decision, forecasts, promise, now, self._broken_promise)
+        turns = self._turns.expected(usual.rank.target.model)
+        place = choose_for_promise(decision, forecasts, promise, now, self._broken_promise, turns)
         chosen = Decision(candidates[place], candidates, decision.terms, unit=decision.unit)
         return found.select(chosen), forecasts[place]
 

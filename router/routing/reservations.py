@@ -114,6 +114,7 @@ class Reservations:
         assignment = Assignment(selection, reservation, attempt)
         if self._forecasts.promising:
             self._forecasts.placed(target, seconds, now)
+            self._learned.turns.seen(target.model, selection.best_overlap, prompt.tokens)
             promise = selection.promise
             if promise is not None and promise.tpot is not None and decodes:
                 assignment.when_released(self._forecasts.hold(target, promise.tpot))

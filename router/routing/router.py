@@ -70,7 +70,7 @@ class Router:
         sharing: LoadSharing,
         disaggregation: DisaggregationSettings,
         cache_bytes: int = CACHE_BYTES,
-        broken_promise: float = 60_000.0,
+        broken_promise: float = 40_000.0,
     ) -> None:
         """`cache_bytes` bounds what is kept of the chats of earlier requests. `broken_promise`: what one costs, in
         prefill tokens."""

@@ -18,7 +18,7 @@ from router.holdings.speculation import ReleaseCallback
 from router.learning.forecasts import WatchedAnswer
 from router.learning.learned import Learned, RequestTiming
 from router.policies import Candidate, Decision, Policy
-from router.policies.promises import NO_PROMISE, Forecast, Promise, choose_for_promise, stays
+from router.policies.promises import LITTLE, NO_PROMISE, Forecast, Promise, choose_for_promise
 from router.policies.rates import Rates, prefill_seconds
 from router.routing.late_binding import promised_order
 from router.settings import PolicySettings
@@ -130,9 +130,11 @@ class PromisedFleet(Fleet):
             return predicted_latency(
                 decision.candidates, forecasts, promise, self._now, request.input_tokens, self._random, most
             )
-        chosen, forecast = decision.chosen, self._forecast(decision.chosen, request)
-        counted = promise or NO_PROMISE
-        if not stays(chosen, forecast, counted, request.input_tokens, self._now):
+        chosen, counted = decision.chosen, promise or NO_PROMISE
+        if promise is None and not self._learned.forecasts.promised_on(chosen.target):
+            return chosen
+        forecast = self._forecast(chosen, request)
+        if forecast.loss(counted, self._now) > LITTLE:
             chosen, forecast = self._least_loss(decision, request, counted)
         if promise is not None:
             promise.late = forecast.late(promise, self._now, self._output()) > 0
@@ -140,7 +142,8 @@ class PromisedFleet(Fleet):
 
     def _least_loss(self, decision: Decision, request: TracedRequest, promise: Promise) -> tuple[Candidate, Forecast]:
         forecasts = [self._forecast(each, request) for each in decision.candidates]
-        place = choose_for_promise(decision, forecasts, promise, self._now, _BROKEN_PROMISE)
+        turns = self._learned.turns.expected("m")
+        place = choose_for_promise(decision, forecasts, promise, self._now, _BROKEN_PROMISE, turns)
         return decision.candidates[place], forecasts[place]
 
     def _forecast(self, candidate: Candidate, request: TracedRequest) -> Forecast:
@@ -159,6 +162,8 @@ class PromisedFleet(Fleet):
         promise = self._promises.get(id(request))
         answer = forecasts.watch(target, self._forecast(choice, request), promise, self._now)
         forecasts.placed(target, self._prefill(request, choice), self._now)
+        cached = max(self._view.overlaps(request.blocks).values(), default=0) * self._block_tokens
+        self._learned.turns.seen("m", min(cached, request.input_tokens), request.input_tokens)
         release = forecasts.hold(target, promise.tpot) if promise is not None and promise.tpot is not None else None
         self._answers[id(request)] = answer, self._learned.timing(choice, request.input_tokens), release
         self.watched.append(answer)
