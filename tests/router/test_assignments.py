@@ -24,6 +24,7 @@ from router.holdings.recomputed import RecomputedBlocks
 from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings
 from router.learning.learned import Learned
 from router.policies import Candidate, policy_named
+from router.policies.promises import Promise
 from router.policies.rates import Rates
 from router.routing.limits import NO_LIMITS
 from router.routing.routed_prompt import RoutedPrompt
@@ -161,6 +162,28 @@ def test_while_there_is_time_to_spare_a_free_worker_is_taken_before_one_whose_pr
         placed = router.unless_held(asked, (), NO_LIMITS, selection, held=0)
         assert placed is not None
         assert placed.worker is fleet.workers[goes_to]
+
+    with_router(play)
+
+
+@pytest.mark.parametrize(("cached", "goes_to"), [(False, 0), (True, 1)])
+def test_where_sessions_have_many_turns_one_leaves_its_prefix_rather_than_break_promises_again_and_again(
+    cached: bool, goes_to: int
+) -> None:
+    """Beside it a hundred answers were promised 25 ms a token, about what they have. Its new tokens slow them a little,
+    at each turn. That their prompts are `cached` tells of sessions with many turns."""
+
+    async def play(router: Router, fleet: Fleet) -> None:
+        second = fleet.workers[1]
+        router.place(long_prompt(20_032), excluded=[second]).first_byte()
+        beside = long_prompt(600) if cached else RoutedPrompt(MODEL, 600, [], [], exact=True, streamed=True)
+        for _ in range(100):
+            there = router.choose(beside, excluded=[second], promise=Promise(None, 0.025, time.monotonic()))
+            assert there is not None
+            router.reserve(beside, there).first_byte()
+        selection = router.choose(long_prompt(20_544), promise=Promise(None, 1.0, time.monotonic()))
+        assert selection is not None
+        assert selection.worker is fleet.workers[goes_to]
 
     with_router(play)
 
