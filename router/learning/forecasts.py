@@ -135,8 +135,8 @@ class Forecasts:
         # By its prompt alone: wherever it goes its answer is decoded.
         before = max(tpot_by_rates(candidate, rates, 0, 0.0, share), _LEAST_SECONDS)
         after = max(tpot_by_rates(candidate, rates, 0, 0.0, share + own), _LEAST_SECONDS)
-        before, after = (Estimate(by_rates, tpot.ratios).expected for by_rates in (before, after))
-        return Forecast(ttft, tpot, broken_by(promised, unpromised, before, after))
+        off = 1.0 if tpot.ratios is None else tpot.ratios.at(0.5)
+        return Forecast(ttft, tpot, broken_by(promised, unpromised, off * before, off * after))
 
     def promise(self) -> None:
         """Something is promised: from now on it is kept what targets do. What is known of times per token was learned
