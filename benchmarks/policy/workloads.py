@@ -43,8 +43,9 @@ AGENT = Workload("agent", 8, 9000, 16.0, 1500, 1100, 130, 4.0)
 LOOP = Workload("loop", 4, 6000, 40.0, 2000, 1500, 200, 3.0, longest=120_000)
 # As in a thousand consecutive requests of Mooncake's tool and agent trace: chats, some of them long, beside calls of
 # two tools, whose prompts are nearly all the same and whose answers are short.
-_TOOLS = (Workload("call", 1, 6144, 1.0, 630, 1, 13, 1.0), Workload("call", 1, 2560, 1.0, 680, 1, 19, 1.0))
-TOOL = Workload("tool", 1, 512, 1.73, 9300, 3000, 374, 60.0, 130_000, beside=((1.52, _TOOLS[0]), (0.57, _TOOLS[1])))
+_LONG_CALL = Workload("long call", 1, 6144, 1.0, 630, 1, 13, 1.0)
+_SHORT_CALL = Workload("short call", 1, 2560, 1.0, 680, 1, 19, 1.0)
+TOOL = Workload("tool", 1, 512, 1.73, 9300, 3000, 374, 60.0, 130_000, ((1.52, _LONG_CALL), (0.57, _SHORT_CALL)))
 # Documents that are asked about once.
 SINGLE = Workload("single", 1, 1, 1.0, 9000, 1, 130, 1.0)
 

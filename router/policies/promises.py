@@ -184,7 +184,7 @@ def broken_by(promised: Mapping[float, int], unpromised: int, before: float, aft
     would go to the worker where most is lost, and its session with it.
     """
     broken = sum(count * (_kept(tpot, before) - _kept(tpot, after)) for tpot, count in promised.items())
-    return broken + _OF_UNPROMISED * unpromised * (_kept(before, before) - _kept(before, after))
+    return broken + _OF_UNPROMISED * unpromised * (0.5 - _kept(before, after))
 
 
 def _kept(promised: float, expected: float) -> float:
