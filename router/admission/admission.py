@@ -26,13 +26,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from indexer.errors import RequestError
 from router.admission.drain_rate import DrainRate
 from router.admission.fair_queue import FairQueue, Waiting
 from router.admission.refusals import promise_not_kept, too_many
 from router.admission.ticket import Ticket, deadline_error
+from router.admission.wait_reason import WaitReason
 from router.fleet.fleet import Worker
 from router.policies.promises import Forecast, Promise
 from router.routing.assignment import Assignment
@@ -46,15 +46,9 @@ from router.settings import AdmissionSettings
 
 LATE_TIMEOUTS = 10
 # Waiting requests that choose again at one time, at most: each choice costs a walk through the index.
-_TRIES = 16
-
-
-class WaitReason(StrEnum):
-    """Why a request waits."""
-
-    SATURATED = "saturated"
-    LATE_BINDING = "late_binding"
-    NO_WORKER = "no_worker"
+TRIES = 16
+# And those of a tenant and name that are late: these look at what all candidates would take, and have time.
+LATE_TRIES = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -231,13 +225,13 @@ class Admission:
         self._full = set()
         tries = 0
         late: list[_Request] = []
-        for request in self.queue.in_order(without=self._full):
+        for request in self.queue.in_order(self._full, LATE_TRIES):
             held = self.queue.length if self.late_binding else None
             if not self._router.any_has_capacity(request.prompt, request.tried, self.limits, held):
                 if not request.tried:
                     self._full.add(request.name)
                 continue
-            if tries == _TRIES:
+            if tries == TRIES:
                 break
             tries += 1
             try:

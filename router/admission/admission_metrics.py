@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.admission.admission import Admission, WaitReason
+from router.admission.admission import Admission
+from router.admission.wait_reason import WaitReason
 from router.fleet.fleet import Fleet
 from router.fleet.load import LoadTable
 

@@ -131,9 +131,9 @@ class FairQueue(Generic[W]):
         self._clock = max(self._clock, start)
         self._clocks[tenant] = start + max(tokens, 1)
 
-    def in_order(self, without: Container[str | None] = ()) -> Iterator[W]:
+    def in_order(self, without: Container[str | None] = (), most_late: int | None = None) -> Iterator[W]:
         """The requests, the next one first. They may be removed and served meanwhile, which changes what comes next.
-        Names may be added to `without` meanwhile as well."""
+        Names may be added to `without` meanwhile as well. `most_late`: a lane of late ones ends when so many stay."""
         heap = [(self._key(lane, queue[0]), lane, 0) for lane, queue in self._lanes.items()]
         heapify(heap)
         while heap:
@@ -147,7 +147,9 @@ class FairQueue(Generic[W]):
                 heappush(heap, (now, lane, place))
                 continue
             yield request
-            heappush(heap, (key, lane, place + request.queued))
+            stay = place + request.queued
+            if not lane.late or stay != most_late:
+                heappush(heap, (key, lane, stay))
 
     def last(self) -> W | None:
         """The one that would come last, which is the first to give way."""

@@ -14,8 +14,9 @@ from indexer.errors import RequestError
 from indexer.names import WorkerNames
 from indexer.openapi import errors, json_body
 from router.access.bodies import check_amounts
-from router.admission.admission import Admission, WaitReason
+from router.admission.admission import Admission
 from router.admission.service_levels import ServiceLevels, read_promise
+from router.admission.wait_reason import WaitReason
 from router.apis.agent_hints import AgentHints, hints_in_headers
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,13 @@ from benchmarks.policy.workloads import AGENT, SINGLE
 from indexer import Target
 from kvrouter.tools.simulation.fleet import Outcome
 from kvrouter.tools.simulation.predicted_latency import predicted_latency
+from kvrouter.tools.simulation.profiles import LLAMA_70B
+from kvrouter.tools.simulation.promised_fleet import By, PromisedFleet
 from kvrouter.tools.simulation.trace import Promised, TracedRequest
-from router.policies import Candidate
+from router.admission.admission import LATE_TRIES
+from router.policies import Candidate, policy_named
 from router.policies.promises import Estimate, Forecast, Promise
+from router.settings import PolicySettings
 
 GROUND = Ground(AGENT, 2, 300_000, 0.5, 1.6, seconds=40.0)
 
@@ -71,6 +76,37 @@ def test_far_beyond_saturation_some_are_late_and_not_all() -> None:
     ours, today = (kept(play(side, ground, requests, 0)).share for side in (OURS_PROMISED, TODAY))
     assert today < 0.1
     assert ours > 0.3
+
+
+class _Watching(PromisedFleet):
+    """Counts how many held requests that were late choose at one event, and stay."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.in_vain: list[int] = []
+        self._chose = set[int]()
+
+    def _retry(self) -> set[int]:
+        late = {id(request) for request in self._waiting() if self._promises[id(request)].late}
+        self._chose.clear()
+        bound = super()._retry()
+        self.in_vain.append(len(late & self._chose & {id(request) for request in self._waiting()}))
+        return bound
+
+    def _choose(self, request: TracedRequest) -> Candidate:
+        self._chose.add(id(request))
+        return super()._choose(request)
+
+    def _waiting(self) -> list[TracedRequest]:
+        return [held.outcome.request for held in self._held]
+
+
+def test_of_those_that_are_late_few_choose_at_one_event() -> None:
+    random = Random(0)
+    choose = policy_named(PolicySettings(), random).choose
+    fleet = _Watching(LLAMA_70B, 2, 300_000, choose, random, By.BROKEN_PROMISES, True)
+    fleet.run(classed(GROUND.requests(4.0, 0), PROMISED, 0))
+    assert max(fleet.in_vain) == LATE_TRIES
 
 
 def test_sessions_have_one_class_and_runs_repeat() -> None:

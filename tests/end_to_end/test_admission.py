@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +16,12 @@ from router_under_test import QUICK, Reply, RouterUnderTest, router, until
 from scripted_worker import MODEL, Exchange, scripted_worker
 
 from router.access import hashed_key
+from router.fleet.fleet import Worker
+from router.policies.promises import Promise
+from router.routing.limits import NO_LIMITS, Limits
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
+from router.routing.selection import Selection
 from worker.simulated import SimulatedWorkerSettings
 from worker.simulated.serve import running
 
@@ -462,6 +468,17 @@ async def busy_fleet(
             script.gate.open(9)
 
 
+async def with_and_without(name: str, scripts: list[Prefills]) -> tuple[Prefills, Prefills]:
+    """The one of two workers that a request has come to, and the other."""
+
+    async def arrived() -> bool:
+        return any(name in script.arrived for script in scripts)
+
+    await until(arrived)
+    there, elsewhere = sorted(scripts, key=lambda script: name not in script.arrived)
+    return there, elsewhere
+
+
 async def test_while_all_are_busy_a_request_chooses_when_a_first_byte_comes() -> None:
     async with busy_fleet() as (routed, asking, scripts):
         await asking.queued("held", tokens=LONG, stream=True)
@@ -510,6 +527,51 @@ async def test_who_has_lost_its_promise_lets_others_go_first_and_goes_in_the_end
         asking.send("held", tokens=LONG, stream=True)
         await until_arrived(scripts[0], 2)
         assert arrived == ["held", "late"]
+
+
+@pytest.mark.derives
+async def test_of_those_that_are_late_few_choose_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They want to go where their prefix is, which is busy, though the other worker is free."""
+    chose: list[Promise] = []
+    choose = Router.choose
+
+    def counting(
+        self: Router,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker] = (),
+        limits: Limits = NO_LIMITS,
+        now: float | None = None,
+        promise: Promise | None = None,
+    ) -> Selection | None:
+        if promise is not None:
+            chose.append(promise)
+        return choose(self, prompt, excluded, limits, now, promise)
+
+    monkeypatch.setattr(Router, "choose", counting)
+    known = list(range(4 * LONG))
+    async with busy_fleet() as (routed, asking, scripts):
+        for script in scripts:
+            script.gate.open()
+        await routed.until_released()
+        asking.send("known", prompt=known, stream=True)
+        there, elsewhere = await with_and_without("known", scripts)
+        there.gate.open()
+        await asking.reply("known")
+        asking.send("three", tokens=LONG, stream=True)
+        asking.send("four", tokens=LONG, stream=True)
+        await until_arrived(there, 3)
+        await until_arrived(elsewhere, 2)
+        for number in range(6):
+            await asking.queued(f"late {number}", {"x-slo-ttft-ms": "1"}, prompt=[*known, number], stream=True)
+        elsewhere.gate.open()
+        await asking.reply(elsewhere.arrived[-1])  # now it is known that they are late
+        asking.send("five", tokens=LONG, stream=True)
+        await until_arrived(elsewhere, 3)
+        before = len(chose)
+        elsewhere.gate.open()
+        await asking.reply("five")
+        assert 2 <= len(chose) - before <= 4  # when its first byte comes, and when it ends
+        assert await asking.waiting() == 6
 
 
 async def test_a_full_queue_lets_go_of_who_is_late_and_sends_nobody_too_soon() -> None:

@@ -102,6 +102,20 @@ def test_names_can_be_left_out_while_going_through() -> None:
     assert seen == ["m", "n"]
 
 
+def test_a_lane_of_late_ones_ends_when_enough_of_them_stay() -> None:
+    late = [waiting(order=place, late=True) for place in range(5)]
+    other, low = waiting("b", order=9.0, late=True), waiting(priority=1)
+    in_time = [waiting(order=place) for place in range(3)]
+    queue = queue_of(*late, other, low, *in_time)
+    assert list(queue.in_order(most_late=2)) == [*in_time, *late[:2], other, low]
+    seen = []
+    for request in queue.in_order(most_late=2):
+        seen.append(request)
+        if request in late[:2]:
+            queue.remove(request)
+    assert seen == [*in_time, *late[:4], other, low]
+
+
 requests = st.builds(
     waiting,
     tenant=st.sampled_from("abc"),

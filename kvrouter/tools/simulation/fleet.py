@@ -23,6 +23,7 @@ from kvrouter.tools.simulation.engine import Engine, Progress
 from kvrouter.tools.simulation.profiles import Profile
 from kvrouter.tools.simulation.sides import Knowledge
 from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TracedRequest
+from router.admission.admission import TRIES
 from router.fleet.load import Reservation, TargetLoad
 from router.holdings.history import RoutingHistory
 from router.holdings.speculation import CHUNK_TOKENS
@@ -38,8 +39,6 @@ LINGER = 2.0  # seconds that an ended prompt still counts as cached soon
 _LOOK_SECONDS = 1.0
 _MEAN_OUTPUT = 256.0
 TIMEOUT = AdmissionSettings().timeout
-# Held requests that choose again at one event, at most.
-MOST_TRIES = 16
 
 
 @dataclass(slots=True)
@@ -308,7 +307,7 @@ class Fleet:
     def _retry(self) -> set[int]:
         """Let held requests choose again, as long as any worker has room."""
         bound: set[int] = set()
-        for held in self._held[:MOST_TRIES]:
+        for held in self._held[:TRIES]:
             if all(self._is_busy(load) for load in self._loads):
                 break
             request = held.outcome.request

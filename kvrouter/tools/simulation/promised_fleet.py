@@ -9,11 +9,11 @@ from enum import StrEnum
 from random import Random
 
 from kvrouter.tools.simulation.engine import Progress
-from kvrouter.tools.simulation.fleet import MOST_TRIES, TIMEOUT, Fleet, HeldRequest, Outcome
+from kvrouter.tools.simulation.fleet import TIMEOUT, Fleet, HeldRequest, Outcome
 from kvrouter.tools.simulation.predicted_latency import predicted_latency
 from kvrouter.tools.simulation.profiles import Profile
 from kvrouter.tools.simulation.trace import TracedRequest
-from router.admission.admission import LATE_TIMEOUTS
+from router.admission.admission import LATE_TIMEOUTS, LATE_TRIES, TRIES
 from router.holdings.speculation import ReleaseCallback
 from router.learning.forecasts import WatchedAnswer
 from router.learning.learned import Learned, RequestTiming
@@ -86,12 +86,15 @@ class PromisedFleet(Fleet):
     def _retry(self) -> set[int]:
         bound = set[int]()
         late = []
-        for held in self._held[:MOST_TRIES]:
+        in_vain = 0  # of those that were late before
+        for held in self._held[:TRIES]:
             request = held.outcome.request
             if all(self._is_busy(load) for load in self._loads):
                 break
             promise = self._promises.get(id(request))
             was_late = promise is not None and promise.late
+            if was_late and in_vain == LATE_TRIES:
+                break
             choice = self._choose(request)
             placed = self._unless_held(request, choice)
             if self._refuses(request):
@@ -99,7 +102,9 @@ class PromisedFleet(Fleet):
             elif placed is not None:
                 self._held.remove(held)
                 bound.add(self._bind(held.outcome, placed))
-            elif promise is not None and promise.late and not was_late:
+            elif was_late:
+                in_vain += 1
+            elif promise is not None and promise.late:
                 late.append((held, choice))
         for held, choice in late:
             self._held.remove(held)
