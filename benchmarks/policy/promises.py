@@ -11,6 +11,7 @@ promise, and serve everything. *Could be kept*: what an idle fleet that forgets 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -73,7 +74,7 @@ class Kept:
 @dataclass(frozen=True, slots=True)
 class Ground:
     """What a saturation belongs to: a workload on a fleet. `below`, `above`: loads between which that is; `loads`: what
-    is compared, as shares of it."""
+    is compared, as shares of it, in each of `mixes`."""
 
     workload: Workload | Path
     workers: int
@@ -82,6 +83,7 @@ class Ground:
     above: float
     seconds: float = 200.0
     loads: tuple[float, ...] = LOADS
+    mixes: tuple[Mix, ...] = (PROMISED, REFUSING, HALF)
 
     def requests(self, load: float, seed: int) -> list[TracedRequest]:
         """What comes at a load, as `Cell` has it."""
@@ -115,15 +117,19 @@ class Played:
 
 
 def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
-    """The workloads and fleets of a run."""
+    """The workloads and fleets of a run. The larger fleets take long: some loads and mixes are enough of them."""
     if trace is not None:
         yield Ground(trace, 8, 1_200_000, 0.6, 2.2)
+        if not quick:
+            yield Ground(trace, 32, 1_200_000, 0.6, 2.2, loads=(0.5, 0.9, 1.0, 1.1, 1.2), mixes=(PROMISED, HALF))
+            yield Ground(trace, 128, 1_200_000, 1.0, 2.5, loads=(0.9, 1.1), mixes=(PROMISED,))
         return
     yield Ground(CONVERSATION, 8, 300_000, 0.5, 1.6)
     if not quick:
         yield Ground(AGENT, 8, 1_200_000, 0.5, 1.4)
         yield Ground(CONVERSATION, 4, 300_000, 0.5, 1.6)
-        yield Ground(CONVERSATION, 32, 300_000, 0.5, 4.0, seconds=100.0, loads=(0.9, 1.1))
+        for workload, kv_tokens in ((CONVERSATION, 300_000), (AGENT, 1_200_000)):
+            yield Ground(workload, 32, kv_tokens, 0.8, 1.6, loads=(0.9, 1.1), mixes=(PROMISED,))
 
 
 def play(side: str, ground: Ground, requests: Sequence[TracedRequest], seed: int) -> Played:
@@ -203,24 +209,34 @@ def kept(played: Played) -> Kept:
 
 
 def compare(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], None]) -> str:
-    """All cells; each is shown as it is done. Returns the table of the verdict."""
+    """All cells, on all cores; each is shown as it is done. Returns the table of the verdict."""
     columns = ("ours / best other", "could be kept", "refused", "TTFT p90 of the others / today's", "off by")
     rows = [["promises kept", *SIDES, *columns]]
-    for ground in grounds(trace, quick):
-        saturation = ground.saturation()
-        for mix in (PROMISED, REFUSING, HALF):
-            for load in ground.loads[2:] if quick else ground.loads:
-                runs: dict[str, list[Kept]] = {side: [] for side in SIDES}
-                most: list[float] = []
-                for seed in range(seeds):
-                    requests = classed(ground.requests(load * saturation, seed), mix, seed)
-                    most.append(keepable(requests))
-                    for side in SIDES:
-                        runs[side].append(kept(play(side, ground, requests, seed)))
-                name = f"{ground.name}, {mix.name}, {load:g} of saturation"
-                rows.append([name, *_verdict(runs, median(most))])
-                show(f"{rows[-1]}\n" + "\n".join(f"  {side}: {_classes(runs[side])}" for side in SIDES))
+    with ProcessPoolExecutor() as cores:
+        saturations = {ground: cores.submit(ground.saturation) for ground in grounds(trace, quick)}
+        for ground, saturation in saturations.items():
+            for mix in ground.mixes:
+                for load in ground.loads[2:] if quick else ground.loads:
+                    runs, most = _runs(ground, mix, load * saturation.result(), seeds, cores)
+                    name = f"{ground.name}, {mix.name}, {load:g} of saturation"
+                    rows.append([name, *_verdict(runs, most)])
+                    show(f"{rows[-1]}\n" + "\n".join(f"  {side}: {_classes(runs[side])}" for side in SIDES))
     return markdown(rows)
+
+
+def _runs(ground: Ground, mix: Mix, load: float, seeds: int, cores: Executor) -> tuple[dict[str, list[Kept]], float]:
+    """What each side keeps at each seed, and what could be kept."""
+    traces = [classed(ground.requests(load, seed), mix, seed) for seed in range(seeds)]
+    runs = {
+        side: [cores.submit(_kept_by, side, ground, requests, seed) for seed, requests in enumerate(traces)]
+        for side in SIDES
+    }
+    most = median(keepable(requests) for requests in traces)
+    return {side: [run.result() for run in of_side] for side, of_side in runs.items()}, most
+
+
+def _kept_by(side: str, ground: Ground, requests: Sequence[TracedRequest], seed: int) -> Kept:
+    return kept(play(side, ground, requests, seed))
 
 
 def _verdict(runs: dict[str, list[Kept]], most: float) -> list[str]:
