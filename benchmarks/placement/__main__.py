@@ -27,9 +27,10 @@ def main() -> None:
 
 
 def _table(build: str, fleets: list[Measured]) -> str:
-    rows = [[f"a placement, µs, {build}", "hold its start", "by columns", "by candidates", "the index alone"]]
+    columns = "by columns", "by candidates", "the index alone", "the choice for a promise kept nowhere"
+    rows = [[f"a placement, µs, {build}", "hold its start", *columns]]
     for fleet in fleets:
-        figures = fleet.columns, fleet.candidates, fleet.index_alone
+        figures = fleet.columns, fleet.candidates, fleet.index_alone, fleet.kept_nowhere
         rows.append([f"{fleet.targets} targets", str(fleet.holders), *(f"{each:.1f}" for each in figures)])
     return markdown(rows)
 

@@ -18,6 +18,7 @@ from benchmarks.placement.fleet import MODEL, SHARED_TOKENS, router_over
 from indexer import Indexer, MatchQuery, TargetRows
 from indexer.hashing import PackedPrompt
 from router.policies import NamedPolicy, Policy, policy_named
+from router.policies.promises import Promise
 from router.routing import router as router_module
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
@@ -29,13 +30,15 @@ _FEWEST, _MOST, _SECONDS = 25, 2000, 1.0
 
 
 class Measured(NamedTuple):
-    """One fleet, in microseconds: a placement by columns and by candidates, and what of it is the index's answer."""
+    """One fleet, in microseconds: a placement by columns and by candidates, what of it is the index's answer, and the
+    choice for a request whose promise no target keeps."""
 
     targets: int
     holders: int
     columns: float
     candidates: float
     index_alone: float
+    kept_nowhere: float
 
 
 async def measure(targets: int, holders: int) -> Measured:
@@ -47,7 +50,8 @@ async def measure(targets: int, holders: int) -> Measured:
             by_candidates = NamedPolicy(by_columns.spec, _called(by_columns.choose))
             routers = [router_over(targets, holders, each, indexer, session) for each in (by_columns, by_candidates)]
             columns, candidates = (_median(_placements(router)) for router in routers)
-            return Measured(targets, holders, columns, candidates, _median(_matches(indexer)))
+            kept_nowhere = _median(_choices_kept_nowhere(routers[0]))
+            return Measured(targets, holders, columns, candidates, _median(_matches(indexer)), kept_nowhere)
         finally:
             indexer.stop()
 
@@ -65,6 +69,15 @@ def _placements(router: Router) -> Iterator[float]:
         yield (thread_time_ns() - begun) / 1000
         assignment.first_byte()
         assignment.release()
+
+
+def _choices_kept_nowhere(router: Router) -> Iterator[float]:
+    """Microseconds of choices that look at what every target would take."""
+    promise = Promise(None, tpot=1e-9, arrived=0.0)
+    for prompt in _prompts():
+        begun = thread_time_ns()
+        router.choose(prompt, promise=promise)
+        yield (thread_time_ns() - begun) / 1000
 
 
 def _matches(indexer: Indexer) -> Iterator[float]:
