@@ -20,7 +20,7 @@ from typing import Final
 
 from indexer import Target
 from router.holdings.speculation import ReleaseCallback
-from router.policies.promises import Estimate, Forecast, Promise, broken_by, tpot_by_rates, ttft_by_rates
+from router.policies.promises import Estimate, Forecast, Promise, broken_by, step_by_rates, tpot_by_rates, ttft_by_rates
 from router.policies.rates import RateTable, prefill_seconds
 from router.policies.ratios import Ratios
 from router.policies.records import Candidate
@@ -121,22 +121,22 @@ class Forecasts:
         rates = self._rates.likely(target.worker, target.model)
         transfer = self._cpu_token * candidate.cpu + self._disk_token * candidate.disk
         ttft = self._ttft.estimate(target, ttft_by_rates(candidate, rates, tokens, backlog, transfer))
+        step = step_by_rates(candidate, rates, tokens, output_tokens)
+        if not self.promising:
+            return Forecast(ttft, self._tpot.estimate(target, step))
         busy = self._busy.get(target)
         share = 0.0 if busy is None else busy.prefill_share(self.clock())
-        if not self.promising:
-            tpot = self._tpot.estimate(target, tpot_by_rates(candidate, rates, tokens, output_tokens, 0.0))
-            return Forecast(ttft, tpot)
         own = prefill_seconds(rates, tokens, candidate.overlap, candidate.requests, candidate.context) / _HORIZON
-        tpot = self._tpot.estimate(target, tpot_by_rates(candidate, rates, tokens, output_tokens, share + own))
+        tpot = self._tpot.estimate(target, tpot_by_rates(step, share + own))
         promised = {} if busy is None else busy.promised
         unpromised = max(candidate.requests - sum(promised.values()), 0)
         if not promised and not unpromised:
             return Forecast(ttft, tpot)
         # By its prompt alone: wherever it goes its answer is decoded.
-        before = max(tpot_by_rates(candidate, rates, 0, 0.0, share), _LEAST_SECONDS)
-        after = max(tpot_by_rates(candidate, rates, 0, 0.0, share + own), _LEAST_SECONDS)
+        others_step = max(step_by_rates(candidate, rates, 0, 0.0), _LEAST_SECONDS)
         off = 1.0 if tpot.ratios is None else tpot.ratios.at(0.5)
-        return Forecast(ttft, tpot, broken_by(promised, unpromised, off * before, off * after))
+        before, after = (off * tpot_by_rates(others_step, each) for each in (share, share + own))
+        return Forecast(ttft, tpot, broken_by(promised, unpromised, before, after))
 
     def promise(self) -> None:
         """Something is promised: from now on it is kept what targets do. What is known of times per token was learned

@@ -168,11 +168,14 @@ def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: floa
     return backlog + prefill + rates.token * transfer_tokens
 
 
-def tpot_by_rates(candidate: Candidate, rates: Rates, tokens: int, output_tokens: float, prefill_share: float) -> float:
-    """Seconds for each token of an answer beside what a candidate has in flight, while it computes prompts for this
-    share of the time."""
+def step_by_rates(candidate: Candidate, rates: Rates, tokens: int, output_tokens: float) -> float:
+    """Seconds for each token of an answer beside what a candidate has in flight, while it computes no prompt."""
     context = candidate.context + tokens + output_tokens / 2
-    step = rates.step + rates.token * (candidate.requests + 1) + rates.context_token * context
+    return rates.step + rates.token * (candidate.requests + 1) + rates.context_token * context
+
+
+def tpot_by_rates(step: float, prefill_share: float) -> float:
+    """The same while it computes prompts for this share of the time."""
     return step / (1 - min(prefill_share, _MOST_SHARE))
 
 

@@ -18,6 +18,7 @@ from router.policies.promises import (
     Promise,
     broken_by,
     choose_for_promise,
+    step_by_rates,
     tpot_by_rates,
 )
 from router.policies.rates import Rates, RateTable
@@ -155,7 +156,8 @@ def test_what_is_promised_loosely_is_hardly_ever_broken_by_a_prompt() -> None:
 
 
 def test_a_worker_that_only_computes_prompts_decodes_slowly_but_not_never() -> None:
-    assert tpot_by_rates(Candidate(NEAR), Rates(), 1, 1, prefill_share=3.0) < 1
+    step = step_by_rates(Candidate(NEAR), Rates(), 1, 1)
+    assert step < tpot_by_rates(step, prefill_share=3.0) < 1
 
 
 def test_promises_are_read_from_headers_and_classes() -> None:
