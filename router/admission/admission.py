@@ -189,10 +189,9 @@ class Admission:
     def _order(self, prompt: RoutedPrompt, ticket: Ticket) -> float:
         """Where a request comes among those of its tenant and standing."""
         prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
-        order = held_order(ticket.arrived or self._clock(), prefill)
-        if promise is None or promise.first_token_by is None or promise.late:
-            return order
-        return promised_order(promise.first_token_by, prefill)
+        if promise is None or promise.first_token_by is None:
+            return held_order(ticket.arrived or self._clock(), prefill)
+        return held_order(self._clock(), prefill) if promise.late else promised_order(promise.first_token_by, prefill)
 
     def preview(self, prompt: RoutedPrompt, promise: Promise | None = None) -> Selection | WaitReason:
         """What a request would get now, or why it would have to wait. Raises RequestError (503)."""
@@ -243,7 +242,7 @@ class Admission:
                 request.reason = placed
                 if placed is WaitReason.SATURATED and not request.tried and not request.prompt.stored:
                     self._full.add(request.name)
-                if not request.late and _is_lost(request.ticket.promise):
+                if _is_lost(request.ticket.promise):
                     late.append(request)
                 continue
             self._give(request, placed)
@@ -252,7 +251,7 @@ class Admission:
                 self._let_others_first(request)
 
     def _let_others_first(self, request: _Request) -> None:
-        """It will be late."""
+        """It will be late. Of those that are, each gets its turn."""
         self.queue.let_others_first(request, self._order(request.prompt, request.ticket))
 
     def _try(

@@ -565,12 +565,14 @@ async def test_of_those_that_are_late_few_choose_at_a_time(monkeypatch: pytest.M
             await asking.queued(f"late {number}", {"x-slo-ttft-ms": "1"}, prompt=[*known, number], stream=True)
         elsewhere.gate.open()
         await asking.reply(elsewhere.arrived[-1])  # now it is known that they are late
-        asking.send("five", tokens=LONG, stream=True)
-        await until_arrived(elsewhere, 3)
-        before = len(chose)
-        elsewhere.gate.open()
-        await asking.reply("five")
-        assert 2 <= len(chose) - before <= 4  # when its first byte comes, and when it ends
+        chose.clear()
+        for count, name in enumerate(("five", "six"), start=1):
+            asking.send(name, tokens=LONG, stream=True)
+            await until_arrived(elsewhere, 2 + count)
+            elsewhere.gate.open()
+            await asking.reply(name)
+            assert 2 * count <= len(chose) <= 4 * count  # when its first byte comes, and when it ends
+        assert len(set(map(id, chose))) >= 4  # each in its turn
         assert await asking.waiting() == 6
 
 

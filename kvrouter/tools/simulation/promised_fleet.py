@@ -20,7 +20,7 @@ from router.learning.learned import Learned, RequestTiming
 from router.policies import Candidate, Decision, Policy
 from router.policies.promises import LITTLE, NO_PROMISE, Forecast, Promise, choose_for_promise
 from router.policies.rates import Rates, prefill_seconds
-from router.routing.late_binding import promised_order
+from router.routing.late_binding import held_order, promised_order
 from router.settings import PolicySettings
 
 _LATE_TIMEOUT = LATE_TIMEOUTS * TIMEOUT
@@ -102,10 +102,9 @@ class PromisedFleet(Fleet):
             elif placed is not None:
                 self._held.remove(held)
                 bound.add(self._bind(held.outcome, placed))
-            elif was_late:
-                in_vain += 1
             elif promise is not None and promise.late:
                 late.append((held, choice))
+                in_vain += was_late
         for held, choice in late:
             self._held.remove(held)
             insort(self._held, held._replace(order=self._order(held.outcome.request, choice)))
@@ -121,7 +120,7 @@ class PromisedFleet(Fleet):
         if promise is None or promise.first_token_by is None:
             return super()._order(request, choice)
         if promise.late:
-            return super()._order(request, choice) + _LATE_TIMEOUT
+            return held_order(self._now, self._prefill(request, choice)) + _LATE_TIMEOUT
         return promised_order(promise.first_token_by, self._prefill(request, choice))
 
     def _choose(self, request: TracedRequest) -> Candidate:
