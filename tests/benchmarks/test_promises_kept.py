@@ -79,7 +79,7 @@ def test_far_beyond_saturation_some_are_late_and_not_all() -> None:
 
 
 class _Watching(PromisedFleet):
-    """Counts how many held requests that were late choose at one event, and stay."""
+    """Counts how many held requests that were late choose at one event, and stay late."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -87,18 +87,19 @@ class _Watching(PromisedFleet):
         self._chose = set[int]()
 
     def _retry(self) -> set[int]:
-        late = {id(request) for request in self._waiting() if self._promises[id(request)].late}
+        late = self._late()
         self._chose.clear()
         bound = super()._retry()
-        self.in_vain.append(len(late & self._chose & {id(request) for request in self._waiting()}))
+        self.in_vain.append(len(late & self._chose & self._late()))
         return bound
 
     def _choose(self, request: TracedRequest) -> Candidate:
         self._chose.add(id(request))
         return super()._choose(request)
 
-    def _waiting(self) -> list[TracedRequest]:
-        return [held.outcome.request for held in self._held]
+    def _late(self) -> set[int]:
+        requests = (id(held.outcome.request) for held in self._held)
+        return {request for request in requests if self._promises[request].late}
 
 
 def test_of_those_that_are_late_few_choose_at_one_event() -> None:
