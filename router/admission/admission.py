@@ -53,7 +53,7 @@ LATE_TRIES = 2
 
 @dataclass(slots=True, eq=False)
 class _Request(Waiting):
-    """A waiting request, and the future that its proxy waits on."""
+    """A waiting request, and the future that its proxy waits on. `prefill`: seconds that its prompt would take."""
 
     prompt: RoutedPrompt = field(kw_only=True)
     tried: Collection[Worker] = field(kw_only=True)
@@ -61,6 +61,7 @@ class _Request(Waiting):
     reason: WaitReason = field(kw_only=True)
     assignment: asyncio.Future[Assignment] = field(kw_only=True)
     since: float = field(kw_only=True)
+    prefill: float = field(kw_only=True)
     timer: asyncio.TimerHandle | None = None
     until_deadline: bool = False
 
@@ -136,12 +137,12 @@ class Admission:
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self._no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
-        promise = ticket.promise
+        promise, prefill = ticket.promise, self._router.prefill_seconds(prompt)
         request = _Request(
             ticket.priority,
             ticket.tenant,
             prompt.name,
-            self._order(prompt, ticket),
+            self._order(prefill, ticket),
             max(ticket.tokens, 1),
             ticket.size,
             _is_lost(promise),
@@ -151,6 +152,7 @@ class Admission:
             reason=_reason(has_capacity, cold),
             assignment=loop.create_future(),
             since=now,
+            prefill=prefill,
         )
         if not self._free_queue_space(request):
             if assignment := self._force(request, though_late=False):
@@ -186,9 +188,9 @@ class Admission:
         seconds = max(until - self._clock(), 0.0)
         request.timer = asyncio.get_running_loop().call_later(seconds, self._time_over, request)
 
-    def _order(self, prompt: RoutedPrompt, ticket: Ticket) -> float:
+    def _order(self, prefill: float, ticket: Ticket) -> float:
         """Where a request comes among those of its tenant and standing."""
-        prefill, promise = self._router.prefill_seconds(prompt), ticket.promise
+        promise = ticket.promise
         if promise is None or promise.first_token_by is None:
             return held_order(ticket.arrived or self._clock(), prefill)
         return held_order(self._clock(), prefill) if promise.late else promised_order(promise.first_token_by, prefill)
@@ -252,7 +254,7 @@ class Admission:
 
     def _let_others_first(self, request: _Request) -> None:
         """It will be late. Of those that are, each gets its turn."""
-        self.queue.let_others_first(request, self._order(request.prompt, request.ticket))
+        self.queue.let_others_first(request, self._order(request.prefill, request.ticket))
 
     def _try(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,11 +16,8 @@ from router_under_test import QUICK, Reply, RouterUnderTest, router, until
 from scripted_worker import MODEL, Exchange, scripted_worker
 
 from router.access import hashed_key
-from router.fleet.fleet import Worker
 from router.policies.promises import Promise
-from router.routing.limits import NO_LIMITS, Limits
-from router.routing.routed_prompt import RoutedPrompt
-from router.routing.router import Router
+from router.routing.promised_selection import PromisedSelector
 from router.routing.selection import Selection
 from worker.simulated import SimulatedWorkerSettings
 from worker.simulated.serve import running
@@ -468,15 +465,13 @@ async def busy_fleet(
             script.gate.open(9)
 
 
-async def with_and_without(name: str, scripts: list[Prefills]) -> tuple[Prefills, Prefills]:
-    """The one of two workers that a request has come to, and the other."""
+async def until_sent(name: str, scripts: list[Prefills]) -> None:
+    """Wait until a request has come to any worker."""
 
-    async def arrived() -> bool:
+    async def sent() -> bool:
         return any(name in script.arrived for script in scripts)
 
-    await until(arrived)
-    there, elsewhere = sorted(scripts, key=lambda script: name not in script.arrived)
-    return there, elsewhere
+    await until(sent)
 
 
 async def test_while_all_are_busy_a_request_chooses_when_a_first_byte_comes() -> None:
@@ -513,11 +508,7 @@ async def test_of_those_that_are_held_the_one_with_the_least_slack_goes_first() 
 async def test_who_is_held_too_long_goes_to_its_choice() -> None:
     async with busy_fleet(timeout=0.2) as (_, asking, scripts):
         asking.send("held", tokens=LONG, stream=True)
-
-        async def sent() -> bool:
-            return any("held" in script.arrived for script in scripts)
-
-        await until(sent)
+        await until_sent("held", scripts)
 
 
 async def test_who_has_lost_its_promise_lets_others_go_first_and_goes_in_the_end() -> None:
@@ -533,28 +524,23 @@ async def test_who_has_lost_its_promise_lets_others_go_first_and_goes_in_the_end
 async def test_of_those_that_are_late_few_choose_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """They want to go where their prefix is, which is busy, though the other worker is free."""
     chose: list[Promise] = []
-    choose = Router.choose
+    select = PromisedSelector.select
 
     def counting(
-        self: Router,
-        prompt: RoutedPrompt,
-        excluded: Collection[Worker] = (),
-        limits: Limits = NO_LIMITS,
-        now: float | None = None,
-        promise: Promise | None = None,
-    ) -> Selection | None:
-        if promise is not None:
-            chose.append(promise)
-        return choose(self, prompt, excluded, limits, now, promise)
+        selector: PromisedSelector, found: Any, usual: Selection, prompt: Any, promise: Promise, now: float
+    ) -> Selection:
+        chose.append(promise)
+        return select(selector, found, usual, prompt, promise, now)
 
-    monkeypatch.setattr(Router, "choose", counting)
+    monkeypatch.setattr(PromisedSelector, "select", counting)
     known = list(range(4 * LONG))
     async with busy_fleet() as (routed, asking, scripts):
         for script in scripts:
             script.gate.open()
         await routed.until_released()
         asking.send("known", prompt=known, stream=True)
-        there, elsewhere = await with_and_without("known", scripts)
+        await until_sent("known", scripts)
+        there, elsewhere = sorted(scripts, key=lambda script: "known" not in script.arrived)
         there.gate.open()
         await asking.reply("known")
         asking.send("three", tokens=LONG, stream=True)
@@ -596,11 +582,7 @@ async def test_a_full_queue_lets_go_of_who_is_late_and_sends_nobody_too_soon() -
 async def test_late_binding_can_be_switched_off_and_is_not_for_the_peers(policy: str) -> None:
     async with busy_fleet(policy, late_binding=policy != "kv_aware") as (_, asking, scripts):
         asking.send("third", tokens=LONG, stream=True)
-
-        async def sent() -> bool:
-            return any("third" in script.arrived for script in scripts)
-
-        await until(sent)
+        await until_sent("third", scripts)
 
 
 @pytest.mark.parametrize("stream", [True, False])
