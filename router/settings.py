@@ -24,6 +24,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     PositiveFloat,
     PositiveInt,
     SecretStr,
@@ -111,6 +112,10 @@ _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
 # Names that only secrets have, wherever they stand.
 _SECRETS = frozenset({"api_key", "keys", "password", "secret", "token"})
 _PREFIX = "KVROUTER_"
+
+
+# Settings of earlier versions, which are accepted and have no effect.
+WITHOUT_EFFECT = ("picker.fast_lane",)
 
 
 class ConfigError(Exception):
@@ -433,7 +438,6 @@ class PickerSettings(_Section):
     read_usage: Annotated[float, Field(ge=0, le=1)] = 0.1
     objectives: dict[str, int] = {}
     follow_objectives: Literal["inference.networking.x-k8s.io", "llm-d.ai"] | None = None
-    fast_lane: bool = True
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> PickerSettings:
@@ -577,6 +581,21 @@ class Settings(BaseSettings):
     otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
 
+    _without_effect: tuple[str, ...] = ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _drop_without_effect(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        found, given = _split_without_effect(given)
+        settings = handler(given)
+        settings._without_effect = found
+        return settings
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Names of the settings that were given and have no effect: each can be removed."""
+        return self._without_effect
+
     @field_validator("models")
     @classmethod
     def _aliases_are_ones_own(cls, models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
@@ -700,6 +719,19 @@ def _read_environment() -> dict[str, Any]:
         return EnvSettingsSource(Settings)()
     except SettingsError as error:
         raise ConfigError(f"environment: {error}") from error
+
+
+def _split_without_effect(given: Any) -> tuple[tuple[str, ...], Any]:
+    """Return the names of given settings that have no effect, and the settings without them."""
+    found = []
+    kept = dict(given)
+    for setting in WITHOUT_EFFECT:
+        section, _, name = setting.partition(".")
+        fields = kept.get(section)
+        if isinstance(fields, dict) and name in fields:
+            found.append(setting)
+            kept[section] = {other: value for other, value in fields.items() if other != name}
+    return tuple(found), kept
 
 
 def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast
 
@@ -17,7 +17,6 @@ from router.picker import process_responses
 from router.picker.external_processor import SERVICE
 from router.picker.grpc_calls import Call
 from router.picker.grpc_server import GrpcServer
-from router.picker.grpcio_server import GrpcioServer
 from router.picker.protobuf_wire import field
 
 _HOST: Final = "127.0.0.1"
@@ -48,7 +47,7 @@ class Answers:
 
 
 class _Handler:
-    """A call, as the picker's own servers tell of it."""
+    """A call of our own server."""
 
     def __init__(self, answers: Answers, call: Call) -> None:
         self._answers = answers
@@ -71,9 +70,18 @@ async def _ours(answers: Answers, port: int) -> None:
 
 
 async def _grpcio_asyncio(answers: Answers, port: int) -> None:
-    server = GrpcioServer({_PATH: lambda call: _Handler(answers, call)}, _LARGEST)
-    await server.start(_HOST, port, None)
-    await asyncio.Event().wait()
+    import grpc
+
+    async def process(messages: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
+        async for message in messages:
+            yield answers.to(message)
+
+    handlers = {"Process": grpc.stream_stream_rpc_method_handler(process)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    server.add_insecure_port(f"{_HOST}:{port}")
+    await server.start()
+    await server.wait_for_termination()
 
 
 async def _grpclib(answers: Answers, port: int) -> None:

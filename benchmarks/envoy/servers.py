@@ -35,8 +35,8 @@ _CONFIG = Path("deploy/envoy/cheapest.yaml")
 _HOW = """\
 `make bench-envoy-servers` puts gRPC servers in the picker's place, behind Envoy ({version}) as cheapest.yaml has it.
 They decide nothing: each sends all requests to one worker, with the same bytes. *grpcio, threads* is its synchronous
-server with {threads} threads and a generic handler, *grpcio, asyncio* that of `picker.fast_lane: false`, *grpclib* is
-made on the library h2; *ours* is interpreted, *ours, compiled* as `make compiled` makes it. All on uvloop where there
+server with {threads} threads and a generic handler, *grpcio, asyncio* its server for asyncio, *grpclib* is made on
+the library h2; *ours* is interpreted, *ours, compiled* as `make compiled` makes it. All on uvloop where there
 is a loop.
 
 Envoy and server share one core; worker and load ({tool}, {connections} connections or one, requests of {size} bytes)

@@ -25,6 +25,8 @@ def check(file: File = None) -> None:
     where = f"{workers} worker{'s' * (workers != 1)}"
     if settings.kubernetes.used:
         where += " and those of the cluster"
+    for setting in settings.without_effect:
+        typer.echo(f"{file or 'environment'}: warning: {setting} has no effect and can be removed")
     typer.echo(f"{file or 'environment'}: no mistakes; {where}, policy {settings.policy.name}")
 
 

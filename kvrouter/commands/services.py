@@ -60,11 +60,9 @@ def serve(
     settings = _router_settings(config, overrides)
     file = SettingsFile(config, overrides) if config else None
     if settings.server.processes == 1:
-        _run(serve_router(settings, file), log_level)
+        _run(serve_router(settings, file), settings, log_level)
         return
-    from router.server.logs import log_to_stderr
-
-    log_to_stderr(log_level)
+    _begin_log(settings, log_level)
     try:
         Supervisor(settings, file, settings.server.processes, log_level).run()
     except (OSError, ProcessFailedError) as error:
@@ -102,7 +100,7 @@ def picker(
         fail(
             "server.processes: a picker is one process. Run several pickers, which share their load over replicas.redis"
         )
-    _run(serve_picker(settings, SettingsFile(config, overrides) if config else None), log_level)
+    _run(serve_picker(settings, SettingsFile(config, overrides) if config else None), settings, log_level)
 
 
 def indexer(
@@ -115,7 +113,8 @@ def indexer(
     from router.server.serving import serve_indexer
 
     server = {"host": host, "port": port, "admin_port": None}  # none of its requests are clients'
-    _run(serve_indexer(settings_from(config, {"server": server})), log_level)
+    settings = settings_from(config, {"server": server})
+    _run(serve_indexer(settings), settings, log_level)
 
 
 def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:
@@ -126,14 +125,24 @@ def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings
     return settings
 
 
-def _run(service: Coroutine[Any, Any, None], log_level: str) -> None:
+def _begin_log(settings: Settings, level: str) -> None:
+    """Log to standard error, first which settings have no effect."""
+    import structlog
+
+    from router.server.logs import log_to_stderr
+
+    log_to_stderr(level)
+    for setting in settings.without_effect:
+        structlog.get_logger().warning("setting has no effect and can be removed", setting=setting)
+
+
+def _run(service: Coroutine[Any, Any, None], settings: Settings, log_level: str) -> None:
     import uvloop
 
     from router.errors import KubernetesError, TokenizerUnavailableError
-    from router.server.logs import log_to_stderr
     from router.server.sockets import raise_file_limit
 
-    log_to_stderr(log_level)
+    _begin_log(settings, log_level)
     raise_file_limit()
     try:
         uvloop.run(service)

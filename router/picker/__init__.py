@@ -7,7 +7,7 @@ It speaks `envoy.service.ext_proc.v3.ExternalProcessor` as the Gateway API Infer
     answer's body            ──▶  nothing, as it came; or not sent here at all
     the stream's end              the answer's end
 
-server              the port: what is served there, by which server
+server              the port, and what is served there
 external_processor  the method that Envoy calls
 request             one request: the client and the transport of its exchange is Envoy
 request_body        its body
@@ -29,7 +29,6 @@ protobuf_wire       protobuf as bytes
 grpc_calls          a gRPC call, as methods see it
 grpc_server         served on HTTP/2 connections of our own
 http2               those
-grpcio_server       served by grpcio
 health              gRPC's health service
 tls                 a certificate that follows its files
 """

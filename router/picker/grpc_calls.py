@@ -1,4 +1,4 @@
-"""gRPC calls as their methods see them, whichever server they come by: `grpc_server` or `grpcio_server`."""
+"""A gRPC call as its method sees it: the interface between `grpc_server` and the services."""
 
 from __future__ import annotations
 

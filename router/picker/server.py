@@ -48,26 +48,17 @@ async def running_picker(app: FastAPI, settings: Settings) -> AsyncIterator[int]
 @asynccontextmanager
 async def _serving(methods: Methods, settings: Settings) -> AsyncIterator[int]:
     picker, server_settings = settings.picker, settings.server
-    largest = server_settings.max_body_bytes + _MESSAGE_MARGIN
+    server = GrpcServer(methods, server_settings.max_body_bytes + _MESSAGE_MARGIN)
     async with rotating(picker.certificate, picker.key) as certificate:
         try:
-            if picker.fast_lane:
-                own = GrpcServer(methods, largest)
-                tls = certificate.context if certificate is not None else None
-                port = await own.start(server_settings.host, picker.port, tls)
-                stop = own.stop
-            else:
-                from router.picker.grpcio_server import GrpcioServer  # a large library
-
-                other = GrpcioServer(methods, largest)
-                port = await other.start(server_settings.host, picker.port, certificate)
-                stop = other.stop
+            tls = certificate.context if certificate is not None else None
+            port = await server.start(server_settings.host, picker.port, tls)
         except OSError as error:
             raise OSError(f"{server_settings.host}:{picker.port} cannot be bound: {error}") from error
         try:
             yield port
         finally:
-            await stop(server_settings.shutdown_timeout)
+            await server.stop(server_settings.shutdown_timeout)
 
 
 @asynccontextmanager

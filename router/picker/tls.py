@@ -43,11 +43,6 @@ class Certificate:
         self._stamp = stamp
         log.info("the picker's certificate has changed")
 
-    def read(self) -> tuple[bytes, bytes]:
-        """The key and the chain."""
-        certificate, key = self._files
-        return key.read_bytes(), certificate.read_bytes()
-
     def _look(self) -> _Stamp:
         """What changes with the files, also where links lead elsewhere, as in Kubernetes."""
         found = [file.stat() for file in self._files]

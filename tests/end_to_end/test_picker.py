@@ -32,11 +32,11 @@ async def workers() -> AsyncIterator[list[ScriptedWorker]]:
         yield [await stack.enter_async_context(scripted_worker()) for _ in range(3)]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["fast lane", "grpcio"])
-async def shared(workers: list[ScriptedWorker], request: pytest.FixtureRequest) -> AsyncIterator[Asked]:
+@pytest.fixture(scope="module")
+async def shared(workers: list[ScriptedWorker]) -> AsyncIterator[Asked]:
     settings = {
         "server": {"max_body_bytes": 300_000, "body_timeout": 2.0},
-        "picker": {"fallbacks": 1, "read_usage": 1, "fast_lane": request.param},
+        "picker": {"fallbacks": 1, "read_usage": 1},
     }
     async with (
         picker(*(worker.url for worker in workers), **settings) as (side, port),

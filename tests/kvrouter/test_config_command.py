@@ -32,6 +32,17 @@ def test_a_good_file_is_said_to_be(file: Path) -> None:
     assert checked.stdout == f"{file}: no mistakes; 1 worker and those of the cluster, policy random\n"
 
 
+def test_check_warns_of_settings_without_effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("workers: [{url: 'http://w:1'}]")
+    monkeypatch.setenv("KVROUTER_PICKER__FAST_LANE", "false")
+    checked = config("check", str(file))
+    assert checked.exit_code == 0
+    *warnings, last = checked.stdout.splitlines()
+    assert warnings == [f"{file}: warning: picker.fast_lane has no effect and can be removed"]
+    assert "no mistakes" in last
+    assert "picker.fast_lane" not in config("show", str(file)).stdout
+
+
 def test_all_mistakes_are_told_at_once(file: Path) -> None:
     file.write_text("server: {prot: 1}\npolcy: {name: random}\nproxy: {attempts: 0}")
     checked = config("check", str(file))

@@ -20,9 +20,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-async def test_a_client_made_from_the_official_protos(fast_lane: bool) -> None:
-    async with scripted_worker() as worker, picker(worker.url, picker={"fast_lane": fast_lane}) as (side, port):
+async def test_a_client_made_from_the_official_protos() -> None:
+    async with scripted_worker() as worker, picker(worker.url) as (side, port):
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             str(Path(__file__).with_name("official_client.py")),
