@@ -31,7 +31,7 @@ test: .venv/installed
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 6 --dist worksteal $(ARGS)
 
 # The same tests, of what is compiled: from there, where nothing is imported from the clone itself.
-TESTED = indexer router kvrouter end_to_end
+TESTED = indexer router simulator kvrouter end_to_end
 test-compiled: .compiled/tests
 	cd .compiled && bin/pytest --config-file ../pyproject.toml --numprocesses 6 --dist worksteal $(TESTED:%=../tests/%) $(ARGS)
 
@@ -219,7 +219,7 @@ lint: .venv/installed
 	@touch $@ .venv/demo
 
 # The same code as a wheel, of which mypyc compiles what every request passes.
-.compiled/installed: pyproject.toml $(shell find kvevents indexer router worker kvrouter -name '*.py' -o -name '*.[ch]pp')
+.compiled/installed: pyproject.toml $(shell find http_api kvevents indexer router worker simulator kvrouter -name '*.py' -o -name '*.[ch]pp')
 	$(PYTHON) -m venv .compiled
 	.compiled/bin/pip install --quiet '.[compile]'
 	rm -f .compiled/kvrouter-*.tar.gz

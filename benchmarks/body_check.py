@@ -13,9 +13,9 @@ from collections.abc import Callable
 from statistics import median
 
 from indexer.cores import native_core
-from router.access.bodies import BodyCheck, read_object
 from router.apis.body_fields import NamedFields
 from router.apis.fields import read_body
+from router.auth.bodies import BodyCheck, read_object
 from router.settings import LimitSettings
 
 _ROUNDS = 300

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import typer
 
 from kvrouter.processes import KvrouterProcess
-from worker.simulated.settings import BUNDLED_MODEL
+from simulator.worker.settings import BUNDLED_MODEL
 
 _MODEL = "m"
 _SIZE = 60 * 2**20

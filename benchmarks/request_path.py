@@ -27,7 +27,7 @@ import uvloop
 
 import router
 from kvrouter.processes import KvrouterProcess
-from router.app import running_router
+from router.app.app import running_router
 from router.server.http_server import HttpServer
 from router.server.sockets import listen
 from router.settings import Settings

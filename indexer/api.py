@@ -17,15 +17,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
-from indexer.errors import RequestError, named_first
+from http_api.errors import RequestError, named_first
+from http_api.openapi import errors, json_body
+from http_api.responses import json_response, refusal
 from indexer.holdings import Target
 from indexer.indexer import Indexer, Registration, TargetReport
-from indexer.openapi import errors, json_body
 from indexer.queries import DEFAULT_TENANT
 from indexer.question_bodies import decoded
 from indexer.question_routes import question_routes
 from indexer.questions import Questions
-from indexer.responses import json_response, refusal
 from kvevents import EventSource, Tier
 
 # A registration that may be followed, with addresses in the place of names. Raises ValueError, the field first.

@@ -8,8 +8,8 @@ from fastapi import FastAPI, Response
 from fastapi.responses import RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from http_api.docs_page import add_api_page
 from indexer.api import Admit, add_error_handlers, index_routes, workers_report
-from indexer.api_page import add_api_page
 from indexer.build_info import add_process_metrics, build_info
 from indexer.indexer import Indexer
 from indexer.metrics import IndexCollector

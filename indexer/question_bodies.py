@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from indexer.queries import DEFAULT_TENANT
 
 T = TypeVar("T")

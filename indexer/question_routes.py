@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from indexer.openapi import errors, json_body
+from http_api.openapi import errors, json_body
+from http_api.responses import encoded_response
 from indexer.question_bodies import HashQueryBody, MatchBody, QueryBody
 from indexer.questions import Questions
-from indexer.responses import encoded_response
 
 
 def question_routes(questions: Questions) -> APIRouter:

@@ -12,9 +12,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from http_api.errors import RequestError, named_first
 from indexer.answers import Answers
 from indexer.cores import native_core
-from indexer.errors import RequestError, named_first
 from indexer.hashing import PackedPrompt
 from indexer.indexer import Indexer
 from indexer.matching import Match

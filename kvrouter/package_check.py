@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
-_PACKAGES = ("router", "indexer", "worker", "kvevents")
+_PACKAGES = ("router", "indexer", "worker", "simulator", "kvevents", "http_api")
 
 
 class ForeignPackageError(Exception):

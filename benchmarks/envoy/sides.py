@@ -18,7 +18,7 @@ from benchmarks.index.machine import INDEXER_CORE
 from benchmarks.ports import free_port
 from benchmarks.proxy.processes import answers, cpu_of, started
 from benchmarks.proxy.prompts import MODEL
-from worker.simulated.settings import BUNDLED_MODEL
+from simulator.worker.settings import BUNDLED_MODEL
 
 CORE = INDEXER_CORE  # of all processes of a side
 _FOLDER = Path("deploy/envoy")

@@ -8,15 +8,15 @@ import aiohttp
 
 from indexer import Indexer, Registration, Target
 from kvevents import BlockStored, EventBatch
+from router.cache_state.hit_audit import HitAudit
+from router.cache_state.in_flight_prefixes import SpeculativeHoldings
+from router.cache_state.sent_prefixes import RoutingHistory
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
-from router.fleet.load import LoadTable
-from router.holdings.audit import HitAudit
-from router.holdings.history import RoutingHistory
-from router.holdings.speculation import SpeculativeHoldings
-from router.learning.learned import Learned
+from router.load.target_load import LoadTable
 from router.policies import NamedPolicy
 from router.policies.rates import Rates
+from router.prediction.learned import Learned
 from router.routing.router import Router
 from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, WorkerSettings
 from router.sharing import LoadSharing, PeerLoad

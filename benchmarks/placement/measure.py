@@ -18,7 +18,7 @@ from benchmarks.placement.fleet import MODEL, SHARED_TOKENS, router_over
 from indexer import Indexer, MatchQuery, TargetRows
 from indexer.hashing import PackedPrompt
 from router.policies import NamedPolicy, Policy, policy_named
-from router.policies.promises import Promise
+from router.prediction.slo import Promise
 from router.routing import router as router_module
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router

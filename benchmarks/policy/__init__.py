@@ -1,5 +1,5 @@
 """`make bench-policy`: our policy beside its peers', in a simulated fleet that replays a trace
-(`kvrouter.tools.simulation`).
+(`simulator.fleet`).
 
 workloads    traces made up: conversations, agents, tools
 grid         the cells: workloads, fleets, caches, loads; every policy in each

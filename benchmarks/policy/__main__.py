@@ -15,8 +15,8 @@ from benchmarks.policy.hints import compare_hints
 from benchmarks.policy.promises import compare
 from benchmarks.policy.report import CellResult, markdown, verdict
 from benchmarks.policy.tail import compare_tails
-from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL
-from kvrouter.tools.simulation.sides import OURS, SIDES, WITHOUT_EVENTS
+from simulator.fleet.measures import TPOT_GOAL, TTFT_GOAL
+from simulator.fleet.sides import OURS, SIDES, WITHOUT_EVENTS
 
 _HOW = f"""\
 Each policy replays the same requests on the same simulated fleet: paged caches whose leaves are evicted first, chunked

@@ -9,8 +9,8 @@ from random import Random
 from time import process_time
 
 from indexer import Target
-from kvrouter.tools.simulation.sides import OURS, PEERS
 from router.policies import Candidate, CostColumns, LinearPolicy, Policy, Request
+from simulator.fleet.sides import OURS, PEERS
 
 TARGETS = (64, 4096)
 _SECONDS = 0.3

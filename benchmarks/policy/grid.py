@@ -13,11 +13,11 @@ from random import Random
 from typing import TypeVar
 
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
-from kvrouter.tools.simulation.fleet import Fleet
-from kvrouter.tools.simulation.measures import Measures, measured
-from kvrouter.tools.simulation.profiles import LLAMA_8B, LLAMA_70B, Profile
-from kvrouter.tools.simulation.sides import Side
-from kvrouter.tools.simulation.trace import TracedRequest, TraceLine, read_trace, requests_of
+from simulator.fleet.fleet import Fleet
+from simulator.fleet.measures import Measures, measured
+from simulator.fleet.profiles import LLAMA_8B, LLAMA_70B, Profile
+from simulator.fleet.sides import Side
+from simulator.fleet.trace import TracedRequest, TraceLine, read_trace, requests_of
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """What agents' hints are worth: this project's default with and without them, on the same made-up traces.
 
 Every request tells whether its session goes on and, roughly, when it comes back: announced pauses are off by half
-(`kvrouter.tools.simulation.hinted_fleet`). In the mixed cells half of the work is single requests with long prompts,
+(`simulator.fleet.hinted_fleet`). In the mixed cells half of the work is single requests with long prompts,
 which come once and tell that they are their session's last.
 """
 
@@ -15,12 +15,12 @@ from statistics import mean, median
 from benchmarks.policy.grid import Cell
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import AGENT, CONVERSATION, SINGLE
-from kvrouter.tools.simulation.fleet import Fleet, Outcome
-from kvrouter.tools.simulation.hinted_fleet import HintedFleet
-from kvrouter.tools.simulation.measures import WARM_UP, Measures, measured
-from kvrouter.tools.simulation.profiles import LLAMA_70B
-from kvrouter.tools.simulation.sides import OURS
-from kvrouter.tools.simulation.trace import TracedRequest, requests_of
+from simulator.fleet.fleet import Fleet, Outcome
+from simulator.fleet.hinted_fleet import HintedFleet
+from simulator.fleet.measures import WARM_UP, Measures, measured
+from simulator.fleet.profiles import LLAMA_70B
+from simulator.fleet.sides import OURS
+from simulator.fleet.trace import TracedRequest, requests_of
 
 
 @dataclass(frozen=True, slots=True)

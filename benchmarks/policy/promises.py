@@ -1,8 +1,8 @@
 """Promises kept: mixes of classes on the same traces, by this project with and without promises, and by its peers.
 
 The load of a cell is a share of saturation: the load at which one in ten answers of today's default, which knows of no
-promise, misses the goals of the other tables (`kvrouter.tools.simulation.measures`). A session has one class. The peers
-are llm-d's predicted-latency scheduling (`kvrouter.tools.simulation.predicted_latency`), which is given this project's
+promise, misses the goals of the other tables (`simulator.fleet.measures`). A session has one class. The peers
+are llm-d's predicted-latency scheduling (`simulator.fleet.predicted_latency`), which is given this project's
 predictions, and Dynamo's cost (`router.policies.peers`). In one mix some classes refuse what would be late; llm-d
 refuses it of them where no candidate has headroom, as it does with sheddable requests. The other two know of no
 promise, and serve everything. *Could be kept*: what an idle fleet that forgets nothing would keep.
@@ -21,15 +21,15 @@ from statistics import median
 from benchmarks.policy.grid import Cell
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload
-from kvrouter.tools.simulation.fleet import Fleet, Outcome
-from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, percentile
-from kvrouter.tools.simulation.profiles import LLAMA_70B
-from kvrouter.tools.simulation.promised_fleet import By, PromisedFleet
-from kvrouter.tools.simulation.sides import OURS
-from kvrouter.tools.simulation.trace import BLOCK_TOKENS, Promised, TracedRequest
 from router.policies import policy_named
 from router.policies.rates import prefill_seconds
 from router.settings import PolicyName, PolicySettings
+from simulator.fleet.fleet import Fleet, Outcome
+from simulator.fleet.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, percentile
+from simulator.fleet.profiles import LLAMA_70B
+from simulator.fleet.promised_fleet import By, PromisedFleet
+from simulator.fleet.sides import OURS
+from simulator.fleet.trace import BLOCK_TOKENS, Promised, TracedRequest
 
 INTERACTIVE = Promised("interactive", 2.0, 0.05)
 AGENTS = Promised("agent", 4.0, 0.1)

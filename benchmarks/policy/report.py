@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvrouter.tools.simulation.measures import Measures
-from kvrouter.tools.simulation.sides import OURS, OURS_AT_ONCE
+from simulator.fleet.measures import Measures
+from simulator.fleet.sides import OURS, OURS_AT_ONCE
 
 _COLUMNS = ("hit rate", "TTFT p50", "p90", "(spread)", "p99", "TPOT p50", "p90", "goodput")
 

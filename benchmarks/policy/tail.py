@@ -21,15 +21,15 @@ from statistics import mean, median
 from benchmarks.policy.grid import Cell, play_all
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import CONVERSATION, LOOP, TOOL
-from kvrouter.tools.simulation.fleet import Fleet, Outcome
-from kvrouter.tools.simulation.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, Measures, measured
-from kvrouter.tools.simulation.profiles import LLAMA_70B
-from kvrouter.tools.simulation.sides import OURS, OURS_AT_ONCE, Side
-from kvrouter.tools.simulation.trace import TracedRequest
 from router.policies import Decision
 from router.policies.rates import prefill_seconds
 from router.routing.late_binding import should_hold
 from router.settings import PolicyName, PolicySettings
+from simulator.fleet.fleet import Fleet, Outcome
+from simulator.fleet.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, Measures, measured
+from simulator.fleet.profiles import LLAMA_70B
+from simulator.fleet.sides import OURS, OURS_AT_ONCE, Side
+from simulator.fleet.trace import TracedRequest
 
 _SLOWEST_FROM = 0.99
 _LEAST_TTFT = PolicySettings(interference=0.0, interference_per_request=0.0, eviction=0.0, context=0.0)

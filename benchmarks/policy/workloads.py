@@ -13,7 +13,7 @@ from itertools import count
 from math import log
 from random import Random
 
-from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TraceLine
+from simulator.fleet.trace import BLOCK_TOKENS, TraceLine
 
 
 @dataclass(frozen=True, slots=True)

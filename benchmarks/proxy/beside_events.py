@@ -26,7 +26,7 @@ from benchmarks.proxy.prompts import MODEL
 from benchmarks.proxy.run import SIZES
 from benchmarks.proxy.sides import ROUTER_CORE
 from benchmarks.proxy.workers import WORKERS, whole_workers
-from worker.simulated.settings import BUNDLED_MODEL
+from simulator.worker.settings import BUNDLED_MODEL
 
 _STREAMS = 64
 _RATE = 200_000.0  # blocks a second, half of them stored and half removed

@@ -20,7 +20,7 @@ from benchmarks.ports import free_port
 from benchmarks.proxy.processes import StartError, answers, started
 from benchmarks.proxy.prompts import MODEL
 from benchmarks.proxy.report import INTERPRETED, LIMIT, NONE, OURS
-from worker.simulated.settings import BUNDLED_MODEL
+from simulator.worker.settings import BUNDLED_MODEL
 
 ROUTER_CORE = INDEXER_CORE
 _FILL_SECONDS = 60.0

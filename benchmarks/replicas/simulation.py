@@ -1,6 +1,6 @@
 """Several routers before one simulated fleet: `python -m benchmarks.replicas.simulation`.
 
-The fleet is that of `kvrouter.tools.simulation`; each request comes to a router at random. Every router sees its own
+The fleet is that of `simulator.fleet`; each request comes to a router at random. Every router sees its own
 requests at once, those of the others when it hears of them, and once a second the engines' own counts of requests. All
 see the same events.
 """
@@ -20,15 +20,15 @@ import typer
 from benchmarks.policy.grid import Cell
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import AGENT, CONVERSATION
-from kvrouter.tools.simulation.fleet import LINGER, Fleet, Outcome, _InFlight, _View
-from kvrouter.tools.simulation.measures import Measures, measured
-from kvrouter.tools.simulation.profiles import LLAMA_70B
-from kvrouter.tools.simulation.sides import OURS
-from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TracedRequest
-from router.fleet.load import Reservation, TargetLoad
+from router.load.load_messages import Kind, Message, RankLoad
+from router.load.target_load import Reservation, TargetLoad
 from router.policies import Candidate, Policy, Request
 from router.sharing import PeerLoad
-from router.sharing.messages import Kind, Message, RankLoad
+from simulator.fleet.fleet import LINGER, Fleet, Outcome, _InFlight, _View
+from simulator.fleet.measures import Measures, measured
+from simulator.fleet.profiles import LLAMA_70B
+from simulator.fleet.sides import OURS
+from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 
 _SCRAPE = 1.0
 _MEAN_OUTPUT = 256.0

@@ -10,8 +10,8 @@ import signal
 import sys
 from contextlib import AsyncExitStack
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 SETTINGS = SimulatedWorkerSettings(
     num_blocks=1024,

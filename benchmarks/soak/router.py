@@ -17,8 +17,8 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.index.machine import resident_bytes
-from router.fleet.load import Reservation
 from router.forwarding.proxied_request import ProxiedRequest
+from router.load.target_load import Reservation
 from router.routing.assignment import Assignment
 from router.server.fast_lane import FastLaneProtocol
 from router.server.logs import log_to_stderr

@@ -15,7 +15,7 @@ from benchmarks.tokenize.conversations import bodies
 from indexer.hashing import PackedPrompt
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt
-from router.holdings.speculation import prompt_hashes
+from router.cache_state.in_flight_prefixes import prompt_hashes
 from router.tokens.local_tokenizer import CACHE_BYTES, LocalTokenizer
 from router.tokens.model_files import ModelFiles
 from router.tokens.text_encoder import TextEncoder

@@ -10,9 +10,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from router.tokens.model_files import ModelFiles
-from worker.simulated.model.train import CHAT_TEMPLATE, SPECIAL_TOKENS
+from simulator.worker.model.train import CHAT_TEMPLATE, SPECIAL_TOKENS
 
-BUNDLED = Path("worker/simulated/model")
+BUNDLED = Path("simulator/worker/model")
 _VOCABULARY = 32_768
 # Enough of the standard library's source for such a vocabulary.
 _FILES = 700

@@ -17,7 +17,7 @@ def hash_key(
     """Print the hash of an API key, for tenants in the settings file. Without a key, make one."""
     from secrets import token_urlsafe
 
-    from router.access import hashed_key
+    from router.auth import hashed_key
 
     if not key:
         key = f"kv-{token_urlsafe(32)}"

@@ -91,7 +91,7 @@ def doctor(
     examined.
     """
     from kvrouter.tools.doctor import NoWorkersError, RouterError, run_doctor, run_doctor_on_router
-    from router.errors import KubernetesError
+    from router.fleet.kubernetes import KubernetesError
     from router.server.logs import log_to_stderr
 
     log_to_stderr(Level.ERROR)

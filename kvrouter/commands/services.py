@@ -139,8 +139,9 @@ def _begin_log(settings: Settings, level: str) -> None:
 def _run(service: Coroutine[Any, Any, None], settings: Settings, log_level: str) -> None:
     import uvloop
 
-    from router.errors import KubernetesError, TokenizerUnavailableError
+    from router.fleet.kubernetes import KubernetesError
     from router.server.sockets import raise_file_limit
+    from router.tokens.errors import TokenizerUnavailableError
 
     _begin_log(settings, log_level)
     raise_file_limit()

@@ -28,9 +28,9 @@ def simulate(
     bootstrap_port: Annotated[int, typer.Option(help="Of a prefill worker's bootstrap service; 0: a free one.")] = 0,
 ) -> None:
     """Run a simulated worker: real cache, scheduler, events and API, made-up words."""
+    from simulator.worker import SimulatedWorkerSettings
+    from simulator.worker.serve import run
     from worker.publisher import PublisherConfig
-    from worker.simulated import SimulatedWorkerSettings
-    from worker.simulated.serve import run
 
     try:
         options = given(

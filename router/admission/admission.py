@@ -27,14 +27,14 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.admission.drain_rate import DrainRate
 from router.admission.fair_queue import FairQueue, Waiting
 from router.admission.refusals import promise_not_kept, too_many
 from router.admission.ticket import Ticket, deadline_error
 from router.admission.wait_reason import WaitReason
 from router.fleet.fleet import Worker
-from router.policies.promises import Forecast, Promise
+from router.prediction.slo import Forecast, Promise
 from router.routing.assignment import Assignment
 from router.routing.errors import unavailable
 from router.routing.late_binding import held_order, promised_order

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from router.admission.admission import Admission
 from router.admission.wait_reason import WaitReason
 from router.fleet.fleet import Fleet
-from router.fleet.load import LoadTable
+from router.load.target_load import LoadTable
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Priorities are any integers, and labels must be few.

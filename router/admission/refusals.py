@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.admission.drain_rate import LONGEST_RETRY
-from router.policies.promises import Forecast, Promise
+from router.prediction.slo import Forecast, Promise
 
 
 def promise_not_kept(promise: Promise, late: float, forecast: Forecast | None) -> RequestError:

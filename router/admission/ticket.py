@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from indexer.errors import RequestError
-from router.admission.service_levels import PROMISE_HEADERS, ServiceLevels, read_promise
+from http_api.errors import RequestError
 from router.apis.agent_hints import HINT_HEADERS, AgentHints, hints_in_headers
 from router.http.headers import HeaderItems, Headers, number_of
-from router.policies.promises import Promise
+from router.prediction.service_levels import PROMISE_HEADERS, ServiceLevels, read_promise
+from router.prediction.slo import Promise
 
 PRIORITY_HEADER = b"x-kvrouter-priority"
 TIMEOUT_HEADER = b"x-request-timeout"

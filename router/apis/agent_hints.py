@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.apis.fields import kind_of
 from router.http.headers import HeaderItems, number_of
 

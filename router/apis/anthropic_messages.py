@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import MessagesFields
 from router.apis.fields import kind_of, lenient, model_name, optional_string, read_body

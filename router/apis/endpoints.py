@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from indexer.errors import RequestError, error_body
+from http_api.errors import RequestError, error_body
 from router.apis.agent_hints import hints_in_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
 from router.apis.body_cache import BodyCache, body_key

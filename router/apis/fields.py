@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 
 MAX_TOKEN_ID = 2**32 - 1
 

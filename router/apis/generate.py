@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import SessionFields
 from router.apis.fields import kind_of, kinds_of, lenient, optional_string, read_body, token_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids

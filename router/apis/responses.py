@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import ResponsesFields
 from router.apis.fields import kind_of, lenient, optional_string, read_body

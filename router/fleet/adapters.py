@@ -16,8 +16,8 @@ import aiohttp
 import structlog
 
 from router.fleet.discovery import Engine, ServedModel
-from router.fleet.told import Told, tell
 from router.fleet.worker import Worker
+from router.fleet.worker_commands import Told, tell
 
 log = structlog.get_logger()
 

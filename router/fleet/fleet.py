@@ -12,16 +12,16 @@ import structlog
 
 from indexer import Indexer, Registration, Target
 from router.fleet.allowed_networks import AllowedNetworks
-from router.fleet.answers import read_answer
 from router.fleet.circuit import CircuitLimits
 from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
-from router.fleet.end_tasks import end_tasks
 from router.fleet.engine_metrics import EngineMetrics, Sleep
 from router.fleet.health import Health
 from router.fleet.stall_detector import StallDetector
 from router.fleet.stream_addresses import allowed_sources
 from router.fleet.worker import Worker, WorkerState, url_of
+from router.http.answers import read_answer
 from router.http.connection_problem import connection_problem
+from router.http.end_tasks import end_tasks
 from router.http.worker_url import host_of, split_user_info
 from router.settings import FleetSettings, Role, WorkerSettings
 

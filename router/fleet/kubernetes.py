@@ -26,7 +26,6 @@ import msgspec
 import structlog
 
 from kvevents.endpoints import bracketed
-from router.errors import KubernetesError
 from router.fleet.allowed_networks import is_never_allowed
 from router.fleet.fleet import Fleet
 from router.http.connection_problem import connection_problem
@@ -44,6 +43,10 @@ _GONE = 410
 _ROLE_LABEL = "kvrouter.io/role"
 
 Objects = dict[str, dict[str, Any]]
+
+
+class KubernetesError(Exception):
+    """The cluster is not reachable, not there, or answered with something that cannot be parsed."""
 
 
 class Address(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 import aiohttp
 
 from router.fleet.fleet import Fleet
-from router.fleet.told import Told, tell
 from router.fleet.worker import Worker
+from router.fleet.worker_commands import Told, tell
 
 # Requests under way may have to end first, and weights to be loaded.
 _SECONDS = 600.0

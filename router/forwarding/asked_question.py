@@ -10,7 +10,7 @@ from typing import Final
 
 import structlog
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from indexer.questions import Answer
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response_writer import ResponseWriter

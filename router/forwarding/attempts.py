@@ -13,11 +13,10 @@ import time
 from collections.abc import Collection
 from typing import Final
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.admission.ticket import Ticket
 from router.apis.endpoints import RESPONSES
 from router.apis.response_owners import asks_to_store
-from router.disaggregation.adapters import WorkerEndpoint
 from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
@@ -25,9 +24,10 @@ from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.routing_headers import RoutingHeaders
 from router.http.headers import RANK_HEADER, Headers, forwarded_lines
+from router.observability.spans import Span
 from router.routing.assignment import Assignment
+from router.routing.disaggregation.adapters import WorkerEndpoint
 from router.routing.routed_prompt import RoutedPrompt
-from router.telemetry.spans import Span
 from router.upstream import ResponseHandler
 from router.upstream.transport import SentRequest, Transport
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from router.disaggregation.adapters import Adapter, AnsweredError, PreparedRequest, WorkerEndpoint
 from router.fleet.health import Outcome
 from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.routing.assignment import Assignment
+from router.routing.disaggregation.adapters import Adapter, AnsweredError, PreparedRequest, WorkerEndpoint
 from router.upstream import ResponseHandler, ResponseHead, UpstreamError, UpstreamRequest, Upstreams
 from router.upstream.transport import SentRequest, Transport
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from indexer.questions import Questions
 from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.asked_question import AskedQuestion
+from router.forwarding.failover.resumable_proxied_request import new_proxied_request
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext, RequestContexts
 from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.resumable_proxied_request import new_proxied_request
 from router.forwarding.taken_request import TakenRequest
 from router.settings import ServerSettings
 

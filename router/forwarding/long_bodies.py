@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from router.access.arrivals import Arrivals
+from router.auth.arrivals import Arrivals
 
 # Bodies of no more bytes are read where they arrive: two milliseconds' work at most.
 LONG_BODY: Final = 256 * 1024

@@ -30,7 +30,7 @@ from typing import Final
 
 import structlog
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.admission.ticket import deadline_error, read_ticket
 from router.apis.requests import RoutedRequest
 from router.apis.stream_usage import HiddenUsage, asking_for_usage
@@ -46,10 +46,10 @@ from router.forwarding.response import ProxiedResponse
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.taken_request import TakenRequest
 from router.http.headers import Headers
-from router.live.request_stream import PassingRequest
+from router.observability.request_recorder import PassingRequest
+from router.observability.spans import Span
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
-from router.telemetry.spans import Span
 from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamTimeoutError
 from router.upstream.transport import Transport
 

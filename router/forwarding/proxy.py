@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from starlette.types import Message, Receive, Scope, Send
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
+from router.forwarding.failover.resumable_proxied_request import new_proxied_request
 from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContexts, context_of
 from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.resumable_proxied_request import new_proxied_request
 from router.forwarding.routing_headers import RoutingHeaders
 from router.http.response_head import LENGTH, WITHOUT_BODY
 from router.settings import ServerSettings

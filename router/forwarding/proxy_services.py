@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 
 from router.admission.admission import Admission
-from router.admission.service_levels import ServiceLevels
 from router.fleet.fleet import Fleet
-from router.fleet.retry_budget import RetryBudget
+from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.long_bodies import LongBodies
-from router.forwarding.stream_failover import StreamFailover
-from router.live.request_stream import RequestStream
+from router.forwarding.retry_budget import RetryBudget
+from router.observability.metrics import RequestMetrics
+from router.observability.request_recorder import RequestStream
+from router.prediction.service_levels import ServiceLevels
 from router.routing.router import Router
 from router.settings import ProxySettings
-from router.telemetry.metrics import RequestMetrics
 from router.upstream import Upstreams
 
 

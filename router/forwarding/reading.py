@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.apis.endpoints import Call, read_call
 from router.apis.requests import RoutedRequest
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
+from router.observability.spans import Span
 from router.routing.routed_prompt import RoutedPrompt
-from router.telemetry.spans import Span
 
 
 def read_request(

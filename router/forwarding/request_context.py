@@ -12,16 +12,16 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
-from indexer.errors import RequestError, error_headers
-from router.access import Admitted, ArrivingBody, BodyCheck, Door, Tenant
+from http_api.errors import RequestError, error_headers
 from router.apis.endpoints import call_error_body
+from router.auth import Admitted, ArrivingBody, BodyCheck, Door, Tenant
 from router.forwarding.request_head import RequestHead
 from router.http.headers import Headers
 from router.http.request_id import new_id, with_id
+from router.observability.access_log import AccessLine
+from router.observability.metrics import RequestMetrics
+from router.observability.spans import RequestTrace, Tracing
 from router.settings import ServerSettings
-from router.telemetry.access_log import AccessLine
-from router.telemetry.metrics import RequestMetrics
-from router.telemetry.spans import RequestTrace, Tracing
 
 _CONTEXT = "kvrouter.request_context"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from router.access import Admitted
 from router.admission.ticket import urgent
 from router.apis.response_owners import is_about_stored
 from router.apis.sessions import only_naming
+from router.auth import Admitted
 from router.http.headers import Headers, forwarded_lines
 from router.http.request_id import HEADER as REQUEST_ID
 from router.http.request_id import given_id, with_id

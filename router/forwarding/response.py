@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.apis.endpoints import error_event
 from router.apis.response_owners import SEARCHED_BYTES
 from router.apis.stream_usage import HiddenUsage

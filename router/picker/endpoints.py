@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.fleet.fleet import Worker
 from router.picker.state import PickerState
 from router.routing.assignment import Assignment

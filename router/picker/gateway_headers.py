@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.admission.ticket import PRIORITY_HEADER
 from router.apis.json_edit import SpliceError, with_field
 from router.http.headers import Headers

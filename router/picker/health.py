@@ -8,8 +8,8 @@ from typing import Final
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from router.app.readiness import Readiness
 from router.picker.grpc_calls import INTERNAL, NOT_FOUND, Call, CallHandler, Methods
-from router.readiness import Readiness
 
 _PATH: Final = "/grpc.health.v1.Health/"
 _LOOK_SECONDS: Final = 0.5

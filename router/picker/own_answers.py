@@ -6,9 +6,9 @@ import time
 
 import msgspec
 
+from router.app.routes.model_cards import model_card, model_cards
 from router.fleet.fleet import Fleet
 from router.forwarding.request_context import RequestContext
-from router.routes.model_cards import model_card, model_cards
 
 _MODELS = "/v1/models"
 

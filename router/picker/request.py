@@ -20,8 +20,8 @@ from typing import Final
 
 import structlog
 
-from indexer.errors import RequestError
-from router.access import too_large, too_slow
+from http_api.errors import RequestError
+from router.auth import too_large, too_slow
 from router.fleet.fleet import Worker
 from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.request_context import RequestContext

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from indexer.errors import RequestError
-from router.access import Admitted, Arrivals, too_large
+from http_api.errors import RequestError
+from router.auth import Admitted, Arrivals, too_large
 from router.forwarding.proxy import ProxyContext
 from router.http.headers import Headers, length_of
 from router.picker import ext_proc_pb2 as pb

@@ -8,7 +8,7 @@ The cost of a target is counted in prefill tokens, and needs no rates; the lowes
     pending   uncached tokens already sent there whose first byte has not come
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
     n, ctx    requests in flight there, and the tokens they hold
-    μ         0 while the target evicts nothing, else g/(1-g) (`router.learning.eviction_pressure`)
+    μ         0 while the target evicts nothing, else g/(1-g) (`router.prediction.eviction_pressure`)
 
 A prefill delays every request that decodes on that worker (β, γ), and evicts what will be asked for again (θ). So an
 uncached token is charged more than its own time, and prefixes stay together until the queue really hurts.

@@ -3,7 +3,7 @@
 What is not known of a candidate is never taken for zero:
 
     cached tokens   without live events only prompts in flight count as cached, the rest is taken to be computed
-    eviction        a worker whose evictions cannot be seen is taken to evict (`router.learning.eviction_pressure`)
+    eviction        a worker whose evictions cannot be seen is taken to evict (`router.prediction.eviction_pressure`)
     queue, context  what this router has in flight there
     KV usage        that of the fullest candidate whose usage is known (`known_usage`)
     rates           those of the slowest worker that is known (`router.policies.rates`)

@@ -6,13 +6,13 @@ from typing import Protocol
 
 from indexer import Target
 from router.apis.usage import Usage
+from router.cache_state.hit_audit import Prediction
+from router.cache_state.in_flight_prefixes import ReleaseCallback
 from router.fleet.health import Attempt, Outcome
-from router.fleet.load import Reservation
 from router.fleet.worker import Worker
-from router.holdings.audit import Prediction
-from router.holdings.speculation import ReleaseCallback
-from router.learning.forecasts import WatchedAnswer
-from router.learning.learned import RequestTiming
+from router.load.target_load import Reservation
+from router.prediction.learned import RequestTiming
+from router.prediction.predictions import WatchedAnswer
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import Selection
 

@@ -7,13 +7,13 @@ from collections.abc import Collection, Sequence
 from random import Random
 
 from router.apis.response_owners import ResponseOwners
+from router.cache_state.in_flight_prefixes import chunk_hashes
 from router.fleet.fleet import Fleet, Worker
-from router.fleet.load import LoadTable
 from router.fleet.worker import choosable, takes_its_turn
-from router.holdings.speculation import chunk_hashes
-from router.learning.learned import Learned
+from router.load.target_load import LoadTable
 from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
+from router.prediction.learned import Learned
 from router.routing.limits import Limits
 from router.routing.load_view import LoadView
 from router.routing.overlaps import OverlapFinder, Overlaps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.fleet.fleet import Fleet
 
 

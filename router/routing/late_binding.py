@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.fleet.load import TargetLoad
+from router.load.target_load import TargetLoad
 from router.policies import Candidate
 
 # One engine step's budget of prompt tokens.

@@ -7,9 +7,9 @@ rows now and then, in portions.
 
 from __future__ import annotations
 
-from router.fleet.load import LoadTable
-from router.learning.learned import Learned
+from router.load.target_load import LoadTable
 from router.policies import Candidate, CostColumns, LinearPolicy
+from router.prediction.learned import Learned
 from router.routing.prefill_share import PrefillShare
 from router.routing.routable_rank import RoutableRank
 from router.sharing import PeerLoad

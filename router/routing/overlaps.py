@@ -11,9 +11,9 @@ from itertools import chain
 
 from indexer import Indexer, MatchQuery, RowMatches, Target, UnknownModelError
 from indexer.hashing import PackedPrompt
-from router.holdings.audit import HitAudit
-from router.holdings.history import RoutingHistory
-from router.holdings.speculation import CHUNK_TOKENS, SpeculativeHoldings
+from router.cache_state.hit_audit import HitAudit
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, SpeculativeHoldings
+from router.cache_state.sent_prefixes import RoutingHistory
 from router.routing.routable_rank import RoutableRank, ServedModel
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.target_directory import ModelTargets

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import structlog
 
+from http_api.errors import RequestError
 from indexer import Indexer
-from indexer.errors import RequestError
 from router.apis.body_cache import BodyCache
 from router.apis.requests import RoutedRequest
 from router.fleet.fleet import Fleet

@@ -9,15 +9,15 @@ import structlog
 from indexer import Indexer
 from router.apis.agent_hints import AgentHints
 from router.apis.usage import Usage
+from router.cache_state.hit_audit import Basis, HitAudit, Prediction
+from router.cache_state.in_flight_prefixes import SpeculativeHoldings, reusable_hashes
+from router.cache_state.sent_prefixes import RoutingHistory
 from router.fleet.fleet import Worker
-from router.fleet.load import LoadTable, Reservation
-from router.holdings.audit import Basis, HitAudit, Prediction
-from router.holdings.history import RoutingHistory
-from router.holdings.speculation import SpeculativeHoldings, reusable_hashes
-from router.learning.learned import Learned
-from router.policies.promises import Forecast
+from router.load.target_load import LoadTable, Reservation
 from router.policies.rates import prefill_seconds
 from router.policies.records import Candidate
+from router.prediction.learned import Learned
+from router.prediction.slo import Forecast
 from router.routing.assignment import Assignment, RequestSampler
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from indexer import Target
-from router.fleet.load import TargetLoad
+from router.cache_state.in_flight_prefixes import chunk_root
 from router.fleet.worker import Worker
-from router.holdings.speculation import chunk_root
+from router.load.target_load import TargetLoad
 
 
 class ServedModel:

@@ -18,36 +18,36 @@ import time
 from collections.abc import Collection
 from random import Random
 
+from http_api.errors import RequestError
 from indexer import Indexer
-from indexer.errors import RequestError
 from router.apis.body_cache import CACHE_BYTES, BodyCache
 from router.apis.requests import RoutedRequest
 from router.apis.response_owners import ResponseOwners
 from router.apis.usage import Usage
-from router.disaggregation.adapters import Adapter
+from router.cache_state.hit_audit import HitAudit
+from router.cache_state.in_flight_prefixes import SpeculativeHoldings
+from router.cache_state.sent_prefixes import RoutingHistory
+from router.cache_state.session_locations import SessionPlaces
 from router.fleet.fleet import Fleet, Worker
-from router.fleet.load import LoadTable
-from router.holdings.audit import HitAudit
-from router.holdings.history import RoutingHistory
-from router.holdings.session_places import SessionPlaces
-from router.holdings.speculation import SpeculativeHoldings
-from router.learning.learned import Learned
+from router.load.target_load import LoadTable
 from router.policies import ByTurn, Candidate, LinearPolicy, NamedPolicy
-from router.policies.promises import Forecast, Promise
 from router.policies.rates import prefill_seconds
+from router.prediction.learned import Learned
+from router.prediction.slo import Forecast, Promise
 from router.routing.assignment import Assignment, RequestSampler
 from router.routing.candidates import CandidateFinder, CandidateSet, without
-from router.routing.disaggregated_selection import DisaggregatedSelector
+from router.routing.disaggregation.adapters import Adapter
+from router.routing.disaggregation.selection import DisaggregatedSelector
 from router.routing.errors import unavailable, unknown_model
 from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
 from router.routing.limits import NO_LIMITS, Limits
 from router.routing.overlaps import OverlapFinder
 from router.routing.prebuilt_selections import PrebuiltSelections
-from router.routing.promised_selection import PromisedSelector
 from router.routing.prompt_reader import PromptReader
 from router.routing.reservations import Reservations
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import Selection
+from router.routing.slo_selection import PromisedSelector
 from router.settings import DisaggregationSettings
 from router.sharing import LoadSharing
 from router.tokens.tokenizers import Tokenizers

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 
-from router.disaggregation.decision import Disaggregation
 from router.fleet.worker import Worker
 from router.policies import Decision
-from router.policies.promises import Forecast, Promise
+from router.prediction.slo import Forecast, Promise
+from router.routing.disaggregation.decision import Disaggregation
 from router.routing.routable_rank import RoutableRank
 
 NO_HASHES: list[array[int]] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.fleet.load import LoadTable
 from router.fleet.worker import Worker
+from router.load.target_load import LoadTable
 from router.routing.late_binding import is_busy
 from router.routing.limits import Limits
 from router.routing.routable_rank import RoutableRank

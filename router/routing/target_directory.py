@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from indexer import Target, TargetRows
 from router.fleet.discovery import WorkerDescription
 from router.fleet.fleet import Fleet, Worker
-from router.fleet.load import LoadTable
+from router.load.target_load import LoadTable
 from router.routing.load_view import LoadView
 from router.routing.prefill_share import PrefillShare
 from router.routing.routable_rank import RoutableRank, ServedModel

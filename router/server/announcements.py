@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from indexer.build_info import build_info
-from router.live.about import About
+from router.observability.about import About
 from router.settings import Settings
 
 

@@ -23,8 +23,8 @@ from typing import Any, Final
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from indexer.errors import RequestError
-from router.access import too_large, too_slow
+from http_api.errors import RequestError
+from router.auth import too_large, too_slow
 from router.forwarding.lane import Lane
 from router.forwarding.request_head import RequestHead
 from router.forwarding.taken_request import TakenRequest

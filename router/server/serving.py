@@ -9,20 +9,20 @@ from contextlib import closing
 
 from fastapi import FastAPI
 
+from http_api.errors import RequestError
 from indexer import Indexer
 from indexer.app import indexer_app
-from indexer.errors import RequestError
 from indexer.questions import Questions
-from router.access import Door
-from router.app import running_router
-from router.embedded_index import running_indexer
+from router.app.app import running_router
+from router.app.embedded_index import running_indexer
+from router.app.routes.match_requests import match_reader
+from router.auth import Door
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.config_reload import SettingsFile
-from router.fleet.end_tasks import end_tasks
 from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.lane import Lane
 from router.forwarding.request_context import ContextMiddleware, RequestContexts
-from router.routes.match_requests import match_reader
+from router.http.end_tasks import end_tasks
 from router.server.announcements import announce_models, announce_page, announce_start, say
 from router.server.http_server import HttpServer
 from router.server.memory import collect_rarely, keep_freed_memory

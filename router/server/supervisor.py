@@ -21,8 +21,8 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from router.errors import KubernetesError, TokenizerUnavailableError
 from router.fleet.config_reload import SettingsFile
+from router.fleet.kubernetes import KubernetesError
 from router.server.announcements import announce_page, announce_start, say
 from router.server.logs import log_to_stderr
 from router.server.serving import serve_worker_process
@@ -30,6 +30,7 @@ from router.server.signals import SignalWaiter
 from router.server.sockets import bind, url_of
 from router.settings import Settings
 from router.sharing.worker_processes import WorkerProcesses
+from router.tokens.errors import TokenizerUnavailableError
 
 log = structlog.get_logger()
 

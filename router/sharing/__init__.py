@@ -15,9 +15,9 @@ requests, and those of others only in the engines' metrics.
 
 from __future__ import annotations
 
+from router.load.peer_load import PeerLoad
 from router.settings import ReplicasSettings
 from router.sharing.metrics import SharingCollector
-from router.sharing.peer_load import PeerLoad
 from router.sharing.redis import RedisChannel
 from router.sharing.sharing import LoadSharing, SharingChannel
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import structlog
 
 from indexer import Target
-from router.fleet.load import LoadTable
-from router.holdings.speculation import ReleaseCallback
-from router.sharing.messages import Kind, Message, RankLoad, SentPrompt, decode, encode, shared_hashes
-from router.sharing.peer_load import PeerLoad
+from router.cache_state.in_flight_prefixes import ReleaseCallback
+from router.load.load_messages import Kind, Message, RankLoad, SentPrompt, decode, encode, shared_hashes
+from router.load.peer_load import PeerLoad
+from router.load.target_load import LoadTable
 
 log = structlog.get_logger()
 

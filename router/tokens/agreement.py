@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.endpoints import CHAT
 from router.apis.requests import ChatPrompt, TextPrompts
-from router.errors import TokenizerUnavailableError
 from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError
+from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.prompt_cache import common_tokens
 from router.tokens.shapes import PROBES, Probe, Shape

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from router.errors import TokenizerUnavailableError
+from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.model_files import ModelFiles, model_config
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from router.errors import TokenizerUnavailableError
 from router.tokens.by_transformers import read_by_transformers
 from router.tokens.deepseek_v32 import USER, DeepSeekV32
+from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.harmony import Harmony
 from router.tokens.kimi import FILE as KIMI_FILE
 from router.tokens.kimi import KimiTexts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from router.apis.message_normalization import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
 from router.tokens.chat_template import template_variables

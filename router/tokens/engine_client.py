@@ -17,10 +17,10 @@ from indexer.hashing import MediaSpan, PackedPrompt
 from router.apis.fields import MAX_TOKEN_ID
 from router.apis.media import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
-from router.errors import TokenizerUnavailableError
 from router.fleet.worker_keys import WorkerKey
 from router.http.connection_problem import connection_problem
 from router.tokens.chat_template import template_variables
+from router.tokens.errors import TokenizerUnavailableError
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from indexer.hashing import pack_tokens
 from router.apis.requests import ChatPrompt
-from router.errors import TokenizerUnavailableError
+from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.long_words import exceeds_work, strings_in, word_pattern
 
 Message = dict[str, Any]

@@ -8,7 +8,7 @@ import re
 import threading
 from pathlib import Path
 
-from router.errors import TokenizerUnavailableError
+from router.tokens.errors import TokenizerUnavailableError
 
 # Nothing of a model's weights, and no code.
 _FILES = [

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from indexer.hashing import pack_tokens
-from router.errors import TokenizerUnavailableError
+from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.model_files import read_json
 
 FILE = "tiktoken.model"

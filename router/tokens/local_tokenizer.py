@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import structlog
 from jinja2 import TemplateSyntaxError
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
-from router.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.boundary import Boundary, boundary_of
 from router.tokens.chat_template import ChatTemplate
 from router.tokens.common_start import common_start
+from router.tokens.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.model_files import ModelFiles
 from router.tokens.prompt_cache import PromptCache
 from router.tokens.text_encoder import Encoder, TextEncoder

@@ -6,10 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from indexer.hashing import pack_tokens
 from router.apis.requests import ChatPrompt
-from router.errors import TokenizerUnavailableError
+from router.tokens.errors import TokenizerUnavailableError
 
 # Longer ids of tool calls are cut to their last characters.
 _CALL_ID = 9

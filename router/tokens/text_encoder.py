@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from indexer.hashing import pack_tokens
-from router.errors import TokenizerUnavailableError
+from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.tokenizer_check import trial_texts
 
 log = structlog.get_logger()

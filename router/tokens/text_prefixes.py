@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts
-from router.errors import TokenizerUnavailableError
+from router.tokens.errors import TokenizerUnavailableError
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 # What a template shows of a message beside its role and content.

@@ -18,17 +18,17 @@ import aiohttp
 import structlog
 
 from indexer import Target
-from router.errors import TokenizerUnavailableError
+from router.cache_state.hit_audit import TargetAudit
 from router.fleet.discovery import ServedModel, WorkerDescription
-from router.fleet.end_tasks import end_tasks
 from router.fleet.fleet import Worker
 from router.fleet.worker_keys import WorkerKey
-from router.holdings.audit import TargetAudit
+from router.http.end_tasks import end_tasks
 from router.settings import ModelSettings, TokenizerSettings
 from router.tokens.agreement import Agreement, Trial, Way, merged
 from router.tokens.candidates import Load, candidates
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
+from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.hub import fetched, is_hub_name
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import MediaReader

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.media import has_media, text_length
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts
-from router.errors import TokenizerUnavailableError, TooLongForNowError
+from router.tokens.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import Expanded, MediaReader, items_of
 from router.tokens.model_tokenizer import ModelTokenizer, Path

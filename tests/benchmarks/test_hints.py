@@ -5,8 +5,8 @@ from __future__ import annotations
 from benchmarks.policy.grid import Cell
 from benchmarks.policy.hints import Ground, play
 from benchmarks.policy.workloads import AGENT, SINGLE
-from kvrouter.tools.simulation.hinted_fleet import announced
-from kvrouter.tools.simulation.profiles import LLAMA_70B
+from simulator.fleet.hinted_fleet import announced
+from simulator.fleet.profiles import LLAMA_70B
 
 GROUND = Ground(tuple(Cell(workload, LLAMA_70B, 2, 100_000, 0.2, 150.0) for workload in (AGENT, SINGLE)))
 

@@ -10,9 +10,9 @@ from benchmarks.policy.grid import Cell
 from benchmarks.policy.tail import TAIL_SIDES, FirstChoice, WatchedFleet, compare_tails, play, tail_cells
 from benchmarks.policy.workloads import CONVERSATION
 from indexer import Target
-from kvrouter.tools.simulation.profiles import LLAMA_70B
-from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TracedRequest
 from router.policies import Candidate, Decision, Request
+from simulator.fleet.profiles import LLAMA_70B
+from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 
 BUSY = Cell(CONVERSATION, LLAMA_70B, 2, 100_000, 1.8, seconds=40.0)
 OURS, AT_ONCE, _, LEAST_TTFT = TAIL_SIDES[:4]

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from benchmarks.policy.workloads import AGENT, CONVERSATION, TOOL, Workload, ideal_seconds, sessions
-from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TraceLine, read_trace, requests_of
+from simulator.fleet.trace import BLOCK_TOKENS, TraceLine, read_trace, requests_of
 
 LINES = b"""\
 {"timestamp": 0, "input_length": 1200, "output_length": 400, "hash_ids": [0, 1, 2]}

@@ -25,15 +25,15 @@ from benchmarks.policy.promises import (
 )
 from benchmarks.policy.workloads import AGENT, SINGLE
 from indexer import Target
-from kvrouter.tools.simulation.fleet import Outcome
-from kvrouter.tools.simulation.predicted_latency import predicted_latency
-from kvrouter.tools.simulation.profiles import LLAMA_70B
-from kvrouter.tools.simulation.promised_fleet import By, PromisedFleet
-from kvrouter.tools.simulation.trace import Promised, TracedRequest
 from router.admission.admission import LATE_TRIES
 from router.policies import Candidate, policy_named
-from router.policies.promises import Estimate, Forecast, Promise
+from router.prediction.slo import Estimate, Forecast, Promise
 from router.settings import PolicySettings
+from simulator.fleet.fleet import Outcome
+from simulator.fleet.predicted_latency import predicted_latency
+from simulator.fleet.profiles import LLAMA_70B
+from simulator.fleet.promised_fleet import By, PromisedFleet
+from simulator.fleet.trace import Promised, TracedRequest
 
 GROUND = Ground(AGENT, 2, 300_000, 0.5, 1.6, seconds=40.0)
 

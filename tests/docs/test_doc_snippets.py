@@ -35,9 +35,9 @@ from typer.testing import CliRunner
 from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
 from router.settings import Settings
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 from worker.publisher import PublisherConfig
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
 
 SERVERS = {"serve", "indexer", "simulate", "picker", "replay"}
 # What does not end well on purpose: part of the command, and its exit status.

@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from envoy_client import DESTINATION, EnvoyStream, set_headers
 from router_under_test import QUICK, TIMEOUT, RouterUnderTest, plain_client, serving
 from scripted_worker import MODEL
 
-from router.app import running_router
+from router.app.app import running_router
 from router.picker import running_picker
 from router.server.http_server import HttpServer
 from router.settings import Settings

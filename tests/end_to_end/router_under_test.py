@@ -16,7 +16,7 @@ from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
-from router.app import running_router
+from router.app.app import running_router
 from router.fleet.config_reload import SettingsFile
 from router.server.http_server import HttpServer
 from router.server.sockets import listen

@@ -11,8 +11,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from router_under_test import RouterUnderTest, router, until
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 MODEL = "simulated"
 FAST = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}

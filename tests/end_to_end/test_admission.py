@@ -15,12 +15,12 @@ import pytest
 from router_under_test import QUICK, Reply, RouterUnderTest, router, until
 from scripted_worker import MODEL, Exchange, scripted_worker
 
-from router.access import hashed_key
-from router.policies.promises import Promise
-from router.routing.promised_selection import PromisedSelector
+from router.auth import hashed_key
+from router.prediction.slo import Promise
 from router.routing.selection import Selection
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from router.routing.slo_selection import PromisedSelector
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -11,8 +11,8 @@ import pytest
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -16,9 +16,9 @@ import openai
 import pytest
 from router_under_test import RouterUnderTest, router
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
-from worker.simulated.settings import BUNDLED_MODEL
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
+from simulator.worker.settings import BUNDLED_MODEL
 
 pytestmark = pytest.mark.anyio
 

@@ -15,8 +15,8 @@ from router_under_test import Reply, RouterUnderTest, router, until
 from scripted_worker import MODEL as SCRIPTED
 from scripted_worker import Exchange, scripted_worker
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

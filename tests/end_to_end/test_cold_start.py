@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from router_under_test import RouterUnderTest, router, until
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -23,10 +23,10 @@ from kvrouter.tools.doctor import stream as doctor_stream
 from kvrouter.tools.doctor.findings import FIXES, Cause
 from kvrouter.tools.doctor.run import examine
 from router.settings import Settings
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
+from simulator.worker.settings import BUNDLED_MODEL
 from worker import PublisherConfig
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
-from worker.simulated.settings import BUNDLED_MODEL
 
 pytestmark = pytest.mark.anyio
 

@@ -19,11 +19,10 @@ from benchmarks.ports import free_port
 from kvrouter.tools.doctor import NoWorkersError
 from kvrouter.tools.doctor.run import run_doctor
 from kvrouter.tools.doctor.running_fleet import ROUTER_FIXES
-from router.errors import KubernetesError
-from router.fleet.kubernetes import ClusterAccess
+from router.fleet.kubernetes import ClusterAccess, KubernetesError
 from router.settings import Settings
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

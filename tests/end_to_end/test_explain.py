@@ -12,8 +12,8 @@ from router_under_test import RouterUnderTest, router
 from typer.testing import CliRunner
 
 from kvrouter.cli import app
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -12,9 +12,9 @@ from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
 from kvevents import BlockStored, EventBatch
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 from worker import ZmqEventPublisher
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
 
 pytestmark = pytest.mark.anyio
 

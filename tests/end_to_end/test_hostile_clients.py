@@ -14,8 +14,8 @@ import pytest
 from router_under_test import RouterUnderTest, raw, router, until
 from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
 
-from router.access import hashed_key
-from router.access.steering import FIELDS, HEADERS
+from router.auth import hashed_key
+from router.auth.engine_fields import FIELDS, HEADERS
 
 pytestmark = pytest.mark.anyio
 

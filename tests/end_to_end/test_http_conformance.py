@@ -19,7 +19,7 @@ from router_under_test import RouterUnderTest, router, serving, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.app import running_router
+from router.app.app import running_router
 from router.server import head_limiter, http_server
 from router.server.asgi_fallback import uvicorn_fits
 from router.server.fast_lane import FastLaneProtocol

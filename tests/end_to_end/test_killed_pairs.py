@@ -16,7 +16,7 @@ from simulated_pairs import MODEL, STYLES, Pairs, routed
 
 from kvrouter.processes import KvrouterProcess
 from kvrouter.tools.demo.disaggregated import run_disaggregated_demo
-from worker.simulated.disaggregation.nixl import LEASE_S
+from simulator.worker.disaggregation.nixl import LEASE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.transfer]
 

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from router_under_test import RouterUnderTest, router
 
-from router.live.fleet_snapshot import MAX_VIEWERS
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from router.observability.fleet_snapshot import MAX_VIEWERS
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from picker_under_test import picker
 from router_under_test import RouterUnderTest, router
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
 
-from router.access import hashed_key
+from router.auth import hashed_key
 
 pytestmark = pytest.mark.anyio
 

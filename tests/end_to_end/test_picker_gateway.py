@@ -19,7 +19,7 @@ from picker_under_test import BODY, JSON, PATH, STREAM, Asked, picker
 from router_under_test import RouterUnderTest, until
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
 
-from router.access import hashed_key
+from router.auth import hashed_key
 from router.fleet.kubernetes import ClusterAccess
 from router.picker import ext_proc_pb2 as pb
 from router.picker import tls

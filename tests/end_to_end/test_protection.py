@@ -18,13 +18,13 @@ from scripted_worker import MODEL, ScriptedWorker, scripted_worker
 from typer.testing import CliRunner
 
 from kvrouter import cli
-from router.access import hashed_key
-from router.app import running_router
+from router.app.app import running_router
+from router.auth import hashed_key
 from router.server import head_limiter
 from router.server.http_server import HttpServer
 from router.settings import ConfigError, Settings, load_settings
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -17,8 +17,8 @@ from uvicorn.server import ServerState
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.questions import Questions
 from kvevents import BlockStored, EventBatch
-from router.access import Door
-from router.app import running_router
+from router.app.app import running_router
+from router.auth import Door
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.lane import Lane

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from router_under_test import RouterUnderTest, router, until
 
-from kvrouter.tools.simulation.trace import TraceLine, read_trace
 from kvrouter.tools.traces.recording import RecordedRequests, RecordingError, record_requests
-from router.live.request_stream import MAX_LISTENERS
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from router.observability.request_recorder import MAX_LISTENERS
+from simulator.fleet.trace import TraceLine, read_trace
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -13,11 +13,11 @@ from router_under_test import router
 from typer.testing import CliRunner
 
 from kvrouter.cli import app
-from kvrouter.tools.simulation.trace import Trace, TraceLine
 from kvrouter.tools.traces.live import LiveTarget, ReplayError, replay_live
 from kvrouter.tools.traces.results import Run
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.fleet.trace import Trace, TraceLine
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -12,9 +12,9 @@ import pytest
 from router_under_test import Reply, RouterUnderTest, router, until
 from scripted_worker import Exchange, scripted_worker
 
-from router.access import hashed_key
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from router.auth import hashed_key
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

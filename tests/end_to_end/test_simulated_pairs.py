@@ -19,11 +19,11 @@ from router_under_test import RouterUnderTest, router, until
 from simulated_pairs import FAST, MODEL, STYLES, Pairs, routed, simulated_pairs
 
 from kvrouter.processes import KvrouterProcess
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.cache import CachedSequence
-from worker.simulated.disaggregation import nixl
-from worker.simulated.disaggregation.memory import KvMemory
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.cache import CachedSequence
+from simulator.worker.disaggregation import nixl
+from simulator.worker.disaggregation.memory import KvMemory
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

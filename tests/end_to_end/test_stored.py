@@ -13,8 +13,8 @@ from router_under_test import Reply, RouterUnderTest, router
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
 from router.settings import PolicyName
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

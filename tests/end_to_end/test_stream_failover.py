@@ -17,8 +17,8 @@ import pytest
 from router_under_test import PATIENT, RouterUnderTest, plain_client, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +51,7 @@ def completion(number: object, **more: Any) -> dict[str, Any]:
 async def worker_process(step_s: float) -> AsyncIterator[tuple[Process, str]]:
     """A simulated worker in a process of its own, and its URL."""
     settings = json.dumps({"base_step_s": step_s})
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "worker.simulated", settings, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "simulator.worker", settings, stdout=PIPE)
     try:
         assert process.stdout is not None
         async with asyncio.timeout(60):

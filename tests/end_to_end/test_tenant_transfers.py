@@ -17,7 +17,7 @@ from picker_under_test import JSON, picker
 from router_under_test import RouterUnderTest, router
 from scripted_worker import MODEL, Exchange, ScriptedWorker
 
-from router.access import hashed_key
+from router.auth import hashed_key
 
 pytestmark = pytest.mark.anyio
 

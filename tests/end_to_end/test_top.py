@@ -10,8 +10,8 @@ import sys
 import pytest
 from router_under_test import router
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

@@ -19,10 +19,10 @@ from structlog.testing import capture_logs
 
 from kvrouter.tools.doctor.findings import Cause
 from kvrouter.tools.doctor.run import examine
-from router.access import hashed_key
+from router.auth import hashed_key
 from router.settings import Settings
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 

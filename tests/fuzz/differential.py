@@ -27,8 +27,8 @@ from generated_requests import request_with_known_head
 from recording_worker import Got
 from ways import InProcess, Manner, OverSockets
 
-from router.access.routes import Access, Routes
-from router.access.steering import FIELDS, HEADERS, steering_fields
+from router.auth.engine_fields import FIELDS, HEADERS, steering_fields
+from router.auth.routes import Access, Routes
 from router.http.target import canonical_path
 
 _ROUTES = Routes()

@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-from router.access.steering import FIELDS, HEADERS
+from router.auth.engine_fields import FIELDS, HEADERS
 
 PATHS = [
     "/v1/completions",

@@ -9,11 +9,11 @@ from budget import SEED, examples
 from differential import strict_json
 from generated_requests import json_body
 
-from indexer.errors import RequestError
-from router.access.bodies import BodyCheck, read_object
-from router.access.routes import Routes
-from router.access.steering import steering_fields
+from http_api.errors import RequestError
 from router.apis.strict_json import LONG
+from router.auth.bodies import BodyCheck, read_object
+from router.auth.engine_fields import steering_fields
+from router.auth.routes import Routes
 from router.settings import EngineFields, LimitSettings
 
 FEW = 5000

@@ -19,7 +19,7 @@ from recording_worker import RecordingWorker
 from router_under_test import PATIENT, serving
 from ways import InProcess, OverSockets
 
-from router.app import running_router
+from router.app.app import running_router
 from router.server.http_server import HttpServer
 from router.settings import Settings
 

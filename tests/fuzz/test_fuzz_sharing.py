@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from budget import damaged, examples
 
-from router.fleet.load import LoadTable
+from router.load.load_messages import Kind, Message, RankLoad, SentPrompt, decode, encode
+from router.load.target_load import LoadTable
 from router.sharing import LoadSharing, PeerLoad
-from router.sharing.messages import Kind, Message, RankLoad, SentPrompt, decode, encode
 
 FEW = 3000
 WORKERS = ["http://a:1", "http://b:1"]

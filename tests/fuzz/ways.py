@@ -20,7 +20,7 @@ from recording_worker import RecordingWorker
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from indexer.errors import RequestError, error_body, error_headers
+from http_api.errors import RequestError, error_body, error_headers
 from router.forwarding.lane import Lane
 from router.forwarding.proxy import Proxy, ProxyContext
 from router.forwarding.request_context import ContextMiddleware, context_of

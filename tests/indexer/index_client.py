@@ -13,9 +13,9 @@ import msgspec
 import uvicorn
 from engine_publisher import eventually
 
+from http_api.errors import RequestError
 from indexer import Indexer, MatchQuery, Registration
 from indexer.app import indexer_app
-from indexer.errors import RequestError
 from indexer.questions import Questions
 
 

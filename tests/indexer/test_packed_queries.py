@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from http_api.errors import RequestError
 from indexer.cores import CORES
-from indexer.errors import RequestError
 from indexer.queries import MatchQuery
 from indexer.question_bodies import QueryBody, decoded
 from indexer.questions import _packed_query

@@ -17,7 +17,7 @@ import kvrouter
 from kvrouter.extras import MODULES, missing_extra
 
 ROOT = Path(kvrouter.__file__).resolve().parents[1]
-OURS = ("kvevents", "indexer", "router", "worker", "kvrouter")
+OURS = ("http_api", "kvevents", "indexer", "router", "worker", "simulator", "kvrouter")
 ENGINES = {"msgspec", "zmq"}  # what comes without any extra
 COMPILING = {"hatchling", "nanobind", "setuptools"}
 
@@ -68,7 +68,7 @@ def test_a_bare_installation_names_the_extra(bare: Path, arguments: list[str], e
 
 
 def test_a_simulated_worker_names_the_extra_too(bare: Path) -> None:
-    line = _said(bare, "-m", "worker.simulated")
+    line = _said(bare, "-m", "simulator.worker")
     assert line == "simulated worker: the package 'uvicorn' is missing: pip install 'kvrouter[router]'"
 
 

@@ -42,7 +42,7 @@ def module(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("make", [package, module])
-@pytest.mark.parametrize("name", ["router", "indexer", "worker", "kvevents"])
+@pytest.mark.parametrize("name", ["router", "indexer", "worker", "simulator", "kvevents", "http_api"])
 def test_it_is_named_in_one_line_with_both_paths(tmp_path: Path, make: Callable[[Path, str], Path], name: str) -> None:
     foreign = make(tmp_path, name)
     status, output = run([*AS_MODULE, *SERVE], tmp_path)

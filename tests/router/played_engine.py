@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from indexer.hashing import MediaSpan, PackedPrompt
 from router.apis.endpoints import CHAT, Call, read_call
 from router.apis.media import media_parts

@@ -18,11 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 # Which of our packages each may import from.
 PACKAGES = {
+    "http_api": set[str](),
     "kvevents": set[str](),
     "worker": {"kvevents"},
-    "indexer": {"kvevents"},
-    "router": {"indexer", "kvevents"},
-    "kvrouter": {"router", "indexer", "worker", "kvevents"},
+    "indexer": {"http_api", "kvevents"},
+    "router": {"http_api", "indexer", "kvevents"},
+    "simulator": {"http_api", "router", "indexer", "worker", "kvevents"},
+    "kvrouter": {"simulator", "http_api", "router", "indexer", "worker", "kvevents"},
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from indexer.errors import RequestError
+from http_api.errors import RequestError
 from kvevents import BlockStored
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError

@@ -14,12 +14,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvrouter.tools.simulation.measures import percentile
-from kvrouter.tools.simulation.trace import Trace, TraceLine
 from kvrouter.tools.traces.prompts import Prompts
 from kvrouter.tools.traces.results import Answer, Run
-from router.fleet.redirects import refuse_redirects
 from router.http.connection_problem import connection_problem
+from router.http.redirects import refuse_redirects
+from simulator.fleet.measures import percentile
+from simulator.fleet.trace import Trace, TraceLine
 
 AT_ONCE = 2048  # requests; more wait here, and the report says so
 ANSWER_SECONDS = 600.0

@@ -6,7 +6,7 @@ from array import array
 from functools import lru_cache
 from random import Random
 
-from kvrouter.tools.simulation.trace import TraceLine
+from simulator.fleet.trace import TraceLine
 
 # Ids that every vocabulary has, and that are special in none.
 _TOKENS = range(1000, 3000)

@@ -16,9 +16,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvrouter.tools.simulation.trace import BLOCK_TOKENS, TraceHead, TraceLine
-from router.fleet.redirects import refuse_redirects
 from router.http.connection_problem import connection_problem
+from router.http.redirects import refuse_redirects
+from simulator.fleet.trace import BLOCK_TOKENS, TraceHead, TraceLine
 
 SILENCE = 15.0  # seconds after which the router is taken to be gone; it says something every second
 LAST_SECONDS = 0.3  # of reading, after the end was asked for

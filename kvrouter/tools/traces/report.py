@@ -11,10 +11,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from kvrouter.tools.simulation.trace import TracedRequest
 from kvrouter.tools.traces import plots
 from kvrouter.tools.traces.results import Run
 from kvrouter.tools.traces.workload import Workload, histogram
+from simulator.fleet.trace import TracedRequest
 
 _COLUMNS = 48
 _SHOWN_WORKERS = 48

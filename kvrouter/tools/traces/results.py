@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from kvrouter.tools.simulation.measures import percentile
+from simulator.fleet.measures import percentile
 
 
 @dataclass(slots=True)

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvrouter.tools.simulation.sides import Side
-from kvrouter.tools.simulation.trace import Trace, TracedRequest, TraceError, read_trace, requests_of
 from kvrouter.tools.traces.live import LiveTarget, replay_live
 from kvrouter.tools.traces.plots import seconds, share
 from kvrouter.tools.traces.report import Report, headline, render
 from kvrouter.tools.traces.results import Run
 from kvrouter.tools.traces.simulated import SimulatedFleet, simulate
 from kvrouter.tools.traces.workload import Workload, shape
+from simulator.fleet.sides import Side
+from simulator.fleet.trace import Trace, TracedRequest, TraceError, read_trace, requests_of
 
 
 def open_trace(path: Path, limit: int | None) -> Trace:

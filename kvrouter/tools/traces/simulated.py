@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvrouter.tools.simulation.fleet import Fleet
-from kvrouter.tools.simulation.profiles import LLAMA_8B, LLAMA_70B, Profile
-from kvrouter.tools.simulation.sides import OURS, PEERS, Side
-from kvrouter.tools.simulation.trace import TracedRequest
 from kvrouter.tools.traces.results import Answer, Run
 from router.settings import PolicyName
+from simulator.fleet.fleet import Fleet
+from simulator.fleet.profiles import LLAMA_8B, LLAMA_70B, Profile
+from simulator.fleet.sides import OURS, PEERS, Side
+from simulator.fleet.trace import TracedRequest
 
 ENGINES = {"70b": LLAMA_70B, "8b": LLAMA_8B}
 DEFAULT_POLICIES = [side.name for side in (OURS, *PEERS)]

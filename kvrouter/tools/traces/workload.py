@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvrouter.tools.simulation.measures import percentile
-from kvrouter.tools.simulation.trace import TracedRequest, TraceLine
+from simulator.fleet.measures import percentile
+from simulator.fleet.trace import TracedRequest, TraceLine
 
 _SIZES = 8  # of caches that are tried, each twice the one before
 

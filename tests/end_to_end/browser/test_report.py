@@ -12,8 +12,8 @@ import pytest
 from chromium import accessible, expect, launched, playwright
 from router_under_test import router
 
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytestmark = [pytest.mark.browser, pytest.mark.anyio]
 

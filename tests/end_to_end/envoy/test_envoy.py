@@ -19,9 +19,9 @@ from picker_under_test import picker
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, scripted_worker
 
-from router.access import hashed_key
-from worker.simulated import SimulatedWorkerSettings
-from worker.simulated.serve import running
+from router.auth import hashed_key
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
 
 pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
 

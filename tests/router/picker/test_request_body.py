@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from indexer.errors import RequestError
-from router.access import Arrivals
+from http_api.errors import RequestError
+from router.auth import Arrivals
 from router.picker.request_body import RequestBody
 
 

@@ -1,0 +1,86 @@
+"""The router as one FastAPI application: the OpenAI-compatible proxy, and the index API beside it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from http_api.docs_page import add_api_page
+from indexer.api import add_error_handlers, index_routes
+from indexer.questions import Questions
+from router.app.routes.adapters import adapter_routes
+from router.app.routes.cache import cache_routes
+from router.app.routes.explain import explain_routes
+from router.app.routes.live import live_routes
+from router.app.routes.match_requests import match_reader
+from router.app.routes.model_cards import model_routes
+from router.app.routes.sleep import sleep_routes
+from router.app.routes.status import status_routes
+from router.app.routes.workers import worker_routes
+from router.app.services import Services, running_services
+from router.fleet.config_reload import SettingsFile
+from router.forwarding.lane import Lane
+from router.forwarding.proxy import Proxy
+from router.forwarding.request_context import ContextMiddleware
+from router.settings import Settings
+from router.sharing.all_processes import AllProcesses
+from router.sharing.worker_processes import WorkerProcesses
+
+# What pages of other origins may read beside the body.
+_EXPOSED = ["x-request-id", "x-kvrouter-worker", "x-kvrouter-overlap-tokens", "x-kvrouter-attempts", "retry-after"]
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+@asynccontextmanager
+async def running_router(
+    settings: Settings, file: SettingsFile | None = None, worker_processes: WorkerProcesses | None = None
+) -> AsyncIterator[FastAPI]:
+    """The application with everything behind it started; all of it ends with the context.
+
+    The workers follow the `file` that the settings came from. `worker_processes`: those that share its port.
+    """
+    async with running_services(settings, file, worker_processes) as services:
+        yield router_app(services)
+
+
+def router_app(services: Services) -> FastAPI:
+    """The application over services that run. What no route of its own takes, the proxy does."""
+    app = FastAPI(title="kvrouter", docs_url=None, redoc_url=None)
+    app.state.on_shutdown = services.end_streams
+    app.state.readiness = services.readiness
+    app.state.fleet = services.fleet
+    app.state.about = services.about
+    app.state.proxy_context = services.proxy
+    questions = Questions(services.indexer, match_reader(services.tokenizers, services.router.resolve))
+    app.state.lane = Lane(services.proxy.contexts, services.proxy.settings, questions, services.proxy.services)
+    token = services.settings.server.token
+    # Routes are added as they are: those of an included router FastAPI makes anew when the first request comes, which
+    # waits for that with all others.
+    app.router.routes += index_routes(services.indexer, questions, services.registered_streams.admit, token).routes
+    for routes in (
+        adapter_routes,
+        sleep_routes,
+        worker_routes,
+        model_routes,
+        explain_routes,
+        status_routes,
+        cache_routes,
+        live_routes,
+    ):
+        app.router.routes += routes(services).routes
+    add_api_page(app)
+    app.router.routes.append(Route("/{path:path}", Proxy(services.proxy), methods=_METHODS))
+    add_error_handlers(app)
+    app.add_middleware(ContextMiddleware, services.proxy.contexts, services.settings.server)
+    if services.worker_processes:
+        app.add_middleware(AllProcesses, services.worker_processes, services.fleet)
+    if origins := services.settings.server.cors_origins:
+        # Keys are sent as headers, which pages set themselves: no credentials of the browser's.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=_METHODS, allow_headers=["*"], expose_headers=_EXPOSED
+        )
+    return app

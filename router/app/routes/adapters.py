@@ -1,0 +1,102 @@
+"""LoRA adapters over HTTP, on all workers of a model or on some. They want the operator's token.
+
+`POST /v1/load_lora_adapter`      {"lora_name", "lora_path", "model"?, "workers"?: [URL, …], …}
+`POST /v1/unload_lora_adapter`    {"lora_name", "model"?, "workers"?}
+
+`model` and `workers` are for the router; all else goes to the engines, vLLM or SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse
+
+from http_api.errors import RequestError
+from http_api.openapi import errors, json_body
+from router.apis.fields import kind_of, optional_string
+from router.app.routes.chosen_workers import base_model, chosen, report, serving
+from router.app.services import Services
+from router.fleet.fleet import Fleet
+from router.fleet.worker_commands import Told
+
+
+class LoadBody(msgspec.Struct):
+    """An adapter to load."""
+
+    lora_name: str
+    lora_path: str
+    model: str | None = None
+    workers: list[str] | None = None
+
+
+class UnloadBody(msgspec.Struct):
+    """An adapter to unload."""
+
+    lora_name: str
+    model: str | None = None
+    workers: list[str] | None = None
+
+
+def adapter_routes(services: Services) -> APIRouter:
+    """The routes that load and unload adapters."""
+    routes = APIRouter()
+    fleet, adapters = services.fleet, services.adapters
+
+    @routes.post(
+        "/v1/load_lora_adapter", openapi_extra=json_body(LoadBody), responses=errors(400, 401, 403, 404, 502, 503)
+    )
+    async def load(request: Request) -> JSONResponse:
+        """Load a LoRA adapter. The answer tells of each worker; it is 200 when it went well at all of them."""
+        asked = _Asked(fleet, await request.body(), ("lora_name", "lora_path"))
+        told = await adapters.load(asked.workers, asked.body, None if asked.chosen else asked.model)
+        return await _answer(fleet, asked.body["lora_name"], told)
+
+    @routes.post(
+        "/v1/unload_lora_adapter", openapi_extra=json_body(UnloadBody), responses=errors(400, 401, 403, 404, 502, 503)
+    )
+    async def unload(request: Request) -> JSONResponse:
+        """Unload one. The same answer."""
+        asked = _Asked(fleet, await request.body(), ("lora_name",))
+        told = await adapters.unload(asked.workers, asked.body)
+        return await _answer(fleet, asked.body["lora_name"], told)
+
+    return routes
+
+
+class _Asked:
+    """What is asked: the body for engines, the base model, the workers, and whether they were chosen by the client.
+
+    Raises RequestError naming the field at fault.
+    """
+
+    def __init__(self, fleet: Fleet, data: bytes, wanted: tuple[str, ...]) -> None:
+        try:
+            body = msgspec.json.decode(data, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise RequestError(f'The body is no JSON object: {error}. Send {{"lora_name": "…"}}.') from error
+        for field in wanted:
+            if optional_string(body.get(field), field) is None:
+                raise RequestError(f"{field} is missing. Send a string that is not empty.", param=field)
+        name, urls = optional_string(body.pop("model", None), "model"), body.pop("workers", None)
+        if urls is not None and (not isinstance(urls, list) or not urls):
+            raise RequestError(f"workers is {kind_of(urls)}. Send a list of URLs, or leave it out.", param="workers")
+        self.body = body
+        self.chosen = urls is not None
+        self.model: str | None = None
+        if urls is not None:
+            self.workers = chosen(fleet, urls)
+            return
+        self.model = base_model(fleet, name)
+        self.workers = serving(fleet, self.model)
+
+
+async def _answer(fleet: Fleet, name: str, told: Sequence[Told]) -> JSONResponse:
+    for each in told:
+        if each.well:
+            await fleet.probe(each.worker)  # its models are others now
+    status, fields = report(told, "adapter")
+    return JSONResponse({"lora_name": name, **fields}, status)

@@ -1,0 +1,76 @@
+"""The workers that an operator's request is for: some that it names, or all that serve a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from http_api.errors import RequestError
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker
+from router.fleet.worker_commands import Told
+
+
+def chosen(fleet: Fleet, named: Sequence[object]) -> list[Worker]:
+    """Those with these URLs or names. Raises RequestError (404)."""
+    return [_find(fleet, each) for each in named]
+
+
+def serving(fleet: Fleet, model: str) -> list[Worker]:
+    """Those that serve a base model and answer. Raises RequestError (503)."""
+    workers = [worker for worker in fleet.workers if worker.up and model in worker.models()]
+    if not workers:
+        raise RequestError(
+            f"No worker of model {model!r} answers. Try again later.",
+            status=503,
+            type="service_unavailable",
+            code="no_worker_available",
+        )
+    return workers
+
+
+def base_model(fleet: Fleet, name: str | None) -> str:
+    """The model behind a name; without one the only model there is. Raises RequestError."""
+    models = sorted({model for worker in fleet.workers for model in worker.models()})
+    if name is not None:
+        model = fleet.model_of(fleet.aliases.get(name, name))
+        if model is None:
+            raise RequestError(
+                f"The model {name!r} does not exist. Send one of: {', '.join(models)}.",
+                status=404,
+                type="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+    if len(models) != 1:
+        raise RequestError(
+            f"The workers serve {', '.join(models) or 'no model yet'}. Say in model which one is meant.",
+            param="model",
+        )
+    return models[0]
+
+
+def report(told: Sequence[Told], code: str) -> tuple[int, dict[str, Any]]:
+    """The status and the fields of an answer that says how it went at each worker. `code`: of the error, if any."""
+    fields: dict[str, Any] = {
+        "workers": [{"worker": each.worker.name, "status": each.status, "message": each.message} for each in told]
+    }
+    failed = [each for each in told if not each.well]
+    if not failed:
+        return 200, fields
+    message = f"{len(failed)} of {len(told)} workers failed; {failed[0].worker.name}: {failed[0].message}"
+    error = {"message": message, "type": "upstream_error", "param": None, "code": code}
+    return 502, {"error": error, **fields}
+
+
+def _find(fleet: Fleet, url: object) -> Worker:
+    worker = fleet.find(url) if isinstance(url, str) else None
+    if worker is None:
+        raise RequestError(
+            f"workers: there is no worker {url!r}. GET /workers lists them.",
+            status=404,
+            type="not_found_error",
+            param="workers",
+        )
+    return worker

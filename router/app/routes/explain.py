@@ -1,0 +1,181 @@
+"""`POST /explain`: the decision a request would get now, term by term, without sending it or reserving anything."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+
+from http_api.errors import RequestError
+from http_api.openapi import errors, json_body
+from indexer.names import WorkerNames
+from router.admission.admission import Admission
+from router.admission.wait_reason import WaitReason
+from router.apis.agent_hints import AgentHints, hints_in_headers
+from router.apis.endpoints import PROMPTED, Call, read_call
+from router.apis.fields import kind_of, read_body
+from router.apis.requests import RoutedRequest
+from router.app.services import Services
+from router.auth.bodies import check_amounts
+from router.cache_state.session_locations import SessionPlaces
+from router.forwarding.long_bodies import aside_if_long
+from router.http.headers import HeaderItems
+from router.policies import Cost
+from router.prediction.service_levels import ServiceLevels, read_promise
+from router.prediction.slo import Estimate, Forecast, Promise
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
+from router.settings import LimitSettings
+
+
+def explain_routes(services: Services) -> APIRouter:
+    """The route that explains a decision."""
+    routes = APIRouter()
+    names, limits, levels = services.indexer.names, services.settings.limits, services.proxy.services.service_levels
+
+    @routes.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
+    async def explain_decision(request: Request) -> dict[str, Any]:
+        """The decision a request would get now, without sending it."""
+        body, headers = await request.body(), request.scope["headers"]
+        return await explain(services.router, services.admission, names, limits, body, headers, levels)
+
+    return routes
+
+
+class ExplainBody(msgspec.Struct):
+    """`POST /explain`: a request, and the path it would be sent to."""
+
+    request: dict[str, Any]
+    path: str = "/v1/chat/completions"
+
+
+class _ExplainFields(msgspec.Struct):
+    request: Any = None
+    path: Any = "/v1/chat/completions"
+
+
+async def explain(
+    router: Router,
+    admission: Admission,
+    names: WorkerNames,
+    limits: LimitSettings,
+    body: bytes,
+    headers: HeaderItems,
+    levels: ServiceLevels | None = None,
+) -> dict[str, Any]:
+    """The answer to `/explain`, the best candidate first. `levels`: the classes in the settings.
+
+    Raises RequestError naming the field at fault.
+    """
+    call, request = await aside_if_long(body, partial(_asked, limits, headers))
+    prompt = await router.read(request, len(call.body))
+    prompt = replace(prompt, path=call.path)
+    if (told := hints_in_headers(headers)) is not None:
+        prompt.hints = told.before(prompt.hints)
+    now = time.monotonic()
+    promise = read_promise(headers, levels, "", prompt.name, now)
+    usual = router.choose(prompt, now=now, promise=promise)
+    assert usual is not None  # nothing is at a limit where there is none
+    begins = admission.preview(prompt, promise)
+    selection = usual if isinstance(begins, WaitReason) else begins
+    chosen = selection.decision.chosen
+    costs = sorted(usual.decision.costs, key=lambda cost: cost.total)
+    return {
+        "path": call.path,
+        "model": prompt.name,
+        "tokens": prompt.tokens,
+        "exact": prompt.exact,
+        "session": prompt.session,
+        "hints": prompt.hints and _hints(prompt, prompt.hints, router.places, names),
+        "held": begins if isinstance(begins, WaitReason) else None,
+        "promise": promise and _promise(promise, router.forecast(chosen, prompt), now),
+        "choice": {"worker": names.of(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
+        "unit": usual.decision.unit,
+        "candidates": [
+            _candidate(names, cost, router.places.wanted(cost.candidate.target))
+            | {"forecast": _forecast(router.forecast(cost.candidate, prompt), promise, now)}
+            for cost in costs
+        ],
+        "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
+    }
+
+
+def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Call, RoutedRequest]:
+    """The request to explain. Raises RequestError naming the field at fault, or the limit."""
+    fields = read_body(body, _ExplainFields)
+    if not isinstance(fields.request, dict):
+        raise RequestError(
+            f"request is {kind_of(fields.request)}. Send the body of the request to explain.", param="request"
+        )
+    if not isinstance(fields.path, str) or not fields.path.startswith("/"):
+        raise RequestError(f"path must be one such as {', '.join(PROMPTED)}.", param="path")
+    check_amounts(fields.request, limits)
+    call = Call("POST", fields.path, headers, msgspec.json.encode(fields.request))
+    return call, read_call(call)
+
+
+def _hints(prompt: RoutedPrompt, hints: AgentHints, places: SessionPlaces, names: WorkerNames) -> dict[str, Any]:
+    """What the agent tells, in tokens and seconds, and where its session has its place."""
+    place = None if prompt.session is None else places.of((prompt.cache_salt, prompt.session))
+    return {
+        "output_tokens": hints.output_tokens,
+        "next_call": hints.next_call,
+        "final": hints.final,
+        "place": place and {"worker": names.of(place.worker), "dp_rank": place.dp_rank},
+    }
+
+
+def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
+    candidate = cost.candidate
+    return {
+        "worker": names.of(candidate.target.worker),
+        "dp_rank": candidate.target.dp_rank,
+        "overlap": candidate.overlap,
+        "load": {
+            "requests": candidate.requests,
+            "pending": candidate.pending,
+            "context": candidate.context,
+            "wanted": wanted,
+        },
+        "terms": cost.terms,
+        "total": cost.total,
+    }
+
+
+def _promise(promise: Promise, forecast: Forecast, now: float) -> dict[str, Any]:
+    """Whether the choice would keep a promise, and with how many seconds to spare: below 0 where it is late."""
+    ttft, tpot = promise.ttft, promise.tpot
+    kept = forecast.late(promise, now, 1.0) <= 0
+    return {
+        "service_level": promise.service_level or None,
+        "ttft": ttft,
+        "tpot": tpot,
+        "kept": kept,
+        "chance": round(forecast.chance(promise, now), 3),
+        "ttft_to_spare": None if ttft is None else round(ttft - forecast.ttft.expected, 6),
+        "tpot_to_spare": None if tpot is None else round(tpot - forecast.tpot.expected, 6),
+        "refused": promise.refuses_late and not kept,
+    }
+
+
+def _forecast(forecast: Forecast, promise: Promise | None, now: float) -> dict[str, Any]:
+    """What a candidate would take, in seconds."""
+    told: dict[str, Any] = {
+        "ttft": _estimate(forecast.ttft),
+        "tpot": _estimate(forecast.tpot),
+        "measured": forecast.measured,
+    }
+    if promise is not None:
+        told["kept"] = forecast.late(promise, now, 1.0) <= 0
+        told["chance"] = round(forecast.chance(promise, now), 3)
+        told["others_broken"] = round(forecast.others_broken, 3)
+    return told
+
+
+def _estimate(estimate: Estimate) -> dict[str, float]:
+    band = estimate.band
+    return {"low": round(band.low, 6), "expected": round(band.expected, 6), "high": round(band.high, 6)}

@@ -1,0 +1,88 @@
+"""`GET /live`: the fleet as server-sent events. `GET /ui`: the page for it. `GET /requests`: requests as they pass."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
+
+from http_api.errors import RequestError
+from http_api.openapi import errors
+from indexer.api import token_check
+from router.app.services import Services
+from router.observability.fleet_snapshot import MAX_VIEWERS, FleetSnapshot
+from router.observability.other_processes import OtherProcesses, recording_of
+from router.observability.request_recorder import DEFAULT_BLOCK_TOKENS, MAX_LISTENERS, Recording
+
+_PAGE = Path(__file__).parents[2] / "observability" / "page.html"
+# The page loads nothing from anywhere else, and nothing may frame it.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def live_routes(services: Services) -> APIRouter:
+    """The page is anybody's; what it shows wants the admin token where there is one."""
+    routes = APIRouter()
+    snapshot, request_stream = services.snapshot, services.request_stream
+    worker_processes, token = services.worker_processes, services.settings.server.token
+    page = _PAGE.read_text()
+    others = OtherProcesses(worker_processes, token) if worker_processes else None
+
+    @routes.get("/", include_in_schema=False)
+    async def start() -> RedirectResponse:
+        return RedirectResponse("ui")  # not /ui: a proxy may have put something before
+
+    @routes.get("/ui", response_class=HTMLResponse)
+    async def ui() -> HTMLResponse:
+        """A page that shows the fleet as it is now."""
+        return HTMLResponse(page, headers=_PAGE_HEADERS)
+
+    @routes.get(
+        "/live",
+        dependencies=[Depends(token_check(token))],
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {}}}, **errors(401, 503)},
+    )
+    async def live() -> StreamingResponse:
+        """The state of the fleet as server-sent events: first all of it, then once a second what changed."""
+        if snapshot.full:
+            raise RequestError(f"{MAX_VIEWERS} look on already. Close one.", status=503, type="service_unavailable")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(snapshot), media_type="text/event-stream", headers=headers)
+
+    @routes.get(
+        "/requests",
+        dependencies=[Depends(token_check(token))],
+        response_class=StreamingResponse,
+        responses={200: {"content": {"application/x-ndjson": {}}}, **errors(400, 401, 503)},
+    )
+    async def requests(
+        request: Request,
+        block_tokens: Annotated[int, Query(ge=16, le=65_536)] = DEFAULT_BLOCK_TOKENS,
+    ) -> StreamingResponse:
+        """The requests that pass from now on, as a trace in Mooncake's format: lengths and hashes, never text."""
+        if request_stream.full:
+            message = f"{MAX_LISTENERS} record already. End one of them."
+            raise RequestError(message, status=503, type="service_unavailable")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        if (recording := recording_of(request, worker_processes)) is not None:
+            lines = request_stream.lines(recording)
+        else:
+            lines = request_stream.lines(Recording(block_tokens), others.read if others else None)
+        return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
+
+    return routes
+
+
+async def _events(snapshot: FleetSnapshot) -> AsyncIterator[bytes]:
+    async for update in snapshot.updates():
+        yield b"data: %b\n\n" % msgspec.json.encode(update)

@@ -1,0 +1,63 @@
+"""Reading `/match`: the prompt of the question, tokenized as a request's would be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from http_api.errors import RequestError
+from indexer import DEFAULT_TENANT, MatchQuery
+from indexer.questions import ReadMatch
+from router.apis.openai_requests import decode_match
+from router.apis.requests import ChatPrompt, MatchRequest
+from router.forwarding.long_bodies import LONG_BODY
+from router.tokens.tokenizers import Tokenized, Tokenizers, TokenizerUnavailableError
+
+# The model and adapter behind a name. Raises RequestError (404) for a name that no worker serves.
+Resolve = Callable[[str, str], tuple[str, str | None]]
+
+
+def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
+    """What the index API needs to answer `/match` for prompts and messages; `resolve` takes a name and a tenant."""
+
+    def read(body: bytes) -> MatchQuery | Awaitable[MatchQuery]:
+        return read_long(body) if len(body) > LONG_BODY else tokenized(decode_match(body), len(body))
+
+    async def read_long(body: bytes) -> MatchQuery:
+        query = tokenized(await asyncio.to_thread(decode_match, body), len(body))
+        return query if isinstance(query, MatchQuery) else await query
+
+    def tokenized(asked: MatchRequest, size: int) -> MatchQuery | Awaitable[MatchQuery]:
+        """The query, at once unless its prompt takes long. `size`: of its body."""
+        model, adapter = resolve(asked.model, asked.tenant_id or DEFAULT_TENANT)
+        with _explained(asked, model):
+            now = tokenizers.tokenize_now(model, asked.prompt, size)
+            return tokenized_aside(asked, model, adapter) if now is None else _query(asked, model, adapter, now)
+
+    async def tokenized_aside(asked: MatchRequest, model: str, adapter: str | None) -> MatchQuery:
+        with _explained(asked, model):
+            return _query(asked, model, adapter, await tokenizers.tokenize_aside(model, asked.prompt))
+
+    return read
+
+
+def _query(asked: MatchRequest, model: str, adapter: str | None, tokenized: Tokenized) -> MatchQuery:
+    """Raises ValueError unless there is one prompt."""
+    (token_ids,) = tokenized.token_ids
+    tenant = asked.tenant_id or DEFAULT_TENANT
+    return MatchQuery(model, token_ids, asked.lora_name or adapter, asked.cache_salt, tenant)
+
+
+@contextmanager
+def _explained(asked: MatchRequest, model: str) -> Iterator[None]:
+    """What is wrong with a prompt, in words for who asks. Raises RequestError."""
+    try:
+        yield
+    except TokenizerUnavailableError as error:
+        raise RequestError(
+            f"{error}: send token_ids instead, or set models.{model}.tokenizer",
+            param="messages" if isinstance(asked.prompt, ChatPrompt) else "prompt",
+        ) from error
+    except ValueError as error:
+        raise RequestError("prompt: /match takes one prompt. Ask for each of them.", param="prompt") from error

@@ -1,0 +1,76 @@
+"""`/v1/models`: what all workers together serve, as OpenAI's clients expect it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from http_api.errors import RequestError
+from http_api.openapi import errors
+from router.app.services import Services
+from router.auth import Tenant
+from router.fleet.fleet import Fleet
+from router.forwarding.request_context import context_of
+
+
+def model_routes(services: Services) -> APIRouter:
+    """The routes of the models that are served."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        """Every model and adapter that a worker serves; a tenant sees those it may use."""
+        tenant = context_of(request.scope).tenant
+        return {"object": "list", "data": list(model_cards(services.fleet, services.started, tenant).values())}
+
+    @routes.get("/v1/models/{name:path}", responses=errors(400, 404))
+    async def model(name: str, request: Request) -> dict[str, Any]:
+        """One of them."""
+        return model_card(services.fleet, services.started, name, context_of(request.scope).tenant)
+
+    return routes
+
+
+def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dict[str, dict[str, Any]]:
+    """A card for every model and adapter that a worker serves and the tenant may use, by name; for aliases too.
+
+    `created`: since when, for all of them.
+    """
+    cards: dict[str, dict[str, Any]] = {}
+    for worker in fleet.workers:
+        for served in worker.description.models.values() if worker.description else ():
+            if tenant is not None and not tenant.may_use(served.name):
+                continue
+            known = cards.setdefault(
+                served.name,
+                {
+                    "id": served.name,
+                    "object": "model",
+                    "created": created,
+                    "owned_by": "kvrouter",
+                    "root": served.root,
+                    "parent": served.model if served.adapter else None,
+                    "max_model_len": served.max_model_len,
+                },
+            )
+            lengths = (known["max_model_len"], served.max_model_len)
+            known["max_model_len"] = min((length for length in lengths if length is not None), default=None)
+    for alias, name in fleet.aliases.items():
+        if name in cards:
+            cards[alias] = {**cards[name], "id": alias}
+    return cards
+
+
+def model_card(fleet: Fleet, created: int, name: str, tenant: Tenant | None = None) -> dict[str, Any]:
+    """One of them. Raises RequestError (404) when there is none."""
+    cards = model_cards(fleet, created, tenant)
+    if name not in cards:
+        raise RequestError(
+            f"The model {name!r} does not exist. The models are: {', '.join(sorted(cards)) or 'none yet'}.",
+            status=404,
+            type="not_found_error",
+            param="model",
+            code="model_not_found",
+        )
+    return cards[name]

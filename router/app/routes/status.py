@@ -1,0 +1,42 @@
+"""What the router tells of itself: `/health`, `/ready` and `/metrics`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import JSONResponse, PlainTextResponse
+
+from router.app.services import Services
+
+
+def status_routes(services: Services) -> APIRouter:
+    """The routes that anyone may ask."""
+    routes = APIRouter()
+    fleet, admission = services.fleet, services.admission
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """Whether the router runs, how many of its workers answer, and what is wrong."""
+        up = sum(worker.up for worker in fleet.workers)
+        report = {
+            "status": "ok" if up else "no worker answers",
+            "workers": len(fleet.workers),
+            "workers_up": up,
+            "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
+            "findings": services.findings(),
+            **services.about.identity,
+        }
+        return JSONResponse(report)
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """200 when a worker answers and the index knows what the workers hold, else 503."""
+        problem = services.readiness.problem()
+        return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
+
+    @routes.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(services.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return routes

@@ -1,0 +1,232 @@
+"""Workers over HTTP: to see, add, drain and remove them. What changes something wants the admin token.
+
+`GET    /workers`           whether each is used, its load, its streams and what it holds
+`POST   /workers`           {"url", "name"?, "api_key"?, "model"?, "block_size"?, "streams"?, "weight"?, "role"?}
+`DELETE /workers?url=…`     one that was added so; or `?name=…`
+`POST   /workers/drain`     {"url"} or {"name"}: no new requests          `POST /workers/undrain`   as before
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jiter
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from pydantic import ValidationError
+
+from http_api.errors import RequestError
+from http_api.openapi import errors, json_body, schema_body
+from indexer import Target
+from indexer.api import token_check, workers_report
+from kvevents import EventSource
+from router.app.services import Services
+from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
+from router.fleet.fleet import Fleet
+from router.fleet.stream_addresses import allowed_source
+from router.fleet.worker import Worker, url_of
+from router.http.worker_url import host_of, split_user_info
+from router.settings import WorkerSettings
+
+MAX_ADDED = 1024
+
+
+# Over HTTP nobody has the router read its files and its environment.
+_NOT_OVER_HTTP = ("api_key_file", "api_key_env")
+
+
+class _Named(msgspec.Struct):
+    """A worker by its URL or its name: each field takes either."""
+
+    url: str = ""
+    name: str = ""
+
+
+def worker_routes(services: Services) -> APIRouter:
+    """The routes that tell of the workers, and those that change which there are."""
+    routes = APIRouter()
+    routes.routes += _changes(services).routes
+
+    @routes.get("/workers")
+    async def workers() -> dict[str, Any]:
+        """Every worker: whether it is used, its load, its streams and what it holds."""
+        return {"workers": _report(services), "tokenizers": services.tokenizer_source.report()}
+
+    return routes
+
+
+def _report(services: Services) -> list[dict[str, Any]]:
+    by_url = {worker.url: worker for worker in services.fleet.workers}
+    report = workers_report(services.indexer)
+    for entry in report:
+        if worker := by_url.pop(entry["worker"], None):
+            entry |= named(worker) | worker_status(worker)
+            for rank in entry["ranks"]:
+                rank |= _rank_load(services, worker, rank["dp_rank"])
+                rank |= _learned(services, worker.target(rank["dp_rank"], entry["model"]))
+    return report + [named(worker) | {"ranks": []} | worker_status(worker) for worker in by_url.values()]
+
+
+def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, Any]:
+    load = services.load.of(worker.url, dp_rank)
+    peers = services.sharing.peer_load.of(worker.url, dp_rank)
+    return {
+        "load": {"requests": load.requests, "pending": load.pending, "context": load.context},
+        "saturated": services.admission.saturated(worker, dp_rank),
+        "elsewhere": {"requests": peers.requests, "pending": peers.pending, "context": peers.context},
+    }
+
+
+def _learned(services: Services, target: Target) -> dict[str, Any]:
+    """What a rank without events was seen to keep of what it was sent, null where no bound is known; and how much of a
+    hit a rank was seen to compute again. Neither is there while nothing was learned."""
+    found: dict[str, Any] = {}
+    if (kept := services.audit.retention(target)) is not None:
+        found["retention"] = {"tokens": kept.tokens, "seconds": kept.seconds and round(kept.seconds, 1)}
+    if recomputed := services.audit.recomputed.tokens.get(target):
+        found["recomputed_tokens"] = recomputed
+    return found
+
+
+def _changes(services: Services) -> APIRouter:
+    fleet, settings = services.fleet, services.settings
+    routes = APIRouter(dependencies=[Depends(token_check(settings.server.token))])
+
+    @routes.post(
+        "/workers",
+        status_code=201,
+        openapi_extra=schema_body(WorkerSettings.model_json_schema()),
+        responses=errors(400, 401, 403, 409),
+    )
+    async def add(request: Request) -> dict[str, Any]:
+        """Add a worker; one that was added before takes these settings."""
+        settings = _worker_settings(await request.body())
+        await _check_addresses(settings, services.networks)
+        added = [known for known in fleet.assigned("api") if known.url != settings.url]
+        known = fleet.find(str(settings.url))
+        if known is not None and known.source != "api":
+            raise _foreign(known)
+        _check_name(fleet, settings)
+        if len(added) >= MAX_ADDED:
+            raise RequestError(f"There are {MAX_ADDED} added workers. Remove one first.", status=409, param="url")
+        await fleet.assign("api", [*added, settings])
+        worker = _find(fleet, str(settings.url))
+        return named(worker) | worker_status(worker)
+
+    @routes.delete("/workers", responses=errors(400, 401, 404, 409))
+    async def remove(url: str = "", name: str = "") -> dict[str, Any]:
+        """Remove a worker that was added. The requests it has go on."""
+        worker = _find(fleet, url or name)
+        if worker.source != "api":
+            raise _foreign(worker)
+        await fleet.assign("api", [known for known in fleet.assigned("api") if known.url != worker.settings.url])
+        return {"worker": worker.name, "removed": True, "requests_in_flight": len(worker.health.attempts)}
+
+    @routes.post("/workers/drain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
+    async def drain(request: Request) -> dict[str, Any]:
+        """Send a worker no new requests. When it is `drained`, those it had are done."""
+        worker = _find(fleet, _which(await request.body()))
+        fleet.drain(worker, True)
+        return named(worker) | worker_status(worker)
+
+    @routes.post("/workers/undrain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
+    async def undrain(request: Request) -> dict[str, Any]:
+        """Use a worker again."""
+        worker = _find(fleet, _which(await request.body()))
+        fleet.drain(worker, False)
+        return named(worker) | worker_status(worker)
+
+    return routes
+
+
+def named(worker: Worker) -> dict[str, Any]:
+    """Which worker is meant: its name, and where it is."""
+    return {"worker": worker.name, "url": worker.url}
+
+
+def worker_status(worker: Worker) -> dict[str, Any]:
+    """Where a worker stands, for `GET /workers`."""
+    return {
+        "up": worker.up,
+        "state": worker.state,
+        "problem": worker.problem,
+        "reason": worker.reason,
+        "share": round(worker.share, 2),
+        "requests_in_flight": len(worker.health.attempts),
+        "source": worker.source,
+        "weight": worker.settings.weight,
+        "role": worker.role,
+    }
+
+
+def _which(body: bytes) -> str:
+    try:
+        given = msgspec.json.decode(body, type=_Named)
+        return given.url or given.name
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f'{error}. Send {{"url": "…"}} or {{"name": "…"}} of a worker.', param="url") from error
+
+
+def _find(fleet: Fleet, url_or_name: str) -> Worker:
+    if not url_or_name:
+        raise RequestError("Neither url nor name says which worker is meant. Send one of them.", param="url")
+    worker = fleet.find(url_or_name)
+    if worker is None:
+        shown = split_user_info(url_or_name)[0]
+        raise RequestError(
+            f"There is no worker {shown!r}. GET /workers lists them.", status=404, type="not_found_error", param="url"
+        )
+    return worker
+
+
+def _check_name(fleet: Fleet, settings: WorkerSettings) -> None:
+    """See that no other worker has the name of one that is added. Raises RequestError."""
+    if settings.name is None:
+        return
+    known = fleet.find(settings.name)
+    if known is not None and known.url != url_of(settings):
+        raise RequestError(
+            f"name: {settings.name!r} is the name of another worker. Choose another one.", status=409, param="name"
+        )
+
+
+def _foreign(worker: Worker) -> RequestError:
+    return RequestError(
+        f"The worker {worker.name!r} comes from {worker.source}. Change it there, or drain it.", status=409, param="url"
+    )
+
+
+def _worker_settings(body: bytes) -> WorkerSettings:
+    try:
+        given = jiter.from_json(body, catch_duplicate_keys=True)
+    except ValueError as error:
+        raise RequestError(f'The body is not JSON: {error}. Send {{"url": "http://…"}}.') from error
+    for name in _NOT_OVER_HTTP:
+        if isinstance(given, dict) and given.get(name) is not None:
+            raise RequestError(f"{name} is for the settings file alone. Send api_key.", param=name)
+    try:
+        return WorkerSettings.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        said = f"{place}: {first['msg']}" if place else first["msg"]
+        raise RequestError(f'{said}. Send {{"url": "http://…"}}.', param=place.partition(".")[0] or None) from error
+
+
+async def _check_addresses(settings: WorkerSettings, networks: AllowedNetworks) -> None:
+    """See that everything that a worker's settings have the router connect to is allowed. Raises RequestError."""
+    try:
+        await networks.check(host_of(str(settings.url).rstrip("/")))
+    except AddressNotAllowedError as error:
+        raise _not_allowed("url", error) from error
+    for stream in settings.streams or []:
+        if any(each and not each.startswith("tcp://") for each in (stream.endpoint, stream.replay_endpoint)):
+            raise RequestError(f"streams: {stream.endpoint} is no tcp:// endpoint. Send one.", param="streams")
+        try:
+            await allowed_source(networks, EventSource(stream.dp_rank, stream.endpoint, stream.replay_endpoint))
+        except ValueError as error:
+            raise _not_allowed("streams", error) from error
+
+
+def _not_allowed(param: str, error: Exception) -> RequestError:
+    return RequestError(f"{param}: {error}", status=403, type="permission_error", param=param)

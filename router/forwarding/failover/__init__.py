@@ -1,0 +1,1 @@
+"""Mid-stream failover: a stream whose worker fails is continued on another worker."""

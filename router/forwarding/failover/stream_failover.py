@@ -1,0 +1,131 @@
+"""Streams that go on elsewhere when their worker dies: whether one can, and with which request.
+
+    worker dies ──▶ all was told? ──▶ the end is made here
+                        └──▶ the request for the rest ──▶ same tokens as before? ──▶ another worker
+                                                               └──▶ the stream ends, as it does without this
+
+The engine's tokens are compared where they are known: those of the request for the rest must be those of the first
+request and of the answer so far. A chat template that shows an answer otherwise than it was generated would make
+another answer of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from prometheus_client import CollectorRegistry, Counter
+
+from router.apis.endpoints import Call, read_call
+from router.fleet.discovery import Engine
+from router.fleet.fleet import Fleet, Worker
+from router.forwarding.failover.resumable_request import resumable_request
+from router.forwarding.failover.resumable_stream import ResumableStream
+from router.forwarding.request_context import RequestContext
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
+
+# They continue the last message of a chat, and tell usage with each chunk.
+_CONTINUING = frozenset({Engine.VLLM, Engine.SGLANG})
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """How a stream goes on: the body for the next worker, its prompt, and the tokens that were given before."""
+
+    body: bytes
+    prompt: RoutedPrompt
+    given: int | None
+
+
+class StreamFailover:
+    """What proxied requests ask. `most`: how often one stream may go on elsewhere."""
+
+    def __init__(self, fleet: Fleet, router: Router, most: int, registry: CollectorRegistry) -> None:
+        self.most = most
+        self._fleet = fleet
+        self._router = router
+        self._counter = Counter(
+            "kvrouter_stream_failovers",
+            "Streams whose worker broke off: gone on with elsewhere, or ended there",
+            ["worker", "outcome"],
+            registry=registry,
+        )
+        fleet.on_removed.append(lambda worker: self._counter.remove_by_labels({"worker": worker.name}))
+
+    def stream(self, path: str, body: bytes) -> ResumableStream | None:
+        """The stream that answers a request, if it could go on elsewhere."""
+        engines = self._engines()
+        request = resumable_request(path, body, engines == {Engine.VLLM}, engines <= _CONTINUING)
+        return None if request is None else ResumableStream(request)
+
+    def resumed(self, worker: Worker) -> None:
+        """A stream of this worker went on elsewhere, or had all but its end."""
+        self._counter.labels(worker.name, "resumed").inc()
+
+    def ended(self, worker: Worker) -> None:
+        """A stream of this worker ended with it."""
+        self._counter.labels(worker.name, "ended").inc()
+
+    async def resumption(
+        self, context: RequestContext, stream: ResumableStream, before: RoutedPrompt
+    ) -> Resumption | None:
+        """How a stream goes on, exactly; None where it cannot. `before`: the prompt of the worker that died.
+
+        Raises RequestError.
+        """
+        request, text = stream.request, stream.text
+        if not stream.can_go_on:
+            return None
+        if not text:
+            return Resumption(request.body, await self._read(context, request.body), 0)
+        ids = stream.all_ids()
+        if request.is_chat:
+            if not self._engines() <= _CONTINUING:
+                return None
+            prompt = await self._read(context, request.chat_from(text, None))
+        elif ids is not None:
+            prompt = await self._read(context, request.completion_from(ids, None))
+        elif isinstance(request.prompt, str):
+            prompt = await self._read(context, request.completion_from(request.prompt + text, None))
+        else:
+            return None  # ids of its own, and an answer of which only the text is known
+        given = stream.given
+        if request.is_chat or ids is None:
+            if not _known(before):
+                before = await self._read(context, request.body)
+            if _known(before) and _known(prompt):
+                rest = _rest(before, prompt)
+                if rest is None or (stream.output_ids is not None and rest != stream.output_ids):
+                    return None
+                given = len(rest)
+            elif request.is_chat and text != text.strip():
+                return None  # templates cut off white space
+        if request.needs_count and given is None:
+            return None
+        if prompt.max_tokens is not None and given is not None:
+            prompt.max_tokens -= given
+        if request.is_chat:
+            return Resumption(request.chat_from(text, given), prompt, given)
+        return Resumption(request.completion_from(ids or f"{request.prompt}{text}", given), prompt, given)
+
+    async def _read(self, context: RequestContext, body: bytes) -> RoutedPrompt:
+        """A request's prompt with its tokens, where they can be known, whatever the policy looks at."""
+        head = context.head
+        request = read_call(Call(head.method, head.path, head.headers, body, head.naming))
+        prompt = self._router.read_now(request, len(body))
+        if prompt is None or not prompt.token_ids:
+            prompt = await self._router.read_aside(request, len(body))
+        return replace(prompt, path=head.path) if self._fleet.disaggregated else prompt
+
+    def _engines(self) -> set[Engine]:
+        return {worker.description.engine for worker in self._fleet.workers if worker.description is not None}
+
+
+def _known(prompt: RoutedPrompt) -> bool:
+    return prompt.exact and len(prompt.token_ids) == 1
+
+
+def _rest(before: RoutedPrompt, after: RoutedPrompt) -> list[int] | None:
+    """The tokens by which a prompt is longer; None where it begins otherwise."""
+    first, longer = before.token_ids[0], after.token_ids[0]
+    return list(longer)[len(first) :] if longer.tokens.startswith(first.tokens) else None

@@ -1,0 +1,1 @@
+"""Requests and tokens in flight on each target: this router's own, and those of other routers."""

@@ -1,0 +1,222 @@
+"""Everything the live page shows, kept up to date while somebody looks, and sent as what has changed.
+
+One task looks at the fleet once a second, in pieces, so that requests never wait for a large one. Every viewer is sent
+what changed since it was last sent something; one that is slow misses nothing but the steps in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from indexer import Indexer
+from indexer.indexer import TargetReport
+from kvevents import Tier
+from router.admission.admission import Admission
+from router.cache_state.hit_audit import HitAudit
+from router.fleet.fleet import Fleet, Worker
+from router.load.peer_load import PeerLoad
+from router.load.target_load import LoadTable
+from router.observability.about import About
+from router.observability.hot_prefixes import HotPrefixes
+from router.observability.seen_requests import SeenRequest, SeenRequests
+from router.observability.series import Series
+from router.routing.assignment import Assignment
+from router.routing.routed_prompt import RoutedPrompt
+
+LOOK_SECONDS = 1.0
+MAX_VIEWERS = 32
+_AT_A_TIME = 64  # targets, before requests have their turn
+_SELDOM_SECONDS = 3.0  # between prefixes, findings and models
+
+Row = dict[str, Any]
+
+
+class FleetSnapshot:
+    """The state of the fleet. `run` keeps it; `updates` tells of it."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        indexer: Indexer,
+        load: LoadTable,
+        peer_load: PeerLoad,
+        admission: Admission,
+        audit: HitAudit,
+        series: Series,
+        about: About,
+        findings: Callable[[], list[dict[str, Any]]],
+        forecasts: Callable[[], list[dict[str, Any]]],
+    ) -> None:
+        self._fleet = fleet
+        self._indexer = indexer
+        self._load = load
+        self._peer_load = peer_load
+        self._admission = admission
+        self._audit = audit
+        self._series = series
+        self._about = about
+        self._findings = findings
+        self._forecasts = forecasts
+        self._requests = SeenRequests(names=indexer.names)
+        self._prefixes = HotPrefixes(names=indexer.names)
+        self._viewers = 0
+        self._wanted = asyncio.Event()  # a viewer came
+        self._looked = asyncio.Condition()
+        self._rows: dict[str, Row] = {}
+        self._looks = 0
+        self._ended = False
+
+    @property
+    def due(self) -> float:
+        """From when on the next request that is placed is one to show."""
+        return self._requests.due
+
+    def placed(self, prompt: RoutedPrompt, assignment: Assignment) -> SeenRequest | None:
+        """A request was placed: perhaps one to show."""
+        seen = self._requests.placed(prompt.name, prompt.tokens, assignment.decision)
+        if seen is not None:
+            assignment.when_released(seen.ended)
+            hashes = assignment.prediction.hashes if assignment.prediction else []
+            if hashes and hashes[0]:
+                self._prefixes.seen(hashes[0], [each for each in assignment.decision.candidates if each.overlap])
+        return seen
+
+    async def run(self) -> None:
+        """Look at the fleet while there are viewers, and keep the series always. Runs until cancelled."""
+        try:
+            while True:
+                self._series.sample()
+                if self._viewers:
+                    await self._look()
+                    async with self._looked:
+                        self._looked.notify_all()
+                self._wanted.clear()
+                try:
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await self._wanted.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            await self.end()
+
+    async def end(self) -> None:
+        """Let all viewers go."""
+        self._ended = True
+        async with self._looked:
+            self._looked.notify_all()
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many viewers as there may be."""
+        return self._viewers >= MAX_VIEWERS
+
+    async def updates(self) -> AsyncIterator[dict[str, Any]]:
+        """What changed, once a second: first everything. Ends with the board."""
+        sent: dict[str, Row] = {}
+        change, since, seldom_at = 0, 0.0, 0.0
+        with self._viewing():
+            looks = self._looks
+            while not self._ended:
+                async with self._looked:
+                    while self._looks <= looks and not self._ended:
+                        await self._looked.wait()
+                looks = self._looks
+                requests, points = self._requests.since(change), self._series.since(since)
+                change = max([change, *(seen.changed for seen in requests)])
+                since = points[-1]["time"] if points else since
+                update = {
+                    "time": time.time(),
+                    # A row is made again only when it changes, so it is enough to compare which it is.
+                    "ranks": {key: row for key, row in self._rows.items() if sent.get(key) is not row},
+                    "gone": [key for key in sent if key not in self._rows],
+                    "totals": self._totals(),
+                    "series": points,
+                    "requests": [seen.as_json() for seen in requests],
+                }
+                sent = dict(self._rows)
+                if time.monotonic() - seldom_at >= _SELDOM_SECONDS:
+                    seldom_at = time.monotonic()
+                    update["prefixes"] = self._prefixes.tree()
+                    update["findings"] = self._findings()
+                    update["forecasts"] = self._forecasts()
+                    update["about"] = {**self._about.identity, "models": self._about.models()}
+                yield update
+
+    @contextmanager
+    def _viewing(self) -> Iterator[None]:
+        self._viewers += 1
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            self._viewers -= 1
+
+    async def _look(self) -> None:
+        workers = {worker.url: worker for worker in self._fleet.workers}
+        audits = dict(self._audit.audits())
+        rows: dict[str, Row] = {}
+        registered = self._indexer.registered()
+        for number, registration in enumerate(registered):
+            if number % _AT_A_TIME == 0:
+                await asyncio.sleep(0)
+            target = registration.target
+            worker, report = workers.get(target.worker), self._indexer.report(target)
+            if worker is None or report is None:
+                continue
+            audit = audits.get(target)
+            row = self._status(worker, target.dp_rank, target.model) | self._stream(worker, report)
+            row["basis"] = self._audit.basis(target)
+            if audit is not None:
+                row |= {"prompt": audit.prompt_tokens, "predicted": audit.predicted_tokens}
+                row |= {"hit": audit.cached_tokens, "wrong": round(audit.errors.share, 4)}
+            rows[f"{worker.name} {target.dp_rank} {target.model}"] = row
+        known = {row["worker"] for row in rows.values()}
+        for worker in workers.values():
+            if worker.name not in known:
+                rows[f"{worker.name} 0"] = self._status(worker, 0, "")
+        self._rows = {key: old if (old := self._rows.get(key)) == row else row for key, row in rows.items()}
+        self._looks += 1
+
+    def _status(self, worker: Worker, dp_rank: int, model: str) -> Row:
+        load, engine = self._load.of(worker.url, dp_rank), worker.metrics.of(dp_rank)
+        others = self._peer_load.of(worker.url, dp_rank)
+        return {
+            "worker": worker.name,
+            "dp_rank": dp_rank,
+            "model": model,
+            "state": worker.state,
+            "reason": worker.reason,
+            "role": worker.role,
+            "requests": load.requests + others.requests,
+            "pending": load.pending + others.pending,
+            "context": load.context + others.context,
+            "others": engine.unseen,
+            "kv_usage": None if engine.kv_usage is None else round(engine.kv_usage, 3),
+        }
+
+    def _stream(self, worker: Worker, report: TargetReport) -> Row:
+        stream, holdings = report.stream, report.holdings
+        block_size = max(holdings.block_sizes, default=report.registration.block_size or 0)
+        row: Row = {
+            "stream": stream.state if stream else ("connecting" if report.registration.source else "no stream"),
+            "held": {tier.name.lower(): holdings.blocks[tier] * block_size for tier in Tier},
+            "capacity": worker.capacity_tokens,
+        }
+        if stream is not None:
+            counters = stream.sequence
+            row |= {"lag_ms": None if stream.lag is None else round(stream.lag * 1000), "seq": stream.last_seq}
+            row |= {"gaps": counters.gaps, "replays": counters.replays, "lost": counters.lost_batches}
+        return row
+
+    def _totals(self) -> dict[str, Any]:
+        return {
+            "workers": len(self._fleet.workers),
+            "up": sum(worker.up for worker in self._fleet.workers),
+            "requests": sum(row["requests"] for row in self._rows.values()),
+            "queued": len(self._admission.queue),
+            "waiting": {reason.value: count for reason, count in self._admission.waiting_for().items()},
+        }

@@ -1,0 +1,132 @@
+"""The prefixes that most requests share, and who holds them. Hashes and lengths only: no prompt can be read here.
+
+Of every prompt that is looked at, prefixes of growing lengths are counted; each length is about a third above the one
+before, so that a prompt of any length costs a few dozen counts. Counts halve every five minutes.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from indexer.names import WorkerNames
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+from router.policies import Candidate
+
+HALF_LIFE = 300.0  # seconds
+MAX_PREFIXES = 4096
+_HOLDERS = 16
+_SHOWN = 12  # children of a prefix
+_LEAST_SHARE = 0.01  # of all requests
+_SAME = 0.98  # of a prefix's requests: a longer one with this share is shown in its place
+_RESCALE = 2.0**40
+
+
+@dataclass(slots=True, eq=False)
+class _Prefix:
+    hash: int
+    tokens: int
+    weight: float = 0.0
+    longer: dict[int, _Prefix] = field(default_factory=dict)
+    holders: list[dict[str, Any]] = field(default_factory=list)
+    held_by: int = 0
+
+
+class HotPrefixes:
+    """Counts prefixes; `tree` shows those that count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, names: WorkerNames | None = None) -> None:
+        """`names`: those of workers."""
+        self._names = names or WorkerNames()
+        self._clock = clock
+        self._began = clock()
+        self._shortest: dict[int, _Prefix] = {}
+        self._known = 0
+        self._total = 0.0
+
+    def seen(self, hashes: array[int], candidates: list[Candidate]) -> None:
+        """A prompt was placed: the hashes of its chunks, and what every candidate holds of it."""
+        weight = self._weight()
+        self._total += weight
+        longer = self._shortest
+        for chunks in lengths(len(hashes)):
+            known = hashes[chunks - 1]
+            prefix = longer.get(known)
+            if prefix is None:
+                prefix = longer[known] = _Prefix(known, chunks * CHUNK_TOKENS)
+                self._known += 1
+            prefix.weight += weight
+            holders = [each for each in candidates if each.overlap >= prefix.tokens]
+            prefix.held_by = len(holders)
+            prefix.holders = [
+                {"worker": self._names.of(each.target.worker), "dp_rank": each.target.dp_rank}
+                for each in holders[:_HOLDERS]
+            ]
+            longer = prefix.longer
+        if self._known > MAX_PREFIXES:
+            self._prune()
+        if weight > _RESCALE:
+            self._rescale(weight)
+
+    def tree(self) -> list[dict[str, Any]]:
+        """The prefixes that at least a hundredth of the requests share, those shared most first, longer ones inside."""
+        return _shown(self._shortest, self._total, self._total * _LEAST_SHARE) if self._total else []
+
+    def _weight(self) -> float:
+        """What a request counts now: more and more, which is as if what was before counted less."""
+        return float(2 ** ((self._clock() - self._began) / HALF_LIFE))
+
+    def _prune(self) -> None:
+        """Forget the half that counts least, with all that is longer, which counts no more."""
+        weights = sorted((prefix.weight for prefix in _all(self._shortest)), reverse=True)
+        least = weights[MAX_PREFIXES // 2]
+        self._shortest = _heavier(self._shortest, least)
+        self._known = sum(1 for _ in _all(self._shortest))
+
+    def _rescale(self, weight: float) -> None:
+        for prefix in _all(self._shortest):
+            prefix.weight /= weight
+        self._total /= weight
+        self._began = self._clock()
+
+
+def lengths(chunks: int) -> Iterator[int]:
+    """The lengths, in chunks, that are looked at of a prompt of `chunks`: 1, 2, 3, 4, 6, 8, 11, …"""
+    length = 1
+    while length <= chunks:
+        yield length
+        length = max(length + 1, length * 4 // 3)
+
+
+def _all(prefixes: dict[int, _Prefix]) -> Iterator[_Prefix]:
+    for prefix in prefixes.values():
+        yield prefix
+        yield from _all(prefix.longer)
+
+
+def _heavier(prefixes: dict[int, _Prefix], least: float) -> dict[int, _Prefix]:
+    kept = {known: prefix for known, prefix in prefixes.items() if prefix.weight > least}
+    for prefix in kept.values():
+        prefix.longer = _heavier(prefix.longer, least)
+    return kept
+
+
+def _shown(prefixes: dict[int, _Prefix], total: float, least: float) -> list[dict[str, Any]]:
+    heaviest = sorted(prefixes.values(), key=lambda prefix: -prefix.weight)[:_SHOWN]
+    return [_node(prefix, total, least) for prefix in heaviest if prefix.weight >= least]
+
+
+def _node(prefix: _Prefix, total: float, least: float) -> dict[str, Any]:
+    while same := next((each for each in prefix.longer.values() if each.weight >= prefix.weight * _SAME), None):
+        prefix = same
+    return {
+        "hash": f"{prefix.hash:016x}",
+        "tokens": prefix.tokens,
+        "share": round(prefix.weight / total, 4),
+        "held_by": prefix.held_by,
+        "holders": prefix.holders,
+        "longer": _shown(prefix.longer, total, least),
+    }

@@ -1,0 +1,109 @@
+"""How right the predictions of first and later tokens are, and what became of promises: for Prometheus and the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from router.observability.metrics import MOST_MODELS, OTHER_MODELS
+from router.prediction.predictions import Forecasts, WatchedAnswer
+from router.prediction.ratios import Ratios
+from router.prediction.slo import Promise
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_TPOT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+
+
+class _OfModel:
+    """What is known of the last answers of one model."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+        self.errors = Ratios()  # of TTFT, as shares of what came
+        self.in_band = Ratios()  # 1 for each that came within its band, else 0
+        self.promises = {"kept": 0, "late": 0, "refused": 0}
+
+
+class ForecastMetrics:
+    """Counts the answers that are compared with their predictions, and the promises."""
+
+    def __init__(self, forecasts: Forecasts, registry: CollectorRegistry) -> None:
+        self._ttft_error = Histogram(
+            "kvrouter_ttft_error_seconds",
+            "By how much the predicted time to the first token was off",
+            ["model"],
+            registry=registry,
+            buckets=_TTFT_BUCKETS,
+        )
+        self._tpot_error = Histogram(
+            "kvrouter_tpot_error_seconds",
+            "By how much the predicted time per token was off",
+            ["model"],
+            registry=registry,
+            buckets=_TPOT_BUCKETS,
+        )
+        self._calibration = Gauge(
+            "kvrouter_ttft_calibration_ratio",
+            "Share of the last first tokens that came within the predicted band: 0.8 is right",
+            ["model"],
+            registry=registry,
+        )
+        self._promises = Counter(
+            "kvrouter_promises",
+            "Promised answers, by what became of them",
+            ["model", "service_level", "outcome"],
+            registry=registry,
+        )
+        self._of_models: dict[str, _OfModel] = {}
+        forecasts.on_first_token.append(self._first_token)
+        forecasts.on_answered.append(self._answered)
+
+    def refused(self, model: str, promise: Promise) -> None:
+        """A request that was promised something was turned away."""
+        self._promise(self._named(model), promise, "refused")
+
+    def summary(self) -> list[dict[str, Any]]:
+        """For each model: how many answers were compared, how far off predictions of the last ones were in the middle,
+        as a share, how many came within their band, and what became of promises."""
+        return [
+            {
+                "model": model,
+                "answers": known.answers,
+                "ttft_error": round(known.errors.at(0.5), 3) if known.errors else None,
+                "in_band": round(1 - known.in_band.at_most(0.5), 3) if known.in_band else None,
+                "promises": known.promises,
+            }
+            for model, known in sorted(self._of_models.items())
+        ]
+
+    def _of(self, model: str) -> _OfModel:
+        return self._of_models.setdefault(model, _OfModel())
+
+    def _named(self, model: str) -> str:
+        """The model as it is counted."""
+        known = model in self._of_models or len(self._of_models) < MOST_MODELS
+        return model if known else OTHER_MODELS
+
+    def _first_token(self, answer: WatchedAnswer) -> None:
+        model, ttft, predicted = self._named(answer.target.model), answer.ttft, answer.predicted_ttft
+        assert ttft is not None
+        known = self._of(model)
+        known.answers += 1
+        error = abs(ttft - predicted.expected)
+        self._ttft_error.labels(model).observe(error)
+        if answer.forecast.ttft.ratios is not None:
+            known.errors.add(error / max(ttft, 1e-6))
+            known.in_band.add(float(predicted.low <= ttft <= predicted.high))
+            self._calibration.labels(model).set(1 - known.in_band.at_most(0.5))
+
+    def _answered(self, answer: WatchedAnswer) -> None:
+        model = self._named(answer.target.model)
+        if answer.tpot is not None:
+            self._tpot_error.labels(model).observe(abs(answer.tpot - answer.predicted_tpot.expected))
+        if answer.promise is not None:
+            self._promise(model, answer.promise, "kept" if answer.kept else "late")
+
+    def _promise(self, model: str, promise: Promise, outcome: str) -> None:
+        self._promises.labels(model, promise.service_level, outcome).inc()
+        self._of(model).promises[outcome] += 1

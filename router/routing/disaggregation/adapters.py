@@ -1,0 +1,305 @@
+"""What each way of disaggregation wants in the request to the prefill worker and in the one to the decode worker.
+
+SGLang         both at once, with a room where the two meet
+vLLM, NIXL     prefill first, for one token; what it answers tells the decode worker where to pull from
+vLLM, Mooncake both at once, with a transfer that both know
+TensorRT-LLM   context first; its answer goes on as generation, unless the answer was complete
+sidecar        a header tells the decode worker's sidecar where to prefill (llm-d)
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import msgspec
+
+from http_api.errors import RequestError
+from router.fleet.worker import Worker
+from router.http.headers import Headers
+from router.routing.disaggregation.bodies import answers_in, encoded, fields_of, prompts_in, with_fields
+from router.settings import Backend
+
+_CHAT = "/v1/chat/completions"
+_MAX_ROOM = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEndpoint:
+    """A worker's part in a pair: `host` and `port` are where it listens, `dp_rank` is what requests call the rank that
+    was chosen."""
+
+    host: str
+    port: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    bootstrap_port: int = 8998
+
+    @classmethod
+    def of(cls, worker: Worker, dp_rank: int) -> WorkerEndpoint:
+        """That of a worker's rank."""
+        url = urlsplit(worker.url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        rank = worker.rank_in_requests(dp_rank)
+        return cls(url.hostname or "", port, rank, len(worker.ranks()), worker.bootstrap_port)
+
+    @property
+    def address(self) -> str:
+        """The host as it stands in a URL."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """What one of the two workers is sent: a body, and headers beside those of the client."""
+
+    body: bytes
+    headers: Headers = field(default_factory=list)
+
+
+class AnsweredError(Exception):
+    """The prefill's answer is complete: `body` is what the client gets."""
+
+    def __init__(self, body: bytes, content_type: bytes) -> None:
+        super().__init__("answered by the prefill")
+        self.body = body
+        self.content_type = content_type
+
+
+class Adapter:
+    """The two requests for one client's request. Raises RequestError for a body that cannot be changed.
+
+    `concurrent`: both go out at once; else the decode's when the prefill has answered. `decodes_alone`: a decode worker
+    can compute a prompt itself. `prefills`: the prefill worker is sent something at all.
+    """
+
+    concurrent: ClassVar[bool] = False
+    decodes_alone: ClassVar[bool] = True
+    prefills: ClassVar[bool] = True
+    one_answer: ClassVar[bool] = True  # what the prefill hands over is the KV of one prompt, for one answer
+    paths: ClassVar[frozenset[str]] = frozenset({_CHAT, "/v1/completions"})
+
+    @classmethod
+    def of(cls, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> Adapter:
+        """What makes the two requests of this one. Raises RequestError for a body that cannot be changed."""
+        alone = cls.one_answer and answers_in(fields_of(body)) != 1
+        return (DecodeAlone if alone else cls)(path, body, prefill, decode)
+
+    def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
+        self.path = path
+        self.body = body
+        self.prefill_worker = prefill
+        self.decode_worker = decode
+
+    @property
+    def query_url(self) -> str | None:
+        """A URL whose answer is needed first, by `read_query`; None where nothing is."""
+        return None
+
+    def read_query(self, answer: bytes) -> None:
+        """Take in the answer to the query. Raises ValueError when it makes no sense."""
+
+    def prefill(self) -> PreparedRequest:
+        """What the prefill worker is sent."""
+        raise NotImplementedError
+
+    def decode(self, prefilled: bytes) -> PreparedRequest:
+        """What the decode worker is sent. `prefilled`: the prefill's answer; empty when both go out at once.
+
+        Raises AnsweredError, and ValueError for an answer that makes no sense.
+        """
+        raise NotImplementedError
+
+    @property
+    def abort(self) -> PreparedRequest | None:
+        """What `/abort_request` of a worker gets when all is called off, where closing the connection is not enough."""
+        return None
+
+
+class Sglang(Adapter):
+    """SGLang: the two meet in a room of the prefill's bootstrap service."""
+
+    concurrent = True
+    decodes_alone = False
+    one_answer = False
+    paths = frozenset({_CHAT, "/v1/completions", "/generate"})
+
+    def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
+        super().__init__(path, body, prefill, decode)
+        fields = fields_of(body)
+        prompts = prompts_in(fields)
+        self._room = self._new_room() if prompts is None else [self._new_room() for _ in range(prompts)]
+        rid = msgspec.json.decode(fields["rid"]) if "rid" in fields else None
+        self._rid = rid if rid is not None else uuid4().hex
+
+    def prefill(self) -> PreparedRequest:
+        fields = self._bootstrap_fields()
+        if self.prefill_worker.dp_size > 1:
+            fields["routed_dp_rank"] = self.prefill_worker.dp_rank
+        return PreparedRequest(with_fields(self.body, **fields))
+
+    def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
+        fields = self._bootstrap_fields()
+        if self.prefill_worker.dp_size > 1:
+            fields["disagg_prefill_dp_rank"] = self.prefill_worker.dp_rank
+        if self.decode_worker.dp_size > 1:
+            fields["routed_dp_rank"] = self.decode_worker.dp_rank
+        return PreparedRequest(with_fields(self.body, **fields))
+
+    @property
+    def abort(self) -> PreparedRequest | None:
+        return PreparedRequest(msgspec.json.encode({"rid": self._rid}), [(b"content-type", b"application/json")])
+
+    def _bootstrap_fields(self) -> dict[str, Any]:
+        worker = self.prefill_worker
+        bootstrap = {"bootstrap_host": worker.host, "bootstrap_port": worker.bootstrap_port}
+        return bootstrap | {"bootstrap_room": self._room, "rid": self._rid}
+
+    def _new_room(self) -> int:
+        """A room that the prefill's chosen rank serves."""
+        size = self.prefill_worker.dp_size
+        room = random.randrange(_MAX_ROOM - size)
+        return room - room % size + self.prefill_worker.dp_rank
+
+
+class Nixl(Adapter):
+    """vLLM with NIXL: the decode worker pulls the blocks that the prefill's answer names."""
+
+    def prefill(self) -> PreparedRequest:
+        remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
+        return PreparedRequest(_one_token(self.path, self.body, kv_transfer_params=wanted))
+
+    def decode(self, prefilled: bytes) -> PreparedRequest:
+        transfer_params = _raw_field(prefilled, "kv_transfer_params")
+        if transfer_params is None:  # nothing to pull: the decode worker computes the prompt
+            return PreparedRequest(self.body)
+        return PreparedRequest(with_fields(self.body, kv_transfer_params=transfer_params))
+
+
+class Mooncake(Adapter):
+    """vLLM with Mooncake: both know the transfer, and the decode worker where the prefill's bootstrap service is."""
+
+    concurrent = True
+
+    def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
+        super().__init__(path, body, prefill, decode)
+        self._transfer = f"kvrouter-{uuid4().hex}"
+        self._engine_id = ""
+
+    @property
+    def query_url(self) -> str | None:
+        return f"http://{self.prefill_worker.address}:{self.prefill_worker.bootstrap_port}/query"
+
+    def read_query(self, answer: bytes) -> None:
+        ranks = msgspec.json.decode(answer, type=dict[str, dict[str, Any]])
+        engine_id = ranks.get(str(self.prefill_worker.dp_rank), {}).get("engine_id")
+        if not isinstance(engine_id, str):
+            raise ValueError(f"no engine_id for rank {self.prefill_worker.dp_rank}")
+        self._engine_id = engine_id
+
+    def prefill(self) -> PreparedRequest:
+        wanted = {"do_remote_decode": True, "transfer_id": self._transfer}
+        body = _one_token(self.path, self.body, kv_transfer_params=wanted)
+        return PreparedRequest(body, [(b"x-data-parallel-rank", b"%d" % self.prefill_worker.dp_rank)])
+
+    def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
+        address = f"http://{self.prefill_worker.address}:{self.prefill_worker.bootstrap_port}"
+        source = {"remote_bootstrap_addr": address, "remote_engine_id": self._engine_id}
+        wanted = {"do_remote_prefill": True, "transfer_id": self._transfer, **source}
+        return PreparedRequest(with_fields(self.body, kv_transfer_params=wanted))
+
+
+class TensorRtLlm(Adapter):
+    """TensorRT-LLM, context first: what its answer tells goes on as generation."""
+
+    def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
+        super().__init__(path, body, prefill, decode)
+        self._request_id = random.randrange(_MAX_ROOM)
+
+    def prefill(self) -> PreparedRequest:
+        wanted = {"request_type": "context_only", "disagg_request_id": self._request_id}
+        fields = fields_of(self.body)
+        fields.pop("stream_options", None)
+        return PreparedRequest(encoded(fields, stream=False, disaggregated_params=wanted))
+
+    def decode(self, prefilled: bytes) -> PreparedRequest:
+        answer = msgspec.json.decode(prefilled, type=dict[str, Any])
+        choice = answer["choices"][0] if answer.get("choices") else None
+        if not isinstance(choice, dict):
+            raise ValueError("it has no choices")
+        if choice.get("finish_reason") not in ("length", "not_finished"):
+            raise _complete_answer(answer, choice, self.body)
+        params = choice.get("disaggregated_params")
+        if not isinstance(params, dict):
+            raise ValueError("choices[0] has no disaggregated_params")
+        fields: dict[str, Any] = {"disaggregated_params": params | {"request_type": "generation_only"}}
+        if (token_ids := answer.get("prompt_token_ids")) is not None:
+            fields["prompt_token_ids" if self.path == _CHAT else "prompt"] = token_ids
+        return PreparedRequest(with_fields(self.body, **fields))
+
+
+class DecodeAlone(Adapter):
+    """Several prompts, or several answers to one: what is handed over is the KV of one, and the others would be
+    answered from it. So the decode worker computes all of them."""
+
+    concurrent = True
+    prefills = False
+
+    def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
+        return PreparedRequest(self.body)
+
+
+class Sidecar(Adapter):
+    """llm-d: the decode worker's sidecar asks the prefill worker itself."""
+
+    concurrent = True
+    prefills = False
+
+    def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
+        to = f"{self.prefill_worker.address}:{self.prefill_worker.port}"
+        return PreparedRequest(self.body, [(b"x-prefiller-host-port", to.encode())])
+
+
+ADAPTERS: dict[Backend, type[Adapter]] = {
+    Backend.SGLANG: Sglang,
+    Backend.NIXL: Nixl,
+    Backend.MOONCAKE: Mooncake,
+    Backend.TRTLLM: TensorRtLlm,
+    Backend.SIDECAR: Sidecar,
+}
+
+
+def _one_token(path: str, body: bytes, **values: Any) -> bytes:
+    """A request that computes the prompt: one token, not streamed."""
+    fields = fields_of(body)
+    for name in ("stream_options", "min_tokens"):
+        fields.pop(name, None)
+    tokens = {"max_tokens": 1, **({"max_completion_tokens": 1} if path == _CHAT else {})}
+    return encoded(fields, stream=False, **tokens, **values)
+
+
+def _raw_field(answer: bytes, name: str) -> msgspec.Raw | None:
+    """A field of an answer, as it stands: it is opaque. Raises ValueError."""
+    try:
+        value = fields_of(answer).get(name)
+    except RequestError as error:
+        raise ValueError(error.message) from error
+    return None if value is None or bytes(value) == b"null" else value
+
+
+def _complete_answer(answer: dict[str, Any], choice: dict[str, Any], body: bytes) -> AnsweredError:
+    """The prefill's whole answer, as a stream if that was asked for."""
+    answer.pop("prompt_token_ids", None)
+    choice.pop("disaggregated_params", None)
+    stream = fields_of(body).get("stream")
+    if stream is None or bytes(stream) != b"true":
+        return AnsweredError(msgspec.json.encode(answer), b"application/json")
+    if "message" in choice:
+        choice["delta"] = choice.pop("message")
+        answer["object"] = "chat.completion.chunk"
+    events = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(answer)
+    return AnsweredError(events, b"text/event-stream")

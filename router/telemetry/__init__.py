@@ -1,1 +1,0 @@
-"""Metrics, traces, logs and request ids."""

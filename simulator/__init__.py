@@ -1,0 +1,1 @@
+"""Workers without a GPU (`simulator.worker`), and fleets of them in virtual time (`simulator.fleet`)."""

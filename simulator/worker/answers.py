@@ -1,0 +1,88 @@
+"""What the simulated model says: words of its vocabulary, chosen by the prompt alone.
+
+A prompt that ends with the beginning of an answer goes on with the rest of it, as that of a real model would.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from array import array
+from hashlib import blake2b
+
+from simulator.worker.engine import Answer
+from simulator.worker.tokens import ChatTokenizer
+
+MIN_LENGTH, MAX_LENGTH = 16, 256  # tokens, of an answer that nothing cuts short
+MAX_BEGUN = 2048  # tokens of an answer that may stand at the end of a prompt, and be continued
+
+
+class AnswerWriter:
+    """Answers prompts with ordinary tokens, the same prompt always with the same ones.
+
+    The tokens are whole words that the tokenizer maps back to the same tokens, so that an answer which comes back
+    in a conversation's next turn is found in the cache.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._eos = tokenizer.eos_token
+        self._text: dict[int, str] = {}
+        for token in range(tokenizer.vocabulary_size):
+            text = tokenizer.decode([token], skip_special_tokens=True)
+            if text and "\ufffd" not in text:
+                self._text[token] = text
+        words = [token for token, text in self._text.items() if re.fullmatch(r" [a-z]{2,}", text)]
+        openings = [token for token, text in self._text.items() if re.fullmatch(r"[A-Z][a-z]+", text)]
+        self._words, self._openings = (
+            [token for token in tokens if tokenizer.encode(self._text[token], add_special_tokens=False) == [token]]
+            or list(self._text)
+            for tokens in (words, openings)
+        )
+        self._word_set, self._opening_set = frozenset(self._words), frozenset(self._openings)
+
+    def answer(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        adapter: str | None = None,
+        choice: int = 0,
+    ) -> Answer:
+        """At most `max_tokens` tokens; the end token is the last where the answer ends by itself."""
+        said = f"{choice} {adapter}".encode()
+        begun = self._begun(prompt, said)
+        source = _source(prompt[: len(prompt) - begun], said)
+        length = max(source.randint(MIN_LENGTH, MAX_LENGTH) - begun, min_tokens)
+        stops = length < max_tokens and not ignore_eos and self._eos is not None
+        count = max(length, 0) if stops else max_tokens
+        tokens = self._tokens(source, begun + count)[begun:]
+        if stops and self._eos is not None:
+            return Answer([*tokens, self._eos], "stop")
+        return Answer(tokens, "length")
+
+    def _tokens(self, source: random.Random, count: int) -> list[int]:
+        return [source.choice(self._openings), *source.choices(self._words, k=max(count - 1, 0))][:count]
+
+    def _begun(self, prompt: list[int], said: bytes) -> int:
+        """How many tokens at the end of a prompt are the answer to what comes before them."""
+        for begun in range(1, min(MAX_BEGUN, len(prompt) - 1) + 1):
+            token = prompt[-begun]
+            if token in self._opening_set:
+                source = _source(prompt[: len(prompt) - begun], said)
+                source.randint(MIN_LENGTH, MAX_LENGTH)
+                return begun if self._tokens(source, begun) == prompt[-begun:] else 0
+            if token not in self._word_set:
+                return 0
+        return 0
+
+    def text(self, token: int) -> str:
+        """What a token of an answer adds to its text; nothing for the end token."""
+        return self._text.get(token, "")
+
+
+def _source(prompt: list[int], said: bytes) -> random.Random:
+    """Where the answer to a prompt comes from."""
+    seed = blake2b(array("I", prompt).tobytes(), digest_size=8)
+    seed.update(said)
+    return random.Random(seed.digest())

@@ -1,0 +1,113 @@
+"""One DP rank's part in the transfers: its memory, its KVManager, and what it has counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.worker.disaggregation.memory import KvMemory
+from simulator.worker.engine import SimulatedEngine
+from simulator.worker.settings import SimulatedWorkerSettings
+from worker.disaggregation import DisaggregationMode, DisaggregationSettings, KVManager, KVPoll, Rank, Topology
+from worker.disaggregation.transfer import open_engine
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.005
+OVER = (KVPoll.Success, KVPoll.Failed)
+
+
+@dataclass
+class TransferCounts:
+    """Since the start. Bytes and pages count where they arrive."""
+
+    sent: int = 0
+    received: int = 0
+    failed: int = 0
+    bytes_received: int = 0
+    pages_checked: int = 0
+    pages_wrong: int = 0
+
+
+class TransferRank:
+    """Opened on the event loop that the rank's engine runs on. `engine` is set once there is one.
+
+    Raises OSError and ValueError as the transfer engine and the manager do.
+    """
+
+    engine: SimulatedEngine
+
+    def __init__(self, settings: SimulatedWorkerSettings, number: int, bootstrap_addr: str) -> None:
+        self.settings = settings
+        self.number = number
+        self.bootstrap_addr = bootstrap_addr
+        self.counts = TransferCounts()
+        mode = DisaggregationMode(settings.role)
+        self._transfer_engine = open_engine("tcp", host=settings.host)
+        try:
+            self._free_items = list(range(settings.max_num_seqs + settings.max_waiting))
+            self.memory = KvMemory(
+                self._transfer_engine,
+                settings.num_blocks,
+                settings.block_size,
+                len(self._free_items),
+                settings.model,
+            )
+            # Each decode rank is a decode instance of its own: it meets the prefill's rank that has the request.
+            of_prefill = mode is DisaggregationMode.PREFILL
+            self.manager = KVManager(
+                self.memory.args(),
+                mode,
+                self._transfer_engine,
+                DisaggregationSettings(
+                    host=settings.host,
+                    bootstrap_addr=bootstrap_addr,
+                    room_timeout_s=settings.transfer_timeout_s,
+                    heartbeat_s=1.0,
+                ),
+                Topology(dp=settings.dp_size) if of_prefill else None,
+                Rank(dp=number) if of_prefill else None,
+            )
+        except BaseException:
+            self._transfer_engine.close()
+            raise
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def take_item(self) -> int | None:
+        """An aux item of one's own; None when all are in use."""
+        return self._free_items.pop() if self._free_items else None
+
+    def free_item(self, item: int) -> None:
+        self._free_items.append(item)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a transfer's coroutine until it ends, or this rank closes."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a transfer's task failed", exc_info=error)
+
+    async def close(self) -> None:
+        """Give all transfers up."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self.close_sockets)
+
+    def close_sockets(self) -> None:
+        """End the threads; for a rank without tasks."""
+        self.manager.close()
+        self._transfer_engine.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Look at the state of a transfer again and again, as an engine does in each step."""
+    while not condition():  # noqa: ASYNC110 - other threads change it
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,148 @@
+"""A prompt's pages on their way in: a decode worker waits for them, checks every byte and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from simulator.worker.cache import CachedSequence
+from simulator.worker.disaggregation.rank import OVER, TransferRank, until
+from simulator.worker.disaggregation.sending import NO_ITEM
+from simulator.worker.engine import Answer, Generation, Output
+from worker.disaggregation import KVReceiver, KVTransferError
+
+logger = logging.getLogger(__name__)
+
+
+class ArrivalError(Exception):
+    """The KV did not come, or is not what the tokens make."""
+
+
+class Arrival:
+    """A request that begins when its prompt's KV has come. To who asked for it, it is like any other generation.
+
+    `meet` says where the pages come from, once there is room for them; it raises ArrivalError and ValueError.
+    """
+
+    def __init__(
+        self,
+        rank: TransferRank,
+        sequence: CachedSequence,
+        answer: Answer,
+        deliver: Callable[[Output], None],
+        meet: Callable[[], Awaitable[KVReceiver]],
+    ) -> None:
+        self._rank = rank
+        self._sequence = sequence
+        self._answer = answer
+        self._deliver = deliver
+        self._meet = meet
+        self._generation: Generation | None = None
+        self._given_up = asyncio.Event()
+        rank.engine.arriving += 1
+        rank.run(self._run())
+
+    def cancel(self) -> None:
+        """Give the request up, unless it has finished."""
+        if self._generation is not None:
+            self._generation.cancel()
+        elif not self._given_up.is_set():
+            self._given_up.set()
+            self._deliver(Output(None, 0, "abort"))
+
+    async def _run(self) -> None:
+        engine = self._rank.engine
+        try:
+            if not await self._until_held():
+                return
+            adopted = False
+            try:
+                adopted = await self._receive()
+            finally:
+                if not adopted:
+                    engine.release(self._sequence)
+        except (ArrivalError, ValueError, RuntimeError) as error:
+            self._rank.counts.failed += 1
+            logger.warning("no KV for a prompt of %d tokens: %s", len(self._sequence.tokens), error)
+            if not self._given_up.is_set():
+                self._given_up.set()
+                self._deliver(Output(None, 0, "abort", str(error)))
+        finally:
+            engine.arriving -= 1
+
+    async def _until_held(self) -> bool:
+        """Wait for room for the whole prompt; False when given up. Raises ArrivalError."""
+        engine = self._rank.engine
+        try:
+            async with asyncio.timeout(self._rank.settings.transfer_timeout_s):
+                while not self._given_up.is_set():
+                    if engine.hold(self._sequence):
+                        return True
+                    await _first_of(engine.freed, self._given_up)
+        except TimeoutError:
+            raise ArrivalError("No room for the prompt's KV became free in time.") from None
+        return False
+
+    async def _receive(self) -> bool:
+        """Bring the KV in and go on from it; False when given up. Raises ArrivalError, ValueError, RuntimeError.
+
+        Whatever happens, nothing can write to the pages any more when this returns.
+        """
+        rank, sequence = self._rank, self._sequence
+        item = rank.take_item()
+        if item is None:
+            raise RuntimeError(NO_ITEM)
+        try:
+            first_page = sequence.num_stored  # those before are cached here
+            room = await self._fill(first_page, item)
+            if room is None:
+                return False
+            rank.counts.received += 1
+            rank.counts.bytes_received += (len(sequence.blocks) - first_page) * rank.memory.page_bytes
+            self._go_on(room, item)
+            return True
+        finally:
+            rank.free_item(item)
+
+    async def _fill(self, first_page: int, item: int) -> int | None:
+        """Have the sequence's pages from the first one on, and an aux item, filled; the room, or None when given up."""
+        pages = self._sequence.blocks[first_page:]
+        receiver = await self._meet()
+        try:
+            receiver.init(pages, item, first_page * self._rank.settings.block_size)
+            await until(lambda: receiver.poll() in OVER or self._given_up.is_set())
+        finally:
+            receiver.abort("the request was given up")  # unless it is over
+            await until(receiver.pages_reusable)
+        if self._given_up.is_set():
+            return None
+        try:
+            receiver.failure_exception()
+        except KVTransferError as error:
+            raise ArrivalError(f"The KV transfer failed: {error}") from error
+        return receiver.bootstrap_room
+
+    def _go_on(self, room: int, item: int) -> None:
+        rank, sequence = self._rank, self._sequence
+        prompt_tokens = len(sequence.tokens)
+        first = rank.memory.read_first_token(item)
+        if (first.room, first.prompt_tokens) != (room, prompt_tokens):
+            raise ArrivalError(f"The KV of room {room} came with the first token of another prompt: {first}.")
+        wrong = rank.memory.wrong_pages(sequence, prompt_tokens)
+        rank.counts.pages_checked += len(sequence.blocks)
+        rank.counts.pages_wrong += wrong
+        if wrong:
+            raise ArrivalError(f"{wrong} of {len(sequence.blocks)} KV pages of room {room} have wrong bytes.")
+        answer = replace(self._answer, tokens=[first.token, *self._answer.tokens[1:]])
+        self._generation = rank.engine.adopt(sequence, answer, self._deliver, first.cached_tokens)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()

@@ -1,0 +1,152 @@
+"""Text to tokens and back, and chat messages to text, through the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from simulator.worker.settings import BUNDLED_MODEL
+
+# The special tokens that chat templates know by name.
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Marks where the last message ends, when that is to be continued.
+_END_MARK = "END_OF_THE_FINAL_MESSAGE"
+
+
+class TemplateError(ValueError):
+    """The chat template refuses these messages."""
+
+
+class ChatTokenizer:
+    """The tokenizer in a model's folder; prompts are made as vLLM makes them."""
+
+    def __init__(self, path: str = str(BUNDLED_MODEL)) -> None:
+        """Raises ValueError for a folder without a tokenizer that can be read."""
+        from tokenizers import Tokenizer  # only a worker that runs needs it
+
+        try:
+            self._backend: Any = Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
+            config = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except Exception as error:  # tokenizers raises nothing more particular
+            raise ValueError(f"tokenizer: {path} holds none that can be read: {error}") from error
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._special = {name: config[name] for name in _NAMED_TOKENS if isinstance(config.get(name), str)}
+        separate = Path(path) / "chat_template.jinja"
+        source = separate.read_text(encoding="utf-8") if separate.exists() else config.get("chat_template") or ""
+        self._template = _environment().from_string(source)
+        self._template_takes_parts = self._probe_parts()
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self._backend.get_vocab_size())
+
+    @property
+    def eos_token(self) -> int | None:
+        eos: int | None = self._backend.token_to_id(self._special.get("eos_token", ""))
+        return eos
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        # The backend itself, unlike its wrapper, may be used by several threads at a time.
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        text: str = self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_strings(self, tokens: list[int]) -> list[str]:
+        return [self._backend.id_to_token(token) for token in tokens]
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_arguments: Any,
+    ) -> str:
+        """The prompt for a conversation. Raises TemplateError when the template refuses it."""
+        try:
+            prepared = [self._prepared(message) for message in messages]
+            if continue_final_message:
+                last = prepared[-1]["content"]
+                mark = [{"type": "text", "text": _END_MARK}] if isinstance(last, list) else _END_MARK
+                prepared[-1]["content"] = last + mark
+            text = self._rendered(
+                prepared,
+                tools=tools and [_normalized_tool(tool) for tool in tools],
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                **template_arguments,
+            )
+            if continue_final_message:
+                text = text[: text.rindex(_END_MARK)]
+        except Exception as error:  # templates are programs: they raise anything
+            raise TemplateError(f"messages: the chat template refuses them: {error}") from error
+        return text
+
+    def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
+        message = dict(message)
+        content = message.get("content")
+        if content is None:
+            message["content"] = ""
+        elif isinstance(content, list) and (message["role"] == "tool" or not self._template_takes_parts):
+            message["content"] = "\n".join(part["text"] for part in content)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+        else:
+            message.pop("tool_calls", None)
+        return message
+
+    def _rendered(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        given = {"tools": None, "documents": None, "add_generation_prompt": False} | self._special | variables
+        return str(self._template.render(messages=messages, **given))
+
+    def _probe_parts(self) -> bool:
+        """Whether the template understands content given as parts: one part then renders as its text would."""
+        as_text, as_part = (
+            [{"role": "user", "content": content}] for content in ("probe", [{"type": "text", "text": "probe"}])
+        )
+        try:
+            rendered = [self._rendered(probe) for probe in (as_text, as_part)]
+        except Exception:  # as above
+            return False
+        return bool(rendered[0] == rendered[1])
+
+
+def _environment() -> Any:
+    """Jinja as transformers sets it up for chat templates."""
+    from jinja2 import TemplateError as JinjaError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise JinjaError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    return environment
+
+
+def _normalized_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with the fields vLLM shows a template, in its order: absent ones are null, unknown ones gone."""
+    function = tool.get("function") or {}
+    shown = {name: function.get(name) for name in ("name", "description", "parameters")}
+    if function.get("strict") is not None:
+        shown["strict"] = function["strict"]
+    return {"type": "function", "function": shown}
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, which templates expect, and not JSON text, which the API carries."""
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    function["arguments"] = arguments
+    return {**call, "function": function}

@@ -1,0 +1,96 @@
+"""A simulated worker without its HTTP side: an engine and an event stream for each DP rank, and what they share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from simulator.worker.completions import Completions
+from simulator.worker.engine import SimulatedEngine
+from simulator.worker.metrics import WorkerMetrics
+from simulator.worker.pooling_api import Pooling
+from simulator.worker.settings import SimulatedWorkerSettings
+from simulator.worker.tokens import ChatTokenizer
+from worker.publisher import EventPublisher, NullEventPublisher
+from worker.reporter import Reporter
+from worker.zmq_publisher import ZmqEventPublisher
+
+if TYPE_CHECKING:
+    from simulator.worker.disaggregation.roles import OpenRole  # numpy and a web client, for those who need them
+
+
+class SimulatedWorker:
+    """Opens the event streams; `running` is what starts the engines and, in the end, closes everything.
+
+    Raises OSError when an endpoint is in use or the tokenizer cannot be found, ValueError for a host that peers of a
+    prefill or decode worker cannot reach.
+    """
+
+    def __init__(self, settings: SimulatedWorkerSettings) -> None:
+        self.settings = settings
+        self.tokenizer = ChatTokenizer(settings.tokenizer)
+        self.reporters: list[Reporter] = []
+        try:
+            for rank in range(settings.dp_size):
+                self.reporters.append(Reporter(_publisher(settings, rank)))
+            opened = _open_role(settings)
+        except BaseException:
+            self._close_reporters()
+            raise
+        self.disaggregated = opened
+        self.engines = [
+            SimulatedEngine(settings, reporter, opened.compute_kv(rank) if opened else None)
+            for rank, reporter in enumerate(self.reporters)
+        ]
+        self.metrics = WorkerMetrics(settings, self.engines)
+        if opened is not None:
+            opened.attach(self.engines, self.metrics.registry)
+        self.completions = Completions(
+            settings, self.tokenizer, self.engines, self.metrics, opened.role if opened else None
+        )
+        self.pooling = Pooling(self.tokenizer, settings.model)
+        self._loops: list[asyncio.Task[None]] = []
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every engine is running."""
+        return bool(self._loops) and not any(loop.done() for loop in self._loops)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the engines within the block; once only."""
+        try:
+            self._loops = [asyncio.create_task(engine.run()) for engine in self.engines]
+            yield
+        finally:
+            for loop in self._loops:
+                loop.cancel()
+            await asyncio.gather(*self._loops, return_exceptions=True)
+            if self.disaggregated is not None:
+                await self.disaggregated.close()
+            await asyncio.to_thread(self._close_reporters)
+
+    def _close_reporters(self) -> None:
+        for reporter in self.reporters:
+            reporter.shutdown()
+
+
+def _open_role(settings: SimulatedWorkerSettings) -> OpenRole | None:
+    if settings.role is None:
+        return None
+    from simulator.worker.disaggregation.roles import OpenRole
+
+    return OpenRole(settings)
+
+
+def _publisher(settings: SimulatedWorkerSettings, rank: int) -> EventPublisher:
+    config = settings.kv_events
+    if config is None or config.publisher == "null":
+        return NullEventPublisher()
+    fields = msgspec.structs.asdict(config)
+    del fields["publisher"]
+    return ZmqEventPublisher(rank, bind=True, **fields)

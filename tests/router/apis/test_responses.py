@@ -1,0 +1,137 @@
+"""The conversation that `/v1/responses` makes of its items, as vLLM makes it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from http_api.errors import RequestError
+from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.responses import decode_responses
+
+USER = {"role": "user", "content": "weather?"}
+CALL = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Oslo"}'}
+MADE = {"id": "c", "function": {"arguments": '{"city": "Oslo"}', "name": "weather"}, "type": "function"}
+
+
+def responses(**fields: Any) -> RoutedRequest:
+    return decode_responses(json.dumps({"model": "m", "input": "hi"} | fields).encode())
+
+
+def prompt(**fields: Any) -> ChatPrompt:
+    made = responses(**fields).prompt
+    assert isinstance(made, ChatPrompt)
+    return made
+
+
+def test_a_string_is_what_the_user_says() -> None:
+    assert prompt(instructions="Be brief.") == ChatPrompt(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}], add_special_tokens=True
+    )
+
+
+def test_what_else_decides() -> None:
+    request = responses(stream=True, max_output_tokens=5, cache_salt="s", priority=2, previous_response_id="resp_1")
+    assert (request.model, request.stream, request.max_tokens, request.cache_salt) == ("m", True, 5, "s")
+    assert (request.priority, request.stored) == (2, "resp_1")
+    assert responses(model=None).model is None
+
+
+def test_what_an_assistant_thinks_says_and_calls_is_one_message() -> None:
+    items = [
+        USER,
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me look."}]},
+        CALL,
+        CALL | {"call_id": "d", "namespace": "ns"},
+        {"type": "function_call_output", "call_id": "c", "output": "sun"},
+        {"role": "assistant", "content": "Sun."},
+        {"role": "assistant", "content": "And warm."},
+    ]
+    second = {"id": "d", "function": MADE["function"] | {"name": "ns__weather"}, "type": "function"}  # type: ignore[operator]
+    assert prompt(input=items).messages == [
+        USER,
+        {"role": "assistant", "reasoning": "hm", "content": "Let me look.", "tool_calls": [MADE, second]},
+        {"role": "tool", "content": "sun", "tool_call_id": "c"},
+        {"role": "assistant", "content": "Sun."},
+        {"role": "assistant", "content": "And warm."},
+    ]
+
+
+def test_a_summary_stands_for_thoughts_that_are_not_given() -> None:
+    summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
+    assert prompt(input=[USER, summary]).messages[1] == {"role": "assistant", "reasoning": "so"}
+    assert prompt(input=[USER, {"type": "reasoning", "summary": []}]).messages[1]["reasoning"] == ""
+
+
+def test_parts_are_kept() -> None:
+    parts = [{"type": "input_text", "text": "what is"}, {"type": "input_image", "image_url": "http://a/b.png"}]
+    assert prompt(input=[{"type": "message", "role": "user", "content": parts}]).messages == [
+        {"role": "user", "content": parts}
+    ]
+
+
+def test_tools_are_those_the_model_is_shown() -> None:
+    function = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+    tools = prompt(
+        tools=[
+            function,
+            {"type": "web_search"},
+            {"type": "custom", "name": "code", "description": "Python"},
+            {"type": "namespace", "name": "ns", "tools": [function, {"type": "custom", "name": "no"}]},
+        ]
+    ).tools
+    assert tools is not None
+    assert [tool["function"]["name"] for tool in tools] == ["weather", "code", "ns__weather"]
+    assert tools[0]["function"]["strict"] is True
+    assert tools[1]["function"]["parameters"]["required"] == ["input"]
+    assert prompt(tools=[{"type": "web_search"}]).tools == []
+    assert prompt(tools=[]).tools is None
+
+
+@pytest.mark.parametrize("status", ["in_progress", "incomplete"])
+def test_an_unfinished_answer_is_gone_on_with(status: str) -> None:
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I th"}]}
+    unfinished = prompt(input=[USER, said | {"status": status}])
+    assert (unfinished.continue_final_message, unfinished.add_generation_prompt) == (True, False)
+    finished = prompt(input=[USER, said | {"status": "completed"}])
+    assert (finished.continue_final_message, finished.add_generation_prompt) == (False, True)
+
+
+def test_effort_and_variables_of_the_template() -> None:
+    made = prompt(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1})
+    assert (made.reasoning_effort, made.chat_template_kwargs) == ("low", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "item_reference", "id": "x"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "function_call", "name": 5},
+        {"role": "user"},
+        {},
+    ],
+)
+def test_what_cannot_be_converted_is_routed_by_load(item: dict[str, Any]) -> None:
+    assert responses(input=[USER, item]).prompt is None
+    assert responses(input=[]).prompt is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [USER, "hi"]}, "input[1]"),
+        ({"model": 5}, "model"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+    ],
+)
+def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        responses(**fields)
+    assert (refused.value.status, refused.value.param) == (400, param)

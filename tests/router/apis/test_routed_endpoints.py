@@ -1,0 +1,174 @@
+"""What is read of a request on any path: its model, its prompt, its session."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from http_api.errors import RequestError
+from router.apis.endpoints import BY_LOAD, Call, call_error_body, error_event, read_call
+from router.apis.requests import RoutedRequest, TextPrompts, TokenPrompts
+
+FORM = b"\r\n".join(
+    [
+        b"--XyZ",
+        b'Content-Disposition: form-data; name="file"; filename="model"',
+        b"Content-Type: audio/wav",
+        b"",
+        b"RIFF" + b"\0" * 10_000 + b'\r\nname="model"\r\n\r\nno',
+        b"--XyZ",
+        b'content-disposition: form-data; name="model"',
+        b"",
+        b"whisper",
+        b"--XyZ--",
+        b"",
+    ]
+)
+
+
+def read(path: str, body: Any = b"", method: str = "POST", **headers: str) -> RoutedRequest:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return read_call(Call(method, path, raw, body if isinstance(body, bytes) else json.dumps(body).encode()))
+
+
+@pytest.mark.parametrize("path", BY_LOAD)
+def test_what_has_no_prefix_is_routed_by_load(path: str) -> None:
+    assert read(path, {"model": "m", "input": "hi", "user": "u"}) == RoutedRequest("m", session="u")
+    assert read(path, {"input": "hi"}) == RoutedRequest(None)
+
+
+@pytest.mark.parametrize("path", BY_LOAD)
+@pytest.mark.parametrize(
+    ("body", "param"), [({"model": 5}, "model"), ({"model": ""}, "model"), ([], None), (b"", None)]
+)
+def test_a_bad_body_is_refused(path: str, body: Any, param: str | None) -> None:
+    with pytest.raises(RequestError) as refused:
+        read(path, body)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_a_form_names_its_model_beside_a_file() -> None:
+    form = "multipart/form-data; boundary=XyZ"
+    assert read("/v1/audio/transcriptions", FORM, content_type=form, x_session_id="s") == RoutedRequest(
+        "whisper", session="s"
+    )
+    assert read("/v1/audio/transcriptions", FORM.replace(b'"model"', b'"other"'), content_type=form).model is None
+
+
+@pytest.mark.parametrize(
+    "content_type", ["multipart/form-data", "multipart/form-data; boundary=other", 'multipart/form-data; boundary=""']
+)
+def test_a_form_that_cannot_be_read_names_none(content_type: str) -> None:
+    assert read("/v1/audio/transcriptions", FORM, content_type=content_type) == RoutedRequest(None)
+
+
+@pytest.mark.parametrize("cut", range(0, len(FORM), 997))
+def test_half_a_form_is_no_harm(cut: int) -> None:
+    read("/v1/audio/transcriptions", FORM[:cut], content_type="multipart/form-data; boundary=XyZ")
+
+
+@pytest.mark.parametrize("body", [b"", b"not json", b"[]", {"model": 5}, b"[" * 5000])
+def test_any_other_path_may_carry_anything(body: Any) -> None:
+    assert read("/anything", body, "PUT") == RoutedRequest(None)
+    assert read("/anything", {"model": "m"}) == RoutedRequest("m")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/resp_1", "/v1/responses/resp_1/cancel"])
+def test_what_is_done_with_a_response_names_it(path: str) -> None:
+    assert read(path, method="GET").stored == "resp_1"
+    assert read("/v1/responses", method="GET").stored is None
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"text": "hi"}, TextPrompts(["hi"])),
+        ({"text": ["hi", "you"]}, TextPrompts(["hi", "you"])),
+        ({"prompt": "hi"}, TextPrompts(["hi"])),
+        ({"input_ids": [1, 2]}, TokenPrompts([[1, 2]], param="input_ids")),
+        ({"input_ids": [[1], [2]]}, TokenPrompts([[1], [2]], param="input_ids")),
+        ({"token_ids": [1, 2]}, TokenPrompts([[1, 2]], param="token_ids")),
+        ({"text": "hi", "image_data": ["a"]}, None),
+        ({"input_embeds": [[0.5]]}, None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/generate", "/inference/v1/generate"])
+def test_generate(path: str, body: dict[str, Any], prompt: Any) -> None:
+    assert read(path, body).prompt == prompt
+
+
+def test_generate_has_its_options_within() -> None:
+    request = read("/generate", {"text": "hi", "stream": True, "sampling_params": {"max_new_tokens": 7, "n": 2}})
+    assert (request.model, request.stream, request.max_tokens, request.n) == (None, True, 7, 2)
+    assert read("/generate", {"text": "hi", "lora_path": "poet"}).model == "poet"
+    assert read("/generate", {"prompt": "hi", "max_tokens": 3}).max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text"),
+        ({"text": 5}, "text"),
+        ({"text": []}, "text"),
+        ({"text": ["a", 5]}, "text"),
+        ({"input_ids": "a"}, "input_ids"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [[1], []]}, "input_ids[1]"),
+        ({"text": "a", "model": 5}, "model"),
+    ],
+)
+def test_a_bad_field_of_generate_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read("/generate", body)
+    assert refused.value.param == param
+
+
+# From the most to the least specific.
+SESSIONS: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({"x_session_id": "here"}, {}),
+    ({}, {"session_id": "here"}),
+    ({}, {"vllm_xargs": {"session_id": "here"}}),
+    ({}, {"metadata": {"session_id": "here"}}),
+    ({}, {"prompt_cache_key": "here"}),
+    ({}, {"metadata": {"user_id": "here"}}),
+    ({}, {"user": "here"}),
+    ({"x_user_id": "here"}, {}),
+]
+
+
+@pytest.mark.parametrize("place", range(len(SESSIONS)))
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages", "/generate", "/v1/embeddings"])
+def test_the_most_specific_session_counts(path: str, place: int) -> None:
+    headers: dict[str, str] = {}
+    prompts = {"prompt": "hi", "input": "hi", "messages": [{"role": "user", "content": "hi"}]}
+    body: dict[str, Any] = {"model": "m", "metadata": {}} | prompts
+    for number, (more_headers, fields) in enumerate(SESSIONS):
+        if number >= place:
+            value = "here" if number == place else "there"
+            headers |= dict.fromkeys(more_headers, value)
+            for key, found in fields.items():
+                if isinstance(found, dict):
+                    body.setdefault(key, {}).update(dict.fromkeys(found, value))
+                else:
+                    body[key] = value
+    assert read(path, body, **headers).session == "here"
+
+
+def test_a_session_that_is_none() -> None:
+    body = {"model": "m", "prompt": "hi", "user": "", "session_id": 5, "metadata": "x"}
+    assert read("/v1/completions", body, x_session_id="").session is None
+
+
+@pytest.mark.parametrize(("fields", "n"), [({}, 1), ({"n": 3}, 3), ({"best_of": 4}, 4), ({"n": 2, "best_of": "5"}, 5)])
+def test_answers_are_counted(fields: dict[str, Any], n: int) -> None:
+    assert read("/v1/completions", {"model": "m", "prompt": "hi"} | fields).n == n
+
+
+def test_errors_are_told_as_the_path_has_it() -> None:
+    error = RequestError("No.", param="model")
+    assert json.loads(call_error_body("/v1/chat/completions", error))["error"]["param"] == "model"
+    assert json.loads(call_error_body("/v1/messages/count_tokens", error))["type"] == "error"
+    assert error_event("/v1/messages", error).startswith(b"event: error\ndata: {")
+    assert error_event("/v1/responses", error).startswith(b"data: {")

@@ -1,0 +1,265 @@
+"""How ranks are judged by what they find in their caches, and what follows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from indexer import Indexer, Registration, Target
+from indexer.sequence import StreamState
+from router.apis.usage import Usage
+from router.cache_state.hit_audit import Basis, Errors, HitAudit, Prediction
+from router.cache_state.in_flight_prefixes import prompt_hashes
+from router.cache_state.sent_prefixes import RoutingHistory
+from router.settings import AuditSettings
+
+TARGET = Target("http://w", 0, "m")
+SAMPLES = 4
+TOKENS = list(range(100))
+HASHES = [prompt_hashes("m", None, None, TOKENS)]
+
+
+@dataclass
+class Stream:
+    state: StreamState = StreamState.LIVE
+    began_at: float = 0.0
+
+
+@dataclass
+class Streams:
+    """What the audit asks of an indexer."""
+
+    known: Stream | None = field(default_factory=Stream)
+    replays: bool = True
+    resyncs: int = 0
+    registrations: list[Registration] = field(default_factory=list)
+
+    def stream(self, target: Target) -> Stream | None:  # noqa: ARG002
+        return self.known
+
+    def resync(self, target: Target) -> bool:  # noqa: ARG002
+        assert self.known is not None
+        self.resyncs += self.replays
+        self.known.began_at = time.monotonic()
+        return self.replays
+
+    def registered(self) -> list[Registration]:
+        return self.registrations
+
+    def block_size(self, target: Target) -> int | None:  # noqa: ARG002
+        return 16
+
+
+@pytest.fixture
+def streams() -> Streams:
+    return Streams()
+
+
+@pytest.fixture
+def history() -> RoutingHistory:
+    return RoutingHistory()
+
+
+@pytest.fixture
+def audit(streams: Streams, history: RoutingHistory) -> HitAudit:
+    return HitAudit(cast(Indexer, streams), history, AuditSettings(samples=SAMPLES, tolerance=0.1))
+
+
+def predicted(overlap: int, by_events: int | None, target: Target = TARGET, **more: Any) -> Prediction:
+    return Prediction(
+        target, HASHES, len(TOKENS), overlap, by_events, **({"comparable": True, "capacity": None} | more)
+    )
+
+
+def answers(audit: HitAudit, times: int, predict: int, cached: int | None, length: int = 100) -> None:
+    for _ in range(times):
+        audit.answered(predicted(predict, predict), Usage(length, 1, cached))
+
+
+def test_prompts_with_media_tell_nothing_of_the_tokenizer(audit: HitAudit) -> None:
+    for _ in range(20):
+        audit.answered(predicted(48, 48, media=True), Usage(90, 1, 48))
+    ((_, report),) = audit.audits()
+    assert (report.lengths_wrong, report.lengths_differ, report.answers) == (0, False, 20)
+
+
+def test_right_predictions_change_nothing(audit: HitAudit, streams: Streams, history: RoutingHistory) -> None:
+    with capture_logs() as logs:
+        answers(audit, 20, 48, 48)
+    ((target, report),) = audit.audits()
+    assert (target, audit.basis(TARGET), streams.resyncs, logs) == (TARGET, Basis.EVENTS, 0, [])
+    assert (report.answers, report.prompt_tokens, report.predicted_tokens, report.cached_tokens) == (20, 2000, 960, 960)
+    assert (report.wrong_tokens, report.errors.share, len(history)) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize(("predict", "cached"), [(64, 0), (0, 64)])
+def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
+    audit: HitAudit, streams: Streams, history: RoutingHistory, predict: int, cached: int
+) -> None:
+    with capture_logs() as logs:
+        answers(audit, SAMPLES - 1, predict, cached)
+        assert (audit.basis(TARGET), streams.resyncs) == (Basis.EVENTS, 0)
+        answers(audit, 1, predict, cached)
+        assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.RESYNCED, 1, False)
+        answers(audit, SAMPLES, predict, cached)
+        assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.HISTORY, 1, True)
+    # Of what a worker keeps finding nothing, its history promises nothing either.
+    assert history.overlaps(HASHES[0]).get(TARGET, 0) == (96 if cached else 0)
+    assert [(line["log_level"], line["drift"], line["predicted_from"]) for line in logs] == [
+        ("warning", 0.64, "resynced"),
+        ("warning", 0.64, "history"),
+    ]
+
+
+def test_a_block_less_than_promised_each_time_is_left_out_from_then_on(audit: HitAudit, streams: Streams) -> None:
+    answers(audit, 1, 64, 48, 400)
+    answers(audit, 2, 0, 0, 400)  # there was nothing to leave out
+    assert not audit.recomputed.tokens
+    answers(audit, 1, 80, 64, 400)
+    assert audit.recomputed.tokens == {TARGET: 16}
+    answers(audit, SAMPLES, 48, 48, 400)
+    assert (audit.basis(TARGET), streams.resyncs, audit.audits()[0][1].errors.share) == (Basis.EVENTS, 0, 0.0)
+    answers(audit, 2, 48, 64, 400)  # started again without it
+    assert not audit.recomputed.tokens
+
+
+def test_engines_that_draft_teach_each_other_by_the_first_hit(audit: HitAudit, streams: Streams) -> None:
+    ranks = [Target(f"http://{name}", 0, "m") for name in ("w", "drafts", "has hit whole", "does not draft")]
+    streams.registrations = [Registration(rank, None) for rank in [*ranks, Target("http://drafts", 0, "another")]]
+    for rank in ranks[:3]:
+        audit.recomputed.worker_said(rank.worker, drafts=True)
+    audit.answered(predicted(64, 64, ranks[2]), Usage(100, 1, 64))
+    answers(audit, 1, 64, 48, 400)
+    assert audit.recomputed.tokens == dict.fromkeys(ranks[:2], 16)
+    audit.answered(predicted(64, 64, ranks[2]), Usage(100, 1, 48))
+    assert ranks[2] not in audit.recomputed.tokens
+    for rank in ranks:
+        audit.forget(rank)
+        audit.recomputed.worker_said(rank.worker, drafts=False)
+    answers(audit, 1, 64, 48, 400)
+    assert not audit.recomputed.tokens
+
+
+def test_other_misses_leave_nothing_out(audit: HitAudit) -> None:
+    for _ in range(3):
+        answers(audit, 1, 96, 80, 400)
+        answers(audit, 1, 96, 96, 400)
+    assert not audit.recomputed.tokens
+
+
+def test_a_resync_that_helps_ends_the_suspicion(audit: HitAudit, history: RoutingHistory) -> None:
+    answers(audit, SAMPLES, 64, 0)
+    with capture_logs() as logs:
+        answers(audit, SAMPLES, 64, 64)
+    assert (audit.basis(TARGET), len(history)) == (Basis.EVENTS, 0)
+    assert [(line["log_level"], line["predicted_from"]) for line in logs] == [("info", "events")]
+
+
+def test_without_a_replay_history_is_next(audit: HitAudit, streams: Streams) -> None:
+    streams.replays = False
+    answers(audit, SAMPLES, 64, 0)
+    assert audit.basis(TARGET) is Basis.HISTORY
+
+
+def test_events_that_prove_right_again_are_trusted_again(audit: HitAudit) -> None:
+    answers(audit, 2 * SAMPLES, 0, 64)
+    for _ in range(SAMPLES):  # what decisions were made with by then says nothing of the events
+        assert TARGET in audit.distrusted
+        audit.answered(predicted(96, 48), Usage(100, 1, 48))
+    assert (audit.basis(TARGET), TARGET in audit.distrusted) == (Basis.EVENTS, False)
+
+
+def test_predictions_made_before_a_resync_do_not_count_after_it(audit: HitAudit) -> None:
+    before = [predicted(64, 64) for _ in range(2 * SAMPLES)]
+    answers(audit, SAMPLES, 64, 0)
+    for prediction in before:
+        audit.answered(prediction, Usage(100, 1, 0))
+    assert audit.basis(TARGET) is Basis.RESYNCED
+
+
+def test_predictions_while_events_are_missing_do_not_count(audit: HitAudit, streams: Streams) -> None:
+    assert audit.events_complete(TARGET)
+    streams.known = Stream(StreamState.REPLAYING)
+    assert not audit.events_complete(TARGET)
+    for _ in range(3 * SAMPLES):
+        audit.answered(predicted(0, None), Usage(100, 1, 64))
+    assert audit.basis(TARGET) is Basis.EVENTS
+
+
+def test_a_target_without_events_is_predicted_by_history(
+    audit: HitAudit, streams: Streams, history: RoutingHistory
+) -> None:
+    streams.known = None
+    audit.answered(predicted(0, None, comparable=False), None)
+    assert (audit.basis(TARGET), history.overlaps(HASHES[0]).get(TARGET, 0)) == (Basis.HISTORY, 96)
+    streams.known = Stream(StreamState.CONNECTING)
+    assert audit.basis(TARGET) is Basis.HISTORY
+    streams.known = Stream()
+    audit.answered(predicted(0, 0), None)
+    assert (audit.basis(TARGET), len(history)) == (Basis.EVENTS, 0)
+
+
+def test_a_history_that_promises_too_much_is_forgotten(
+    audit: HitAudit, streams: Streams, history: RoutingHistory
+) -> None:
+    streams.known = None
+    other = prompt_hashes("m", None, None, [7] * 160)
+    history.remember(TARGET, other, None)
+    history.remember(TARGET, HASHES[0], None)
+    assert history.overlaps(other).get(TARGET, 0) == 160
+    audit.answered(predicted(96, None), Usage(100, 1, 0))
+    assert history.overlaps(other).get(TARGET, 0) == 0
+
+
+def test_nothing_said_means_nothing_cached_once_something_was_said(audit: HitAudit) -> None:
+    answers(audit, 2 * SAMPLES, 64, None)
+    assert [report.answers for _, report in audit.audits()] == [0]
+    answers(audit, 1, 64, 64)
+    answers(audit, SAMPLES, 64, None)
+    assert audit.basis(TARGET) is Basis.RESYNCED
+
+
+def test_what_cannot_be_compared_is_not(audit: HitAudit) -> None:
+    for _ in range(SAMPLES):
+        audit.answered(predicted(64, 64, comparable=False), Usage(100, 1, 0))
+        audit.answered(predicted(64, 64), None)
+    assert audit.audits() == []
+
+
+def test_prompts_of_another_length_are_a_finding_of_their_own(audit: HitAudit) -> None:
+    with capture_logs() as logs:
+        answers(audit, SAMPLES + 3, 0, None, length=103)
+        ((_, report),) = audit.audits()
+        assert (report.lengths_differ, report.lengths_wrong, audit.basis(TARGET)) == (True, 7, Basis.EVENTS)
+        answers(audit, SAMPLES, 0, None)
+        assert not report.lengths_differ
+    assert [(line["log_level"], line.get("here"), line.get("there")) for line in logs] == [
+        ("warning", 100, 103),
+        ("info", None, None),
+    ]
+
+
+def test_targets_that_are_gone_are_forgotten(audit: HitAudit, streams: Streams, history: RoutingHistory) -> None:
+    streams.known = None
+    for number in range(50):
+        audit.answered(predicted(0, None, Target(f"http://w{number}", 0, "m")), Usage(100, 1, 0))
+    assert len(audit.audits()) == 1
+    assert history.targets() == [Target("http://w49", 0, "m")]
+
+
+@given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 100)), max_size=20), st.integers(1, 6))
+def test_errors_are_those_of_the_last_predictions(seen: list[tuple[int, int]], samples: int) -> None:
+    errors = Errors(samples)
+    for error, total in seen:
+        errors.add(error, total)
+    last = seen[-samples:]
+    whole = sum(total for _, total in last) or 1
+    assert errors.share == sum(abs(error) for error, _ in last) / whole
+    assert errors.excess == sum(max(error, 0) for error, _ in last) / whole
+    assert errors.enough == (len(seen) >= samples)

@@ -1,0 +1,178 @@
+"""Prompts in flight count as cached soon."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manual_clock import Clock
+
+from indexer import DEFAULT_TENANT, Target
+from indexer.hashing import Namespace, PackedPrompt, namespace_hash
+from router.cache_state import speculation
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
+
+LINGER = 2.0
+HERE, THERE = Target("here", 0, "m"), Target("there", 0, "m")
+PROMPT = list(range(10 * CHUNK_TOKENS))
+
+
+def hashes(token_ids: list[int], model: str = "m", adapter: str | None = None, salt: str | None = None) -> array[int]:
+    return prompt_hashes(model, adapter, salt, token_ids)
+
+
+def overlap(holdings: SpeculativeHoldings, target: Target, hashes: array[int]) -> int:
+    return holdings.overlaps(hashes).get(target, 0)
+
+
+def test_a_sibling_of_a_prompt_in_flight_finds_what_they_share() -> None:
+    holdings = SpeculativeHoldings(LINGER)
+    holdings.hold(HERE, hashes(PROMPT))
+    sibling = PROMPT[: 4 * CHUNK_TOKENS] + [7] * 100
+    assert overlap(holdings, HERE, hashes(sibling)) == 4 * CHUNK_TOKENS
+    assert overlap(holdings, HERE, hashes(PROMPT)) == len(PROMPT)
+    assert overlap(holdings, THERE, hashes(sibling)) == 0
+
+
+def test_what_is_shared_is_rounded_down_to_whole_chunks() -> None:
+    holdings = SpeculativeHoldings(LINGER)
+    holdings.hold(HERE, hashes(PROMPT[: 2 * CHUNK_TOKENS + 5]))
+    assert overlap(holdings, HERE, hashes(PROMPT)) == 2 * CHUNK_TOKENS
+    assert overlap(holdings, HERE, hashes(PROMPT[: CHUNK_TOKENS - 1])) == 0
+
+
+def test_only_a_common_start_counts() -> None:
+    holdings = SpeculativeHoldings(LINGER)
+    holdings.hold(HERE, hashes(PROMPT))
+    assert overlap(holdings, HERE, hashes([7, *PROMPT])) == 0
+
+
+def test_models_adapters_and_salts_share_nothing() -> None:
+    holdings = SpeculativeHoldings(LINGER)
+    holdings.hold(HERE, hashes(PROMPT))
+    for other in (hashes(PROMPT, "n"), hashes(PROMPT, adapter="poet"), hashes(PROMPT, salt="pepper")):
+        assert overlap(holdings, HERE, other) == 0
+
+
+def test_a_prompt_is_let_go_some_time_after_it_ended() -> None:
+    clock = Clock()
+    holdings = SpeculativeHoldings(LINGER, clock)
+    ended = holdings.hold(HERE, hashes(PROMPT))
+    clock.now += 1000  # a long answer
+    assert overlap(holdings, HERE, hashes(PROMPT)) == len(PROMPT)
+    ended()
+    clock.now += LINGER - 0.01
+    assert overlap(holdings, HERE, hashes(PROMPT)) == len(PROMPT)
+    clock.now += 0.02
+    assert overlap(holdings, HERE, hashes(PROMPT)) == 0
+    assert len(holdings) == 0
+
+
+def test_what_a_longer_prompt_still_holds_stays() -> None:
+    clock = Clock()
+    holdings = SpeculativeHoldings(LINGER, clock)
+    ended = holdings.hold(HERE, hashes(PROMPT))
+    holdings.hold(HERE, hashes(PROMPT[: 3 * CHUNK_TOKENS]))
+    ended()
+    clock.now += LINGER + 1
+    assert overlap(holdings, HERE, hashes(PROMPT)) == 3 * CHUNK_TOKENS
+
+
+def test_without_lingering_a_prompt_goes_with_its_end() -> None:
+    holdings = SpeculativeHoldings(0.0, Clock())
+    holdings.hold(HERE, hashes(PROMPT))()
+    assert len(holdings) == 0
+
+
+def test_prompts_shorter_than_a_chunk_hold_nothing() -> None:
+    holdings = SpeculativeHoldings(0.0, Clock())
+    endings = [holdings.hold(HERE, hashes([1, 2, 3])) for _ in range(2)]
+    for ended in endings:
+        ended()
+    assert overlap(holdings, HERE, hashes([1, 2, 3])) == 0
+
+
+def test_a_reset_target_is_expected_to_hold_only_what_came_after() -> None:
+    clock = Clock()
+    holdings = SpeculativeHoldings(LINGER, clock)
+    before = holdings.hold(HERE, hashes(PROMPT))
+    holdings.hold(THERE, hashes(PROMPT))
+    holdings.forget(HERE)
+    assert overlap(holdings, HERE, hashes(PROMPT)) == 0
+    assert overlap(holdings, THERE, hashes(PROMPT)) == len(PROMPT)
+    holdings.hold(HERE, hashes(PROMPT))
+    before()
+    clock.now += LINGER + 1
+    assert overlap(holdings, HERE, hashes(PROMPT)) == len(PROMPT)
+
+
+def test_no_more_is_kept_of_prompts_that_ended_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "MAX_ENDED", 25)
+    clock = Clock()
+    holdings = SpeculativeHoldings(LINGER, clock)
+    for number in range(10):
+        clock.now += 0.01
+        prompt = hashes([number, *PROMPT[1:]])
+        holdings.hold(HERE, prompt, lasting=number % 2 == 0)()
+        assert overlap(holdings, HERE, prompt) == len(PROMPT)
+        assert len(holdings) <= 25
+
+
+def test_targets_that_hold_nothing_any_more_are_forgotten() -> None:
+    clock = Clock()
+    holdings = SpeculativeHoldings(LINGER, clock)
+    for number in range(100):
+        ended = holdings.hold(Target(f"http://{number}", 0, "m"), hashes(PROMPT))
+        clock.now += LINGER
+        ended()
+    assert len(holdings._targets) == 1
+
+
+lengths = st.integers(0, 12 * CHUNK_TOKENS)
+
+
+@given(st.lists(st.tuples(lengths, st.floats(0, 10)), min_size=1, max_size=10), st.floats(0, 5), lengths)
+def test_overlap_is_with_the_longest_held_and_in_the_end_nothing_is_left(
+    prompts: list[tuple[int, float]], linger: float, asked: int
+) -> None:
+    """Prompts with a common start, each of a length and ending at a time."""
+    clock = Clock()
+    clock.now = 0.0
+    holdings = SpeculativeHoldings(linger, clock)
+    text = list(range(12 * CHUNK_TOKENS))
+    endings = [(ends, length, holdings.hold(HERE, hashes(text[:length]))) for length, ends in prompts]
+    for number, (ends, _, ended) in enumerate(sorted(endings, key=lambda ending: ending[0])):
+        clock.now = ends
+        ended()
+        still = [
+            length
+            for place, (at, length, _) in enumerate(sorted(endings, key=lambda ending: ending[0]))
+            if place > number or at + linger > clock.now
+        ]
+        longest = min(max(still, default=0), asked)
+        assert overlap(holdings, HERE, hashes(text[:asked])) == longest // CHUNK_TOKENS * CHUNK_TOKENS
+    clock.now += linger + 0.001
+    assert len(holdings) == 0
+
+
+def test_the_indexs_hashes_are_used_where_blocks_are_as_large_as_chunks() -> None:
+    prompt = PackedPrompt.of(PROMPT)
+    namespace = Namespace("m", DEFAULT_TENANT, None, "pepper", CHUNK_TOKENS)
+    known = prompt.hashes(namespace_hash(namespace), CHUNK_TOKENS, 3)
+    assert len(known) == 3
+    assert prompt_hashes("m", None, "pepper", prompt) is known
+    assert known == prompt_hashes("m", None, "pepper", PROMPT)
+    # A secret's hashes are nobody else's.
+    assert prompt.hashes(namespace_hash(namespace, "secret"), CHUNK_TOKENS, 3) != known[:3]
+
+
+def test_what_failed_is_let_go_at_once() -> None:
+    holdings = SpeculativeHoldings(LINGER, Clock())
+    failed = holdings.hold(HERE, hashes(PROMPT))
+    ended = holdings.hold(HERE, hashes(PROMPT[: 3 * CHUNK_TOKENS]))
+    failed(True)
+    assert overlap(holdings, HERE, hashes(PROMPT)) == 3 * CHUNK_TOKENS
+    ended()
+    assert overlap(holdings, HERE, hashes(PROMPT)) == 3 * CHUNK_TOKENS

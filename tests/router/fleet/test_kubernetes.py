@@ -1,0 +1,374 @@
+"""Workers from Kubernetes, against an HTTP server that speaks the API's wire format."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import trustme
+from aiohttp import web
+
+from indexer import Indexer
+from router.fleet.fleet import Fleet, Worker
+from router.fleet.kubernetes import Address, ClusterAccess, follow_kubernetes, pod_addresses, service_addresses
+from router.settings import FleetSettings, KubernetesSettings, Role
+from router.tokens.errors import KubernetesError
+
+pytestmark = pytest.mark.anyio
+
+PODS = "/api/v1/namespaces/inference/pods"
+SLICES = "/apis/discovery.k8s.io/v1/namespaces/inference/endpointslices"
+NEVER_UP = FleetSettings(probe_interval=60, retry_interval=60, metrics_interval=60)
+
+
+def pod(name: str, ip: str | None, version: int = 1, **more: Any) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": "inference", "resourceVersion": str(version)} | more.pop("metadata", {})
+    return {"metadata": metadata, "status": {"phase": "Running", "podIP": ip} | more}
+
+
+class ApiServer:
+    """The part of an API server that lists and watches pods. A test pushes what the watches are sent."""
+
+    def __init__(self) -> None:
+        self.pods: list[dict[str, Any]] = []
+        self.version = 1
+        self.lists = 0
+        self.watched_from: list[str] = []
+        self.queries: list[dict[str, str]] = []
+        self.tokens: list[str] = []
+        self.fail_with: list[int] = []
+        self.url = ""
+        self._sent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._runner: web.AppRunner | None = None
+
+    def push(self, kind: str, found: dict[str, Any]) -> None:
+        """An event on the watch that is open, or on the next one."""
+        self.push_bytes(json.dumps({"type": kind, "object": found}).encode() + b"\n")
+
+    def push_bytes(self, data: bytes) -> None:
+        self._sent.put_nowait(data)
+
+    def cut(self) -> None:
+        """End the watch that is open."""
+        self._sent.put_nowait(None)
+
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        app = web.Application()
+        app.router.add_get(PODS, self._answer)
+        app.router.add_get(SLICES, self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=tls).start()
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        self.cut()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.queries.append(dict(request.query))
+        self.tokens.append(request.headers.get("Authorization", ""))
+        if self.fail_with:
+            code = self.fail_with.pop(0)
+            return web.json_response({"kind": "Status", "status": "Failure", "code": code}, status=code)
+        if "watch" not in request.query:
+            self.lists += 1
+            metadata = {"resourceVersion": str(self.version)}
+            listed = web.json_response({"kind": "PodList", "metadata": metadata, "items": self.pods})
+            listed.enable_compression(web.ContentCoding.gzip)  # as it does with long ones, for who accepts it
+            return listed
+        self.watched_from.append(request.query["resourceVersion"])
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            while (data := await self._sent.get()) is not None:
+                await response.write(data)
+        return response
+
+
+class Cluster:
+    """An API server, and the fleet that follows it."""
+
+    def __init__(self, api: ApiServer, fleet: Fleet) -> None:
+        self.api = api
+        self.fleet = fleet
+
+    async def until_workers(self, *hosts: str) -> None:
+        """Wait until the fleet has just these."""
+        await self.until(lambda: {worker.url for worker in self.fleet.workers} == {f"http://{host}" for host in hosts})
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110 - the condition is another's
+                await asyncio.sleep(0.01)
+
+
+async def no_model(worker: Worker, model: object) -> None:
+    raise AssertionError(f"{worker.url} answered with {model}")
+
+
+@asynccontextmanager
+async def following(
+    api: ApiServer, token_file: Path | None = None, ca_file: Path | None = None, **settings: Any
+) -> AsyncIterator[Cluster]:
+    indexer = Indexer()
+    indexer.start()
+    async with aiohttp.ClientSession() as session:
+        fleet = Fleet([], NEVER_UP, indexer, session, no_model)
+        await fleet.start()
+        chosen = KubernetesSettings(**({"selector": "app=vllm"} | settings))
+        access = ClusterAccess(api.url, "inference", token_file, ca_file)
+        task = asyncio.create_task(follow_kubernetes(chosen, access, session, fleet))
+        try:
+            yield Cluster(api, fleet)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await fleet.stop()
+            await asyncio.to_thread(indexer.stop)
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[ApiServer]:
+    server = ApiServer()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.fleet.kubernetes._FIRST_BACKOFF", 0.01)
+
+
+async def test_pods_are_listed_and_then_watched(api: ApiServer) -> None:
+    api.pods, api.version = [pod("a", "127.0.0.2")], 7
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        api.push("ADDED", pod("b", "127.0.0.3", 8))
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+        api.push("MODIFIED", pod("b", "127.0.0.4", 9))
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.4:8000")
+        api.push("DELETED", pod("a", "127.0.0.2", 10))
+        await cluster.until_workers("127.0.0.4:8000")
+        assert {worker.source for worker in cluster.fleet.workers} == {"kubernetes"}
+    assert api.watched_from == ["7"]
+    assert {query["labelSelector"] for query in api.queries} == {"app=vllm"}
+    assert api.queries[1]["allowWatchBookmarks"] == "true"
+
+
+async def test_workers_are_called_as_their_pods_are(api: ApiServer) -> None:
+    api.pods = [pod("gpu-a", "127.0.0.2")]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        assert [worker.name for worker in cluster.fleet.workers] == ["gpu-a"]
+        api.push("DELETED", pod("gpu-a", "127.0.0.2", 2))
+        api.push("ADDED", pod("gpu-b", "127.0.0.2", 3))
+        await cluster.until(lambda: [worker.name for worker in cluster.fleet.workers] == ["gpu-b"])
+
+
+async def test_an_address_that_another_pod_has_taken_over_stays(api: ApiServer) -> None:
+    api.pods = [pod("a", "127.0.0.2")]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        api.push("ADDED", pod("b", "127.0.0.2", 2))
+        api.push("DELETED", pod("a", "127.0.0.2", 3))
+        api.push("ADDED", pod("c", "127.0.0.3", 4))
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+
+
+async def test_events_may_come_in_any_pieces(api: ApiServer) -> None:
+    async with following(api) as cluster:
+        lines = b"".join(
+            json.dumps({"type": "ADDED", "object": pod(f"p{number}", f"127.0.0.{number}", number)}).encode() + b"\n"
+            for number in (2, 3)
+        )
+        for place in range(0, len(lines), 50):
+            api.push_bytes(lines[place : place + 50])
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+
+
+async def test_a_watch_that_is_cut_goes_on_where_it_was(api: ApiServer) -> None:
+    async with following(api) as cluster:
+        api.push("ADDED", pod("a", "127.0.0.2", 5))
+        await cluster.until_workers("127.0.0.2:8000")
+        api.push("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "90"}})
+        api.push_bytes(b'{"type": "ADDED", "obj')
+        api.cut()
+        api.push("ADDED", pod("b", "127.0.0.3", 91))
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+    assert api.watched_from == ["1", "90"]
+    assert api.lists == 1
+
+
+@pytest.mark.parametrize("how", ["as an event", "as a status"])
+async def test_everything_is_listed_again_when_the_version_is_gone(api: ApiServer, how: str) -> None:
+    api.pods = [pod("a", "127.0.0.2")]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        api.pods, api.version = [pod("b", "127.0.0.3")], 50
+        if how == "as an event":
+            api.push("ERROR", {"kind": "Status", "code": 410, "reason": "Expired"})
+        else:
+            api.fail_with = [410]
+            api.cut()
+        await cluster.until_workers("127.0.0.3:8000")
+        await cluster.until(lambda: api.watched_from[-1:] == ["50"])
+
+
+async def test_the_workers_stay_while_the_api_server_is_in_trouble(api: ApiServer) -> None:
+    api.pods = [pod("a", "127.0.0.2")]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        api.fail_with = [500, 403, 503]
+        api.push_bytes(b"no json\n")
+        api.cut()
+        await cluster.until(lambda: not api.fail_with)
+        await cluster.until_workers("127.0.0.2:8000")
+        api.push("ADDED", pod("b", "127.0.0.3", 2))
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+
+
+async def test_an_api_server_that_restarts_is_watched_from_where_it_was(api: ApiServer) -> None:
+    api.pods = [pod("a", "127.0.0.2")]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        api.push("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "40"}})
+        api.push("ADDED", pod("b", "127.0.0.3", 41))
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+        await api.stop()  # connections end, and new ones are refused
+        await asyncio.sleep(0.1)
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+        await api.start(int(api.url.rpartition(":")[2]))
+        api.push("DELETED", pod("a", "127.0.0.2", 42))
+        await cluster.until_workers("127.0.0.3:8000")
+    assert api.lists == 1
+    assert set(api.watched_from) == {"1", "41"}
+
+
+async def test_one_that_is_overloaded_is_asked_again(api: ApiServer) -> None:
+    api.pods, api.fail_with = [pod("a", "127.0.0.2")], [429, 429]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        assert not api.fail_with
+
+
+async def test_the_api_server_is_known_by_the_authority_of_the_cluster(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    known, other = tmp_path / "ca.crt", tmp_path / "other.crt"
+    authority.cert_pem.write_to_path(str(known))
+    trustme.CA().cert_pem.write_to_path(str(other))
+    api = ApiServer()
+    api.pods = [pod("a", "127.0.0.2")]
+    await api.start(tls=context)
+    async with following(api, ca_file=other) as cluster:
+        await asyncio.sleep(0.2)
+        assert not cluster.fleet.workers
+    async with following(api, ca_file=known) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+    await api.stop()
+
+
+async def test_everything_is_listed_again_now_and_then(api: ApiServer) -> None:
+    async with following(api, resync=0.2) as cluster:
+        await cluster.until(lambda: api.lists == 1)
+        api.pods = [pod("a", "127.0.0.2")]  # and no event tells of it
+        await asyncio.sleep(0.25)
+        api.cut()
+        await cluster.until_workers("127.0.0.2:8000")
+
+
+async def test_the_token_is_read_anew_for_every_request(api: ApiServer, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    async with following(api, token) as cluster:
+        await cluster.until(lambda: api.watched_from)
+        token.write_text("second")
+        api.cut()
+        await cluster.until(lambda: len(api.watched_from) == 2)
+    assert api.tokens == ["Bearer first", "Bearer first", "Bearer second"]
+
+
+async def test_the_endpoints_of_a_service(api: ApiServer) -> None:
+    api.pods = [
+        {
+            "metadata": {"name": "vllm-1", "resourceVersion": "1"},
+            "addressType": "IPv4",
+            "ports": [{"name": "metrics", "port": 9000}, {"name": "http", "port": 8000}],
+            "endpoints": [
+                {"addresses": ["127.0.0.2"], "conditions": {"ready": True}},
+                {"addresses": ["127.0.0.3"], "conditions": {"ready": False, "terminating": False}},
+                {"addresses": ["127.0.0.4"], "conditions": {"ready": False, "terminating": True}},
+            ],
+        },
+        {
+            "metadata": {"name": "vllm-2", "resourceVersion": "1"},
+            "addressType": "IPv6",
+            "ports": [{"port": 8100}],
+            "endpoints": [{"addresses": ["fd00::1"]}],
+        },
+    ]
+    async with following(api, service="vllm", selector="") as cluster:
+        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000", "[fd00::1]:8100")
+    assert {query["labelSelector"] for query in api.queries} == {"kubernetes.io/service-name=vllm"}
+
+
+def test_pods_that_are_no_workers_yet_or_no_longer() -> None:
+    pods = [
+        pod("starting", None, phase="Pending"),
+        pod("done", "127.0.0.2", phase="Succeeded"),
+        pod("ending", "127.0.0.3", metadata={"deletionTimestamp": "2030-01-01T00:00:00Z"}),
+        pod("not ready", "127.0.0.4", conditions=[{"type": "Ready", "status": "False"}]),
+        {},
+    ]
+    assert pod_addresses(pods) == [Address("127.0.0.4")]
+
+
+def test_a_label_tells_the_role() -> None:
+    pods = [
+        pod(role, f"127.0.0.{number}", metadata={"labels": {"kvrouter.io/role": role}})
+        for number, role in enumerate(("prefill", "decode", "both", "no such role"))
+    ]
+    assert [address.role for address in pod_addresses(pods)] == [Role.PREFILL, Role.DECODE, Role.BOTH, None]
+
+
+async def test_a_worker_whose_label_changes_has_another_role(api: ApiServer) -> None:
+    api.pods = [pod("a", "127.0.0.2", metadata={"labels": {"kvrouter.io/role": "prefill"}})]
+    async with following(api) as cluster:
+        await cluster.until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.PREFILL])
+        api.push("MODIFIED", pod("a", "127.0.0.2", 2, metadata={"labels": {"kvrouter.io/role": "decode"}}))
+        await cluster.until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.DECODE])
+
+
+def test_names_are_no_addresses() -> None:
+    assert service_addresses([{"addressType": "FQDN", "endpoints": [{"addresses": ["x.example"]}]}, {}], 8000) == []
+
+
+def test_outside_of_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(KubernetesError, match="no pod of a cluster"):
+        ClusterAccess.in_cluster("")
+
+
+def test_inside_of_one_the_service_account_tells_who_asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    monkeypatch.setattr("router.fleet.kubernetes._ACCOUNT", tmp_path)
+    with pytest.raises(KubernetesError, match="no service account"):
+        ClusterAccess.in_cluster("")
+    (tmp_path / "namespace").write_text("inference\n")
+    (tmp_path / "token").write_text("secret")
+    access = ClusterAccess.in_cluster("")
+    assert (access.url, access.namespace) == ("https://[fd00::1]:6443", "inference")
+    assert access.headers()["Authorization"] == "Bearer secret"
+    assert ClusterAccess.in_cluster("models").namespace == "models"

@@ -1,0 +1,114 @@
+"""Event streams that are named over HTTP or by workers: where they are connected to, now and when a name moves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+
+import pytest
+
+from indexer import Indexer, Registration, Target
+from kvevents import EventSource
+from router.fleet.allowed_networks import Address, AllowedNetworks
+from router.fleet.stream_addresses import RegisteredStreams, allowed_sources
+from router.http.end_tasks import end_tasks
+
+pytestmark = pytest.mark.anyio
+
+TARGET = Target("w", 0, "m")
+
+
+class Names(AllowedNetworks):
+    """Names that lead where the test says; any other host leads to itself."""
+
+    def __init__(self, **names: str) -> None:
+        super().__init__(["10.0.0.0/8"])
+        self.names = names
+        self.asked = 0
+
+    async def check(self, host: str) -> list[Address]:
+        self.asked += 1
+        address = self.names.get(host, host)
+        return await super().check(address) if address[0].isdigit() else [ip_address("10.9.9.9")]
+
+
+def registration(endpoint: str, replay: str | None = None) -> Registration:
+    return Registration(TARGET, EventSource(0, endpoint, replay), "vLLM", 16)
+
+
+@asynccontextmanager
+async def following(names: Names) -> AsyncIterator[tuple[Indexer, RegisteredStreams]]:
+    indexer = Indexer()
+    streams = RegisteredStreams(indexer, names, look_seconds=0.02)
+    task = asyncio.create_task(streams.run())
+    try:
+        yield indexer, streams
+    finally:
+        await end_tasks([task])
+        indexer.stop()
+
+
+def followed(indexer: Indexer) -> list[str]:
+    return [known.source.endpoint for known in indexer.registered() if known.source is not None]
+
+
+async def asked_again(names: Names, times: int = 2) -> None:
+    """Wait until the names were looked up a few times more."""
+    wanted, deadline = names.asked + times, time.monotonic() + 5
+    while names.asked < wanted:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+async def test_a_name_that_moves_is_followed() -> None:
+    names = Names(worker="10.0.0.1")
+    async with following(names) as (indexer, streams):
+        indexer.register(await streams.admit(registration("tcp://worker:5557", "tcp://worker:5558")))
+        assert followed(indexer) == ["tcp://10.0.0.1:5557"]
+        names.names["worker"] = "10.0.0.2"
+        await asked_again(names, 4)
+        assert followed(indexer) == ["tcp://10.0.0.2:5557"]
+
+
+async def test_a_name_that_moves_out_of_the_networks_is_not() -> None:
+    names = Names(worker="10.0.0.1")
+    async with following(names) as (indexer, streams):
+        indexer.register(await streams.admit(registration("tcp://worker:5557")))
+        names.names["worker"] = "192.0.2.1"
+        await asked_again(names, 4)
+        assert followed(indexer) == ["tcp://10.0.0.1:5557"]
+
+
+async def test_what_was_unregistered_stays_so() -> None:
+    names = Names(worker="10.0.0.1")
+    async with following(names) as (indexer, streams):
+        indexer.register(await streams.admit(registration("tcp://worker:5557")))
+        await asked_again(names)
+        indexer.unregister([TARGET])
+        names.names["worker"] = "10.0.0.2"
+        await asyncio.sleep(0.1)  # a few looks
+        assert followed(indexer) == []
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://192.0.2.1:1", "tcp://169.254.169.254:1", "ipc:///tmp/x", "inproc://wake"])
+async def test_what_is_not_allowed_is_refused(endpoint: str) -> None:
+    async with following(Names()) as (_, streams):
+        for refused in (registration(endpoint), registration("tcp://10.0.0.1:1", endpoint)):
+            with pytest.raises(ValueError, match=r"^(replay_)?endpoint: "):
+                await streams.admit(refused)
+
+
+async def test_a_workers_own_host_is_taken_as_it_is() -> None:
+    sources = [
+        EventSource(0, "tcp://public.example:1"),
+        EventSource(1, "tcp://192.0.2.7:1"),
+        EventSource(2, "tcp://10.1.1.1:1"),
+    ]
+    allowed, refused = await allowed_sources(Names(), sources, own_host="public.example")
+    assert [source.dp_rank for source in allowed] == [0, 2]
+    assert allowed[0] == sources[0]
+    assert len(refused) == 1
+    assert "192.0.2.7" in refused[0]

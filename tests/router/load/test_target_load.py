@@ -1,0 +1,119 @@
+"""What is in flight on each target."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.load.target_load import LoadTable, Reservation, TargetLoad
+
+
+def test_a_request_from_its_choice_to_its_end() -> None:
+    load = TargetLoad()
+    reservation = Reservation(load, uncached=30, context=100)
+    assert load == TargetLoad(requests=1, pending=30, context=100)
+    reservation.first_byte()
+    assert load == TargetLoad(requests=1, pending=0, context=100)
+    reservation.release()
+    assert load == TargetLoad()
+
+
+def test_a_request_that_ends_without_an_answer() -> None:
+    load = TargetLoad()
+    Reservation(load, 30, 100).release()
+    assert load == TargetLoad()
+
+
+def test_every_rank_of_a_worker_has_a_load_of_its_own() -> None:
+    table = LoadTable()
+    Reservation(table.of("w", 0), 1, 1)
+    assert table.of("w", 0).requests == 1
+    assert table.of("w", 1).requests == 0
+    assert table.of("v", 0).requests == 0
+
+
+def test_the_backlog_is_what_is_expected_less_what_the_first_has_had() -> None:
+    now = 50.0
+    load = TargetLoad(clock=lambda: now)
+    first = Reservation(load, 10, 10, prefill_seconds=2.0)
+    second = Reservation(load, 10, 10, prefill_seconds=1.0)
+    now = 51.5
+    assert (load.waiting, load.backlog) == (2, 1.5)
+    first.first_byte()
+    assert (load.waiting, load.backlog) == (1, 1.0)
+    now = 60.0
+    assert load.backlog == 0
+    second.release()
+    assert (load.waiting, load.backlog) == (0, 0)
+
+
+def test_the_oldest_prefill_is_the_one_under_way() -> None:
+    now = 50.0
+    load = TargetLoad(clock=lambda: now)
+    assert load.under_way == (0, 0.0, 0.0)
+    first = Reservation(load, 10, 10, prefill_seconds=2.0, streamed=True)
+    second = Reservation(load, 20, 10, prefill_seconds=1.0)
+    now = 51.5
+    assert load.under_way == (10, 1.5, 2.0)
+    first.first_byte()
+    now = 51.75
+    assert load.under_way == (0, 0.25, 1.0)  # whose end nobody will see
+    second.release()
+    assert load.under_way == (0, 0.0, 0.0)
+
+
+def test_who_listens_is_told_once_of_everything_that_happens() -> None:
+    table, seen = LoadTable(), list[object]()
+    table.on_change.append(lambda worker, dp_rank: seen.append((worker, dp_rank)))
+    table.on_first_byte.append(lambda: seen.append("first byte"))
+    table.on_ended.append(lambda: seen.append("ended"))
+    reservation = Reservation(table.of("w", 1), 30, 100)
+    reservation.first_byte()
+    reservation.first_byte()
+    reservation.release()
+    reservation.release()
+    assert seen == [("w", 1), ("w", 1), "first byte", ("w", 1), "ended"]
+    seen.clear()
+    unanswered = Reservation(table.of("w", 1), 30, 100)
+    unanswered.release()
+    assert seen == [("w", 1), ("w", 1), "ended"]
+
+
+def test_the_load_of_a_worker_that_is_gone_concerns_nobody_but_those_who_wait() -> None:
+    table, changed, ended = LoadTable(), list[str](), list[bool]()
+    table.on_change.append(lambda worker, _: changed.append(worker))
+    table.on_ended.append(lambda: ended.append(True))
+    reservation = Reservation(table.of("w", 0), 30, 100)
+    table.forget("w")
+    reservation.release()
+    assert (changed, ended) == (["w"], [True])
+    assert table.of("w", 0).requests == 0
+
+
+tokens = st.integers(0, 10_000)
+requests_lists = st.lists(st.tuples(tokens, tokens, st.lists(st.sampled_from(["first byte", "release"]))), max_size=8)
+
+
+@given(requests_lists, st.randoms(use_true_random=False))
+def test_the_load_is_that_of_the_requests_that_have_not_ended(
+    requests: list[tuple[int, int, list[str]]], random: object
+) -> None:
+    """Whatever is called how often, in any order."""
+    load = TargetLoad()
+    reservations = [Reservation(load, uncached, context) for uncached, context, _ in requests]
+    calls = [(number, call) for number, (_, _, calls) in enumerate(requests) for call in calls]
+    random.shuffle(calls)  # type: ignore[attr-defined]
+    begun: set[int] = set()
+    ended: set[int] = set()
+    for number, call in calls:
+        if call == "release":
+            reservations[number].release()
+            ended.add(number)
+        else:
+            reservations[number].first_byte()
+            begun.add(number)
+        assert load == TargetLoad(
+            sum(number not in ended for number in range(len(requests))),
+            sum(uncached for number, (uncached, _, _) in enumerate(requests) if number not in begun | ended),
+            sum(context for number, (_, context, _) in enumerate(requests) if number not in ended),
+        )

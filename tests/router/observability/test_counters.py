@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import prometheus_client
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router.observability.counters import Counter, Histogram
+
+BOUNDS = (0.0005, 0.25, 1.0, 2.5)
+LABELS = ["model", "status"]
+
+
+def _told(registry: CollectorRegistry) -> list[str]:
+    lines = generate_latest(registry).decode().splitlines()
+    return sorted(line for line in lines if "_created" not in line)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 4) | st.sampled_from(BOUNDS), st.sampled_from(["a", 'b"\n']), st.integers(1, 3)))
+)
+def test_what_is_told_is_what_the_library_tells(seen: list[tuple[float, str, int]]) -> None:
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    their_counter = prometheus_client.Counter("answers", "Answers", LABELS, registry=theirs)
+    their_histogram = prometheus_client.Histogram("seconds", "Time", LABELS, registry=theirs, buckets=BOUNDS)
+    counter = Counter("answers", "Answers", LABELS, ours)
+    histogram = Histogram("seconds", "Time", LABELS, ours, BOUNDS)
+    for value, model, status in seen:
+        their_counter.labels(model, str(status)).inc(value)
+        their_histogram.labels(model, str(status)).observe(value)
+        counter.of(model, status).amount += value
+        histogram.of(model, status).observe(value)
+    assert _told(ours) == _told(theirs)
+    at_most = histogram.at_most()
+    assert at_most == {bound: sum(value <= bound for value, _, _ in seen) for bound in at_most}
+    assert set(at_most) == ({*BOUNDS, float("inf")} if seen else set())
+
+
+def test_series_end() -> None:
+    counter = Counter("answers", "Answers", LABELS, CollectorRegistry())
+    counter.of("a", 200).amount += 2
+    counter.of("b", 200).amount += 3
+    counter.of("b", 500).amount += 1
+    assert counter.by("status") == {200: 5, 500: 1}
+    counter.of("b", 500).amount -= 1
+    counter.forget("a")
+    assert counter.total == 3

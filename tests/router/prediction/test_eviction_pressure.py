@@ -1,0 +1,109 @@
+"""What evictions cost, by what is asked for again."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manual_clock import Clock
+
+from indexer import Target
+from router.prediction.eviction_pressure import HORIZON, EvictionPressure
+
+CHUNK, STRIDE = 16, 16
+UNIT = CHUNK * STRIDE
+A, B = Target("a", 0, "m"), Target("b", 0, "m")
+PROMPT = array("Q", range(1000, 1000 + 100 * STRIDE))  # of 100 units
+TOKENS = len(PROMPT) * CHUNK
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pressure(clock: Clock) -> EvictionPressure:
+    pressure = EvictionPressure(CHUNK, STRIDE, clock=clock)
+    pressure.removed({A: 0, B: 0})
+    return pressure
+
+
+def test_what_is_evicted_and_never_asked_for_costs_nothing(pressure: EvictionPressure) -> None:
+    pressure.routed(PROMPT, 0)
+    pressure.removed({A: TOKENS, B: 0})
+    assert pressure.price() == 0
+
+
+def test_what_is_still_held_is_not_lost(pressure: EvictionPressure) -> None:
+    pressure.routed(PROMPT, 0)
+    pressure.removed({A: 10 * TOKENS, B: 0})
+    pressure.routed(PROMPT, TOKENS)
+    assert pressure.price() == 0
+
+
+def test_the_price_is_the_odds_that_what_is_evicted_is_asked_for_again(pressure: EvictionPressure) -> None:
+    pressure.routed(PROMPT, 0)
+    pressure.removed({A: 4 * TOKENS, B: 0})
+    pressure.routed(PROMPT, 0)
+    assert pressure.price() == pytest.approx(0.25 / 0.75)
+    pressure.routed(PROMPT, TOKENS // 2)
+    assert pressure.price() == pytest.approx(0.375 / 0.625)
+
+
+def test_a_few_evictions_say_little(pressure: EvictionPressure) -> None:
+    pressure.routed(PROMPT[:STRIDE], 0)
+    pressure.removed({A: UNIT, B: 0})
+    pressure.routed(PROMPT[:STRIDE], 0)
+    assert pressure.price() == pytest.approx(0.01, rel=0.05)
+
+
+def test_old_losses_fade(pressure: EvictionPressure, clock: Clock) -> None:
+    pressure.routed(PROMPT, 0)
+    pressure.removed({A: 2 * TOKENS, B: 0})
+    pressure.routed(PROMPT, 0)
+    before = pressure.price()
+    clock.now += 10 * HORIZON
+    assert pressure.price() < before / 100
+
+
+def test_only_who_evicted_lately_evicts(pressure: EvictionPressure, clock: Clock) -> None:
+    assert not pressure.evicting(A)
+    pressure.removed({A: 100, B: 0})
+    assert pressure.evicting(A)
+    assert not pressure.evicting(B)
+    clock.now += HORIZON
+    assert not pressure.evicting(A)
+
+
+def test_who_does_not_tell_is_taken_to_evict(pressure: EvictionPressure) -> None:
+    assert pressure.evicting(Target("silent", 0, "m"))
+
+
+def test_while_nobody_tells_evictions_have_no_price(clock: Clock) -> None:
+    pressure = EvictionPressure(CHUNK, STRIDE, clock=clock)
+    pressure.routed(PROMPT, 0)
+    pressure.routed(PROMPT, 0)
+    assert pressure.price() == 0
+
+
+def test_a_counter_that_begins_anew_is_no_eviction(pressure: EvictionPressure) -> None:
+    pressure.removed({A: 5000})
+    pressure.removed({A: 10, B: 70})
+    assert not pressure.evicting(B)
+
+
+hash_lists = st.lists(st.integers(0, 40), max_size=60)
+
+
+@given(st.lists(st.tuples(hash_lists, st.integers(0, 5000)), max_size=20), st.lists(st.integers(0, 10**6), max_size=5))
+def test_the_price_is_bounded_and_so_is_the_memory(prompts: list[tuple[list[int], int]], removed: list[int]) -> None:
+    pressure = EvictionPressure(CHUNK, stride=2, remembered=8, clock=Clock())
+    for count in removed:
+        pressure.removed({A: count})
+    for hashes, held in prompts:
+        pressure.routed(array("Q", hashes), held)
+        assert len(pressure) <= 8
+        assert 0 <= pressure.price() <= 0.92 / 0.08 + 1e-9

@@ -1,0 +1,26 @@
+"""How many turns sessions have."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.prediction.session_turns import SessionTurns
+
+
+@pytest.mark.parametrize(("turns", "expected"), [(1, 1.0), (2, 2.0), (5, 5.0), (40, 8.0)])
+def test_each_turn_finds_what_was_said_before(turns: int, expected: float) -> None:
+    learned = SessionTurns()
+    assert learned.expected("m") == 1.0
+    for number in range(3000):  # each turn says as much as the others
+        turn = number % turns
+        learned.seen("m", cached=999 if turn else 0, tokens=1000)
+    assert learned.expected("m") == pytest.approx(expected, rel=0.1)
+    assert learned.expected("other") == 1.0
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    learned = SessionTurns()
+    for cached, count in ((0, 10_000), (500, 3000)):
+        for _ in range(count):
+            learned.seen("m", cached, 1000)
+    assert learned.expected("m") == pytest.approx(2.0, rel=0.01)

@@ -1,0 +1,417 @@
+"""What a router's candidates are from request to request: a real router over workers that nobody asks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Coroutine
+from random import Random
+
+import aiohttp
+import pytest
+
+from indexer import Indexer, Target
+from indexer.hashing import MediaSpan, PackedPrompt
+from router.cache_state.draft_blocks import RecomputedBlocks
+from router.cache_state.hit_audit import HitAudit
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, SpeculativeHoldings
+from router.cache_state.sent_prefixes import RoutingHistory
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.fleet import Fleet
+from router.fleet.health import Outcome
+from router.fleet.worker import Worker
+from router.load.load_messages import Kind, Message, RankLoad
+from router.load.target_load import LoadTable
+from router.policies import Candidate, policy_named
+from router.policies.rates import Rates
+from router.prediction.learned import Learned
+from router.prediction.slo import Promise
+from router.routing.limits import NO_LIMITS
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
+from router.settings import (
+    AuditSettings,
+    DisaggregationSettings,
+    FleetSettings,
+    PolicyName,
+    PolicySettings,
+    WorkerSettings,
+)
+from router.sharing import LoadSharing, PeerLoad
+from router.tokens.tokenizers import Tokenizers
+
+MODEL = "m"
+URLS = ["http://a:1", "http://b:1"]
+SHARED = 8 * CHUNK_TOKENS
+
+
+def prompt(last: int) -> RoutedPrompt:
+    """A prompt that shares its start with all others."""
+    packed = PackedPrompt.of(array("I", [*range(SHARED), *[last] * CHUNK_TOKENS]))
+    return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True)
+
+
+def with_router(
+    play: Callable[[Router, Fleet], Coroutine[None, None, None]],
+    peer_load: PeerLoad | None = None,
+    policy: PolicyName = PolicyName.KV_AWARE,
+    recomputed: RecomputedBlocks | None = None,
+    **more: float,
+) -> None:
+    async def run() -> None:
+        async def nothing(*_: object) -> None: ...
+
+        async with aiohttp.ClientSession() as session:
+            indexer = Indexer()
+            workers = [WorkerSettings.model_validate({"url": url, **more}) for url in URLS]
+            fleet = Fleet(workers, FleetSettings(), indexer, session, nothing)
+            for worker in fleet.workers:
+                worker.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
+                worker.problem = None
+            loads, history = LoadTable(), RoutingHistory()
+            audit = HitAudit(indexer, history, AuditSettings())
+            audit.recomputed = recomputed or audit.recomputed
+            router = Router(
+                fleet,
+                indexer,
+                Tokenizers(),
+                policy_named(PolicySettings(name=policy), Random(1)),
+                loads,
+                SpeculativeHoldings(60.0),
+                Learned(Rates()),
+                history,
+                audit,
+                LoadSharing(loads, peer_load or PeerLoad(5.0, 2.0), []),
+                DisaggregationSettings(),
+            )
+            try:
+                await play(router, fleet)
+            finally:
+                indexer.stop()
+
+    asyncio.run(run())
+
+
+def candidates(router: Router, asked: RoutedPrompt) -> dict[str, Candidate]:
+    choice = router.choose(asked)
+    assert choice is not None
+    return {candidate.target.worker: candidate for candidate in choice.decision.candidates}
+
+
+def long_prompt(tokens: int) -> RoutedPrompt:
+    """Prompts of which a longer one begins with a shorter one."""
+    packed = PackedPrompt.of(array("I", range(100_000, 100_000 + tokens)))
+    return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True, streamed=True)
+
+
+def nobody_comes(router: Router, fleet: Fleet, seconds: float) -> None:
+    """For so long; meanwhile the fleet changes."""
+    now = time.monotonic()
+    for later in (0, seconds):
+        router.choose(prompt(1), now=now + later)
+    for drains in (True, False):  # it is still the same one
+        fleet.drain(fleet.workers[1], drains)
+        router.choose(prompt(1))
+
+
+@pytest.mark.parametrize("idle_seconds", [5, 600])
+def test_while_there_is_time_to_spare_nobody_is_held_for_one_worker_while_another_is_free(idle_seconds: int) -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        first, second = fleet.workers
+        nobody_comes(router, fleet, idle_seconds)
+        router.place(long_prompt(8192), excluded=[second]).first_byte()
+        asked, other_prompt = long_prompt(8704), RoutedPrompt(MODEL, 4600, [], [], exact=True, streamed=True)
+        for busy in (False, True):
+            router.place(other_prompt, excluded=[second])
+            selection = router.choose(asked)
+            assert selection is not None
+            assert selection.worker is first
+            assert (router.unless_held(asked, (), NO_LIMITS, selection, held=0) is not selection) is busy
+        other = router.unless_held(asked, (), NO_LIMITS, selection, held=0)
+        if idle_seconds < 10:
+            assert other is None  # for all that is known, it has none
+        else:
+            assert other is not None
+            assert (other.worker, other.decision.chosen.overlap) == (second, 0)
+            assert [each.target.worker for each in other.decision.candidates] == [second.url]
+            router.place(other_prompt, excluded=[first])
+            router.place(other_prompt, excluded=[first])
+            assert router.unless_held(asked, (), NO_LIMITS, selection, held=0) is None  # it is busy, too
+
+    with_router(play)
+
+
+@pytest.mark.parametrize(("idle_seconds", "goes_to"), [(5, 0), (600, 1)])
+def test_while_there_is_time_to_spare_a_free_worker_is_taken_before_one_whose_prefill_is_nearly_done(
+    idle_seconds: int, goes_to: int
+) -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        first, second = fleet.workers
+        nobody_comes(router, fleet, idle_seconds)
+        router.place(long_prompt(8192), excluded=[second]).first_byte()
+        busy = RoutedPrompt(MODEL, 12_000, [], [], exact=True, streamed=True)
+        there = router.choose(busy, excluded=[second])
+        assert there is not None
+        begun = time.monotonic() - 1.4 * router.prefill_seconds(busy)
+        router.record_in_flight(busy, router.reserve(busy, there, now=begun))
+        asked = long_prompt(8704)
+        selection = router.choose(asked)
+        assert selection is not None
+        assert selection.worker is first
+        placed = router.unless_held(asked, (), NO_LIMITS, selection, held=0)
+        assert placed is not None
+        assert placed.worker is fleet.workers[goes_to]
+
+    with_router(play)
+
+
+@pytest.mark.parametrize(("cached", "goes_to"), [(False, 0), (True, 1)])
+def test_where_sessions_have_many_turns_one_leaves_its_prefix_rather_than_break_promises_again_and_again(
+    cached: bool, goes_to: int
+) -> None:
+    """Beside it a hundred answers were promised 25 ms a token, about what they have. Its new tokens slow them a little,
+    at each turn. That their prompts are `cached` tells of sessions with many turns."""
+
+    async def play(router: Router, fleet: Fleet) -> None:
+        second = fleet.workers[1]
+        router.place(long_prompt(20_032), excluded=[second]).first_byte()
+        beside = long_prompt(600) if cached else RoutedPrompt(MODEL, 600, [], [], exact=True, streamed=True)
+        for _ in range(100):
+            there = router.choose(beside, excluded=[second], promise=Promise(None, 0.025, time.monotonic()))
+            assert there is not None
+            router.reserve(beside, there).first_byte()
+        selection = router.choose(long_prompt(20_544), promise=Promise(None, 1.0, time.monotonic()))
+        assert selection is not None
+        assert selection.worker is fleet.workers[goes_to]
+
+    with_router(play)
+
+
+def test_what_was_sent_is_expected_until_it_failed() -> None:
+    async def play(router: Router, _: Fleet) -> None:
+        ended, failed = router.place(prompt(1)), router.place(prompt(1))
+        assert failed.worker is ended.worker
+        failed.attempt.end(Outcome.FAILED, "no answer")
+        failed.release()
+        assert candidates(router, prompt(2))[ended.worker.url].overlap == SHARED
+        ended.release()
+        assert candidates(router, prompt(2))[ended.worker.url].overlap == SHARED
+        other = PackedPrompt.of(range(900, 964))
+        alone = router.place(RoutedPrompt(MODEL, 64, [other], [other]))
+        alone.attempt.end(Outcome.FAILED, "no answer")
+        alone.release()
+        again = candidates(router, RoutedPrompt(MODEL, 64, [other], [other]))
+        assert not any(candidate.overlap for candidate in again.values())
+
+    with_router(play)
+
+
+def test_a_block_that_is_computed_again_is_not_promised() -> None:
+    recomputed = RecomputedBlocks()
+
+    async def play(router: Router, _: Fleet) -> None:
+        sent = router.place(prompt(1))
+        for _ in range(2):
+            recomputed.answered(Target(sent.worker.url, 0, MODEL), SHARED, SHARED - 16, 16)
+        assert candidates(router, prompt(2))[sent.worker.url].overlap == SHARED - 16
+
+    with_router(play, recomputed=recomputed)
+
+
+def test_a_decision_keeps_what_it_was_made_with() -> None:
+    async def play(router: Router, _: Fleet) -> None:
+        first = router.place(prompt(1))
+        made = first.decision
+        assert [candidate.requests for candidate in made.candidates] == [0, 0]
+        now = candidates(router, prompt(2))
+        assert now[first.worker.url].requests == 1
+        assert [candidate.requests for candidate in made.candidates] == [0, 0]
+        assert [candidate.overlap for candidate in made.candidates] == [0, 0]
+        first.release()
+        after = candidates(router, prompt(3))
+        assert [candidate.requests for candidate in after.values()] == [0, 0]
+        assert now[first.worker.url].requests == 1
+
+    with_router(play)
+
+
+def test_loads_count_by_what_a_worker_can_bear() -> None:
+    async def play(router: Router, _: Fleet) -> None:
+        for _number in range(4):
+            router.place(prompt(1))
+        requests = {url: candidate.requests for url, candidate in candidates(router, prompt(1)).items()}
+        assert sorted(requests.values()) == [0, 2]
+
+    with_router(play, weight=2.0)
+
+
+def test_what_is_held_counts_for_its_worker_whoever_is_left_out() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        held = {worker: 16 * (number + 1) for number, worker in enumerate(fleet.workers)}
+        for worker, tokens in held.items():
+            packed = PackedPrompt.of(range(tokens))
+            assignment = router.place(RoutedPrompt(MODEL, tokens, [packed], [packed]), _but(fleet, worker))
+            assert assignment.worker is worker
+        asked = PackedPrompt.of(range(64))
+        for left_out in [[], *([worker] for worker in fleet.workers)]:
+            choice = router.choose(RoutedPrompt(MODEL, 64, [asked], [asked]), left_out)
+            assert choice is not None
+            overlaps = {candidate.target.worker: candidate.overlap for candidate in choice.decision.candidates}
+            assert overlaps == {worker.url: tokens for worker, tokens in held.items() if worker not in left_out}
+            assert choice.best_overlap == max(overlaps.values())
+
+    with_router(play)
+
+
+def _but(fleet: Fleet, worker: Worker) -> list[Worker]:
+    return [each for each in fleet.workers if each is not worker]
+
+
+def test_workers_that_come_and_go_are_candidates_at_once() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        assert set(candidates(router, prompt(1))) == set(URLS)
+        fleet.report_failure(fleet.workers[0], "gone")
+        assert set(candidates(router, prompt(1))) == {URLS[1]}
+        await fleet.assign("config", [WorkerSettings.model_validate({"url": url}) for url in [*URLS, "http://c:1"]])
+        new = fleet.workers[2]
+        assert set(candidates(router, prompt(1))) == {URLS[1]}
+        new.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
+        new.problem = None
+        fleet.drain(new, False)
+        assert set(candidates(router, prompt(1))) == {URLS[1], new.url}
+
+    with_router(play)
+
+
+def test_what_other_routers_have_there_counts_as_soon_as_it_is_told() -> None:
+    peer_load = PeerLoad(5.0, 2.0)
+
+    async def play(router: Router, _: Fleet) -> None:
+        assert candidates(router, prompt(1))[URLS[0]].requests == 0
+        peer_load.apply(Message("other", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
+        now = candidates(router, prompt(1))
+        assert (now[URLS[0]].requests, now[URLS[0]].pending, now[URLS[0]].context) == (3, 40, 50)
+        assert now[URLS[1]].requests == 0
+        peer_load.forget("other")
+        assert candidates(router, prompt(1))[URLS[0]].requests == 0
+
+    with_router(play, peer_load)
+
+
+def test_a_worker_that_fails_is_chosen_again_once_it_is_the_only_one() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        fleet.workers[0].health.circuit.open("it fails")
+        assert set(candidates(router, prompt(1))) == {URLS[1]}
+        assert router.others(prompt(1), [fleet.workers[1]])
+        fleet.workers[1].health.circuit.open("it fails")
+        assert set(candidates(router, prompt(1))) == set(URLS)
+        fleet.report_failure(fleet.workers[1], "gone")
+        assert set(candidates(router, prompt(1))) == {URLS[0]}
+        assert not router.others(prompt(1), [fleet.workers[0]])
+
+    with_router(play)
+
+
+def test_a_rank_that_hangs_is_left_out_alone() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        for worker in fleet.workers:
+            worker.describe(
+                WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16, ranks=(0, 1))
+            )
+        fleet.drain(fleet.workers[1], True)
+        placed = [router.place(prompt(1)) for _ in range(8)]
+        assert {assignment.target.dp_rank for assignment in placed} == {0, 1}
+        fleet.workers[0].health.ranks[0].circuit.open("it hangs")
+        choice = router.choose(prompt(1))
+        assert choice is not None
+        assert [candidate.target.dp_rank for candidate in choice.decision.candidates] == [1]
+        for assignment in placed:
+            assignment.release()
+
+    with_router(play)
+
+
+def test_prompts_in_flight_are_the_same_where_their_images_are() -> None:
+    packed = prompt(1).token_ids[0]
+
+    def about(*names: str) -> RoutedPrompt:
+        """The tokens of each half stand for one image."""
+        half = len(packed) // 2
+        spans = [MediaSpan(number * half, (number + 1) * half, name) for number, name in enumerate(names)]
+        tokens = PackedPrompt(packed.tokens, tuple(spans))
+        return RoutedPrompt(MODEL, len(tokens), [tokens], [tokens], exact=True)
+
+    async def play(router: Router, _: Fleet) -> None:
+        placed = router.place(about("red", "green"))
+        assert placed.prediction is not None
+        assert (placed.prediction.media, placed.prediction.comparable) == (True, True)
+        for names, chunks in ((("red", "green"), 9), (("red", "blue"), 4), (("blue", "green"), 0)):
+            overlap = candidates(router, about(*names))[placed.worker.url].overlap
+            assert overlap // CHUNK_TOKENS == min(chunks, 8), names
+        placed.release()
+
+    with_router(play)
+
+
+def test_prompts_that_were_read_for_a_recording_are_placed_by_load_after_its_end() -> None:
+    async def play(router: Router, _: Fleet) -> None:
+        assert not router.needs_prompts
+        router.look_at_prompts(True)
+        assert router.needs_prompts
+        router.look_at_prompts(False)
+        placed = router.place(prompt(1))
+        assert placed.prediction is None
+        placed.release()
+
+    with_router(play, policy=PolicyName.LEAST_LOADED)
+
+
+def test_a_worker_that_serves_something_else_or_bears_more_is_seen_as_it_is_now() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        placed = [router.place(prompt(1)) for _ in range(4)]
+        assert sorted(each.requests for each in candidates(router, prompt(1)).values()) == [0, 4]
+        busy = placed[0].worker
+        given = [WorkerSettings.model_validate({"url": url, "weight": 2}) for url in URLS]
+        await fleet.assign("config", given)
+        assert candidates(router, prompt(1))[busy.url].requests == 2
+        busy.describe(WorkerDescription(Engine.VLLM, {"other": ServedModel("other", "other")}, block_size=16))
+        fleet.drain(busy, False)
+        assert busy.url not in candidates(router, prompt(1))
+        asked = RoutedPrompt("other", 40)
+        assert candidates(router, asked)[busy.url].target == busy.target(0, "other")
+        assert candidates(router, asked)[busy.url].requests == 2
+        for assignment in placed:
+            assignment.release()
+        assert candidates(router, asked)[busy.url].requests == 0
+
+    with_router(play)
+
+
+def test_loads_told_while_nobody_asked_for_a_name_count_when_somebody_does() -> None:
+    peer_load = PeerLoad(5.0, 2.0)
+
+    async def play(router: Router, fleet: Fleet) -> None:
+        models = {name: ServedModel(name, name) for name in (MODEL, "other")}
+        for worker in fleet.workers:
+            worker.describe(WorkerDescription(Engine.VLLM, models, block_size=16))
+        names = RoutedPrompt(MODEL, 40), RoutedPrompt("other", 40)
+        assert [candidates(router, each)[URLS[0]].requests for each in names] == [0, 0]
+        fleet.drain(fleet.workers[1], True)
+        peer_load.apply(Message("a", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
+        assert [candidates(router, each)[URLS[0]].requests for each in names] == [3, 3]
+
+    with_router(play, peer_load)
+
+
+def test_what_came_by_other_ways_counts_as_soon_as_the_engine_tells_of_it() -> None:
+    async def play(router: Router, fleet: Fleet) -> None:
+        assert candidates(router, prompt(1))[URLS[0]].requests == 0
+        worker = fleet.workers[0]
+        worker.metrics.read('vllm:num_requests_running{engine="0"} 5\nvllm:num_requests_waiting{engine="0"} 2\n', {})
+        for told in fleet.on_scrape:
+            told(worker)
+        now = candidates(router, prompt(1))[URLS[0]]
+        assert (now.requests, now.waiting) == (7, 2)
+
+    with_router(play)

@@ -1,0 +1,221 @@
+"""A real router places by columns just as its policy would with a record of every candidate, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from random import Random
+
+import aiohttp
+import pytest
+
+from indexer import Indexer, Registration, Target
+from indexer.hashing import PackedPrompt
+from kvevents import BlockStored, EventBatch
+from router.apis.agent_hints import AgentHints
+from router.cache_state.hit_audit import HitAudit
+from router.cache_state.in_flight_prefixes import SpeculativeHoldings
+from router.cache_state.sent_prefixes import RoutingHistory
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker
+from router.load.load_messages import Kind, Message, RankLoad
+from router.load.target_load import LoadTable
+from router.policies import KvAware, Request, policy_named
+from router.policies.rates import Rates
+from router.prediction.learned import Learned
+from router.routing.assignment import Assignment
+from router.routing.limits import NO_LIMITS, Limits
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.router import Router
+from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
+from router.sharing import LoadSharing, PeerLoad
+from router.tokens.tokenizers import Tokenizers
+
+MODEL, BLOCK = "m", 16
+WORKERS = 150
+CAPACITY = 4096  # tokens of a worker's cache
+LIMITS = Limits(requests=3, tokens=600)
+
+
+class Fixture:
+    """A router over workers that are never asked anything, and a formula with the same random numbers."""
+
+    def __init__(self, indexer: Indexer, session: aiohttp.ClientSession) -> None:
+        async def nothing(*_: object) -> None: ...
+
+        workers = [
+            WorkerSettings.model_validate({"url": f"http://w{number}:1", "weight": 2 if number % 7 == 0 else 1})
+            for number in range(WORKERS)
+        ]
+        self.indexer = indexer
+        # Nothing of what was scraped gets too old while the test runs: columns would learn that a moment later.
+        self.fleet = Fleet(workers, FleetSettings(metrics_interval=600.0), indexer, session, nothing)
+        for number, worker in enumerate(self.fleet.workers):
+            ranks = (0, 1) if number % 5 == 0 else (0,)
+            models = {MODEL: ServedModel(MODEL, MODEL)}
+            worker.describe(
+                WorkerDescription(Engine.VLLM, models, block_size=BLOCK, ranks=ranks, capacity=CAPACITY // BLOCK)
+            )
+            worker.problem, worker.slow_start = None, 1000.0
+            for rank in ranks:
+                indexer.register(Registration(Target(worker.url, rank, MODEL), None, "vLLM", BLOCK))
+        self.loads, history, self.learned = LoadTable(), RoutingHistory(), Learned(Rates())
+        self.peer_load = PeerLoad(600.0, 2.0)
+        policy = policy_named(PolicySettings(), Random(1))
+        assert isinstance(policy.choose, KvAware)
+        self.policy = policy.choose
+        self.formula = policy_named(PolicySettings(), Random(0)).choose
+        self.router = Router(
+            self.fleet,
+            indexer,
+            Tokenizers(),
+            policy,
+            self.loads,
+            SpeculativeHoldings(60.0),
+            self.learned,
+            history,
+            HitAudit(indexer, history, AuditSettings()),
+            LoadSharing(self.loads, self.peer_load, []),
+            DisaggregationSettings(),
+        )
+
+    def choose_as_the_formula_does(self, prompt: RoutedPrompt, excluded: list[Worker], limits: Limits) -> None:
+        """Let both choose, and compare."""
+        assert isinstance(self.formula, KvAware)
+        self.formula.random.setstate(self.policy.random.getstate())
+        selection = self.router.choose(prompt, excluded, limits)
+        if selection is None:
+            assert not self.router.any_has_capacity(prompt, excluded, limits)
+            return
+        candidates = selection.decision.candidates
+        assert selection.decision.count == len(candidates)
+        assert self.formula(candidates, Request(prompt.tokens)).chosen is selection.decision.chosen
+        assert selection.rank.target == selection.decision.chosen.target
+        for candidate in candidates:
+            worker, rank = self.fleet.find(candidate.target.worker), candidate.target.dp_rank
+            assert worker is not None
+            assert worker not in excluded
+            assert self.router.has_capacity(worker, rank, limits, prompt.tokens)
+            load, peers = self.loads.of(worker.url, rank), self.peer_load.of(worker.url, rank)
+            weight = worker.settings.weight
+            engine = worker.metrics.of(rank)
+            assert candidate.requests == round((load.requests + peers.requests + engine.unseen) / weight)
+            assert candidate.pending == round((load.pending + peers.pending) / weight)
+            assert candidate.context == round((load.context + peers.context) / weight)
+        self._check_workers({candidate.target for candidate in candidates}, prompt, excluded, limits)
+        assert selection.best_overlap == max(candidate.overlap for candidate in candidates)
+
+    def _check_workers(
+        self, targets: set[Target], prompt: RoutedPrompt, excluded: list[Worker], limits: Limits
+    ) -> None:
+        """Who is trusted, has warmed up and has capacity is a candidate; who is not trusted is none beside those."""
+        closed = [each for each in self.fleet.workers if each.health.circuit.closed and each not in excluded]
+        for worker in self.fleet.workers:
+            for rank in worker.ranks():
+                if closed and not worker.trusted:
+                    assert worker.target(rank, MODEL) not in targets
+                hangs = any(not health.circuit.closed for health in worker.health.ranks.values())
+                if worker in closed and worker.warming_since is None and not hangs:
+                    capable = self.router.has_capacity(worker, rank, limits, prompt.tokens)
+                    assert (worker.target(rank, MODEL) in targets) is capable
+
+
+def prompt_of(random: Random) -> RoutedPrompt:
+    shared = random.choice((0, 2, 5)) * BLOCK
+    packed = PackedPrompt.of(array("I", [*range(shared), *random.choices(range(1000, 9000), k=random.choice((1, 40)))]))
+    return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True, streamed=True)
+
+
+def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: int) -> None:
+    """Something happens to the fleet."""
+    worker = random.choice(fixture.fleet.workers)
+    match random.choice(
+        ("place", "place", "end", "first byte", "circuit", "rank", "scrape", "peer", "store", "warm", "session")
+    ):
+        case "place":
+            in_flight.append(fixture.router.place(prompt_of(random)))
+        case "end" if in_flight:
+            in_flight.pop(random.randrange(len(in_flight))).release()
+        case "first byte" if in_flight:
+            random.choice(in_flight).first_byte()
+        case "circuit":
+            circuit = worker.health.circuit
+            if circuit.closed:
+                circuit.open("it fails")
+            else:
+                circuit.succeeded(circuit.begin())
+        case "rank" if worker.health.ranks:
+            random.choice(list(worker.health.ranks.values())).circuit.open("it hangs")
+        case "scrape":
+            worker.metrics.read(f'vllm:num_requests_running{{engine="0"}} {random.randrange(4)}\n', {})
+            for on_scrape in fixture.fleet.on_scrape:
+                on_scrape(worker)
+        case "peer":
+            load = RankLoad(worker.url, 0, random.randrange(3), 40, 50, 1, 0, 0.0)
+            fixture.peer_load.apply(Message("peer", number, Kind.NEWS, [load]))
+        case "store":
+            blocks = random.randrange(1, 5)
+            stored = BlockStored(list(range(blocks)), None, list(range(blocks * BLOCK)), BLOCK, medium="CPU")
+            fixture.indexer.index.apply(Target(worker.url, 0, MODEL), EventBatch(0.0, [stored], 0))
+        case "warm":
+            worker.warming_since = None if worker.warming_since is not None else worker.health.clock() - 500
+            fixture.fleet.drain(worker, False)
+            worker.health.forget()
+        case "session":
+            key = None, str(random.randrange(40))
+            fixture.learned.places.keep(key, worker.target(0, MODEL), random.randrange(1, CAPACITY), 0.0)
+
+
+def test_the_router_places_as_the_formula_does() -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            indexer = Indexer()
+            try:
+                fixture, random, in_flight = Fixture(indexer, session), Random(5), list[Assignment]()
+                for number in range(300):
+                    step(fixture, random, in_flight, number)
+                    excluded = random.sample(fixture.fleet.workers, random.choice((0, 0, 1, 3)))
+                    limits = random.choice((NO_LIMITS, NO_LIMITS, LIMITS))
+                    fixture.choose_as_the_formula_does(prompt_of(random), excluded, limits)
+                assert len(in_flight) > 10
+            finally:
+                indexer.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.derives
+def test_what_sessions_come_back_for_is_dear_to_evict(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            indexer = Indexer()
+            try:
+                fixture = Fixture(indexer, session)
+                pressure, places = fixture.learned.pressure, fixture.learned.places
+                monkeypatch.setattr(pressure, "price", lambda: 0.5)
+                monkeypatch.setattr(pressure, "evicting", lambda target: target.worker != "http://w3:1")
+                prompt = prompt_of(Random(1))
+                prompt.session, prompt.hints = "agent", AgentHints(final=False)
+
+                def evictions() -> dict[str, float]:
+                    selection = fixture.router.choose(prompt)
+                    assert selection is not None
+                    return {each.target.worker: each.eviction for each in selection.decision.candidates}
+
+                assert set(evictions().values()) == {0.0, 0.5}
+                kept = fixture.router.place(prompt)
+                assert kept.target.worker == "http://w3:1"  # it evicts nothing
+                assert places.wanted(kept.target) == prompt.tokens
+                places.keep((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
+                fixture.loads.changed("http://w4:1", 0)
+                after = evictions()
+                assert after["http://w4:1"] > 0.9 > 0.5 == after["http://w6:1"] > after["http://w3:1"] == 0.0
+                prompt.hints = AgentHints(final=True)
+                fixture.router.place(prompt)
+                kept.release()
+                assert [places.wanted(kept.target), len(places)] == [0, 1]
+            finally:
+                indexer.stop()
+
+    asyncio.run(run())

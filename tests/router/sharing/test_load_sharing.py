@@ -1,0 +1,384 @@
+"""Load shared between routers: what each knows of the others, whatever is lost, late or dead."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tempfile
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from manual_clock import Clock
+
+from http_api.errors import RequestError
+from indexer import Target
+from router.apis.response_owners import ResponseOwners
+from router.auth import AccessControl
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+from router.load.load_messages import SHARED_TOKENS, Kind, Message, RankLoad, SentPrompt, decode, encode
+from router.load.target_load import LoadTable, Reservation
+from router.settings import TenantSettings, TenantsSettings
+from router.sharing import LoadSharing, PeerLoad
+from router.sharing.datagrams import DatagramChannel
+
+EXPIRY = 3.0
+LINGER = 1.0
+
+
+class Wire:
+    """A carrier whose messages a test hands on, or loses."""
+
+    name = "wire"
+
+    def __init__(self) -> None:
+        self.interval = 0.0
+        self.problem: str | None = None
+        self.told: list[bytes] = []
+
+    def send(self, message: bytes) -> None:
+        self.told.append(message)
+
+    async def flush(self) -> None:
+        pass
+
+    async def run(self, _receive: Callable[[bytes], None], connected: Callable[[], None]) -> None:
+        connected()
+        await asyncio.Event().wait()
+
+
+def load_of(worker: str, requests: int, pending: int = 0, rank: int = 0, backlog: float = 0.0) -> RankLoad:
+    return RankLoad(worker, rank, requests, pending, 10 * requests, requests, 0, backlog)
+
+
+def news(router: str, number: int, *loads: RankLoad) -> Message:
+    return Message(router, number, Kind.NEWS, list(loads))
+
+
+class OthersAreForgotten(RuleBasedStateMachine):
+    """Against a plain table of what every router told last, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock(0.0)
+        self.peer_load = PeerLoad(EXPIRY, LINGER, self.clock)
+        self.told: dict[tuple[str, str], tuple[RankLoad, float]] = {}
+        self.heard: dict[str, float] = {}
+        self.numbers = dict.fromkeys("abc", 0)
+
+    @rule(router=st.sampled_from("abc"), worker=st.sampled_from("xy"), requests=st.integers(0, 5), late=st.booleans())
+    def tell(self, router: str, worker: str, requests: int, late: bool) -> None:
+        self.numbers[router] += 1
+        number = self.numbers[router]
+        self.peer_load.apply(news(router, number, load_of(worker, requests)))
+        if late:  # one that was overtaken
+            self.peer_load.apply(news(router, number - 1, load_of(worker, 99)))
+        self.told[router, worker] = (load_of(worker, requests), self.clock.now)
+        self.heard[router] = self.clock.now
+
+    @rule(router=st.sampled_from("abc"))
+    def say_goodbye(self, router: str) -> None:
+        self.peer_load.apply(Message(router, self.numbers[router] + 1, Kind.GONE))
+        self.numbers[router] += 1
+        self._forget(router)
+
+    @precondition(lambda self: self.told)
+    @rule(seconds=st.floats(0.1, 4))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.peer_load.expire()
+        for router, heard in list(self.heard.items()):
+            if heard < self.clock.now - EXPIRY:
+                self._forget(router)
+        self.told = {key: known for key, known in self.told.items() if known[1] >= self.clock.now - EXPIRY}
+
+    def _forget(self, router: str) -> None:
+        self.heard.pop(router, None)
+        self.told = {key: known for key, known in self.told.items() if key[0] != router}
+
+    @invariant()
+    def sums_are_right(self) -> None:
+        assert set(self.peer_load.routers()) == set(self.heard)
+        for worker in "xy":
+            known = [load for (_, url), (load, _) in self.told.items() if url == worker]
+            now = self.peer_load.of(worker, 0)
+            assert now.requests == sum(load.requests for load in known)
+            assert now.context == sum(load.context for load in known)
+            assert self.peer_load.in_flight(worker, [0])[0] == now.requests
+
+
+TestOthersAreForgotten = OthersAreForgotten.TestCase
+TestOthersAreForgotten.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+@given(st.lists(st.tuples(st.sampled_from("xy"), st.sampled_from(["begin", "first", "end"])), max_size=40), st.data())
+@settings(max_examples=60)
+def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, str]], data: st.DataObject) -> None:
+    async def play() -> None:
+        clock, wire, table = Clock(0.0), Wire(), LoadTable()
+        here = LoadSharing(table, PeerLoad(EXPIRY, LINGER, clock), [wire])
+        there = PeerLoad(EXPIRY, LINGER, clock)
+        held: list[Reservation] = []
+        for worker, step in steps:
+            if step == "begin":
+                held.append(Reservation(table.of(worker, 0), 7, 20))
+            elif held:
+                held[-1].first_byte() if step == "first" else held.pop().release()
+            await asyncio.sleep(0.001)
+            for message in wire.told:
+                if data.draw(st.booleans()):
+                    there.apply(decode(message))
+            wire.told.clear()
+        clock.now += EXPIRY + 1
+        here.send_everything()
+        for message in wire.told:
+            there.apply(decode(message))
+        there.expire()
+        for worker in "xy":
+            own, known = table.of(worker, 0), there.of(worker, 0)
+            assert (known.requests, known.pending, known.context, known.waiting) == (
+                own.requests,
+                own.pending,
+                own.context,
+                own.waiting,
+            )
+
+    asyncio.run(play())
+
+
+def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> None:
+    async def play() -> None:
+        clock, wire = Clock(0.0), Wire()
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
+        there = PeerLoad(EXPIRY, LINGER, clock)
+        target = Target("http://w", 1, "m")
+        prompt = array("Q", range(1, 41))  # 40 chunks: 5 prefixes are told
+        ended = here.sent(target, prompt)
+        here.send_everything()
+        hear_all(wire, there)
+        assert there.overlaps(prompt).get(target, 0) == 5 * SHARED_TOKENS
+        sibling = array("Q", [*prompt[:20], *range(100, 120)])
+        assert there.overlaps(sibling).get(target, 0) == 2 * SHARED_TOKENS <= 20 * CHUNK_TOKENS
+        assert there.overlaps(prompt).get(Target("http://other", 1, "m"), 0) == 0
+        ended()
+        ended()  # only once
+        here.send_everything()
+        hear_all(wire, there)
+        assert there.overlaps(prompt).get(target, 0) == 5 * SHARED_TOKENS
+        clock.now += LINGER
+        assert there.overlaps(prompt).get(target, 0) == 0
+
+    asyncio.run(play())
+
+
+def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
+    async def play() -> None:
+        wire = Wire()
+        here, there = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [wire]), PeerLoad(EXPIRY, LINGER)
+        target, other = Target("http://w", 0, "m"), Target("http://v", 0, "m")
+        prompt = array("Q", range(1, 9))
+        for ended, failed in [(here.sent(target, prompt), True), (here.sent(other, prompt), False)]:
+            here.send_everything()
+            hear_all(wire, there)
+            assert ended is not None
+            ended(failed)
+            here.send_everything()
+            hear_all(wire, there)
+        assert there.overlaps(prompt) == {other: SHARED_TOKENS}
+
+    asyncio.run(play())
+
+
+def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
+    async def play() -> None:
+        clock, wire = Clock(0.0), Wire()
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
+        there = PeerLoad(EXPIRY, LINGER, clock)
+        target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
+        ended = here.sent(target, prompt)
+        here.send_everything()
+        hear_all(wire, there)
+        ended()
+        here.send_everything()
+        wire.told.clear()  # lost
+        here.send_everything()
+        hear_all(wire, there)
+        clock.now += LINGER
+        assert there.overlaps(prompt).get(target, 0) == 0
+
+    asyncio.run(play())
+
+
+def test_a_router_that_is_gone_takes_its_prompts_along() -> None:
+    clock = Clock(0.0)
+    there = PeerLoad(EXPIRY, LINGER, clock)
+    target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
+
+    async def play() -> None:
+        wire = Wire()
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
+        here.sent(target, prompt)
+        here.start()
+        await asyncio.sleep(0.01)
+        await here.stop()
+        hear_all(wire, there)
+
+    asyncio.run(play())
+    assert there.routers() == []
+    clock.now += LINGER
+    assert there.overlaps(prompt).get(target, 0) == 0
+
+
+def test_backlogs_elsewhere_pass_with_time() -> None:
+    clock = Clock(0.0)
+    there = PeerLoad(EXPIRY, LINGER, clock)
+    there.apply(news("a", 1, load_of("w", 1, backlog=2.0)))
+    there.apply(news("b", 1, load_of("w", 1, backlog=0.5)))
+    assert there.backlog("w", 0) == 2.5
+    clock.now = 1.0
+    assert there.backlog("w", 0) == 1.0
+
+
+def test_what_is_no_message_is_left_alone() -> None:
+    async def play() -> None:
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
+        odd = [load_of("w", -5), load_of("w", 2**60), load_of("w", 5, backlog=math.nan), load_of("w", 5, rank=-1)]
+        for data in (
+            *(b"", b"nonsense", encode([1, 2, 3]), encode(news(here.router, 1, load_of("w", 5)))),
+            encode(news("\x01", 1, load_of("w", 5))).replace(b"\x01", b"\xff", 1),  # no UTF-8
+            *(encode(news("a", 1, load)) for load in odd),
+            encode(Message("a", 1, Kind.NEWS, spent=[("t", 0, -5)])),
+        ):
+            here.receive(data)
+        assert here.peer_load.routers() == []
+
+    asyncio.run(play())
+
+
+def test_a_prompt_that_is_told_twice_is_held_once() -> None:
+    peers, hashes = PeerLoad(EXPIRY, 0.0), array("Q", range(8))
+    for number in (1, 2):
+        sent = SentPrompt(7, "w", 0, "m", hashes[7:].tobytes())
+        peers.apply(Message("a", number, Kind.NEWS, sent=[sent]))
+    assert peers.overlaps(hashes) == {Target("w", 0, "m"): SHARED_TOKENS}
+    peers.apply(Message("a", 3, Kind.NEWS, ended=[7]))
+    assert peers.overlaps(hashes) == {}
+
+
+def test_a_lost_carrier_is_a_finding_and_costs_nothing_else() -> None:
+    async def play() -> None:
+        wire, table = Wire(), LoadTable()
+        sharing = LoadSharing(table, PeerLoad(EXPIRY, LINGER), [wire])
+        wire.problem = "connection refused"
+        Reservation(table.of("w", 0), 7, 20).release()
+        sharing.send_everything()
+        assert wire.told == []
+        [found] = sharing.findings()
+        assert found == {"finding": "load_not_shared", "carrier": "wire", "detail": "connection refused"}
+
+    asyncio.run(play())
+
+
+def test_processes_of_one_machine_hear_each_other_and_survive_a_death() -> None:
+    async def play(folder: Path) -> None:
+        tables = [LoadTable() for _ in range(3)]
+        sharing = [
+            LoadSharing(table, PeerLoad(0.3, LINGER), [DatagramChannel(folder, number, 3)])
+            for number, table in enumerate(tables)
+        ]
+        for each in sharing:
+            each.start()
+        held = Reservation(tables[0].of("w", 0), 7, 20)
+        Reservation(tables[1].of("w", 0), 5, 10)
+        await until(lambda: sharing[2].peer_load.of("w", 0).pending == 12)
+        await until(lambda: sharing[0].peer_load.of("w", 0).requests == 1)
+        held.release()
+        await until(lambda: sharing[2].peer_load.of("w", 0).requests == 1)
+        await sharing[1].kill()
+        await until(lambda: sharing[2].peer_load.of("w", 0).requests == 0)
+        again = LoadSharing(tables[1], PeerLoad(0.3, LINGER), [DatagramChannel(folder, 1, 3)])
+        again.start()  # a process that takes the place of a dead one
+        await until(lambda: sharing[2].peer_load.of("w", 0).requests == 1)
+        for each in (sharing[0], sharing[2], again):
+            await each.stop()
+        assert again.peer_load.routers() == []
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(play(Path(folder)))
+
+
+def test_who_waits_is_told_when_there_is_less_elsewhere() -> None:
+    async def play() -> None:
+        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
+        told: list[int] = []
+        here.on_update.append(lambda: told.append(here.peer_load.of("w", 0).requests))
+        here.receive(encode(news("a", 1, load_of("w", 2))))
+        here.receive(encode(news("a", 2, load_of("w", 1))))
+        here.receive(encode(Message("a", 3, Kind.GONE)))
+        assert told == [2, 1, 0]
+
+    asyncio.run(play())
+
+
+def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None:
+    async def play() -> None:
+        limits = TenantSettings(keys=["0" * 64], requests_per_second=4)
+        wires = [Wire(), Wire()]
+        wires[1].interval = 1.0  # a slower way for the same
+        tenants = TenantsSettings(named={"t": limits})
+        here, there = (LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in (wires, []))
+        controls = [AccessControl(tenants, "token") for _ in range(2)]
+        for control, sharing in zip(controls, (here, there), strict=True):
+            control.share(sharing)
+        asks, also = (control.tenant("t") for control in controls)
+        for _ in range(3):
+            asks.admit("m", 10)
+        here.send_everything()
+        for wire in wires:
+            for message in wire.told:
+                there.receive(message, wire.interval)
+        also.admit("m", 10)
+        with pytest.raises(RequestError) as refused:
+            also.admit("m", 10)
+        assert refused.value.status == 429
+
+    asyncio.run(play())
+
+
+def test_a_response_is_found_by_the_router_that_did_not_see_it() -> None:
+    async def play() -> None:
+        wire = Wire()
+        here, there = (LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in ([wire], []))
+        mine, theirs = ResponseOwners(), ResponseOwners()
+        mine.on_learned.append(here.share_response)
+        there.on_response.append(theirs.remember)
+        mine.learn(b'{"id": "resp_1", ', "http://w")
+        here.send_everything()
+        for message in wire.told:
+            there.receive(message)
+        assert theirs.of("resp_1") == "http://w"
+
+    asyncio.run(play())
+
+
+def hear_all(wire: Wire, peer_load: PeerLoad) -> None:
+    for message in wire.told:
+        peer_load.apply(decode(message))
+    wire.told.clear()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - the condition is another's
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("prefixes", [b"1234567", b"12345678" * 2000])
+def test_prefixes_that_cannot_be_are_not_held(prefixes: bytes) -> None:
+    there = PeerLoad(EXPIRY, LINGER)
+    there.apply(Message("a", 1, Kind.NEWS, sent=[SentPrompt(1, "w", 0, "m", prefixes)]))
+    assert there.overlaps(array("Q", [int.from_bytes(b"12345678", "little")] * 8)).get(Target("w", 0, "m"), 0) == 0

@@ -1,0 +1,253 @@
+"""Asking engines about prompts: the same ids as a tokenizer at hand gives, spread over workers, kept by messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import aiohttp.test_utils
+import aiohttp.web
+import msgspec
+import pytest
+from played_engine import PlayedEngine
+
+import simulator.worker
+from router.apis.endpoints import Call, read_call
+from router.apis.requests import ChatPrompt, TextPrompts, Truncation
+from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError
+from router.tokens.engine_tokenizer import MAX_ASKED, EngineTokenizer
+from router.tokens.errors import TokenizerUnavailableError
+from router.tokens.local_tokenizer import LocalTokenizer
+
+pytestmark = pytest.mark.anyio
+
+USER = {"role": "user", "content": "What holds the cache?"}
+ANSWER = {"role": "assistant", "content": "The worker does."}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+LIMIT = 2**20
+
+
+@pytest.fixture(scope="module")
+def local() -> LocalTokenizer:
+    return LocalTokenizer.load(str(Path(simulator.worker.__file__).parent / "model"))
+
+
+@asynccontextmanager
+async def engines(local: LocalTokenizer, count: int = 1) -> AsyncIterator[tuple[EngineTokenizer, list[PlayedEngine]]]:
+    async with AsyncExitStack() as stack:
+        played = [await stack.enter_async_context(PlayedEngine(local).serving()) for _ in range(count)]
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        client = EngineClient(session, "m", timeout_seconds=10)
+        yield EngineTokenizer(client, lambda: [each.url for each in played], LIMIT), played
+
+
+def sent(path: str, **fields: Any) -> ChatPrompt:
+    """What the router reads of a request."""
+    prompt = read_call(Call("POST", path, [], msgspec.json.encode({"model": "an-adapter"} | fields))).prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+PROMPTS = [
+    TextPrompts(["the cache"]),
+    TextPrompts([" a", "b c", "漢字 <|im_end|>"]),
+    ChatPrompt([USER]),
+    ChatPrompt([USER], add_generation_prompt=False),
+    ChatPrompt([USER, ANSWER], add_generation_prompt=False, continue_final_message=True),
+    ChatPrompt([USER], tools=TOOLS),
+    ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "é"}]}]),
+]
+
+
+@pytest.mark.parametrize("renders", [True, False])
+@pytest.mark.parametrize("prompt", PROMPTS)
+async def test_prompts_are_read_as_here(local: LocalTokenizer, prompt: ChatPrompt | TextPrompts, renders: bool) -> None:
+    async with engines(local) as (tokenizer, (engine,)):
+        engine.renders = renders
+        answer = await tokenizer.tokenize(prompt)
+        assert answer.exact
+        assert answer.prompts == local.tokenize(prompt)
+
+
+async def test_a_request_is_rendered_as_the_client_sent_it(local: LocalTokenizer) -> None:
+    async with engines(local) as (tokenizer, (engine,)):
+        body = {"system": "Be brief.", "messages": [USER], "max_tokens": 5, "stream": True, "thinking": {"type": "x"}}
+        prompt = sent("/v1/messages", **body)
+        assert (await tokenizer.tokenize(prompt)).prompts == local.tokenize(prompt)
+        assert engine.asked == {"/v1/messages/render": 1}
+        del body["stream"]  # of which engines have more to say
+        assert engine.bodies == [body | {"model": "m"}]  # not every worker has the adapter
+
+
+async def test_a_chat_is_tokenized_with_all_that_changes_its_text(local: LocalTokenizer) -> None:
+    async with engines(local) as (tokenizer, (engine,)):
+        engine.renders = False
+        chat = ChatPrompt(
+            [USER],
+            tools=TOOLS,
+            documents=[{"text": "d"}],
+            reasoning_effort="low",
+            chat_template_kwargs={"color": "red"},
+            add_special_tokens=True,
+        )
+        await tokenizer.tokenize(chat)
+        assert engine.bodies[-1] == {
+            "model": "m",
+            "messages": [USER],
+            "tools": TOOLS,
+            "chat_template_kwargs": {
+                "color": "red",
+                "documents": [{"text": "d"}],
+                "reasoning_effort": "low",
+                "enable_thinking": True,
+            },
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "add_special_tokens": True,
+        }
+
+
+async def test_what_tokenize_does_not_truncate_is_truncated_here(local: LocalTokenizer) -> None:
+    async with engines(local) as (tokenizer, (engine,)):
+        engine.renders = False
+        (whole,) = local.tokenize(ChatPrompt([USER]))
+        (cut,) = (await tokenizer.tokenize(ChatPrompt([USER], truncation=Truncation(3)))).prompts
+        assert list(cut) == list(whole)[-3:]
+
+
+async def test_the_same_prompt_is_asked_once(local: LocalTokenizer) -> None:
+    async with engines(local) as (tokenizer, (engine,)):
+        first, again = ChatPrompt([USER, ANSWER, USER]), ChatPrompt([USER, ANSWER, USER])
+        assert tokenizer.known(first) is None
+        answer = await tokenizer.tokenize(first)
+        assert (await tokenizer.tokenize(again)).prompts is answer.prompts
+        assert tokenizer.known(again) is answer.prompts
+        assert engine.asked.total() == 1
+        for other in (ChatPrompt([USER, ANSWER, USER], tools=TOOLS), ChatPrompt([USER])):
+            assert tokenizer.known(other) is None
+        tokenizer.forget()
+        assert tokenizer.known(again) is None
+        assert tokenizer.cached_bytes == 0
+
+
+async def test_a_next_turn_has_at_least_the_tokens_of_the_one_before(local: LocalTokenizer) -> None:
+    async with engines(local) as (tokenizer, (engine,)):
+        earlier = await tokenizer.tokenize(ChatPrompt([USER]))
+        engine.refusals["/v1/chat/completions/render"] = 503
+        answer = await tokenizer.tokenize(ChatPrompt([USER, ANSWER, USER]))
+        assert not answer.exact
+        assert answer.prompts == earlier.prompts
+        with pytest.raises(TokenizerUnavailableError, match="503"):
+            await tokenizer.tokenize(ChatPrompt([ANSWER, USER]))
+
+
+async def test_hashes_are_taken_over_from_the_turn_before(local: LocalTokenizer) -> None:
+    long = USER | {"content": "What holds the cache of this prefix? " * 50}
+    async with engines(local) as (tokenizer, _):
+        (earlier,) = (await tokenizer.tokenize(ChatPrompt([long]))).prompts
+        hashes = earlier.hashes(7, 16, len(earlier) // 16)
+        (later,) = (await tokenizer.tokenize(ChatPrompt([long, ANSWER, USER]))).prompts
+        taken = later.hash_bytes // 8
+        assert len(hashes) - 3 <= taken <= len(hashes)
+        assert later.hashes(7, 16, 0)[:taken] == hashes[:taken]
+
+
+async def test_questions_are_spread_over_the_workers(local: LocalTokenizer) -> None:
+    async with engines(local, count=3) as (tokenizer, played):
+        await asyncio.gather(*(tokenizer.tokenize(TextPrompts([f"prompt {number}"])) for number in range(12)))
+        assert [engine.asked.total() for engine in played] == [4, 4, 4]
+
+
+async def test_another_worker_is_asked_when_one_does_not_answer(local: LocalTokenizer) -> None:
+    async with engines(local, count=2) as (tokenizer, played):
+        played[0].refusals = dict.fromkeys(("/v1/completions/render", "/tokenize"), 500)
+        for number in range(4):
+            prompt = TextPrompts([f"prompt {number}"])
+            assert (await tokenizer.tokenize(prompt)).prompts == local.tokenize(prompt)
+
+
+async def test_a_refusal_is_no_answer(local: LocalTokenizer) -> None:
+    async with engines(local, count=2) as (tokenizer, played):
+        with pytest.raises(PromptRefusedError, match="continue_final_message"):
+            await tokenizer.tokenize(ChatPrompt([USER], continue_final_message=True))
+        assert sum(engine.asked.total() for engine in played) == 1  # the other would say the same
+
+
+async def test_no_more_than_so_many_questions_wait(local: LocalTokenizer) -> None:
+    async with engines(local) as (tokenizer, (engine,)):
+        engine.hangs = True
+        asked = [
+            asyncio.ensure_future(tokenizer.tokenize(TextPrompts([f"prompt {number}"]))) for number in range(MAX_ASKED)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(TokenizerUnavailableError, match="wait for answers"):
+            await tokenizer.tokenize(TextPrompts(["one more"]))
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_a_redirect_is_not_followed(local: LocalTokenizer) -> None:
+    async with engines(local) as (tokenizer, (engine,)):
+        engine.refusals = dict.fromkeys(("/v1/chat/completions/render", "/tokenize"), 307)
+        with pytest.raises(NotOfferedError):
+            await tokenizer.tokenize(ChatPrompt([USER]))
+        assert "/elsewhere" not in engine.asked
+
+
+async def test_what_is_not_offered_is_not_asked_for_again(local: LocalTokenizer) -> None:
+    async with engines(local) as (tokenizer, (engine,)):
+        engine.renders = False
+        for number in range(3):
+            await tokenizer.tokenize(TextPrompts([f"prompt {number}"]))
+        assert engine.asked == {"/v1/completions/render": 1, "/tokenize": 3}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "phrase"),
+    [
+        (200, b'{"tokens": "abc"}', "makes no sense"),
+        (200, b'{"tokens": [1, -1]}', "makes no sense"),
+        (200, b'{"tokens": [4294967296]}', "makes no sense"),
+        (200, b"<html>", "makes no sense"),
+        (401, b"", "status 401"),
+        (500, b"oh no", "status 500"),
+    ],
+)
+async def test_other_answers_leave_the_ids_unknown(status: int, body: bytes, phrase: str) -> None:
+    async def answer(_: aiohttp.web.Request) -> aiohttp.web.Response:
+        return aiohttp.web.Response(status=status, body=body)
+
+    app = aiohttp.web.Application()
+    app.router.add_post("/tokenize", answer)
+    async with aiohttp.test_utils.TestServer(app) as server, aiohttp.ClientSession() as session:
+        url = str(server.make_url("")).rstrip("/")
+        with pytest.raises(TokenizerUnavailableError, match=phrase):
+            await EngineClient(session, "m").tokenized(url, TextPrompts(["a"]))
+
+
+async def test_an_engine_that_does_not_answer_is_not_waited_for(local: LocalTokenizer) -> None:
+    async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
+        engine.hangs = True
+        with pytest.raises(TokenizerUnavailableError, match="render"):
+            await EngineClient(session, "m", timeout_seconds=0.05).rendered(engine.url, TextPrompts(["a"]))
+
+
+async def test_an_engine_that_is_gone_leaves_the_ids_unknown() -> None:
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(TokenizerUnavailableError, match=r"127\.0\.0\.1:9/tokenize"):
+            await EngineClient(session, "m").tokenized("http://127.0.0.1:9", TextPrompts(["a"]))
+
+
+async def test_what_is_kept_is_bounded(local: LocalTokenizer) -> None:
+    async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
+        tokenizer = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2000)
+        for number in range(20):
+            await tokenizer.tokenize(TextPrompts([f"prompt {number}"]))
+            assert tokenizer.cached_bytes <= 2000
+        assert tokenizer.known(TextPrompts(["prompt 19"])) is not None
+        assert tokenizer.known(TextPrompts(["prompt 0"])) is None

@@ -1,0 +1,167 @@
+"""A model's own tokenizer: loaded from its folder, giving transformers' ids, from any number of threads."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import simulator.worker
+from http_api.errors import RequestError
+from indexer.hashing import PackedPrompt
+from router.apis.requests import ChatPrompt
+from router.tokens.by_transformers import files_of
+from router.tokens.errors import TokenizerUnavailableError
+from router.tokens.local_tokenizer import LocalTokenizer
+
+BUNDLED = Path(simulator.worker.__file__).parent / "model"
+USER = {"role": "user", "content": "What holds the cache?"}
+
+# The machine may be busy: how long an example takes says nothing here.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module")
+def bundled() -> LocalTokenizer:
+    return LocalTokenizer.load(str(BUNDLED))
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(BUNDLED, local_files_only=True)
+
+
+def trained(bos: bool = False) -> Tokenizer:
+    """A byte-level BPE of a few hundred tokens, which puts <s> before a text if asked to."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the worker holds the cache of the prefix"], trainer)
+    if bos:
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def saved(folder: Path, tokenizer: Tokenizer, **config: object) -> str:
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>").save_pretrained(folder)
+    if config:
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    return str(folder)
+
+
+@unhurried
+@given(texts=st.lists(st.text() | st.text("<|>_imstartend \n"), min_size=1, max_size=3))
+def test_ids_are_those_of_transformers(
+    bundled: LocalTokenizer, reference: PreTrainedTokenizerFast, texts: list[str]
+) -> None:
+    assert [list(ids) for ids in bundled.encode(texts, add_special_tokens=True)] == reference(texts)["input_ids"]
+
+
+def test_special_tokens_in_a_text_are_read_as_such(bundled: LocalTokenizer, reference: PreTrainedTokenizerFast) -> None:
+    (ids,) = bundled.encode(["a<|im_end|>b"], add_special_tokens=False)
+    assert reference.convert_tokens_to_ids("<|im_end|>") in ids
+
+
+def test_special_tokens_are_added_only_when_asked_for(tmp_path: Path) -> None:
+    tokenizer = LocalTokenizer.load(saved(tmp_path, trained(bos=True)))
+    (with_bos,) = tokenizer.encode(["the cache"], add_special_tokens=True)
+    (without,) = tokenizer.encode(["the cache"], add_special_tokens=False)
+    assert list(with_bos) == [0, *without]
+    assert tokenizer.encode([""], add_special_tokens=True) == [PackedPrompt.of([0])]
+    assert tokenizer.encode([""], add_special_tokens=False) == [PackedPrompt.of([])]
+
+
+def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:
+    text = "the worker holds the cache " * 20
+    plain = LocalTokenizer.load(saved(tmp_path / "plain", trained())).encode([text, "a"], add_special_tokens=False)
+    tokenizer = trained()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=500)
+    (tmp_path / "cut").mkdir()
+    path = saved(tmp_path / "cut", tokenizer)
+    tokenizer.save(str(tmp_path / "cut" / "tokenizer.json"))
+    assert LocalTokenizer.load(path).encode([text, "a"], add_special_tokens=False) == plain
+
+
+def test_many_threads_may_use_one_tokenizer(bundled: LocalTokenizer) -> None:
+    texts = [f"worker {number} holds the prefix " * 50 for number in range(64)]
+    expected = [bundled.encode([text], add_special_tokens=False) for text in texts]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda text: bundled.encode([text], add_special_tokens=False), texts)) == expected
+
+
+def test_a_chat_is_rendered_by_the_models_template(bundled: LocalTokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert bundled.render(ChatPrompt([USER])) == (
+        "<|im_start|>user\nWhat holds the cache?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert '"name": "f", "description": null' in bundled.render(ChatPrompt([USER], tools=tools))
+
+
+def test_some_models_have_a_template_for_tools() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
+    tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
+    local = LocalTokenizer(files_of(tokenizer))
+    assert local.render(ChatPrompt([USER])) == "plain"
+    assert local.render(ChatPrompt([USER], tools=[])) == "tools"
+
+
+@pytest.mark.parametrize("template", [None, "{% for %}"])
+def test_a_model_without_a_readable_template_renders_no_chat(template: str | None) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
+    tokenizer.chat_template = template
+    with pytest.raises(TokenizerUnavailableError, match="no chat template that can be read"):
+        LocalTokenizer(files_of(tokenizer)).render(ChatPrompt([USER]))
+
+
+def test_half_of_a_surrogate_pair_is_refused(bundled: LocalTokenizer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"smile": "\\ud83d"}'}}
+    text = bundled.render(ChatPrompt([USER, {"role": "assistant", "tool_calls": [call]}]))
+    with pytest.raises(RequestError, match="surrogate"):
+        bundled.encode([text], add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "chat", [ChatPrompt([USER], chat_template="x"), ChatPrompt([USER], chat_template_kwargs={"chat_template": "x"})]
+)
+def test_a_template_that_a_client_brings_is_not_run_here(bundled: LocalTokenizer, chat: ChatPrompt) -> None:
+    with pytest.raises(TokenizerUnavailableError, match="its own chat template"):
+        bundled.render(chat)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({}, None),
+        ({"vocab_size": 512}, 512),
+        ({"vocab_size": 512, "text_config": None}, 512),
+        ({"vocab_size": 7}, None),
+        ({"text_config": {"vocab_size": 640}}, 640),
+    ],
+)
+def test_the_vocabulary_is_the_larger_of_the_models_and_the_tokenizers(
+    tmp_path: Path, config: dict[str, object], size: int | None
+) -> None:
+    tokenizer = trained()
+    tokenizer.add_special_tokens([AddedToken("<|added|>", special=True)])
+    own = tokenizer.get_vocab_size()
+    assert LocalTokenizer.load(saved(tmp_path, tokenizer, **config)).vocab_size == (size or own)
+
+
+def test_a_folder_without_a_tokenizer_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerUnavailableError, match="no tokenizer can be loaded from"):
+        LocalTokenizer.load(str(tmp_path))

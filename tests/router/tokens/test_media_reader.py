@@ -1,0 +1,266 @@
+"""Prompts with images, of which an engine tells once what each becomes: the same tokens and names as it computes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from manual_clock import Clock
+from played_engine import PlayedEngine
+from transformers import AutoTokenizer
+
+import simulator.worker
+from indexer.hashing import MediaSpan, PackedPrompt, media_keys
+from router.apis.endpoints import CHAT, Call, read_call
+from router.apis.requests import ChatPrompt
+from router.tokens import media_reader
+from router.tokens.by_transformers import files_of
+from router.tokens.engine_client import EngineClient
+from router.tokens.engine_tokenizer import EngineTokenizer
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.media_reader import MediaReader
+from router.tokens.model_tokenizer import ModelTokenizer
+from router.tokens.tokenizers import Tokenized, Tokenizers
+
+pytestmark = pytest.mark.anyio
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|endoftext|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>{% endfor %}"
+)
+IMAGE_TOKEN = 0
+TIMEOUT, INTERVAL = 5.0, 60.0
+
+
+@pytest.fixture(scope="module")
+def local() -> LocalTokenizer:
+    loaded: Any = AutoTokenizer.from_pretrained(str(Path(simulator.worker.__file__).parent / "model"))
+    loaded.chat_template = TEMPLATE
+    return LocalTokenizer(files_of(loaded))
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+RED, GREEN = image("data:,red#40"), image("data:,green#500")
+ANSWER = {"role": "assistant", "content": "A square."}
+
+
+def chat(*parts: str | dict[str, Any], more: tuple[dict[str, Any], ...] = (), **fields: Any) -> ChatPrompt:
+    """What the router reads of a request: a text about images, and what follows."""
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    body = {"model": "m", "messages": [{"role": "user", "content": content}, *more]} | fields
+    prompt = read_call(Call("POST", CHAT, [], msgspec.json.encode(body))).prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+class Played:
+    """Tokenizers that ask an engine which sees, and time as a test wants it."""
+
+    def __init__(self, engine: PlayedEngine, tokenizers: Tokenizers, media: MediaReader, clock: Clock) -> None:
+        self.engine = engine
+        self.tokenizers = tokenizers
+        self.media = media
+        self.clock = clock
+
+    async def read(self, prompt: ChatPrompt) -> Tokenized:
+        return await self.tokenizers.tokenize("m", prompt)
+
+    @property
+    def asked(self) -> int:
+        return self.engine.asked.total()
+
+    def computed(self, prompt: ChatPrompt) -> list[PackedPrompt]:
+        """What the engine makes of a prompt."""
+        assert prompt.call is not None
+        return self.engine._ids(*prompt.call)
+
+
+@asynccontextmanager
+async def playing(local: LocalTokenizer, limit: int = 2**20, patience: float = TIMEOUT) -> AsyncIterator[Played]:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(PlayedEngine(local).serving())
+        engine.image_token = IMAGE_TOKEN
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        tokenizers, clock = Tokenizers(), Clock()
+        stack.push_async_callback(tokenizers.close)
+        asker = EngineTokenizer(EngineClient(session, "m", TIMEOUT), lambda: [engine.url], 2**20)
+        media = MediaReader(local, asker, limit, patience, INTERVAL, clock)
+        tokenizers.add("m", ModelTokenizer(local, asker, media=media))
+        yield Played(engine, tokenizers, media, clock)
+
+
+async def test_a_prompt_is_what_the_engine_computes_and_each_image_is_asked_about_once(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        prompt = chat("Look: ", RED, "What is it?")
+        found = await played.read(prompt)
+        assert found.token_ids is found.identities
+        assert found.token_ids == played.computed(prompt)
+        assert [span.name for span in found.token_ids[0].media] == ["data:,red#40 None"]
+        assert len(found.token_ids[0]) > 40
+        assert played.asked == 2, "the image, and the whole of the first prompt"
+        another = chat("Look again: ", RED, "What is it?", more=(ANSWER, {"role": "user", "content": "Sure?"}))
+        found_now = played.tokenizers.tokenize_now("m", another)
+        assert found_now is not None
+        assert found_now.token_ids == played.computed(another)
+        assert played.asked == 2
+        several = chat(GREEN, "and", RED, more=(ANSWER, {"role": "user", "content": [RED, GREEN]}))
+        assert played.tokenizers.tokenize_now("m", several) is None
+        assert (await played.read(several)).token_ids == played.computed(several)
+        assert played.asked == 4, "the new image, and the first prompt with several"
+
+
+async def test_what_changes_how_an_image_is_processed_makes_another_of_it(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        await played.read(chat(RED))
+        for count, options in enumerate(({"a": 1}, {"a": 2}, {"a": 1}), 1):
+            prompt = chat(RED, mm_processor_kwargs=options)
+            assert (await played.read(prompt)).token_ids == played.computed(prompt)
+            assert played.asked == 2 + min(count, 2)
+        sent = played.engine.bodies[-1]
+        assert (sent["mm_processor_kwargs"], sent["messages"]) == ({"a": 2}, [{"role": "user", "content": [RED]}])
+
+
+async def test_requests_at_once_ask_about_their_image_once(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        await played.read(chat(RED))
+        prompts = [chat(f"Number {number}: ", GREEN) for number in range(4)]
+        for prompt, found in zip(prompts, await asyncio.gather(*map(played.read, prompts)), strict=True):
+            assert found.token_ids == played.computed(prompt)
+        assert played.asked == 3
+
+
+async def test_without_names_the_length_is_known_and_what_comes_before(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        played.engine.renders = False
+        prompt = chat("Look: ", GREEN, "What is it?")
+        found, other = await played.read(prompt), await played.read(chat("Look: ", image("data:,blue#500"), "What?"))
+        (whole,), (known,) = found.identities, found.token_ids
+        assert whole.tokens == played.computed(prompt)[0].tokens
+        assert whole.tokens.startswith(known.tokens)
+        assert known.media == ()
+        assert (len(known), len(whole) - len(known) > 502) == (whole.media[0].start, True)
+        assert other.identities[0].media[0].name != whole.media[0].name
+        assert other.token_ids == found.token_ids
+        played.engine.renders = True
+        played.clock.now += media_reader.ASK_AGAIN_SECONDS
+        tokenizer = played.tokenizers.by_model()["m"]
+        assert tokenizer.engine is not None
+        tokenizer.engine.try_again(played.engine.url)
+        assert (await played.read(replace(prompt))).token_ids[0].media, "it tells names by now"
+
+
+async def test_what_is_behind_a_link_is_asked_again_after_a_time(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        for prompt in (chat(RED), chat(image("http://a/b.png#7"))):
+            await played.read(prompt)
+        asked = played.asked
+        played.clock.now += media_reader.ASK_AGAIN_SECONDS
+        await played.read(chat("Look: ", RED))
+        assert played.asked == asked + 1, "compared once more"
+        await played.read(chat("Look: ", image("http://a/b.png#7")))
+        assert played.asked == asked + 2
+
+
+def as_without_engine(local: LocalTokenizer, found: Tokenized, prompt: ChatPrompt) -> bool:
+    before, whole = local.encode_around_media(prompt)
+    return (found.token_ids, found.identities) == ([before], [whole])
+
+
+@pytest.mark.parametrize("status", [500, 404, 400])
+async def test_engines_that_tell_nothing_are_left_alone_for_a_while(local: LocalTokenizer, status: int) -> None:
+    async with playing(local) as played:
+        prompt = chat("Look: ", RED)
+        played.engine.refusals = {"/v1/chat/completions/render": status, "/tokenize": status}
+        assert as_without_engine(local, await played.read(prompt), prompt)
+        asked = played.asked
+        for _ in range(3):
+            assert as_without_engine(local, await played.read(chat("Look: ", GREEN)), chat("Look: ", GREEN))
+        assert played.asked == asked
+        played.engine.refusals = {}
+        played.clock.now += INTERVAL
+        if status == 404:
+            tokenizer = played.tokenizers.by_model()["m"]
+            assert tokenizer.engine is not None
+            tokenizer.engine.try_again(played.engine.url)
+        assert (await played.read(prompt)).token_ids == played.computed(prompt)
+
+
+async def test_one_request_asks_about_some_of_its_images(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        many = chat(*(image(f"data:,{number}#3") for number in range(20)))
+        assert as_without_engine(local, await played.read(many), many)
+        assert played.asked == 16
+        assert (await played.read(many)).token_ids == played.computed(many)
+        assert played.asked == 21
+
+
+async def test_an_engine_that_hangs_holds_nobody_up_for_longer_than_the_deadline(local: LocalTokenizer) -> None:
+    async with playing(local, patience=0.05) as played:
+        played.engine.hangs = True
+        prompt = chat("Look: ", RED)
+        async with asyncio.timeout(2):
+            assert as_without_engine(local, await played.read(prompt), prompt)
+        assert played.asked == 1
+        assert as_without_engine(local, await played.read(chat(GREEN)), chat(GREEN))
+        assert played.asked == 1
+
+
+@pytest.mark.parametrize("url", ["data:,broken", f"data:,a-name-of-its-own{256 * '!'}#40"])
+async def test_an_image_that_no_engine_takes_leaves_the_others_alone(local: LocalTokenizer, url: str) -> None:
+    async with playing(local) as played:
+        await played.read(chat(RED))
+        broken, asked = chat(image(url)), played.asked
+        for _ in range(2):
+            assert as_without_engine(local, await played.read(broken), broken)
+        assert played.asked == asked + 1
+        assert (await played.read(chat(GREEN))).token_ids == played.computed(chat(GREEN))
+
+
+async def test_what_is_put_together_otherwise_by_the_engine_is_not_believed(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        one, several = chat(RED), chat(RED, GREEN)
+        played.engine.numbers_images = True
+        assert (await played.read(one)).token_ids == played.computed(one)
+        assert as_without_engine(local, await played.read(several), several)
+        asked = played.asked
+        assert as_without_engine(local, await played.read(several), several)
+        assert played.asked == asked
+        played.engine.numbers_images = False
+        played.clock.now += INTERVAL
+        assert (await played.read(several)).token_ids == played.computed(several)
+
+
+async def test_a_placeholder_in_a_text_is_left_to_the_engine(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        await played.read(chat(RED))
+        prompt = chat(RED, "and <|endoftext|>, which ends texts")
+        assert as_without_engine(local, await played.read(prompt), prompt)
+
+
+async def test_what_is_kept_is_bounded(local: LocalTokenizer) -> None:
+    async with playing(local, limit=5000) as played:
+        for number in range(10):
+            await played.read(chat(image(f"data:,{number}#300")))
+            assert 0 < played.media.cached_bytes <= 5000
+        asked = played.asked
+        await played.read(chat("Again: ", image("data:,9#300")))
+        assert played.asked == asked
+        await played.read(chat("Again: ", image("data:,0#300")))
+        assert played.asked == asked + 1
+
+
+def test_media_that_share_a_block_are_all_in_its_key() -> None:
+    spans = (MediaSpan(3, 9, "a"), MediaSpan(9, 10, "b"))
+    keys = {0: [["a", 3]], 1: [["a", -1]], 2: [["a", -5], ["b", 1]]}
+    assert {block: msgspec.msgpack.decode(key) for block, key in media_keys(spans, 4).items()} == keys

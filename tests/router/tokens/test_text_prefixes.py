@@ -1,0 +1,124 @@
+"""Prompts by their text: two turns of a conversation begin alike, others do not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.apis.openai_requests import decode_chat
+from router.apis.requests import ChatPrompt, TextPrompts, TokenPrompts, Truncation
+from router.tokens.errors import TokenizerUnavailableError
+from router.tokens.text_prefixes import text_prefixes
+
+SYSTEM = {"role": "system", "content": "Be brief. " * 30}
+
+
+def text(*messages: dict[str, Any], **more: Any) -> bytes:
+    (packed,) = text_prefixes(ChatPrompt(list(messages), **more))
+    return packed.tokens
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def test_a_turn_begins_with_the_turn_before() -> None:
+    answer = {"role": "assistant", "content": "It is 4."}
+    first = text(SYSTEM, user("What is 2 + 2?"))
+    assert text(SYSTEM, user("What is 2 + 2?"), answer, user("And 3 + 3?")).startswith(first)
+    assert len(first) % 4 == 0
+
+
+def test_content_in_parts_is_the_same_text() -> None:
+    assert text(user([{"type": "text", "text": "What is it?"}])) == text(user("What is it?"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [{"role": "user", "content": SYSTEM["content"]}],
+        [SYSTEM | {"content": "be brief. " * 30}],
+    ],
+)
+def test_roles_and_words_tell_prompts_apart(other: list[dict[str, Any]]) -> None:
+    assert text(*other)[:8] != text(SYSTEM)[:8] or text(*other)[:20] != text(SYSTEM)[:20]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template": "{{ messages }}"},
+        {"reasoning_effort": "low"},
+    ],
+)
+def test_what_a_template_shows_first_comes_first(more: dict[str, Any]) -> None:
+    assert text(SYSTEM, **more)[:64] != text(SYSTEM)[:64]
+
+
+def test_images_are_told_apart_and_take_little() -> None:
+    def image(data: str) -> dict[str, Any]:
+        url = f"data:image/png;base64,{data * 50_000}"
+        return user([{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}])
+
+    assert text(image("A")) != text(image("B"))
+    assert len(text(image("A"))) < 100
+
+
+def test_calls_and_thoughts_are_part_of_it() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    plain = {"role": "assistant", "content": None}
+    assert text(user("x"), plain | {"tool_calls": [call]}) != text(user("x"), plain)
+    assert text(user("x"), plain | {"reasoning": "hm"}) != text(user("x"), plain)
+
+
+def test_texts_are_taken_as_they_are() -> None:
+    assert [each.tokens for each in text_prefixes(TextPrompts(["abcdefgh", "é" * 4]))] == [b"abcdefgh", b"\xc3\xa9" * 4]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        TokenPrompts([[1, 2]]),
+        TextPrompts(["What holds the cache?"], truncation=Truncation(3, "left")),
+        ChatPrompt([user("x")], truncation=Truncation(3, "left")),
+    ],
+)
+def test_what_has_no_text_or_another_start_is_refused(prompt: Any) -> None:
+    with pytest.raises(TokenizerUnavailableError):
+        text_prefixes(prompt)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+CONTENTS = st.none() | st.text() | st.lists(st.text() | st.dictionaries(st.text(), JSON))
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.text(min_size=1),
+            "content": st.none() | st.text() | st.lists(st.text() | st.dictionaries(st.text(), JSON)),
+        },
+        optional={"name": JSON, "tool_calls": JSON},
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(MESSAGES, MESSAGES)
+def test_whatever_is_said_more_messages_keep_the_start(first: list[Any], more: list[Any]) -> None:
+    body = {"model": "m", "messages": first}
+    try:
+        (before,) = text_prefixes(decode_chat(json.dumps(body).encode()).prompt)  # type: ignore[arg-type]
+        (after,) = text_prefixes(decode_chat(json.dumps(body | {"messages": first + more}).encode()).prompt)  # type: ignore[arg-type]
+    except TokenizerUnavailableError:
+        return
+    assert after.tokens.startswith(before.tokens)

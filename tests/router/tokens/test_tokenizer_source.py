@@ -1,0 +1,385 @@
+"""Where the tokenizer of a model comes from, and how it is tried on the engines that serve it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from played_engine import PlayedEngine
+
+import simulator.worker
+from indexer import Target
+from router.apis.requests import ChatPrompt, TextPrompts
+from router.cache_state.hit_audit import Errors, TargetAudit
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.settings import ModelSettings, TokenizerSettings
+from router.tokens import hub, tokenizer_source
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.tokenizer_source import TokenizerSource, configured_tokenizers
+from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
+
+pytestmark = pytest.mark.anyio
+
+MODEL_FOLDER = Path(simulator.worker.__file__).parent / "model"
+TEXT = TextPrompts(["What holds the cache?"])
+CHAT = ChatPrompt([{"role": "user", "content": "What holds the cache?"}])
+SYSTEM = ChatPrompt([{"role": "system", "content": "Be brief."}, *CHAT.messages])
+
+
+@pytest.fixture(scope="module")
+def local() -> LocalTokenizer:
+    return LocalTokenizer.load(str(MODEL_FOLDER))
+
+
+class Played:
+    """A source, the tokenizers it fills, and two engines that read prompts as the model's files say."""
+
+    def __init__(self, source: TokenizerSource, tokenizers: Tokenizers, engines: list[PlayedEngine]) -> None:
+        self.source = source
+        self.tokenizers = tokenizers
+        self.engines = engines
+        self.workers = [engine.worker for engine in engines]
+
+    async def answers(self, number: int = 0, root: str | None = None) -> None:
+        """A worker answers that it serves the model, and is tried if that is due."""
+        await self.source.provide(self.workers[number], ServedModel("m", "m", None, root))
+        await self.source.settled()
+
+    def restart(self, number: int = 0) -> None:
+        """A worker was away, and describes itself again."""
+        self.workers[number].describe(WorkerDescription(Engine.VLLM, {"m": ServedModel("m", "m")}))
+
+    @property
+    def way(self) -> str:
+        return str(self.source.report()["m"]["way"])
+
+    @property
+    def findings(self) -> list[str]:
+        return [found["finding"] for found in self.source.findings()]
+
+
+@asynccontextmanager
+async def playing(
+    local: LocalTokenizer, check_interval: float = 60, media_timeout: float = 60, **models: ModelSettings
+) -> AsyncIterator[Played]:
+    async with AsyncExitStack() as stack:
+        tokenizers = Tokenizers()
+        stack.push_async_callback(tokenizers.close)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        engines = [await stack.enter_async_context(PlayedEngine(local).serving()) for _ in range(2)]
+        settings = TokenizerSettings(check_interval=check_interval, hub_timeout=0, media_timeout=media_timeout)
+        source = TokenizerSource(tokenizers, models, session, settings)
+        stack.push_async_callback(source.close)
+        yield Played(source, tokenizers, engines)
+
+
+def replaced(folder: Path, source: Path, template: str, **config: Any) -> str:
+    """A copy of a model with another chat template."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template} | config))
+    return str(folder)
+
+
+def template() -> str:
+    found = json.loads((MODEL_FOLDER / "tokenizer_config.json").read_text())["chat_template"]
+    assert isinstance(found, str)
+    return found
+
+
+async def test_the_folder_that_a_worker_names_is_used_if_it_is_here(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        await played.answers(root=str(MODEL_FOLDER))
+        assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+        report = played.source.report()["m"]
+        assert (report["way"], report["reading"], report["compared_with"]) == ("local", "fastokens", "render")
+        assert set(report["shapes"].values()) <= {"local", "refused"}
+        assert played.findings == []
+
+
+async def test_an_engine_that_renders_for_nobody_refuses_no_key(local: LocalTokenizer) -> None:
+    """vLLM answers 403 to that, unless it was started with `--enable-scale-out`."""
+    async with playing(local) as played:
+        played.engines[0].renders = False
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.source.report()["m"]["compared_with"] == "tokenize"
+        assert played.workers[0].key.problem is None
+
+
+@pytest.mark.parametrize("root", [None, "/nowhere/m", "organisation/model"])
+async def test_otherwise_engines_are_asked_and_the_setting_is_named(local: LocalTokenizer, root: str | None) -> None:
+    async with playing(local) as played:
+        await played.answers(root=root)
+        assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+        assert played.way == "engine"
+        (found,) = played.source.findings()
+        assert found["finding"] == "tokenizer_missing"
+        assert "set models.m.tokenizer" in found["detail"]
+
+
+async def test_a_model_that_nobody_serves_any_more_is_forgotten(local: LocalTokenizer) -> None:
+    async with playing(local, kept=ModelSettings()) as played:
+        for name in ("m", "kept"):
+            served = ServedModel(name, name)
+            for number in (0, 1):
+                worker = played.workers[number]
+                worker.describe(WorkerDescription(Engine.VLLM, {name: served}))
+                await played.source.provide(worker, served)
+            await played.source.settled()
+        assert set(played.tokenizers.by_model()) == set(played.source.report()) == {"kept"}
+        other = ServedModel("other", "other")
+        for worker in played.workers:
+            worker.describe(WorkerDescription(Engine.VLLM, {"other": other}))
+            await played.source.provide(worker, other)
+        assert set(played.tokenizers.by_model()) == {"kept", "other"}
+
+
+async def test_what_the_settings_name_wins(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local, m=ModelSettings(tokenizer=str(MODEL_FOLDER))) as played:
+        await played.answers(root=str(tmp_path))
+        assert played.way == "local"
+
+
+async def test_a_folder_without_a_tokenizer_is_no_help(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local) as played:
+        await played.answers(root=str(tmp_path))
+        assert played.way == "engine"
+        assert "no tokenizer.json there" in played.source.findings()[0]["detail"]
+
+
+async def test_what_engines_read_otherwise_is_asked_of_them_alone(local: LocalTokenizer, tmp_path: Path) -> None:
+    # The engine was started with another template than the one in its folder.
+    shouting = template().replace(
+        "{{ '<|im_start|>' + (",
+        "{%- if message['role'] == 'system' -%}{{ 'IMPORTANT ' }}{%- endif -%}{{ '<|im_start|>' + (",
+    )
+    async with playing(local) as played:
+        for engine in played.engines:
+            engine.tokenizer = LocalTokenizer.load(replaced(tmp_path / "n", MODEL_FOLDER, shouting))
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "mixed"
+        report = played.source.report()["m"]
+        assert report["shapes"]["system"] == "engine"
+        assert report["shapes"]["plain"] == "local"
+        assert "here" in report["differences"]["system"]
+        assert played.findings == ["prompts_asked"]
+        asked = played.engines[0].asked.total()
+        assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+        assert played.engines[0].asked.total() == asked
+        found = await played.tokenizers.tokenize("m", SYSTEM)
+        assert found.token_ids == played.engines[0].tokenizer.tokenize(SYSTEM) != local.tokenize(SYSTEM)
+
+
+async def test_what_differs_and_cannot_be_asked_is_guessed_and_told(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local) as played:
+        shouting = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+        for engine in played.engines:
+            engine.renders = False
+            engine.tokenizer = LocalTokenizer.load(replaced(tmp_path / "n", MODEL_FOLDER, shouting))
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.findings == ["prompts_asked"]  # of /tokenize
+
+
+async def test_a_worker_that_started_again_is_tried_again(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local) as played:
+        await played.answers(root=str(MODEL_FOLDER))
+        tried = played.engines[0].asked.total()
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.engines[0].asked.total() == tried  # not before that is due
+        changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+        played.engines[0].tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
+        played.restart()
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "engine"
+        found = await played.tokenizers.tokenize("m", CHAT)
+        assert found.token_ids == played.engines[0].tokenizer.tokenize(CHAT)
+
+
+async def test_a_template_changed_behind_its_back_is_noticed_and_mended(local: LocalTokenizer, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    async with playing(local, check_interval=1e-6) as played:
+        await played.answers(root=replaced(folder, MODEL_FOLDER, template()))
+        assert played.way == "local"
+        changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+        new = replaced(tmp_path / "n", MODEL_FOLDER, changed)
+        played.engines[0].tokenizer = LocalTokenizer.load(new)
+        await played.answers(root=str(folder))
+        assert played.way == "engine"
+        # And once the folder has it, too, nobody needs to be asked.
+        replaced(folder, MODEL_FOLDER, changed)
+        await played.answers(root=str(folder))
+        assert played.way == "local"
+        asked = played.engines[0].asked.total()
+        found = await played.tokenizers.tokenize("m", CHAT)
+        assert found.token_ids == played.engines[0].tokenizer.tokenize(CHAT)
+        assert played.engines[0].asked.total() == asked
+
+
+async def test_workers_that_differ_are_all_asked_right(local: LocalTokenizer, tmp_path: Path) -> None:
+    async with playing(local) as played:
+        changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+        played.engines[1].tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
+        await played.answers(0, root=str(MODEL_FOLDER))
+        assert played.way == "local"
+        await played.answers(1, root=str(MODEL_FOLDER))
+        assert played.way == "engine"
+        played.source.removed(played.workers[1])
+        assert played.way == "local"
+
+
+async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(local: LocalTokenizer) -> None:
+    audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
+    async with playing(local, check_interval=1e-6) as played:
+        played.source.audits = lambda: [(Target(played.workers[0].url, 0, "m"), audit)]
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "local"
+        audit.lengths_differ = True
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "engine"
+        assert played.findings == ["tokenizer_suspected"]
+        for number in range(40):
+            await played.tokenizers.tokenize("m", ChatPrompt([{"role": "user", "content": f"prompt {number}"}]))
+        assert played.way == "local"
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "local"  # the same suspicion was looked into
+
+
+async def test_an_engine_that_renders_nothing_computes_the_probes_when_it_is_suspected(local: LocalTokenizer) -> None:
+    audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
+    async with playing(local, check_interval=1e-6) as played:
+        played.source.audits = lambda: [(Target(played.workers[0].url, 0, "m"), audit)]
+        engine = played.engines[0]
+        engine.renders = False
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.source.report()["m"]["compared_with"] == "tokenize"
+        assert engine.asked["/v1/chat/completions"] == 0  # nothing is computed without need
+        audit.lengths_differ = True
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.source.report()["m"]["compared_with"] == "computed"
+        assert engine.asked["/v1/chat/completions"] > 10
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,red#40"}}
+
+
+def that_takes_images(folder: Path) -> str:
+    """A copy of the model with a template that knows of images."""
+    parts = "{% if p.type == 'image' %}<|endoftext|>{% else %}{{ p.text }}{% endif %}"
+    source = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    source += "{% for p in m.content %}" + parts + "{% endfor %}{% endif %}{% endfor %}"
+    return replaced(folder, MODEL_FOLDER, source)
+
+
+async def test_engines_are_not_asked_about_images_that_they_have_no_time_for(tmp_path: Path) -> None:
+    folder = that_takes_images(tmp_path)
+    async with playing(LocalTokenizer.load(folder), media_timeout=0) as played:
+        for engine in played.engines:
+            engine.image_token = 0
+        await played.answers(root=folder)
+        found = await played.tokenizers.tokenize("m", ChatPrompt([{"role": "user", "content": [IMAGE]}]))
+        assert (found.token_ids[0].media, found.identities[0].media) == ((), ())
+        assert played.source.report()["m"]["media"] is None
+
+
+async def test_engines_are_asked_what_images_become(tmp_path: Path) -> None:
+    folder = that_takes_images(tmp_path)
+    chat = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}])
+    async with playing(LocalTokenizer.load(folder)) as played:
+        for engine in played.engines:
+            engine.image_token = 0
+        played.engines[0].renders = False
+        await played.answers(root=folder)
+        found = await played.tokenizers.tokenize("m", chat)
+        assert found.token_ids != found.identities, "it tells no name"
+        assert len(found.identities[0]) > 40
+        played.engines[0].renders = True
+        played.restart()
+        await played.answers(root=folder)
+        other = ChatPrompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,b#7"}}]}])
+        found = await played.tokenizers.tokenize("m", other)
+        assert [span.name for span in found.token_ids[0].media] == ["data:,b#7 None"]
+        assert played.source.report()["m"]["media"] == {"named": 1, "unnamed": 1, "untold": 0}
+        assert found.token_ids is found.identities
+
+
+async def test_engines_that_tell_nothing_are_believed_to_agree(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        for engine in played.engines:
+            engine.renders = engine.tokenizes = False
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "local"
+        report = played.source.report()["m"]
+        assert (report["compared_with"], set(report["shapes"].values())) == ("nothing", {"untried"})
+
+
+async def test_an_engine_that_is_gone_is_tried_when_it_is_back(local: LocalTokenizer) -> None:
+    async with playing(local) as played:
+        played.engines[0].refusals = {"/v1/chat/completions/render": 500}
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.way == "local"
+        assert played.source.report()["m"]["shapes"] == {}
+        played.engines[0].refusals = {}
+        played.restart()
+        await played.answers(root=str(MODEL_FOLDER))
+        assert played.source.report()["m"]["shapes"]["plain"] == "local"
+
+
+async def test_files_come_from_the_hub_by_the_name_that_a_worker_tells(
+    local: LocalTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def fetched(name: str, seconds: float) -> Path:
+        asked.append(name)
+        if name != "organisation/model":
+            raise TokenizerUnavailableError(f"not {seconds}")
+        return MODEL_FOLDER
+
+    monkeypatch.setattr(tokenizer_source, "fetched", fetched)
+    async with playing(local) as played:
+        played.source._settings = TokenizerSettings(hub_timeout=5)
+        await played.answers(root="organisation/model")
+        assert played.way == "local"
+        assert asked == ["organisation/model"]
+
+
+async def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    import huggingface_hub
+
+    release = threading.Event()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: release.wait(60))
+    try:
+        with pytest.raises(TokenizerUnavailableError, match=r"within 0\.05 s"):
+            await hub.fetched("organisation/model", 0.05)
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("a/b", True), ("Qwen/Qwen3-0.6B", True), ("a", False), ("/a/b", False), ("../b", False)]
+)
+def test_names_on_the_hub(name: str, expected: bool) -> None:
+    assert hub.is_hub_name(name) is expected
+
+
+async def test_without_workers_the_settings_must_name_tokenizers_that_are_there(
+    local: LocalTokenizer, tmp_path: Path
+) -> None:
+    named = {"m": ModelSettings(tokenizer=str(MODEL_FOLDER)), "n": ModelSettings()}
+    tokenizers = await configured_tokenizers(named, TokenizerSettings())
+    try:
+        assert await tokenizers.token_ids("m", TEXT) == local.tokenize(TEXT)
+        with pytest.raises(TokenizerUnavailableError, match="no tokenizer for model 'n'"):
+            await tokenizers.token_ids("n", TEXT)
+    finally:
+        await tokenizers.close()
+    with pytest.raises(TokenizerUnavailableError, match=str(tmp_path)):
+        await configured_tokenizers({"m": ModelSettings(tokenizer=str(tmp_path))}, TokenizerSettings())

@@ -1,0 +1,327 @@
+"""The token ids of a request's prompts, whoever tokenizes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path as FilePath
+from typing import TypeVar
+
+import aiohttp
+import pytest
+from played_engine import PlayedEngine
+from prometheus_client import CollectorRegistry
+
+import simulator.worker
+from http_api.errors import RequestError
+from indexer.hashing import PackedPrompt
+from router.apis.body_cache import BodyCache
+from router.apis.endpoints import Call, read_call
+from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
+from router.tokens.engine_client import EngineClient
+from router.tokens.engine_tokenizer import EngineTokenizer
+from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.model_tokenizer import ModelTokenizer, Path
+from router.tokens.shapes import Shape
+from router.tokens.tokenizer_metrics import TokenizerCollector
+from router.tokens.tokenizers import (
+    INLINE_BYTES,
+    INLINE_CHARACTERS,
+    MAX_WAITING,
+    Tokenizers,
+    TokenizerUnavailableError,
+)
+
+T = TypeVar("T")
+
+MODEL = FilePath(simulator.worker.__file__).parent / "model"
+
+USER = {"role": "user", "content": "What holds the cache?"}
+LONG = "the worker holds the prefix\n" * INLINE_CHARACTERS
+
+
+@pytest.fixture(scope="module")
+def local() -> LocalTokenizer:
+    return LocalTokenizer.load(str(MODEL))
+
+
+def using(act: Callable[[Tokenizers], Awaitable[T]], timeout_seconds: float = 30) -> T:
+    """What becomes of tokenizers that are closed afterwards."""
+
+    async def main() -> T:
+        tokenizers = Tokenizers(timeout_seconds=timeout_seconds)
+        try:
+            return await act(tokenizers)
+        finally:
+            await tokenizers.close()
+
+    return asyncio.run(main())
+
+
+def ids_of(local: LocalTokenizer, prompt: Prompt) -> list[list[int]]:
+    async def act(tokenizers: Tokenizers) -> list[list[int]]:
+        tokenizers.add("m", local)
+        return lists(await tokenizers.token_ids("m", prompt))
+
+    return using(act)
+
+
+def lists(token_ids: list[PackedPrompt]) -> list[list[int]]:
+    return [list(ids) for ids in token_ids]
+
+
+@pytest.mark.parametrize("texts", [["the cache"], ["a", "b"], [LONG], [LONG, "a", LONG], [""]])
+def test_texts_short_and_long(local: LocalTokenizer, texts: list[str]) -> None:
+    assert ids_of(local, TextPrompts(texts)) == lists(local.encode(texts, add_special_tokens=True))
+
+
+@pytest.mark.parametrize("content", ["hi", LONG])
+def test_a_chat_is_rendered_then_tokenized(local: LocalTokenizer, content: str) -> None:
+    chat = ChatPrompt([{"role": "user", "content": content}])
+    assert ids_of(local, chat) == lists(local.encode([local.render(chat)], add_special_tokens=False))
+
+
+def test_token_ids_pass_through(local: LocalTokenizer) -> None:
+    assert ids_of(local, TokenPrompts([[5, 6], [7]])) == [[5, 6], [7]]
+    assert ids_of(local, TokenPrompts([])) == []
+    assert ids_of(local, TokenPrompts([[local.vocab_size - 1]])) == [[local.vocab_size - 1]]
+
+
+@pytest.mark.parametrize(
+    ("lists", "param", "place"),
+    [
+        ([[1, 10**9]], "prompt", "prompt[1]"),
+        ([[1], [10**9]], "prompt", "prompt[1][0]"),
+        ([[10**9]], "token_ids", "token_ids[0]"),
+    ],
+)
+def test_a_token_id_outside_the_vocabulary_is_refused(
+    local: LocalTokenizer, lists: list[list[int]], param: str, place: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        ids_of(local, TokenPrompts(lists, param=param))
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(f"{place} is 1000000000, which the model's vocabulary lacks.")
+    assert f"from 0 to {local.vocab_size - 1}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"),
+    [
+        (Truncation(2), [3, 4]),
+        (Truncation(2, "right"), [1, 2]),
+        (Truncation(9), [1, 2, 3, 4]),
+        (Truncation(9, "right"), [1, 2, 3, 4]),
+        (Truncation(0), []),
+        (Truncation(0, "right"), []),
+    ],
+)
+def test_truncation(local: LocalTokenizer, truncation: Truncation, expected: list[int]) -> None:
+    assert ids_of(local, TokenPrompts([[1, 2, 3, 4]], truncation)) == [expected]
+
+
+def test_texts_are_truncated_once_they_are_tokens(local: LocalTokenizer) -> None:
+    whole = ids_of(local, TextPrompts(["the worker holds the prefix"]))[0]
+    assert ids_of(local, TextPrompts(["the worker holds the prefix"], truncation=Truncation(3))) == [whole[-3:]]
+
+
+def test_a_prompt_that_the_template_refuses_is_a_request_error(local: LocalTokenizer) -> None:
+    with pytest.raises(RequestError, match="chat template refuses"):
+        ids_of(local, ChatPrompt([USER], continue_final_message=True))
+
+
+def test_without_a_tokenizer_the_ids_are_unknown(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        with pytest.raises(TokenizerUnavailableError, match="'other'"):
+            await tokenizers.token_ids("other", TextPrompts(["a"]))
+        # Token ids need no tokenizer.
+        assert lists(await tokenizers.token_ids("other", TokenPrompts([[1]]))) == [[1]]
+        tokenizers.remove("m")
+        tokenizers.remove("m")
+        with pytest.raises(TokenizerUnavailableError, match="'m'"):
+            await tokenizers.token_ids("m", TextPrompts(["a"]))
+
+    using(act)
+
+
+def test_an_engine_may_tokenize(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
+            asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
+            tokenizers.add("m", ModelTokenizer(engine=asked))
+            chat = ChatPrompt([USER])
+            assert tokenizers.tokenize_now("m", chat) is None
+            found = await tokenizers.tokenize("m", chat)
+            assert found.token_ids is found.identities
+            assert found.token_ids == local.tokenize(chat)
+            assert tokenizers.tokenize_now("m", ChatPrompt([USER])) == found  # known by now
+            # Its vocabulary is not known here.
+            assert lists(await tokenizers.token_ids("m", TokenPrompts([[10**9]]))) == [[10**9]]
+
+    using(act)
+
+
+def test_an_engine_is_asked_for_its_shapes_alone(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
+            asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
+            tokenizer = ModelTokenizer(local, asked, asked={Shape.SYSTEM})
+            tokenizers.add("m", tokenizer)
+            system = ChatPrompt([{"role": "system", "content": "Be brief."}, USER])
+            assert tokenizers.tokenize_now("m", ChatPrompt([USER])) is not None
+            assert engine.asked.total() == 0
+            assert tokenizers.tokenize_now("m", system) is None
+            assert (await tokenizers.tokenize("m", system)).token_ids == local.tokenize(system)
+            assert engine.asked.total() == 1
+            assert (tokenizer.usage.prompts[Path.LOCAL], tokenizer.usage.prompts[Path.ENGINE]) == (1, 1)
+
+    using(act)
+
+
+def test_where_no_engine_answers_the_likely_tokens_count(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        async with aiohttp.ClientSession() as session:
+            asked = EngineTokenizer(EngineClient(session, "m"), lambda: ["http://127.0.0.1:9"], 2**20)
+            tokenizers.add("m", ModelTokenizer(local, asked, asked={Shape.PLAIN}))
+            found = await tokenizers.tokenize("m", ChatPrompt([USER]))
+            assert found.identities == local.tokenize(ChatPrompt([USER]))
+            assert found.token_ids is not found.identities  # so it counts as a guess
+            tokenizers.add("m", ModelTokenizer(engine=asked))
+            with pytest.raises(TokenizerUnavailableError):
+                await tokenizers.tokenize("m", ChatPrompt([USER]))
+
+    using(act)
+
+
+def test_what_was_suspected_is_used_again_once_it_is_seen_to_agree(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
+            asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
+            tokenizer = ModelTokenizer(local, asked, suspected=True)
+            tokenizers.add("m", tokenizer)
+            for number in range(100):
+                assert tokenizer.way == ("engine" if tokenizer.suspected else "local")
+                await tokenizers.tokenize("m", ChatPrompt([USER | {"content": f"prompt {number}"}]))
+            assert not tokenizer.suspected
+            assert 20 < engine.asked.total() < 50
+
+    using(act)
+
+
+def test_the_event_loop_goes_on_while_a_long_text_is_tokenized(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        tokenizing = asyncio.ensure_future(tokenizers.token_ids("m", TextPrompts([LONG * 200])))
+        turns = 0
+        while not tokenizing.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert len(tokenizing.result()[0]) > 100_000
+        assert turns > 20
+
+    using(act)
+
+
+def test_a_text_that_takes_too_long_leaves_the_ids_unknown(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        with pytest.raises(TokenizerUnavailableError, match=r"not tokenized within 0\.001 s"):
+            await tokenizers.token_ids("m", TextPrompts([LONG * 100]))
+
+    using(act, timeout_seconds=0.001)
+
+
+def test_only_so_many_wait(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        asked = [tokenizers.token_ids("m", TextPrompts([f"{number} {LONG}"])) for number in range(MAX_WAITING + 10)]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, TokenizerUnavailableError)]
+        assert len(refused) == 10
+        # And there is room again.
+        last = TextPrompts([f"{MAX_WAITING + 9} {LONG}"])
+        assert await tokenizers.token_ids("m", last) == local.encode(last.texts, add_special_tokens=True)
+
+    using(act)
+
+
+def test_what_is_short_or_known_is_tokenized_at_once(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        opening = [{"role": "user", "content": f"new here: {LONG}"}, {"role": "assistant", "content": "I see."}]
+        assert tokenizers.tokenize_now("m", ChatPrompt(opening)) is None
+        whole = await tokenizers.tokenize("m", ChatPrompt(opening))
+        assert tokenizers.tokenize_now("m", ChatPrompt(opening)) == whole
+        longer = ChatPrompt([*opening, USER])
+        at_once = tokenizers.tokenize_now("m", longer)
+        assert at_once is not None
+        assert at_once.token_ids == local.encode([local.render(longer)], add_special_tokens=False)
+        # Looking up takes time, too.
+        again = ChatPrompt([*opening, USER])
+        assert tokenizers.tokenize_now("m", again, INLINE_BYTES + 1) is None
+        assert await tokenizers.tokenize("m", again, INLINE_BYTES + 1) == at_once
+
+    using(act)
+
+
+def test_the_same_chat_is_tokenized_once(local: LocalTokenizer) -> None:
+    body = json.dumps({"model": "m", "messages": [USER]}).encode()
+    seen = BodyCache()
+
+    def chat() -> ChatPrompt:
+        found = read_call(Call("POST", "/v1/chat/completions", [], body), seen=seen).prompt
+        assert isinstance(found, ChatPrompt)
+        return found
+
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        tokenizers.add("other", LocalTokenizer.load(str(MODEL)))
+        chat()  # what comes once is not kept
+        first = tokenizers.tokenize_now("m", chat())
+        assert first is not None
+        assert tokenizers.tokenize_now("m", chat(), INLINE_BYTES + 1) is first
+        assert await tokenizers.tokenize("m", chat()) is first
+        # By another tokenizer it may become something else.
+        other = tokenizers.tokenize_now("other", chat())
+        assert other is not first
+        assert other == first
+        tokenizers.remove("m")
+        with pytest.raises(TokenizerUnavailableError):
+            tokenizers.tokenize_now("m", chat())
+
+    using(act)
+
+
+def test_what_a_thread_refuses_is_told_as_at_once(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        tokenizers.add("m", local)
+        for size in (0, INLINE_BYTES + 1):
+            with pytest.raises(RequestError, match="chat template refuses"):
+                await tokenizers.tokenize("m", ChatPrompt([USER], continue_final_message=True), size)
+            with pytest.raises(RequestError, match="surrogate"):
+                await tokenizers.tokenize("m", TextPrompts(["\ud800"]), size)
+
+    using(act)
+
+
+def test_metrics_tell_how_prompts_become_tokens(local: LocalTokenizer) -> None:
+    async def act(tokenizers: Tokenizers) -> None:
+        registry = CollectorRegistry()
+        registry.register(TokenizerCollector(tokenizers))
+        async with aiohttp.ClientSession() as session:
+            asked = EngineTokenizer(EngineClient(session, "m"), list, 2**20)
+            tokenizers.add("m", local)
+            tokenizers.add("n", ModelTokenizer(engine=asked))
+            tokenizers.add("o", ModelTokenizer(local, asked, asked={Shape.TOOLS}))
+            tokenizers.tokenize_now("m", ChatPrompt([USER]))
+            for model, way in {"m": "local", "n": "engine", "o": "mixed"}.items():
+                assert registry.get_sample_value("kvrouter_tokenizer", {"model": model, "way": way}) == 1
+            assert registry.get_sample_value("kvrouter_tokenizer_asked_shapes", {"model": "o"}) == 1
+            labels = {"model": "m", "way": "local"}
+            assert registry.get_sample_value("kvrouter_tokenizer_prompts_total", labels) == 1
+            assert (registry.get_sample_value("kvrouter_tokenizer_seconds_total", labels) or 0) > 0
+            assert registry.get_sample_value("kvrouter_tokenizer_cache_bytes", {"model": "n"}) == 0
+
+    using(act)

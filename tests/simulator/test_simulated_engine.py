@@ -1,0 +1,407 @@
+"""The engine's scheduling: batching, waiting, preemption, cancelling, and what its steps cost and report."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.cache import CachedSequence
+from simulator.worker.engine import Answer, Generation, Output, QueueFullError, SimulatedEngine
+from worker import EventPublisher, Reporter
+
+DEADLINE_S = 60.0
+FAST = SimulatedWorkerSettings(
+    block_size=4,
+    num_blocks=256,
+    max_model_len=1024,
+    base_step_s=0.0,
+    prefill_s_per_token=0.0,
+    decode_s_per_sequence=0.0,
+    kv_events=None,
+)
+
+
+class Recorder(EventPublisher):
+    def __init__(self) -> None:
+        self.batches: list[EventBatch] = []
+
+    def publish(self, batch: EventBatch) -> None:
+        self.batches.append(batch)
+
+    def shutdown(self) -> None:
+        return
+
+
+class Client:
+    """Submits one request and gathers its outputs."""
+
+    def __init__(self, engine: SimulatedEngine, prompt: list[int], answer: list[int], **fields: Any) -> None:
+        self.outputs: list[Output] = []
+        self.done = asyncio.Event()
+        self.first = asyncio.Event()
+        self.generation = engine.submit(prompt, Answer(answer, "length"), self.take, **fields)
+
+    def take(self, output: Output) -> None:
+        self.outputs.append(output)
+        self.first.set()
+        if output.finish_reason:
+            self.done.set()
+
+    @property
+    def tokens(self) -> list[int | None]:
+        return [output.token for output in self.outputs]
+
+    @property
+    def cached(self) -> int:
+        return self.outputs[0].cached_tokens
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, DEADLINE_S))
+
+
+@asynccontextmanager
+async def started(settings: SimulatedWorkerSettings = FAST, publisher: EventPublisher | None = None):
+    reporter = Reporter(publisher or Recorder())
+    reporter.step()  # it begins with a clear
+    engine = SimulatedEngine(settings, reporter)
+    loop = asyncio.create_task(engine.run())
+    yield engine
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    await asyncio.to_thread(reporter.shutdown)
+    engine.check_integrity()
+
+
+def test_a_request_gets_its_answer_token_by_token():
+    async def scenario() -> None:
+        async with started() as engine:
+            client = Client(engine, [1, 2, 3], [7, 8, 9])
+            await client.done.wait()
+            assert client.tokens == [7, 8, 9]
+            assert [output.finish_reason for output in client.outputs] == [None, None, "length"]
+            assert engine.stats.finished == {"stop": 0, "length": 1, "abort": 0}
+            assert (engine.num_running, engine.num_waiting, engine.cache.usage) == (0, 0, 0)
+
+    run(scenario())
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_of_the_token_budget():
+    async def scenario() -> None:
+        async with started(replace(FAST, max_num_batched_tokens=32)) as engine:
+            client = Client(engine, list(range(100)), [7])
+            await client.done.wait()
+            assert engine.stats.steps == 4
+            assert engine.stats.prefilled_tokens == 100
+
+    run(scenario())
+
+
+def test_only_what_is_not_cached_is_prefilled():
+    async def scenario() -> None:
+        async with started() as engine:
+            await Client(engine, list(range(100)), [7]).done.wait()
+            again = Client(engine, list(range(102)), [7])
+            await again.done.wait()
+            assert again.cached == 100
+            assert engine.stats.prefilled_tokens == 102
+            assert (engine.stats.prefix_queries, engine.stats.prefix_hits) == (202, 100)
+
+    run(scenario())
+
+
+def test_generated_tokens_are_cached_except_the_last():
+    async def scenario() -> None:
+        async with started() as engine:
+            await Client(engine, list(range(6)), [50, 51, 52]).done.wait()  # KV for 8 tokens: two blocks
+            following = Client(engine, [*range(6), 50, 51, 52, 60, 61, 62], [7])
+            await following.done.wait()
+            assert following.cached == 8
+
+            await Client(engine, list(range(100, 106)), [50, 51]).done.wait()  # KV for 7: one block
+            following = Client(engine, [*range(100, 106), 50, 51, 52], [7])
+            await following.done.wait()
+            assert following.cached == 4
+
+    run(scenario())
+
+
+def test_requests_beyond_max_num_seqs_wait_in_order():
+    async def scenario() -> None:
+        async with started(replace(FAST, max_num_seqs=2)) as engine:
+            finished: list[int] = []
+            clients = [Client(engine, [number], [1] * 20) for number in range(6)]
+
+            async def follow(number: int) -> None:
+                await clients[number].first.wait()
+                assert engine.num_running <= 2
+                await clients[number].done.wait()
+                finished.append(number)
+
+            await asyncio.gather(*(follow(number) for number in range(6)))
+            assert finished == sorted(finished)
+
+    run(scenario())
+
+
+def test_a_full_queue_refuses():
+    async def scenario() -> None:
+        async with started(replace(FAST, max_num_seqs=1, max_waiting=2, base_step_s=0.01)) as engine:
+            clients = [Client(engine, [1], [1] * 3) for _ in range(3)]
+            with pytest.raises(QueueFullError):
+                Client(engine, [1], [1])
+            await asyncio.gather(*(client.done.wait() for client in clients))
+            await Client(engine, [1], [1]).done.wait()
+
+    run(scenario())
+
+
+def test_a_cancelled_request_makes_room_and_stays_cached():
+    async def scenario() -> None:
+        async with started(replace(FAST, max_num_seqs=1, base_step_s=0.001)) as engine:
+            endless = Client(engine, list(range(8)), [1] * 1000)
+            waiting = Client(engine, list(range(9)), [1])
+            await endless.first.wait()
+            endless.generation.cancel()
+            endless.generation.cancel()
+            assert endless.outputs[-1].finish_reason == "abort"
+            await waiting.done.wait()
+            assert waiting.cached == 8
+            assert engine.stats.finished == {"stop": 0, "length": 1, "abort": 1}
+
+    run(scenario())
+
+
+def test_a_waiting_request_can_be_cancelled():
+    async def scenario() -> None:
+        async with started(replace(FAST, max_num_seqs=1, base_step_s=0.001)) as engine:
+            running = Client(engine, [1], [1] * 5)
+            waiting = Client(engine, [2], [1])
+            await running.first.wait()
+            waiting.generation.cancel()
+            assert engine.num_waiting == 0
+            await running.done.wait()
+
+    run(scenario())
+
+
+def test_when_blocks_run_out_the_latest_request_is_preempted_and_finishes_later():
+    async def scenario() -> None:
+        settings = replace(FAST, num_blocks=10, max_model_len=40)
+        async with started(settings) as engine:
+            clients = [Client(engine, [10 * number + each for each in range(8)], [5] * 24) for number in range(3)]
+            await asyncio.gather(*(client.done.wait() for client in clients))
+            assert engine.stats.preemptions > 0
+            assert all(client.tokens == [5] * 24 for client in clients)
+            assert engine.stats.prompt_tokens == 24
+
+    run(scenario())
+
+
+def test_ending_the_engine_aborts_what_is_left():
+    async def scenario() -> None:
+        async with started(replace(FAST, max_num_seqs=1, base_step_s=0.001)) as engine:
+            clients = [Client(engine, [1], [1] * 1000), Client(engine, [2], [1])]
+            await clients[0].first.wait()
+        assert [client.outputs[-1].finish_reason for client in clients] == ["abort", "abort"]
+
+    run(scenario())
+
+
+def test_a_request_that_could_never_fit_is_refused():
+    async def scenario() -> None:
+        async with started() as engine:
+            with pytest.raises(ValueError, match="max_model_len"):
+                Client(engine, [1] * 1000, [1] * 25)
+            with pytest.raises(ValueError, match="prompt"):
+                Client(engine, [], [1])
+
+    run(scenario())
+
+
+def test_a_reset_is_published_at_once_and_fails_while_requests_run():
+    async def scenario() -> None:
+        recorder = Recorder()
+        async with started(replace(FAST, base_step_s=0.001), recorder) as engine:
+            client = Client(engine, list(range(8)), [1] * 1000)
+            await client.first.wait()
+            assert not engine.reset_prefix_cache()
+            client.generation.cancel()
+            assert engine.reset_prefix_cache()
+            assert recorder.batches[-1].events[-1] == AllBlocksCleared()
+            again = Client(engine, list(range(8)), [1])
+            await again.done.wait()
+            assert again.cached == 0
+
+    run(scenario())
+
+
+def test_a_step_publishes_one_batch_before_its_tokens_are_delivered():
+    async def scenario() -> None:
+        recorder = Recorder()
+        async with started(FAST, recorder) as engine:
+            clients = [Client(engine, [number] * 9, [1]) for number in range(3)]
+            await clients[0].first.wait()
+            [_, batch] = recorder.batches  # the first one clears what an earlier life told
+            assert [event.token_ids for event in batch.events] == [[number] * 8 for number in range(3)]
+            assert batch.dp_rank is None
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_under_pressure_the_events_follow_the_cache_and_every_answer_is_whole(seed):
+    async def scenario() -> None:
+        source = random.Random(seed)
+        recorder = Recorder()
+        settings = replace(
+            FAST, num_blocks=24, max_model_len=96, max_num_seqs=5, max_num_batched_tokens=24, max_waiting=100
+        )
+        async with started(settings, recorder) as engine:
+            clients = []
+            for _ in range(60):
+                prompt = [source.randrange(2) for _ in range(source.randrange(1, 60))]
+                answer = [source.randrange(2) for _ in range(source.randrange(1, 30))]
+                adapter = source.choice([None, "poet"])
+                clients.append((answer, Client(engine, prompt, answer, adapter=adapter)))
+                if source.random() < 0.2:
+                    source.choice(clients)[1].generation.cancel()
+                for _ in range(source.randrange(4)):
+                    await asyncio.sleep(0)
+                    engine.check_integrity()
+            await asyncio.gather(*(client.done.wait() for _, client in clients))
+            for answer, client in clients:
+                aborted = client.outputs[-1].finish_reason == "abort"
+                assert client.tokens == answer or (aborted and client.tokens[:-1] == answer[: len(client.tokens) - 1])
+            believed: dict[Any, int] = {}
+            for batch in recorder.batches:
+                for event in batch.events:
+                    if isinstance(event, BlockStored):
+                        for each in event.block_hashes:
+                            believed[each] = believed.get(each, 0) + 1
+                    elif isinstance(event, BlockRemoved):
+                        for each in event.block_hashes:
+                            believed[each] -= 1
+                            assert believed[each] >= 0
+            assert 0 < sum(believed.values()) <= 24
+
+    run(scenario())
+
+
+def test_a_cached_prompt_costs_less_time():
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        settings = replace(FAST, num_blocks=600, max_model_len=2400, prefill_s_per_token=0.0005, base_step_s=0.001)
+        async with started(settings) as engine:
+            took = []
+            for _ in range(2):
+                begin = clock()
+                await Client(engine, list(range(2000)), [1]).done.wait()
+                took.append(clock() - begin)
+            assert took[0] >= 1.0
+            assert took[1] < 0.8
+
+    run(scenario())
+
+
+class Kept:
+    """A handover that keeps the blocks until the test releases them."""
+
+    def __init__(self) -> None:
+        self.progress: list[int] = []
+        self.generation: Generation | None = None
+
+    def computed(self, generation: Generation) -> None:
+        self.progress.append(generation.num_computed)
+
+    def finished(self, generation: Generation) -> None:
+        self.generation = generation
+
+
+def test_a_handover_hears_of_each_step_and_its_blocks_stay_until_they_are_released():
+    async def scenario() -> None:
+        async with started(replace(FAST, max_num_batched_tokens=32)) as engine:
+            kept = Kept()
+            client = Client(engine, list(range(70)), [7], handover=kept)
+            await client.done.wait()
+            assert kept.progress == [32, 64, 70]
+            assert (engine.num_running, engine.num_waiting) == (0, 0)
+            assert kept.generation is not None
+            assert len(kept.generation.sequence.blocks) == 18
+            engine.check_integrity()
+            assert not engine.reset_prefix_cache()
+            engine.release(kept.generation.sequence)
+            assert engine.cache.usage == 0
+
+    run(scenario())
+
+
+def test_what_a_handover_reads_is_never_preempted():
+    async def scenario() -> None:
+        small = replace(FAST, num_blocks=16, max_model_len=64, max_num_batched_tokens=4, prefix_caching=False)
+        async with started(small) as engine:
+            growing = Client(engine, [1], [1] * 60)
+            await growing.first.wait()
+            kept = Kept()
+            moved = Client(engine, list(range(40)), [7], handover=kept)  # 10 of 16 blocks, from its first step on
+            await moved.done.wait()
+            assert kept.progress == sorted(set(kept.progress))  # nothing was computed twice
+            assert kept.generation is not None
+            engine.release(kept.generation.sequence)
+            await growing.done.wait()
+
+    run(scenario())
+
+
+def test_a_sequence_whose_kv_has_come_goes_on_at_once():
+    async def scenario() -> None:
+        recorder = Recorder()
+        async with started(publisher=recorder) as engine:
+            sequence = CachedSequence(list(range(9)))
+            assert engine.hold(sequence)
+            engine.check_integrity()
+            outputs: list[Output] = []
+            done = asyncio.Event()
+
+            def take(output: Output) -> None:
+                outputs.append(output)
+                if output.finish_reason:
+                    done.set()
+
+            engine.adopt(sequence, Answer([50, 51, 52], "length"), take, cached_tokens=4)
+            assert [output.token for output in outputs] == [50]
+            await done.wait()
+            assert [(output.token, output.cached_tokens) for output in outputs] == [(50, 4), (51, 4), (52, 4)]
+            assert engine.stats.prefilled_tokens == 0
+            following = Client(engine, list(range(12)), [7])
+            await following.done.wait()
+            assert following.cached == 8
+        stored = [event for batch in recorder.batches for event in batch.events if isinstance(event, BlockStored)]
+        assert stored[0].token_ids == list(range(8))
+
+    run(scenario())
+
+
+def test_a_sequence_is_held_only_where_there_is_room_for_all_of_it():
+    async def scenario() -> None:
+        async with started(replace(FAST, num_blocks=16, max_model_len=64, max_num_seqs=2)) as engine:
+            first, second, third = (CachedSequence([start] * 40) for start in (1, 2, 3))
+            assert engine.hold(first)
+            assert not engine.hold(second)
+            freed = engine.freed
+            engine.release(first)
+            assert freed.is_set()
+            assert engine.hold(CachedSequence([4]))
+            assert engine.hold(second)
+            assert not engine.hold(CachedSequence([5]))  # max_num_seqs
+            assert third.blocks == []
+
+    run(scenario())

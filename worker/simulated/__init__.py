@@ -1,5 +1,0 @@
-"""A worker without a GPU: a real prefix cache, scheduler, event stream and OpenAI API, with made-up words."""
-
-from worker.simulated.settings import SimulatedWorkerSettings
-
-__all__ = ["SimulatedWorkerSettings"]
