@@ -165,20 +165,18 @@ def main(times: Annotated[int, typer.Option(min=1, help="How often each body is 
     sink.start()
     worker = f"http://127.0.0.1:{ours.recv()}"
     with tempfile.TemporaryDirectory(prefix="long-bodies-") as folder:
-        for fast_lane in (True, False):
-            config = Path(folder) / "config.yaml"
-            settings = {"server": {"port": 0, "fast_lane": fast_lane}, "workers": [{"url": worker}]}
-            config.write_text(json.dumps(settings))
-            with KvrouterProcess(["serve", f"--config={config}"]) as process:
-                url = urlsplit(process.wait_until_listening())
-                address = (url.hostname or "", url.port or 0)
-                print(f"\n{'fast lane' if fast_lane else 'ASGI':24}{'MiB':>8}{'status':>8}{'latest answer, ms':>20}")
-                for name, body in ({"none": None} | BODIES).items():
-                    sent = body and body()
-                    found = [_late(address, sent) for _ in range(times)]
-                    size = f"{len(sent[2]) / 2**20:.1f}" if sent else "-"
-                    latest = median(seconds for seconds, _ in found) * 1000
-                    print(f"{name:24}{size:>8}{found[-1][1]:>8}{latest:>20.0f}", flush=True)
+        config = Path(folder) / "config.yaml"
+        config.write_text(json.dumps({"server": {"port": 0}, "workers": [{"url": worker}]}))
+        with KvrouterProcess(["serve", f"--config={config}"]) as process:
+            url = urlsplit(process.wait_until_listening())
+            address = (url.hostname or "", url.port or 0)
+            print(f"{'body':24}{'MiB':>8}{'status':>8}{'latest answer, ms':>20}")
+            for name, body in ({"none": None} | BODIES).items():
+                sent = body and body()
+                found = [_late(address, sent) for _ in range(times)]
+                size = f"{len(sent[2]) / 2**20:.1f}" if sent else "-"
+                latest = median(seconds for seconds, _ in found) * 1000
+                print(f"{name:24}{size:>8}{found[-1][1]:>8}{latest:>20.0f}", flush=True)
     sink.terminate()
 
 

@@ -20,7 +20,7 @@ from benchmarks.index.machine import resident_bytes
 from router.forwarding.proxied_request import ProxiedRequest
 from router.load.target_load import Reservation
 from router.routing.assignment import Assignment
-from router.server.fast_lane import FastLaneProtocol
+from router.server.http_connection import HttpConnection
 from router.server.logs import log_to_stderr
 from router.server.serving import serve_router
 from router.settings import load_settings
@@ -28,7 +28,7 @@ from router.upstream.connection import UpstreamConnection
 from router.upstream.request import UpstreamRequest
 
 _COUNTED = {
-    "clients": FastLaneProtocol,
+    "clients": HttpConnection,
     "exchanges": ProxiedRequest,
     "placements": Assignment,
     "reservations": Reservation,

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 
 from http_api.docs_page import add_api_page
 from indexer.api import add_error_handlers, index_routes
@@ -23,16 +21,10 @@ from router.app.routes.status import status_routes
 from router.app.routes.workers import worker_routes
 from router.app.services import Services, running_services
 from router.fleet.config_reload import SettingsFile
-from router.forwarding.lane import Lane
-from router.forwarding.proxy import Proxy
-from router.forwarding.request_context import ContextMiddleware
+from router.forwarding.dispatcher import Dispatcher
 from router.settings import Settings
 from router.sharing.all_processes import AllProcesses
 from router.sharing.worker_processes import WorkerProcesses
-
-# What pages of other origins may read beside the body.
-_EXPOSED = ["x-request-id", "x-kvrouter-worker", "x-kvrouter-overlap-tokens", "x-kvrouter-attempts", "retry-after"]
-_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 @asynccontextmanager
@@ -48,7 +40,7 @@ async def running_router(
 
 
 def router_app(services: Services) -> FastAPI:
-    """The application over services that run. What no route of its own takes, the proxy does."""
+    """Return the application over running services, with the dispatcher that serves it and forwards to workers."""
     app = FastAPI(title="kvrouter", docs_url=None, redoc_url=None)
     app.state.on_shutdown = services.end_streams
     app.state.readiness = services.readiness
@@ -56,7 +48,9 @@ def router_app(services: Services) -> FastAPI:
     app.state.about = services.about
     app.state.proxy_context = services.proxy
     questions = Questions(services.indexer, match_reader(services.tokenizers, services.router.resolve))
-    app.state.lane = Lane(services.proxy.contexts, services.proxy.settings, questions, services.proxy.services)
+    app.state.dispatcher = Dispatcher(
+        app, services.proxy.contexts, services.proxy.settings, questions, services.proxy.services
+    )
     token = services.settings.server.token
     # Routes are added as they are: those of an included router FastAPI makes anew when the first request comes, which
     # waits for that with all others.
@@ -73,14 +67,7 @@ def router_app(services: Services) -> FastAPI:
     ):
         app.router.routes += routes(services).routes
     add_api_page(app)
-    app.router.routes.append(Route("/{path:path}", Proxy(services.proxy), methods=_METHODS))
     add_error_handlers(app)
-    app.add_middleware(ContextMiddleware, services.proxy.contexts, services.settings.server)
     if services.worker_processes:
         app.add_middleware(AllProcesses, services.worker_processes, services.fleet)
-    if origins := services.settings.server.cors_origins:
-        # Keys are sent as headers, which pages set themselves: no credentials of the browser's.
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=_METHODS, allow_headers=["*"], expose_headers=_EXPOSED
-        )
     return app

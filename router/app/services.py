@@ -43,8 +43,7 @@ from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
 from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.long_bodies import LongBodies
-from router.forwarding.proxy import ProxyContext
-from router.forwarding.proxy_services import ProxyServices
+from router.forwarding.proxy_services import ProxyContext, ProxyServices
 from router.forwarding.request_context import RequestContexts
 from router.http.end_tasks import end_tasks
 from router.http.redirects import refuse_redirects

@@ -12,18 +12,18 @@ arrivals  bounds on the bodies that are arriving
 
 from __future__ import annotations
 
-from router.auth.arrivals import Arrivals, ArrivingBody, too_large, too_slow
+from router.auth.arrivals import Arrivals, too_large, too_slow
 from router.auth.bodies import BodyCheck
-from router.auth.gate import Admitted, Door
+from router.auth.gate import PROCESS_SOCKET, Admitted, Door
 from router.auth.routes import Access, Route
 from router.auth.tenants import AccessControl, Tenant, hashed_key, without_credentials
 
 __all__ = [
+    "PROCESS_SOCKET",
     "Access",
     "AccessControl",
     "Admitted",
     "Arrivals",
-    "ArrivingBody",
     "BodyCheck",
     "Door",
     "Route",

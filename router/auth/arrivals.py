@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from starlette.types import Message, Receive
-
 from http_api.errors import RequestError
-from router.auth.bodies import BodyCheck
-from router.http.headers import Headers, length_of
 from router.settings import ServerSettings
 
 
@@ -48,87 +42,6 @@ class Arrivals:
         if size:
             self._bodies -= 1
             self._bytes -= size
-
-
-class ArrivingBody:
-    """ASGI's `receive` of one request, with the bounds that hold for its body."""
-
-    def __init__(self, receive: Receive, headers: Headers, settings: ServerSettings, arrivals: Arrivals) -> None:
-        announced = [value for name, value in headers if name == b"content-length"]
-        self.complete = not announced and all(name != b"transfer-encoding" for name, _ in headers)
-        self._announced = max(map(length_of, announced), default=0)
-        self._receive = receive
-        self._settings = settings
-        self._arrivals = arrivals
-        self._size = 0
-        self._deadline: float | None = None
-
-    async def __call__(self) -> Message:
-        """The next message. Raises RequestError: 413 for too large a body, 408 for too slow a one, 503."""
-        if self.complete:
-            return await self._receive()
-        settings = self._settings
-        if self._announced > settings.max_body_bytes:
-            raise too_large(settings)
-        if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().time() + settings.body_timeout
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError as error:
-            raise too_slow(settings) from error
-        if message["type"] == "http.request":
-            more = len(message.get("body", b""))
-            if self._size + more > settings.max_body_bytes:
-                raise too_large(settings)
-            self._arrivals.add(self._size, more)
-            self._size += more
-            if not message.get("more_body", False):
-                self.complete = True
-                self.end()
-        return message
-
-    def end(self) -> None:
-        """It is complete, or nothing more of it is wanted."""
-        self._arrivals.end(self._size)
-        self._size = 0
-
-
-class WholeBody:
-    """ASGI's `receive` of a request that the service answers itself: its body at once, when it makes not too much work.
-
-    A body of which `bodies` does not see that at a glance is checked in a thread. `wanted`: without it the answer may
-    have begun, and one whose body is refused is over.
-    """
-
-    def __init__(self, receive: Receive, bodies: BodyCheck, wanted: bool) -> None:
-        self._receive = receive
-        self._bodies = bodies
-        self._wanted = wanted
-        self._given = False
-
-    async def __call__(self) -> Message:
-        """The next message. Raises RequestError as `receive` does, and 413."""
-        if not self._wanted:
-            try:
-                return await self._receive()
-            except RequestError:
-                return {"type": "http.disconnect"}
-        if self._given:
-            return await self._receive()
-        parts: list[bytes] = []
-        more = True
-        while more:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                return message
-            parts.append(message.get("body", b""))
-            more = message.get("more_body", False)
-        self._given = True
-        body = b"".join(parts)
-        if not self._bodies.seems_little(body):
-            await asyncio.to_thread(self._bodies.check_amount, body)
-        return {"type": "http.request", "body": body, "more_body": False}
 
 
 def too_large(settings: ServerSettings) -> RequestError:

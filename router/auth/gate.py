@@ -1,4 +1,4 @@
-"""Every request's way in, from Envoy, over the fast lane or by ASGI: its head is checked, who asks, then its body.
+"""The checks that every request passes, whether a client or Envoy sent it: of its head, its sender and its body.
 
 head ──▶ canonical path ──▶ route ──▶ host, site, headers ──▶ who asks ──▶ body
   └────────── 400 ──────────────────────── 403, 421 ────────── 401, 403 ──── 400, 413
@@ -6,12 +6,10 @@ head ──▶ canonical path ──▶ route ──▶ host, site, headers ─�
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from starlette.types import Receive
+from typing import Final, NoReturn
 
 from http_api.errors import RequestError
-from router.auth.arrivals import Arrivals, WholeBody
+from router.auth.arrivals import Arrivals
 from router.auth.bodies import BodyCheck
 from router.auth.engine_fields import refusal, steering_header, without_steering
 from router.auth.hosts import check_host, check_site, is_loopback
@@ -22,6 +20,8 @@ from router.http.headers import Headers
 from router.http.target import TargetError, canonical_path
 from router.settings import EngineFields, Settings, WorkerKeys
 
+# In place of a port: the Unix socket over which the processes of one service ask each other.
+PROCESS_SOCKET: Final = 0
 _MODELS = b"/v1/models/"
 # Asked by what stands in front of a router, under whatever name that has.
 _ANY_HOST = frozenset({"/health", "/ready", "/v1/models"})
@@ -80,11 +80,15 @@ class Door:
     def admit(self, method: str, target: bytes, headers: Headers, port: int | None = None) -> Admitted:
         """Check a head. Raises RequestError (400, 401, 403, 404, 405, 415, 421).
 
-        `port`: where it came in, where that is known.
+        `port`: the port that it was received at, or `PROCESS_SOCKET`; None if that does not matter.
         """
         route = self._route(method, target)
+        if route.access is Access.PROCESS:
+            if port == PROCESS_SOCKET:
+                return Admitted(route, b"", None, EngineFields.PASS, keeps_credentials=False, keyed=False)
+            route = Route(method, route.path, Access.ENGINE)
         self._check_origin(route, headers)
-        if self._admin_port is not None and port is not None and port != self._admin_port and _is_admin(route):
+        if self._admin_port is not None and port and port != self._admin_port and _is_admin(route):
             raise RequestError(
                 f"{route.path} is served at server.admin_port alone.",
                 status=404,
@@ -124,10 +128,6 @@ class Door:
         if self._aliases:
             return with_served_model(body, self._aliases), with_served_model(named, self._aliases)
         return body, named
-
-    def whole(self, receive: Receive, method: str) -> WholeBody:
-        """ASGI's `receive` of a request that the service answers itself, of whose body the work is bounded."""
-        return WholeBody(receive, self.bodies, wanted=method == "POST")
 
     def _route(self, method: str, target: bytes) -> Route:
         try:

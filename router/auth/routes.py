@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from router.apis.endpoints import BY_LOAD, PROMPTED
+from router.sharing.worker_processes import CHANGES_PATH
 
 
 class Access(Enum):
@@ -22,6 +23,7 @@ class Access(Enum):
     CALLER = auto()  # anyone where there are no tenants, else the operator
     OPERATOR = auto()  # changes something: with the token; without one only where nobody else can reach the router
     ENGINE = auto()  # an engine's own, about which nothing is known: with the token
+    PROCESS = auto()  # another process of this service, over the Unix socket
     NOBODY = auto()  # the path takes other methods
 
 
@@ -68,6 +70,7 @@ _OWN = [
     # They have engines read files and addresses.
     *(Route("POST", path, Access.ENGINE, own=True) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
     *(Route("POST", path, Access.ENGINE, own=True) for path in ("/sleep", "/wake_up")),
+    Route("GET", CHANGES_PATH, Access.PROCESS, own=True),
 ]
 # Of OpenAI's API and of engines: neither their settings nor anything that would stop or change one for others.
 _PASSED = [

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from router.admission.admission import Admission
 from router.fleet.fleet import Fleet
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.long_bodies import LongBodies
+from router.forwarding.request_context import RequestContexts
 from router.forwarding.retry_budget import RetryBudget
 from router.observability.metrics import RequestMetrics
 from router.observability.request_recorder import RequestStream
 from router.prediction.service_levels import ServiceLevels
 from router.routing.router import Router
-from router.settings import ProxySettings
+from router.settings import ProxySettings, ServerSettings
 from router.upstream import Upstreams
 
 
@@ -50,3 +52,12 @@ class ProxyServices:
         self.attempts = settings.attempts
         self.ask_usage = settings.ask_usage
         self.loop = asyncio.get_running_loop()
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyContext:
+    """The dependencies of a server that receives requests for workers."""
+
+    contexts: RequestContexts
+    services: ProxyServices
+    settings: ServerSettings

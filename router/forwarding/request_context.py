@@ -1,36 +1,34 @@
-"""What every request has, whichever way it comes in: its id, its trace, its tenant, and its line in the log.
-
-`RequestContexts` begins one; `ContextMiddleware` does so for ASGI, around the whole application.
-"""
+"""The context of a request: its id, its trace, its tenant, and its line in the access log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
+from typing import Final, TypeAlias
 
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 from structlog.contextvars import bound_contextvars
 
 from http_api.errors import RequestError, error_headers
 from router.apis.endpoints import call_error_body
-from router.auth import Admitted, ArrivingBody, BodyCheck, Door, Tenant
+from router.auth import PROCESS_SOCKET, Admitted, BodyCheck, Door, Tenant
 from router.forwarding.request_head import RequestHead
 from router.http.headers import Headers
-from router.http.request_id import new_id, with_id
+from router.http.request_id import new_id
 from router.observability.access_log import AccessLine
 from router.observability.metrics import RequestMetrics
 from router.observability.spans import RequestTrace, Tracing
-from router.settings import ServerSettings
 
-_CONTEXT = "kvrouter.request_context"
+# The key of a request's context in its ASGI scope.
+CONTEXT: Final = "kvrouter.request_context"
+# The address that a request came to: a host and a port, or the path of a Unix socket and None.
+ServerAddress: TypeAlias = tuple[str, int | None]
 
 
 class RequestContext:
     """One request, from its head to the end of its answer. `logged`: it gets a line in the log. `trace`: None where
     nothing is traced."""
 
-    __slots__ = ("_door", "_line", "_metrics", "_port", "head", "id", "logged", "tenant", "trace")
+    __slots__ = ("_door", "_line", "_metrics", "head", "id", "logged", "server", "tenant", "trace")
 
     def __init__(
         self,
@@ -39,7 +37,7 @@ class RequestContext:
         line: AccessLine | None,
         door: Door,
         metrics: RequestMetrics | None,
-        port: int | None = None,
+        server: ServerAddress | None,
     ) -> None:
         self.head = head
         self.id = head.id or new_id()
@@ -48,7 +46,7 @@ class RequestContext:
         self.logged = line is not None
         self._line = line
         self._door = door
-        self._port = port
+        self.server = server
         self._metrics = metrics
 
     def admit(self) -> None:
@@ -56,7 +54,9 @@ class RequestContext:
         head = self.head
         admitted = head.admitted
         if admitted is None:
-            admitted = head.admitted = self._door.admit(head.method, head.target, head.headers, self._port)
+            server = self.server
+            port = None if server is None else server[1] or PROCESS_SOCKET
+            admitted = head.admitted = self._door.admit(head.method, head.target, head.headers, port)
         self.tenant = admitted.tenant
 
     @property
@@ -161,72 +161,14 @@ class RequestContexts:
         self._metrics = metrics
         self._log = log
 
-    def begin(self, head: RequestHead, port: int | None = None) -> RequestContext:
-        """A request came, to this port where that matters."""
+    def begin(self, head: RequestHead, server: ServerAddress | None = None) -> RequestContext:
+        """Begin the context of a request that was received at the address `server`; None if that does not matter."""
         trace = None if self._tracing is None else self._tracing.request(head.method, head.path, head.headers)
         line = AccessLine(head.method, head.path) if self._log else None
-        return RequestContext(head, trace, line, self.door, self._metrics, port)
-
-
-class ContextMiddleware:
-    """Gives each request to `app` a context, and its body bounds."""
-
-    def __init__(self, app: ASGIApp, contexts: RequestContexts, settings: ServerSettings) -> None:
-        self._app = app
-        self._contexts = contexts
-        self._settings = settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        query = scope["query_string"]
-        target = scope["raw_path"] + (b"?" + query if query else b"")
-        head = RequestHead(scope["method"], scope["path"], target, scope["headers"])
-        context = self._contexts.begin(head, scope["server"][1] if scope.get("server") else None)
-        body = ArrivingBody(receive, scope["headers"], self._settings, self._contexts.door.arrivals)
-
-        async def observed_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = _lowered(message.get("headers", ()))
-                context.answered(message["status"], headers)
-                headers = with_id(headers, context.id)
-                if not body.complete:  # nobody reads the rest
-                    headers.append((b"connection", b"close"))
-                message = {**message, "headers": headers}
-            else:
-                context.passed(len(message.get("body", b"")))
-            await send(message)
-
-        with context.logging():
-            try:
-                await self._pass({**scope, "headers": context.headers, _CONTEXT: context}, body, observed_send)
-            finally:
-                body.end()
-                context.end()
-
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = context_of(scope)
-        try:
-            context.admit()
-        except RequestError as error:
-            headers, body = context.refusal(error)
-            await send({"type": "http.response.start", "status": error.status, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
-            return
-        if context.admitted.route.own:
-            receive = self._contexts.door.whole(receive, scope["method"])
-            if scope["method"] == "HEAD":
-                scope["method"] = "GET"  # the server leaves out the body
-        with suppress(ClientDisconnect):
-            await self._app(scope, receive, send)
-
-
-def _lowered(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    return [(name.lower(), value) for name, value in headers]
+        return RequestContext(head, trace, line, self.door, self._metrics, server)
 
 
 def context_of(scope: Scope) -> RequestContext:
-    """The context of a request to an application."""
-    context: RequestContext = scope[_CONTEXT]
+    """Return the context of a request that the ASGI application answers."""
+    context: RequestContext = scope[CONTEXT]
     return context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from http_api.errors import RequestError
 from router.auth import Admitted, Arrivals, too_large
-from router.forwarding.proxy import ProxyContext
+from router.forwarding.proxy_services import ProxyContext
 from router.http.headers import Headers, length_of
 from router.picker import ext_proc_pb2 as pb
 from router.settings import EngineFields

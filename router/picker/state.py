@@ -8,7 +8,7 @@ from random import Random
 from typing import Protocol
 
 from router.fleet.fleet import Fleet, Worker
-from router.forwarding.proxy import ProxyContext
+from router.forwarding.proxy_services import ProxyContext
 from router.picker.addresses import Addresses
 from router.picker.deadlines import Deadlines
 from router.picker.objectives import Objectives

@@ -1,1 +1,1 @@
-"""How requests reach the application: sockets, the fast lane, ASGI, worker processes and signals."""
+"""The HTTP server: sockets, client connections, worker processes and signals."""

@@ -18,11 +18,13 @@ from router.forwarding.request_context import RequestContext
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.routing_headers import RoutingHeaders
 from router.http.chunks import LAST, body_size
+from router.http.cors import without_cors
 from router.http.headers import Headers, lines_of
 from router.http.response_head import WITHOUT_BODY, ResponseHead
 
 _STATUS_LINES: Final = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
 _OK: Final = 200
+_HEAD: Final = "HEAD"
 # A longer body is not copied behind its head.
 _ONE_BUFFER: Final = 64 * 1024
 
@@ -61,7 +63,16 @@ class FramedResponse(ResponseWriter):
     when it has begun.
     """
 
-    __slots__ = ("_chunks_allowed", "_framing", "_owner", "_server_state", "_transport", "context", "keep_alive")
+    __slots__ = (
+        "_chunks_allowed",
+        "_cors",
+        "_framing",
+        "_owner",
+        "_server_state",
+        "_transport",
+        "context",
+        "keep_alive",
+    )
 
     def __init__(
         self,
@@ -71,14 +82,20 @@ class FramedResponse(ResponseWriter):
         context: RequestContext,
         keep_alive: bool,
         chunks_allowed: bool,
+        cors: bytes,
     ) -> None:
-        """`chunks_allowed`: the client speaks HTTP/1.1."""
+        """Create the response.
+
+        - `chunks_allowed`: the client speaks HTTP/1.1.
+        - `cors`: header lines of CORS; empty if the service has no CORS rules.
+        """
         self._owner = owner
         self._transport = transport
         self._server_state = server_state
         self.context = context
         self.keep_alive = keep_alive
         self._chunks_allowed = chunks_allowed
+        self._cors = cors
         self._framing = _LENGTH
 
     def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:
@@ -89,21 +106,27 @@ class FramedResponse(ResponseWriter):
         context.answered(status, ours.headers() if ours is not None and context.logged else [])
         if data and context.logged:
             context.passed(size)
+        if self._cors:
+            head = ResponseHead(status, without_cors(head.headers))
         beginning = head.beginning(first_lines)
         routing = ours.lines() if ours is not None else b""
-        if ended and not head.length and self.keep_alive and size <= _ONE_BUFFER and status == _OK:
+        bodiless = context.head.method == _HEAD
+        if ended and not head.length and self.keep_alive and size <= _ONE_BUFFER and status == _OK and not bodiless:
             # As nearly all are.
             length = str(size).encode()
             self._transport.write(
-                b"%b%bx-request-id: %b\r\ncontent-length: %b\r\n\r\n%b" % (beginning, routing, context.id, length, data)
+                b"%b%b%bx-request-id: %b\r\ncontent-length: %b\r\n\r\n%b"
+                % (beginning, routing, self._cors, context.id, length, data)
             )
             self._owner.response_ended()
             return
-        framing = self._choose_framing(head, size, ended)
+        framing = self._choose_framing(head, size, ended and not (bodiless and not size))
+        if bodiless:
+            data = b""
         connection = b"" if self.keep_alive else b"connection: close\r\n"
         if data and self._framing is _CHUNKED:
             data = _chunk(data)
-        lines = [beginning, routing, b"x-request-id: ", context.id, b"\r\n", framing, connection, b"\r\n"]
+        lines = [beginning, routing, self._cors, b"x-request-id: ", context.id, b"\r\n", framing, connection, b"\r\n"]
         if size <= _ONE_BUFFER:
             lines.append(data)
             self._transport.write(b"".join(lines))

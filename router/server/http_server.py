@@ -1,26 +1,19 @@
-"""uvicorn's server with our protocols: it serves an application over HTTP, drains its connections, and ends in time."""
+"""uvicorn's server with connections of our own: it serves over HTTP, drains its connections, and ends in time."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from router.forwarding.lane import Lane
 from router.http.cached_head import RecentHeads
-from router.server.asgi_fallback import uvicorn_fits
-from router.server.fast_lane import FastLaneProtocol
-from router.server.http_protocol import BoundedHttpProtocol
-
-log = structlog.get_logger()
+from router.server.http_connection import HttpConnection
 
 # So many connections are accepted in a turn of the loop: libuv takes one of a socket, and while many requests are
 # served in each turn, clients that come would wait for as many turns as there are clients before them.
@@ -30,14 +23,19 @@ KEEP_ALIVE_SECONDS = 75
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application; at its end requests in flight have `shutdown_timeout` seconds to finish."""
+    """A server of an application and its dispatcher, `app.state.dispatcher`."""
 
     def __init__(
         self, app: FastAPI, shutdown_timeout: float, certificate: Path | None = None, key: Path | None = None
     ) -> None:
+        """Create a server.
+
+        - `shutdown_timeout`: how many seconds requests in flight have to finish when it stops.
+        - `certificate`, `key`: files for TLS; None for plain HTTP.
+        """
         config = uvicorn.Config(
             app,
-            http=_http_protocol(app),  # type: ignore[arg-type]  # called as a class is
+            http=partial(HttpConnection, app.state.dispatcher, RecentHeads()),  # type: ignore[arg-type]
             ssl_certfile=certificate,
             ssl_keyfile=key,
             log_level="warning",
@@ -83,15 +81,3 @@ class Connections(set[Any]):
         super().add(connection)
         if self.stopping:
             asyncio.get_running_loop().call_soon(connection.shutdown)
-
-
-def _http_protocol(app: FastAPI) -> Callable[..., asyncio.Protocol | FastLaneProtocol]:
-    lane: Lane | None = getattr(app.state, "lane", None)
-    root_path = b"" if lane is None else lane.settings.root_path.encode()
-    bounded = partial(BoundedHttpProtocol, root_path)
-    if lane is None or not lane.settings.fast_lane:
-        return bounded
-    if not uvicorn_fits():
-        log.warning("the fast lane is closed: it does not know this uvicorn", version=uvicorn.__version__)
-        return bounded
-    return partial(FastLaneProtocol, lane, RecentHeads())

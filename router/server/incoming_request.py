@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from urllib.parse import unquote
 
 from router.forwarding.request_head import RequestHead
 from router.http.headers import Headers, length_of
@@ -13,18 +14,17 @@ class IncomingRequest:
     """A request, of which more may come. Names of headers are in lower case.
 
     `size`: bytes of its body that came, which `body` holds as long as they are not too many. `complete`: all of it
-    came. `upgrades`: it asks for another protocol. `asgi`: it was given to the application.
+    came.
     """
 
     __slots__ = (
-        "asgi",
         "body",
         "complete",
         "expects_continue",
         "headers",
         "keep_alive",
         "method",
-        "served_head",
+        "repeated_head",
         "size",
         "target",
         "version",
@@ -40,20 +40,26 @@ class IncomingRequest:
         self.keep_alive = False
         self.expects_continue = False
         self.complete = False
-        self.asgi = False
-        self.served_head: RequestHead | None = None  # of a request that is not for the application, once that is known
+        self.repeated_head: RequestHead | None = None  # if its client is likely to send this head again
 
-    def find_endpoint(self, paths: AbstractSet[bytes]) -> RequestHead | None:
-        """Its head, when it is a POST to one of these; None when it is the application's."""
+    def make_head(self, repeated_paths: AbstractSet[bytes]) -> RequestHead:
+        """Return its head, which is kept in `repeated_head` if it is a POST to one of these paths."""
         path, _, query = self.target.partition(b"?")
-        if self.method == b"POST" and path in paths:
-            target = self.target if query else path  # ASGI does not tell an empty query from none
-            self.served_head = RequestHead("POST", path.decode(), target, self.headers)
-        return self.served_head
+        decoded = path.decode("latin-1")
+        head = RequestHead(
+            self.method.decode("latin-1"),
+            unquote(decoded) if "%" in decoded else decoded,
+            self.target if query else path,  # an empty query is dropped
+            self.headers,
+        )
+        if self.method == b"POST" and path in repeated_paths:
+            self.repeated_head = head
+        return head
 
-    def has_origin(self) -> bool:
-        """Whether a browser sends it for a page, and says of which site."""
-        return any(name == b"origin" for name, _ in self.headers)
+    @property
+    def has_body(self) -> bool:
+        """Whether its head announces a body."""
+        return self.announced_size() > 0 or any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def announced_size(self) -> int:
         """How long its head says that the body is, in bytes; 0 where it says nothing."""

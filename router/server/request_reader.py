@@ -26,13 +26,13 @@ class RequestReceiver:
     """A connection that requests come over. By default it does nothing with them."""
 
     def head_read(self, request: IncomingRequest) -> None:
-        """The head of a request is complete."""
+        """Called with a request's head, or with the whole request if that has no body."""
 
     def body_read(self, request: IncomingRequest, data: bytes) -> None:
         """More of its body came."""
 
     def request_read(self, request: IncomingRequest) -> None:
-        """All of it came."""
+        """Called when the whole of a request with a body was received."""
 
     def refuse_rest(self, problem: str) -> None:
         """What came now cannot be read, nor what follows."""
@@ -107,10 +107,10 @@ class RequestReader:
     def _remember(self, data: bytes, last: IncomingRequest | None) -> None:
         """Keep the head of a request that is all of `data`."""
         request = self._request
-        if request is None or request is last or request.served_head is None:
+        if request is None or request is last or request.repeated_head is None:
             return
         if request.complete and request.keep_alive:
-            known = CachedHead.of(data, request.served_head.without_length())
+            known = CachedHead.of(data, request.repeated_head.without_length())
             if known is not None:
                 self._cached = self._recent.add(known)
 
@@ -142,7 +142,8 @@ class RequestReader:
         request.expects_continue = any(
             name == b"expect" and value.lower() == b"100-continue" for name, value in request.headers
         )
-        self._receiver.head_read(request)
+        if request.has_body:
+            self._receiver.head_read(request)
 
     def on_body(self, body: bytes) -> None:
         self._receiver.body_read(self._current, body)
@@ -150,7 +151,10 @@ class RequestReader:
     def on_message_complete(self) -> None:
         request = self._current
         request.complete = True
-        self._receiver.request_read(request)
+        if request.has_body:
+            self._receiver.request_read(request)
+        else:
+            self._receiver.head_read(request)
 
     @property
     def _current(self) -> IncomingRequest:

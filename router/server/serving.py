@@ -20,8 +20,8 @@ from router.auth import Door
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.config_reload import SettingsFile
 from router.fleet.stream_addresses import RegisteredStreams
-from router.forwarding.lane import Lane
-from router.forwarding.request_context import ContextMiddleware, RequestContexts
+from router.forwarding.dispatcher import Dispatcher
+from router.forwarding.request_context import RequestContexts
 from router.http.end_tasks import end_tasks
 from router.server.announcements import announce_models, announce_page, announce_start, say
 from router.server.http_server import HttpServer
@@ -112,8 +112,7 @@ def index_app(settings: Settings, indexer: Indexer, tokenizers: Tokenizers, stre
     questions = Questions(indexer, match_reader(tokenizers, resolve))
     contexts = RequestContexts(Door(settings), None, None, settings.logs.access)
     app = indexer_app(indexer, questions, streams.admit, settings.server.token)
-    app.add_middleware(ContextMiddleware, contexts, settings.server)
-    app.state.lane = Lane(contexts, settings.server, questions)
+    app.state.dispatcher = Dispatcher(app, contexts, settings.server, questions)
     return app
 
 

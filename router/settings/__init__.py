@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.settings.schema import (
     LONGEST_NAME,
+    WITHOUT_EFFECT,
     WORKER_NAME,
     AdmissionSettings,
     AuditSettings,
@@ -40,6 +41,7 @@ from router.settings.schema import (
 
 __all__ = [
     "LONGEST_NAME",
+    "WITHOUT_EFFECT",
     "WORKER_NAME",
     "AdmissionSettings",
     "AuditSettings",

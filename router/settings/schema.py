@@ -115,7 +115,7 @@ _PREFIX = "KVROUTER_"
 
 
 # Settings of earlier versions, which are accepted and have no effect.
-WITHOUT_EFFECT = ("picker.fast_lane",)
+WITHOUT_EFFECT = ("server.fast_lane", "picker.fast_lane")
 
 
 class ConfigError(Exception):
@@ -150,7 +150,6 @@ class ServerSettings(_Section):
     processes: PositiveInt = 1
     drain_seconds: NonNegative = 0.0
     shutdown_timeout: NonNegative = 30.0
-    fast_lane: bool = True
     token: str = ""
     allowed_hosts: list[str] = []
     admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None

@@ -19,12 +19,11 @@ pytestmark = pytest.mark.anyio
 MODELS = {"simulated": {"aliases": ["gpt-4o", "default"]}, "poet": {"aliases": ["bard"]}}
 
 
-@pytest.fixture(params=[True, False], ids=["fast lane", "asgi"])
-async def routed(request: pytest.FixtureRequest) -> AsyncIterator[RouterUnderTest]:
+@pytest.fixture
+async def routed() -> AsyncIterator[RouterUnderTest]:
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(running(SimulatedWorkerSettings(adapters=("poet",))))
-        server = {"fast_lane": request.param}
-        yield await stack.enter_async_context(router(url, models=MODELS, server=server))
+        yield await stack.enter_async_context(router(url, models=MODELS))
 
 
 async def test_clients_ask_for_an_alias(routed: RouterUnderTest) -> None:
@@ -80,10 +79,9 @@ async def served(exchange: Exchange) -> None:
     await exchange.answer(exchange.body)
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-async def test_all_else_of_a_body_stays_as_it_came(fast_lane: bool) -> None:
-    aliases = {"models": {"m": {"aliases": ["x"]}}, "server": {"fast_lane": fast_lane}}
-    async with scripted_worker(served) as worker, router(worker.url, **aliases) as routed:
+async def test_all_else_of_a_body_stays_as_it_came() -> None:
+    models = {"m": {"aliases": ["x"]}}
+    async with scripted_worker(served) as worker, router(worker.url, models=models) as routed:
         body = b'{ "input": "\\u00e9",  "model" : "x", "float": 1.0e5 }'
         await routed.call("/v1/embeddings", body)
         assert worker.last.body == body.replace(b'"x"', b'"m"')

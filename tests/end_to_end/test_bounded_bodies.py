@@ -21,9 +21,9 @@ INDEX = ["/match", "/query", "/query_by_hash", "/register", "/unregister"]
 ROUTER = [*INDEX, "/explain", "/workers", "/workers/drain", "/v1/audio/transcriptions"]
 
 
-@pytest.fixture(scope="module", params=["fast", "asgi"])
-async def router_url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    async with router(server=LIMITS | {"fast_lane": request.param == "fast"}) as routed:
+@pytest.fixture(scope="module")
+async def router_url() -> AsyncIterator[str]:
+    async with router(server=LIMITS) as routed:
         yield routed.url
 
 

@@ -25,9 +25,8 @@ async def demand(routed: RouterUnderTest) -> float:
     return await routed.metric("kvrouter_model_demand", model="simulated")
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-async def test_requests_wait_for_the_first_worker_of_a_model(fast_lane: bool) -> None:
-    async with router(**cold(), server={"fast_lane": fast_lane}) as routed:
+async def test_requests_wait_for_the_first_worker_of_a_model() -> None:
+    async with router(**cold()) as routed:
         assert (await routed.call("/ready")).status == 200
         assert await demand(routed) == 0
         models = ("simulated", "small", "simulated")

@@ -48,11 +48,6 @@ ENGINE_ROUTES = [
 ]
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "asgi"])
-def lane(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 @pytest.fixture
 async def worker() -> AsyncIterator[ScriptedWorker]:
     async with scripted_worker() as worker:
@@ -60,15 +55,15 @@ async def worker() -> AsyncIterator[ScriptedWorker]:
 
 
 @pytest.fixture
-async def guarded(worker: ScriptedWorker, lane: bool) -> AsyncIterator[RouterUnderTest]:
-    server = {"token": TOKEN, "fast_lane": lane}
+async def guarded(worker: ScriptedWorker) -> AsyncIterator[RouterUnderTest]:
+    server = {"token": TOKEN}
     async with router(worker.url, server=server, tenants=TENANTS) as routed:
         yield routed
 
 
 @pytest.fixture
-async def plain(worker: ScriptedWorker, lane: bool) -> AsyncIterator[RouterUnderTest]:
-    async with router(worker.url, server={"fast_lane": lane}) as routed:
+async def plain(worker: ScriptedWorker) -> AsyncIterator[RouterUnderTest]:
+    async with router(worker.url) as routed:
         yield routed
 
 
@@ -148,13 +143,11 @@ async def test_what_watches_the_router_never_passes_to_a_worker(plain: RouterUnd
     assert worker.exchanges == []
 
 
-async def test_what_only_engines_know_wants_the_token(
-    worker: ScriptedWorker, plain: RouterUnderTest, lane: bool
-) -> None:
+async def test_what_only_engines_know_wants_the_token(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
     for method, path in ENGINE_ROUTES:
         reply = await plain.call(path, {}, method=method)
         assert (reply.status, "server.token" in reply.error["message"]) == (403, True)
-    async with router(worker.url, server={"fast_lane": lane, "token": TOKEN}) as routed:
+    async with router(worker.url, server={"token": TOKEN}) as routed:
         for headers in ({}, {"authorization": "Bearer wrong"}):
             for method, path in ENGINE_ROUTES:
                 reply = await routed.call(path, {}, method=method, headers=headers)
@@ -169,16 +162,16 @@ async def test_what_only_engines_know_wants_the_token(
     assert not any(exchange.header("authorization") for exchange in worker.exchanges)
 
 
-async def test_more_routes_may_be_named(worker: ScriptedWorker, lane: bool) -> None:
+async def test_more_routes_may_be_named(worker: ScriptedWorker) -> None:
     proxy = {"more_routes": ["POST /v1/mine/{id}"]}
-    async with router(worker.url, server={"fast_lane": lane}, proxy=proxy) as routed:
+    async with router(worker.url, proxy=proxy) as routed:
         assert (await routed.call("/v1/mine/1", {})).status == 200
         assert (await routed.call("/v1/mine/1")).status == 405
         assert (await routed.call("/v1/mine/1/2", {})).status == 403
 
 
-async def test_the_token_never_reaches_a_worker(worker: ScriptedWorker, lane: bool) -> None:
-    async with router(worker.url, server={"fast_lane": lane, "token": TOKEN}) as routed:
+async def test_the_token_never_reaches_a_worker(worker: ScriptedWorker) -> None:
+    async with router(worker.url, server={"token": TOKEN}) as routed:
         assert (await routed.call("/v1/completions", COMPLETION, headers=ADMIN)).status == 200
         assert worker.last.header("authorization") == []
         assert (await routed.call("/v1/completions", COMPLETION, headers=KEY)).status == 200
@@ -188,8 +181,8 @@ async def test_the_token_never_reaches_a_worker(worker: ScriptedWorker, lane: bo
 # Who may change the router
 
 
-async def test_off_loopback_nothing_is_changed_without_a_token(worker: ScriptedWorker, lane: bool) -> None:
-    async with router(worker.url, server={"fast_lane": lane, "host": "0.0.0.0"}) as routed:
+async def test_off_loopback_nothing_is_changed_without_a_token(worker: ScriptedWorker) -> None:
+    async with router(worker.url, server={"host": "0.0.0.0"}) as routed:
         for path in ("/workers", "/workers/drain", "/workers/undrain", "/register", "/unregister"):
             reply = await routed.call(path, {"url": "http://127.0.0.1:1"})
             assert (reply.status, "server.token" in reply.error["message"]) == (403, True)
@@ -276,11 +269,11 @@ async def test_fields_that_steer_engines_are_the_routers(
     assert worker.last.body == body
 
 
-async def test_they_are_stripped_or_passed_where_the_settings_say_so(worker: ScriptedWorker, lane: bool) -> None:
+async def test_they_are_stripped_or_passed_where_the_settings_say_so(worker: ScriptedWorker) -> None:
     extra = {"vllm_xargs": {"kv_transfer_params": 1, "x": [1]}, "rid": "r", "user": "é", "kv_transfer_params": {"a": 1}}
     headers = {"x-data-parallel-rank": "1", "x-mine": "2"}
     for mode in ("strip", "pass"):
-        async with router(worker.url, server={"fast_lane": lane}, proxy={"engine_fields": mode}) as routed:
+        async with router(worker.url, proxy={"engine_fields": mode}) as routed:
             assert (await routed.call("/v1/completions", COMPLETION | extra, headers=headers)).status == 200
         kept = {"vllm_xargs": {"x": [1]}, "user": "é"} if mode == "strip" else extra
         assert json.loads(worker.last.body) == COMPLETION | kept
@@ -390,8 +383,8 @@ async def test_no_priority_is_better_than_the_tenants(worker: ScriptedWorker, gu
 OWN = ("/match", "/query", "/query_by_hash", "/explain", "/register", "/unregister", "/workers", "/workers/drain")
 
 
-async def test_own_endpoints_have_the_same_bounds(worker: ScriptedWorker, lane: bool) -> None:
-    server = {"fast_lane": lane, "max_body_bytes": 1000, "body_timeout": 0.3}
+async def test_own_endpoints_have_the_same_bounds(worker: ScriptedWorker) -> None:
+    server = {"max_body_bytes": 1000, "body_timeout": 0.3}
     async with router(worker.url, server=server) as routed:
         for path in OWN:
             assert (await routed.call(path, b"x" * 1001)).status == 413
@@ -407,9 +400,9 @@ async def test_own_endpoints_have_the_same_bounds(worker: ScriptedWorker, lane: 
         assert {answer[:13] for answer in await asyncio.gather(*slow)} == {b"HTTP/1.1 408 "}
 
 
-async def test_all_arriving_bodies_together_are_bounded(worker: ScriptedWorker, lane: bool) -> None:
+async def test_all_arriving_bodies_together_are_bounded(worker: ScriptedWorker) -> None:
     mebibyte = 2**20
-    async with router(worker.url, server={"fast_lane": lane}, limits={"arriving_bytes": 4 * mebibyte}) as routed:
+    async with router(worker.url, limits={"arriving_bytes": 4 * mebibyte}) as routed:
         address = urlsplit(routed.url)
         opened = [await asyncio.open_connection(address.hostname, address.port) for _ in range(6)]
         head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % (2 * mebibyte)
@@ -477,9 +470,9 @@ def answers(status: str) -> Any:
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/responses", "/v1/embeddings", "/load_lora_adapter"])
 @pytest.mark.parametrize("script", [answers("502 Bad Gateway"), answers("503 No"), Exchange.hang_up])
-async def test_what_is_not_safe_to_repeat_is_sent_once(lane: bool, path: str, script: Any) -> None:
+async def test_what_is_not_safe_to_repeat_is_sent_once(path: str, script: Any) -> None:
     async with scripted_worker(script) as one, scripted_worker(script) as two:
-        server = {"fast_lane": lane, "token": TOKEN}
+        server = {"token": TOKEN}
         async with router(one.url, two.url, server=server, policy={"name": "round_robin"}) as routed:
             reply = await routed.call(path, BODIES.get(path, {"model": MODEL}), headers=ADMIN)
             assert reply.status in (502, 503)
@@ -487,9 +480,9 @@ async def test_what_is_not_safe_to_repeat_is_sent_once(lane: bool, path: str, sc
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/completions", "/v1/responses"])
-async def test_a_worker_that_cannot_be_reached_did_not_get_it(lane: bool, path: str) -> None:
+async def test_a_worker_that_cannot_be_reached_did_not_get_it(path: str) -> None:
     async with scripted_worker() as one, scripted_worker() as two:
-        async with router(one.url, two.url, server={"fast_lane": lane}, policy={"name": "round_robin"}) as routed:
+        async with router(one.url, two.url, policy={"name": "round_robin"}) as routed:
             await one.stop()
             for _ in range(3):
                 reply = await routed.call(path, BODIES.get(path, {"model": MODEL}))
@@ -498,26 +491,26 @@ async def test_a_worker_that_cannot_be_reached_did_not_get_it(lane: bool, path: 
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
-async def test_a_kept_connection_that_closes_sends_nothing_twice(lane: bool, path: str) -> None:
+async def test_a_kept_connection_that_closes_sends_nothing_twice(path: str) -> None:
     async def once_then_hang_up(exchange: Exchange) -> None:
         if len(worker.exchanges) == 1:
             await exchange.answer()
         else:
             await exchange.hang_up()
 
-    async with scripted_worker(once_then_hang_up) as worker, router(worker.url, server={"fast_lane": lane}) as routed:
+    async with scripted_worker(once_then_hang_up) as worker, router(worker.url) as routed:
         assert (await routed.call("/v1/completions", COMPLETION)).status == 200
         assert (await routed.call(path, {"model": MODEL})).status == 502
         assert len(worker.exchanges) == 2
 
 
-async def test_a_request_that_kills_its_worker_takes_no_more_than_two(lane: bool) -> None:
+async def test_a_request_that_kills_its_worker_takes_no_more_than_two() -> None:
     workers = [ScriptedWorker(Exchange.hang_up) for _ in range(5)]
     for worker in workers:
         await worker.start()
     try:
         urls = [worker.url for worker in workers]
-        async with router(*urls, server={"fast_lane": lane}, proxy={"attempts": 5}) as routed:
+        async with router(*urls, proxy={"attempts": 5}) as routed:
             reply = await routed.call("/v1/completions", COMPLETION)
             assert reply.status == 503
             assert sum(len(worker.exchanges) for worker in workers) == 2
@@ -526,7 +519,7 @@ async def test_a_request_that_kills_its_worker_takes_no_more_than_two(lane: bool
             await worker.stop()
 
 
-async def test_requests_that_no_worker_answered_find_a_healthy_one(lane: bool) -> None:
+async def test_requests_that_no_worker_answered_find_a_healthy_one() -> None:
     """Four of eight workers die under waiting requests, more than any budget of retries would let go on."""
     waiting = asyncio.Event()
 
@@ -541,9 +534,8 @@ async def test_requests_that_no_worker_answered_find_a_healthy_one(lane: bool) -
         await worker.start()
     try:
         proxy = {"retry_minimum": 0, "retry_share": 0}
-        server = {"fast_lane": lane}
         urls = [worker.url for worker in workers]
-        async with router(*urls, server=server, proxy=proxy, policy={"name": "round_robin"}) as routed:
+        async with router(*urls, proxy=proxy, policy={"name": "round_robin"}) as routed:
             asked = [asyncio.create_task(routed.call("/v1/completions", COMPLETION)) for _ in range(80)]
 
             async def all_there() -> bool:
@@ -604,7 +596,7 @@ async def test_a_client_that_half_closes_gets_its_answer(plain: RouterUnderTest,
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/files"])
-async def test_a_client_that_is_gone_is_not_waited_for(worker: ScriptedWorker, lane: bool, path: str) -> None:
+async def test_a_client_that_is_gone_is_not_waited_for(worker: ScriptedWorker, path: str) -> None:
     gone = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
@@ -612,7 +604,7 @@ async def test_a_client_that_is_gone_is_not_waited_for(worker: ScriptedWorker, l
         gone.set()
 
     worker.script = script
-    async with router(worker.url, server={"fast_lane": lane}) as routed:
+    async with router(worker.url) as routed:
         address = urlsplit(routed.url)
         _, writer = await asyncio.open_connection(address.hostname, address.port)
         writer.write(request_bytes("POST", path.encode(), json.dumps(COMPLETION).encode()))
@@ -626,7 +618,7 @@ async def test_a_client_that_is_gone_is_not_waited_for(worker: ScriptedWorker, l
             await gone.wait()
 
 
-async def test_a_status_that_http_does_not_have_is_no_answer(worker: ScriptedWorker, lane: bool) -> None:
+async def test_a_status_that_http_does_not_have_is_no_answer(worker: ScriptedWorker) -> None:
     worker.script = answers("999 Odd")
-    async with router(worker.url, server={"fast_lane": lane}) as routed:
+    async with router(worker.url) as routed:
         assert (await routed.call("/v1/completions", COMPLETION)).status == 503

@@ -163,15 +163,14 @@ async def test_no_question_of_ours_follows_a_redirect() -> None:
         assert elsewhere.exchanges == []
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-async def test_an_answer_without_a_body_has_no_length(fast_lane: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_answer_without_a_body_has_no_length(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever its worker says: a client would wait for what does not come."""
     status = ""
 
     async def script(exchange: Exchange) -> None:
         await exchange.send(b"HTTP/1.1 %b\r\ncontent-length: 5\r\nX_Request_Id: evil\r\n\r\n" % status.encode())
 
-    async with scripted_worker(script) as worker, router(worker.url, server={"fast_lane": fast_lane}) as routed:
+    async with scripted_worker(script) as worker, router(worker.url) as routed:
         for status in ("204 No Content", "304 Not Modified"):
             for method, path in (("POST", PATH), ("GET", "/v1/files/a")):
                 reply = await routed.call(path, BODY if method == "POST" else None, method=method)

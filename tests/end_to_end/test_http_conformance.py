@@ -1,4 +1,4 @@
-"""HTTP/1.1 on the wire, both sides of the router, byte by byte: the fast lane and the ordinary way do the same.
+"""HTTP/1.1 on the wire, both sides of the router, byte by byte.
 
 What can be read in two ways is answered or closed, and never forwarded.
 """
@@ -14,16 +14,11 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
-import uvicorn
 from router_under_test import RouterUnderTest, router, serving, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.app.app import running_router
 from router.server import head_limiter, http_server
-from router.server.asgi_fallback import uvicorn_fits
-from router.server.fast_lane import FastLaneProtocol
-from router.server.http_protocol import BoundedHttpProtocol
 from router.server.http_server import HttpServer
 from router.settings import Settings
 
@@ -95,15 +90,10 @@ async def wire(url: str) -> AsyncIterator[Wire]:
         writer.close()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["lane", "asgi"])
-def lane(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 @pytest.fixture(scope="module")
-async def running(lane: bool) -> AsyncIterator[tuple[ScriptedWorker, RouterUnderTest]]:
+async def running() -> AsyncIterator[tuple[ScriptedWorker, RouterUnderTest]]:
     quiet = {"probe_interval": 60, "metrics_interval": 60, "failures": 1000, "retry_interval": 0.05}
-    limits = LIMITS | {"fast_lane": lane}
+    limits = LIMITS
     async with (
         scripted_worker() as worker,
         router(worker.url, server=limits, fleet=quiet, proxy={"client_timeout": 0.5}) as routed,
@@ -638,17 +628,17 @@ async def test_an_answer_that_breaks_off_never_seems_whole(worker: ScriptedWorke
 
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-# What a worker sends, a piece after the other, and what its client gets: by the fast lane chunks of events pass as they
-# came, with the worker's capital letters; else all is framed anew.
+# What a worker sends, a piece after the other, and what its client gets: whole chunks of
+# events pass as they came, with the worker's capital letters; all else is framed anew.
 PIECES = [
-    (EVENTS + b"9\r\ndata: 1\n\n\r\n", b"9\r\ndata: 1\n\n\r\n", b"9\r\ndata: 1\n\n\r\n"),
-    (b"B\r\ndata: 234\n\n\r\n", b"B\r\ndata: 234\n\n\r\n", b"b\r\ndata: 234\n\n\r\n"),
-    (b"3\r\n:a\n\r\n3\r\n:b\n\r\n", b"3\r\n:a\n\r\n3\r\n:b\n\r\n", b"6\r\n:a\n:b\n\r\n"),
-    (b"B\r\ndata", b"4\r\ndata\r\n", b"4\r\ndata\r\n"),
-    (b": 901\n\n\r\n", b"7\r\n: 901\n\n\r\n", b"7\r\n: 901\n\n\r\n"),
-    (b"B\r\ndata: 234\n\n\r\n", b"B\r\ndata: 234\n\n\r\n", b"b\r\ndata: 234\n\n\r\n"),
-    (b"00B;a=b\r\ndata: 567\n\n\r\n", b"b\r\ndata: 567\n\n\r\n", b"b\r\ndata: 567\n\n\r\n"),
-    (b"0\r\nx-trailer: 1\r\n\r\n", b"0\r\n\r\n", b"0\r\n\r\n"),
+    (EVENTS + b"9\r\ndata: 1\n\n\r\n", b"9\r\ndata: 1\n\n\r\n"),
+    (b"B\r\ndata: 234\n\n\r\n", b"B\r\ndata: 234\n\n\r\n"),
+    (b"3\r\n:a\n\r\n3\r\n:b\n\r\n", b"3\r\n:a\n\r\n3\r\n:b\n\r\n"),
+    (b"B\r\ndata", b"4\r\ndata\r\n"),
+    (b": 901\n\n\r\n", b"7\r\n: 901\n\n\r\n"),
+    (b"B\r\ndata: 234\n\n\r\n", b"B\r\ndata: 234\n\n\r\n"),
+    (b"00B;a=b\r\ndata: 567\n\n\r\n", b"b\r\ndata: 567\n\n\r\n"),
+    (b"0\r\nx-trailer: 1\r\n\r\n", b"0\r\n\r\n"),
 ]
 
 
@@ -671,20 +661,18 @@ async def see_in_steps(client: Wire, worker: ScriptedWorker, pieces: list[bytes]
         seen.release()
 
 
-async def test_chunks_of_events_pass_as_they_came(worker: ScriptedWorker, url: str, lane: bool) -> None:
+async def test_chunks_of_events_pass_as_they_came(worker: ScriptedWorker, url: str) -> None:
     async with wire(url) as client:
-        shown = [by_lane if lane else anew for _, by_lane, anew in PIECES]
-        await see_in_steps(client, worker, [sent for sent, _, _ in PIECES], shown)
+        await see_in_steps(client, worker, [sent for sent, _ in PIECES], [shown for _, shown in PIECES])
 
 
 @pytest.mark.parametrize("end", [b"", b"9\r\nda", b"9\r\n", b"9", b"zz\r\ndata: 1\n\n\r\n", b"9\r\ndata: 1\n\nXX"])
 async def test_a_stream_that_breaks_off_after_chunks_that_passed_stays_framed(
-    worker: ScriptedWorker, url: str, lane: bool, end: bytes
+    worker: ScriptedWorker, url: str, end: bytes
 ) -> None:
-    (first, *_), (second, *_) = PIECES[:2]
-    shown = [by_lane if lane else anew for _, by_lane, anew in PIECES[:2]]
+    (first, shown_first), (second, shown_second) = PIECES[:2]
     async with wire(url) as client:
-        await see_in_steps(client, worker, [first, second, end], shown)
+        await see_in_steps(client, worker, [first, second, end], [shown_first, shown_second])
         body = b""
         async with asyncio.timeout(60):
             while size := int(await client.reader.readline(), 16):
@@ -728,7 +716,7 @@ async def test_a_request_of_which_an_answer_began_is_not_sent_again(worker: Scri
     assert len(worker.exchanges) == 2
 
 
-async def test_an_answer_may_come_before_the_request_is_read(lane: bool) -> None:
+async def test_an_answer_may_come_before_the_request_is_read() -> None:
     """A worker that refuses a large body at once, and does not read it."""
 
     async def early(reader: StreamReader, writer: StreamWriter) -> None:
@@ -747,7 +735,7 @@ async def test_an_answer_may_come_before_the_request_is_read(lane: bool) -> None
     server = await asyncio.start_server(early, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     body = b'{"model":"m","prompt":[%b1]}' % (b"1," * 5_000_000)
-    async with server, router(f"http://127.0.0.1:{port}", server={"fast_lane": lane}) as routed:
+    async with server, router(f"http://127.0.0.1:{port}") as routed:
         async with wire(routed.url) as client:
             await client.send(POST + b"Content-Length: %d\r\n\r\n" % len(body))
             await client.send(body)
@@ -756,31 +744,10 @@ async def test_an_answer_may_come_before_the_request_is_read(lane: bool) -> None
         await routed.until_released()
 
 
-# The lane itself
+# The server
 
 
-async def test_the_lane_takes_what_is_for_workers(lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-    serve = HttpToolsProtocol._start_asgi_task
-
-    def start(self: HttpToolsProtocol, cycle: RequestResponseCycle, app: object) -> None:
-        taken.append(cycle.scope["path"])
-        serve(self, cycle, app)  # type: ignore[arg-type]
-
-    async with scripted_worker() as worker, router(worker.url, server={"fast_lane": lane}) as routed:
-        monkeypatch.setattr(HttpToolsProtocol, "_start_asgi_task", start)
-        for path in ("/v1/completions", "/v1/embeddings", "/v1/completions?a=b"):
-            assert (await routed.call(path, BODY)).status == 200
-        assert (await routed.call("/v1/files", BODY)).status == 200
-        assert (await routed.call("/v1/completions")).status == 405
-        assert (await routed.call("/health")).status == 200
-        await routed.call("/v1/completions", BODY, headers={"connection": "upgrade", "upgrade": "h2c"})
-    ordinary = ["/v1/files", "/v1/completions", "/health"]
-    for_workers = ["/v1/completions", "/v1/embeddings", "/v1/completions"]
-    assert taken == (ordinary if lane else [*for_workers, *ordinary, "/v1/completions"])
-
-
-async def test_a_router_that_stops_lets_requests_finish(lane: bool) -> None:
+async def test_a_router_that_stops_lets_requests_finish() -> None:
     arrived, finish = asyncio.Event(), asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
@@ -792,7 +759,7 @@ async def test_a_router_that_stops_lets_requests_finish(lane: bool) -> None:
         await exchange.chunk(b"")
 
     async with scripted_worker(script) as worker:
-        settings = Settings(workers=[{"url": worker.url}], server={"fast_lane": lane})  # type: ignore[list-item, arg-type]
+        settings = Settings(workers=[{"url": worker.url}])  # type: ignore[list-item]
         async with running_router(settings) as app:
             server = HttpServer(app, shutdown_timeout=5)
             async with serving(server) as url, wire(url) as busy, wire(url) as idle:
@@ -810,10 +777,10 @@ async def test_a_router_that_stops_lets_requests_finish(lane: bool) -> None:
     assert len(worker.exchanges) == 1
 
 
-async def test_a_connection_that_asks_nothing_more_is_closed(lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_asks_nothing_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "KEEP_ALIVE_SECONDS", 1)
     async with scripted_worker() as worker:
-        settings = Settings(workers=[{"url": worker.url}], server={"fast_lane": lane})  # type: ignore[list-item, arg-type]
+        settings = Settings(workers=[{"url": worker.url}])  # type: ignore[list-item]
         async with (
             running_router(settings) as app,
             serving(HttpServer(app, shutdown_timeout=5)) as url,
@@ -825,26 +792,3 @@ async def test_a_connection_that_asks_nothing_more_is_closed(lane: bool, monkeyp
             await ordinary.send(HEALTH)
             assert (await ordinary.answer()).status == 200
             assert [await ours.rest(), await ordinary.rest()] == [b"", b""]
-
-
-async def test_with_a_uvicorn_that_it_does_not_know_the_lane_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other(HttpToolsProtocol):
-        def on_header(self, name: bytes, value: bytes, more: bytes = b"") -> None:
-            """Takes something else."""
-
-    class Without(HttpToolsProtocol):
-        on_body = None  # type: ignore[assignment]
-
-    class Anew(HttpToolsProtocol):
-        def __init__(self) -> None:
-            """Keeps nothing."""
-
-    assert uvicorn_fits()
-    assert not any(map(uvicorn_fits, (Other, Without, Anew)))
-    assert (0, 34) <= tuple(map(int, uvicorn.__version__.split(".")[:2])) < (0, 60)
-    settings = Settings(workers=[])
-    async with running_router(settings) as app:
-        made = HttpServer(app, 1).config.http
-        assert getattr(made, "func", None) is FastLaneProtocol
-        monkeypatch.setattr("router.server.http_server.uvicorn_fits", lambda: False)
-        assert getattr(HttpServer(app, 1).config.http, "func", None) is BoundedHttpProtocol

@@ -40,13 +40,12 @@ def holders() -> list[str]:
     return [kind for kind in found if kind != "Exchange"]  # which is the worker's
 
 
-@pytest.mark.parametrize("fast_lane", [True, False], ids=["fast", "asgi"])
-async def test_no_body_is_kept(fast_lane: bool) -> None:
+async def test_no_body_is_kept() -> None:
     async def forgetting(exchange: Exchange) -> None:
         exchange.body = b""
         await exchange.answer()
 
-    async with scripted_worker(forgetting) as worker, router(worker.url, server={"fast_lane": fast_lane}) as routed:
+    async with scripted_worker(forgetting) as worker, router(worker.url) as routed:
         address = urlsplit(routed.url)
         opened = []
         gc.collect()

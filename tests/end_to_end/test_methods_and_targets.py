@@ -98,16 +98,15 @@ class Kept:
 
 
 @asynccontextmanager
-async def guarded(fast_lane: bool) -> AsyncIterator[tuple[RouterUnderTest, ScriptedWorker]]:
+async def guarded() -> AsyncIterator[tuple[RouterUnderTest, ScriptedWorker]]:
     async with scripted_worker() as worker:
-        server = {"token": TOKEN, "fast_lane": fast_lane}
+        server = {"token": TOKEN}
         async with router(worker.url, server=server, tenants=TENANTS) as routed:
             yield routed, worker
 
 
-@pytest.mark.parametrize("fast_lane", [True, False], ids=["fast", "asgi"])
-async def test_a_worker_sees_what_the_list_says(fast_lane: bool) -> None:
-    async with guarded(fast_lane) as (routed, worker):
+async def test_a_worker_sees_what_the_list_says() -> None:
+    async with guarded() as (routed, worker):
         for who, key in CREDENTIALS.items():
             kept = Kept(routed.url)
             allowed = expected(who)

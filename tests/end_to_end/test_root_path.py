@@ -19,10 +19,9 @@ async def served(exchange: Exchange) -> None:
     await exchange.answer(json.dumps({"target": exchange.target}).encode())
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
 @pytest.mark.parametrize("root_path", ["/llm", "/a/b/"])
-async def test_paths_may_begin_with_the_root_path(fast_lane: bool, root_path: str) -> None:
-    server = {"fast_lane": fast_lane, "root_path": root_path}
+async def test_paths_may_begin_with_the_root_path(root_path: str) -> None:
+    server = {"root_path": root_path}
     async with scripted_worker(served) as worker, router(worker.url, server=server) as routed:
         root = root_path.rstrip("/")
         for _ in range(3):  # also of a head that is known
@@ -48,9 +47,8 @@ async def preflight(routed: RouterUnderTest, origin: str, path: str = "/v1/chat/
 KEY = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-async def test_pages_of_listed_origins_may_ask(fast_lane: bool) -> None:
-    server = {"fast_lane": fast_lane, "cors_origins": [PAGE], "token": "t"}
+async def test_pages_of_listed_origins_may_ask() -> None:
+    server = {"cors_origins": [PAGE], "token": "t"}
     tenants = {"named": {"a": {"keys": [KEY]}}}
     async with scripted_worker(served) as worker, router(worker.url, server=server, tenants=tenants) as routed:
         reply = await preflight(routed, PAGE)

@@ -165,13 +165,12 @@ def told(stream: bytes) -> tuple[str, list[Any], list[Any], int]:
 # The same text, wherever the worker dies
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-async def test_streams_of_a_killed_worker_go_on_elsewhere(fast_lane: bool) -> None:
+async def test_streams_of_a_killed_worker_go_on_elsewhere() -> None:
     """At every point of their way at once: they began one after the other."""
     async with (
         worker_process(0.02) as (killed, victim),
         worker_process(0.02) as (_, survivor),
-        router(victim, survivor, **TURNS, server={"fast_lane": fast_lane}) as routed,
+        router(victim, survivor, **TURNS) as routed,
         plain_client(survivor) as alone,
     ):
         begun = 0
@@ -217,25 +216,22 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere(fast_lane: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("path", "fast_lane", "forgets"),
+    ("path", "forgets"),
     [
-        (CHAT, True, ()),
-        (CHAT, False, ()),
-        (COMPLETIONS, True, ()),
-        (CHAT, True, ("return_token_ids",)),
-        (COMPLETIONS, False, ("return_token_ids",)),
-        (COMPLETIONS, True, ("return_token_ids", "stream_options")),
-        (CHAT, False, ("return_token_ids", "stream_options")),
+        (CHAT, ()),
+        (COMPLETIONS, ()),
+        (CHAT, ("return_token_ids",)),
+        (COMPLETIONS, ("return_token_ids",)),
+        (COMPLETIONS, ("return_token_ids", "stream_options")),
+        (CHAT, ("return_token_ids", "stream_options")),
     ],
 )
-async def test_a_stream_that_is_cut_anywhere_is_told_as_a_whole(
-    path: str, fast_lane: bool, forgets: tuple[str, ...]
-) -> None:
+async def test_a_stream_that_is_cut_anywhere_is_told_as_a_whole(path: str, forgets: tuple[str, ...]) -> None:
     """Also by engines that tell no token ids, and no usage with each chunk."""
     body = chat("x", max_tokens=5) if path == CHAT else completion("x", max_tokens=5)
     if "stream_options" not in forgets:
         body["stream_options"] = USAGE
-    async with cut_fleet(forgets, server={"fast_lane": fast_lane}) as (routed, cut, sound, server):
+    async with cut_fleet(forgets) as (routed, cut, sound, server):
         expected = await begun_at(routed, server, path, body)
         asked = cut.bodies[-1]
         whole = len(expected) + 100 * expected.count(b"data:")  # with what is asked for, and not passed on

@@ -82,10 +82,10 @@ async def workers() -> AsyncIterator[list[ScriptedWorker]]:
         await worker.stop()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["fast", "asgi"])
-async def pair(workers: list[ScriptedWorker], request: pytest.FixtureRequest) -> AsyncIterator[RouterUnderTest]:
+@pytest.fixture(scope="module")
+async def pair(workers: list[ScriptedWorker]) -> AsyncIterator[RouterUnderTest]:
     named = [{"url": each.url, "role": role} for each, role in zip(workers, ("prefill", "decode"), strict=True)]
-    server = {"fast_lane": request.param, "token": "operator"}
+    server = {"token": "operator"}
     async with router(
         workers=named, disaggregation={"backend": "nixl", "skip_tokens": 0}, server=server, tenants=TENANTS
     ) as routed:

@@ -113,11 +113,10 @@ async def everything_shown(routed: RouterUnderTest, headers: dict[str, str] | No
 # Keys
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-async def test_the_key_of_a_worker_goes_with_all_that_is_asked_of_it(fast_lane: bool) -> None:
+async def test_the_key_of_a_worker_goes_with_all_that_is_asked_of_it() -> None:
     async with (
         keyed_worker() as worker,
-        router(workers=[{"url": worker.url, "api_key": KEY}], server={"fast_lane": fast_lane}) as routed,
+        router(workers=[{"url": worker.url, "api_key": KEY}]) as routed,
     ):
         assert (await routed.call(CHAT_PATH, CHAT)).status == 200
         wanted = {"/v1/models", "/kv_event_sources", "/metrics", "/v1/chat/completions/render", "/v1/chat/completions"}
@@ -198,11 +197,10 @@ async def test_user_info_in_a_url_is_the_key_and_no_part_of_the_name(user_info: 
         assert "pass@" not in said + repr(logs)
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-async def test_a_clients_own_key_passes_where_there_are_no_tenants(fast_lane: bool) -> None:
+async def test_a_clients_own_key_passes_where_there_are_no_tenants() -> None:
     async with (
         keyed_worker() as worker,
-        router(workers=[{"url": worker.url, "api_key": KEY}], server={"fast_lane": fast_lane}) as routed,
+        router(workers=[{"url": worker.url, "api_key": KEY}]) as routed,
     ):
         for own, status in ((f"Bearer {KEY}", 200), ("Bearer of-a-stranger", 401)):
             for number in range(2):
@@ -212,9 +210,8 @@ async def test_a_clients_own_key_passes_where_there_are_no_tenants(fast_lane: bo
                 assert sent == ([] if status == 200 else [own] * (number + 1))
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-async def test_the_keys_of_tenants_and_the_operators_token_end_at_the_router(fast_lane: bool) -> None:
-    server = TENANTS["server"] | {"fast_lane": fast_lane}
+async def test_the_keys_of_tenants_and_the_operators_token_end_at_the_router() -> None:
+    server = TENANTS["server"]
     async with (
         keyed_worker() as worker,
         router(workers=[{"url": worker.url, "api_key": KEY}], **TENANTS | {"server": server}) as routed,

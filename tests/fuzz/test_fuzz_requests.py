@@ -1,4 +1,4 @@
-"""Generated requests, by both ways in: none reaches a worker in a form that others would read differently."""
+"""Generated requests, over sockets and without: none reaches a worker in a form that others would read differently."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
 
 
 @asynccontextmanager
-async def ways_in(worker: RecordingWorker, fast_lane: bool) -> AsyncIterator[tuple[InProcess, OverSockets]]:
+async def ways_in(worker: RecordingWorker) -> AsyncIterator[tuple[InProcess, OverSockets]]:
     """A router in front of a worker, and the ways to it."""
     await worker.start()
-    settings = Settings(workers=[{"url": worker.url}], fleet=_QUIET, server={"fast_lane": fast_lane})  # type: ignore[arg-type, list-item]
+    settings = Settings(workers=[{"url": worker.url}], fleet=_QUIET)  # type: ignore[arg-type, list-item]
     try:
         async with running_router(settings) as app, serving(HttpServer(app, shutdown_timeout=1)) as url:
             yield InProcess(app, worker), OverSockets(url, worker)
@@ -72,15 +72,12 @@ def _tell(outcome: Outcome, memory: _Memory) -> None:
     print(f"seed {SEED}: {outcome}; MiB resident at the start, in the middle and at the end: {sizes}")
 
 
-async def test_both_ways_and_h11_agree_or_it_is_refused() -> None:
+async def test_router_and_h11_agree_or_it_is_refused() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     ends, memory = time.monotonic() + SECONDS, _Memory()
-    async with (
-        ways_in(RecordingWorker(), fast_lane=True) as fast,
-        ways_in(RecordingWorker(), fast_lane=False) as asgi,
-    ):
+    async with ways_in(RecordingWorker()) as (in_process, over_sockets):
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        comparison = Comparison([fast[0], asgi[0]], [fast[1], asgi[1]])
+        comparison = Comparison([in_process], [over_sockets])
         outcome = comparison.outcome
 
         async def go_on(random: Random) -> None:
@@ -94,7 +91,7 @@ async def test_both_ways_and_h11_agree_or_it_is_refused() -> None:
                     tasks.create_task(go_on(Random(f"{SEED}-{task}")))
         finally:
             _tell(outcome, memory)
-        assert [await way.requests_in_flight() for way in (fast[1], asgi[1])] == [0, 0]
+        assert await over_sockets.requests_in_flight() == 0
     assert outcome.passed > outcome.sent / 10  # or else nothing was tried
     assert outcome.failed == 0
     assert not memory.start or resident_bytes() - memory.start < 64 * 2**20

@@ -17,13 +17,12 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from recording_worker import RecordingWorker
+from starlette.datastructures import State
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from http_api.errors import RequestError, error_body, error_headers
-from router.forwarding.lane import Lane
-from router.forwarding.proxy import Proxy, ProxyContext
-from router.forwarding.request_context import ContextMiddleware, context_of
+from router.forwarding.dispatcher import Dispatcher
+from router.forwarding.proxy_services import ProxyContext
 from router.server.http_server import HttpServer
 
 _ANSWER_SECONDS = 30.0
@@ -170,43 +169,26 @@ class _SocketClient(_Client, asyncio.Protocol):
         self.lost()
 
 
-class _DoorAndProxy:
-    """A router's application without its own endpoints, which are asked over sockets: they answer with nothing, but for
-    those that the fast lane has too."""
+class _WithoutRoutes:
+    """A router's dispatcher over an application without routes, which answers with nothing."""
 
     def __init__(self, app: FastAPI) -> None:
-        self.state = app.state
-        self._app = app
-        self._lane: Lane = app.state.lane
-        proxy_context: ProxyContext = app.state.proxy_context
-        self._proxy = Proxy(proxy_context)
-        self._whole = ContextMiddleware(self._dispatch, proxy_context.contexts, proxy_context.settings)
+        self.state = State()
+        proxy: ProxyContext = app.state.proxy_context
+        questions = app.state.dispatcher.questions
+        self.state.dispatcher = Dispatcher(self, proxy.contexts, proxy.settings, questions, proxy.services)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app if scope["path"] in self._lane.questions.by_path else self._whole
-        await app(scope, receive, send)
-
-    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not context_of(scope).admitted.route.own:
-            await self._proxy(scope, receive, send)
-            return
-        status, headers, body = 200, [(b"content-length", b"0")], b""
-        try:
-            while (await receive()).get("more_body"):
-                pass
-        except RequestError as error:
-            body = error_body(error)
-            status, headers = error.status, error_headers(error, body)
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
 
 
 class InProcess:
-    """Connections that are none: to the protocol of a server, whose application is the proxy."""
+    """Connections that are none: to the protocol of a server, whose application has no routes."""
 
     def __init__(self, app: FastAPI, worker: RecordingWorker) -> None:
         self.worker = worker
-        config: Any = HttpServer(_DoorAndProxy(app), shutdown_timeout=1).config  # type: ignore[arg-type]
+        config: Any = HttpServer(_WithoutRoutes(app), shutdown_timeout=1).config  # type: ignore[arg-type]
         config.load()
         self._protocol = partial(config.http_protocol_class, config=config, server_state=ServerState(), app_state={})
 

@@ -33,14 +33,17 @@ def test_a_good_file_is_said_to_be(file: Path) -> None:
 
 
 def test_check_warns_of_settings_without_effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("workers: [{url: 'http://w:1'}]")
+    file.write_text("server: {fast_lane: false}\nworkers: [{url: 'http://w:1'}]")
     monkeypatch.setenv("KVROUTER_PICKER__FAST_LANE", "false")
     checked = config("check", str(file))
     assert checked.exit_code == 0
     *warnings, last = checked.stdout.splitlines()
-    assert warnings == [f"{file}: warning: picker.fast_lane has no effect and can be removed"]
+    assert warnings == [
+        f"{file}: warning: {setting} has no effect and can be removed"
+        for setting in ("server.fast_lane", "picker.fast_lane")
+    ]
     assert "no mistakes" in last
-    assert "picker.fast_lane" not in config("show", str(file)).stdout
+    assert "fast_lane" not in config("show", str(file)).stdout
 
 
 def test_all_mistakes_are_told_at_once(file: Path) -> None:

@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import uvloop
-from fastapi import FastAPI
 
+from indexer import Indexer
+from router.fleet.allowed_networks import AllowedNetworks
+from router.fleet.stream_addresses import RegisteredStreams
 from router.server.http_server import Connections, HttpServer
+from router.server.serving import index_app
 from router.server.sockets import listen
+from router.settings import Settings
+from router.tokens.tokenizers import Tokenizers
 
 _CLIENTS = 64
 
 
+@contextmanager
+def http_server() -> Iterator[HttpServer]:
+    """A server of an index that holds nothing."""
+    indexer = Indexer()
+    indexer.start()
+    try:
+        app = index_app(Settings(), indexer, Tokenizers(), RegisteredStreams(indexer, AllowedNetworks([])))
+        yield HttpServer(app, shutdown_timeout=1)
+    finally:
+        indexer.stop()
+
+
 def test_clients_that_come_at_once_wait_for_few_turns_of_the_loop() -> None:
-    uvloop.run(_clients_come_at_once())
+    with http_server() as server:
+        uvloop.run(_clients_come_at_once(server))
 
 
-async def _clients_come_at_once() -> None:
+async def _clients_come_at_once(server: HttpServer) -> None:
     listening = listen("127.0.0.1", 0)
     address = listening.getsockname()
-    server = HttpServer(FastAPI(), shutdown_timeout=1)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     async with asyncio.timeout(60):
         while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
@@ -43,12 +61,12 @@ async def _clients_come_at_once() -> None:
 
 
 def test_who_comes_before_all_is_ready_is_answered_as_others_are() -> None:
-    asyncio.run(_one_comes_early())  # whose servers begin one turn after the other
+    with http_server() as server:
+        asyncio.run(_one_comes_early(server))  # whose servers begin one turn after the other
 
 
-async def _one_comes_early() -> None:
+async def _one_comes_early(server: HttpServer) -> None:
     listening = listen("127.0.0.1", 0)
-    server = HttpServer(FastAPI(), shutdown_timeout=1)
     async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(*listening.getsockname())
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")

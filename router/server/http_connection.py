@@ -1,11 +1,6 @@
-"""The fast lane: requests for workers and questions of the index, served where they arrive, without ASGI between.
+"""A client's HTTP/1.1 connection: its requests are read, admitted, served in their turn, and answered.
 
-              ┌─ for the application ─▶ AsgiFallback ──▶ ASGI
-    head ─────┤                          ┌─▶ ProxiedRequest ─┐
-              └─ for the lane ──▶ body ──┴─▶ AskedQuestion ──┴─▶ FramedResponse ──▶ the next request
-
-`RequestReader` reads a connection's requests. A POST to a path of the `Lane` is served here. Any other request is
-handed over to uvicorn's class, which is made when there is one.
+    RequestReader ──▶ head ──▶ RequestContext ──▶ body ──▶ Dispatcher ──▶ FramedResponse ──▶ the next request
 
 One request of a connection is served at a time, and none while its client does not read. What is pipelined behind it is
 kept parsed, and nothing more is read until its turn comes.
@@ -25,13 +20,14 @@ from uvicorn.server import ServerState
 
 from http_api.errors import RequestError
 from router.auth import too_large, too_slow
-from router.forwarding.lane import Lane
+from router.forwarding.dispatcher import Dispatcher
+from router.forwarding.request_context import ServerAddress
 from router.forwarding.request_head import RequestHead
 from router.forwarding.taken_request import TakenRequest
 from router.http.cached_head import RecentHeads
 from router.http.deadline import Deadline
+from router.http.headers import Headers
 from router.http.response_head import ResponseHead
-from router.server.asgi_fallback import AsgiFallback
 from router.server.framed_response import FramedResponse, ResponseOwner, bad_request
 from router.server.half_closed import probe
 from router.server.incoming_request import IncomingRequest
@@ -57,39 +53,35 @@ _UNREADABLE: Final = _Intake.UNREADABLE
 _LINGERING: Final = _Intake.LINGERING
 
 
-class FastLaneProtocol(RequestReceiver, ResponseOwner):
-    """A client's connection, as asyncio's protocols are and as uvicorn keeps them."""
+class HttpConnection(RequestReceiver, ResponseOwner):
+    """A client's connection: a protocol of asyncio's, which uvicorn's server creates, counts and shuts down."""
 
     def __init__(
         self,
-        lane: Lane,
+        dispatcher: Dispatcher,
         recent: RecentHeads[RequestHead],
         config: Config,
         server_state: ServerState,
-        app_state: dict[str, Any],
+        app_state: dict[str, Any],  # noqa: ARG002 - uvicorn passes it
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """`recent`: the heads that other connections' requests had."""
-        self._lane = lane
-        self._paths = lane.paths
-        self._config = config
+        self._dispatcher = dispatcher
+        self._limits = settings = dispatcher.settings
         self._server_state = server_state
-        self._app_state = app_state
         self._loop = _loop or asyncio.get_event_loop()
         self._keep_alive_seconds = float(config.timeout_keep_alive)
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._write_paused = False
         self._deadline = Deadline(self._loop, self._late)
         # What comes.
-        settings = lane.settings
+        self._address: ServerAddress | None = None  # that the client connected to
         self._reader = RequestReader(self, recent, self._deadline, settings.root_path.encode())
-        self._cors = bool(settings.cors_origins)  # what pages of other origins send goes the ordinary way
         self._intake = _OPEN
         self._problem = ""  # why nothing more can be read
         self._half_closed = False  # nothing more comes
         self._queue: deque[IncomingRequest] | None = None  # made for the first that has to wait
-        self._fallback: AsgiFallback | None = None  # made for the first request that is not served here
-        # The request that is served here. One whose head was known came whole, and is no `IncomingRequest`.
+        # The request that is served. One whose head was known came whole, and is no `IncomingRequest`.
         self._response: FramedResponse | None = None
         self._request: IncomingRequest | None = None
         self._arriving = 0  # bytes of its body, while it is not complete
@@ -100,6 +92,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self._address = _address(transport.get_extra_info("sockname"))
         self._server_state.connections.add(self)  # type: ignore[arg-type]  # it has what uvicorn asks of them
         self._reader.begin()
 
@@ -114,9 +107,6 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._deadline.close()
         self._reader.close()
         self._server_state.connections.discard(self)
-        if self._fallback is not None:
-            self._fallback.connection_lost(exc)
-            self._fallback = None
         if exc is None:
             self._transport.close()
 
@@ -127,21 +117,16 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._half_closed = True
         if self._queue and not self._queue[-1].complete:
             self._queue.pop()  # its rest never comes
-        taken, fallback = self._taken, self._fallback
-        answering = (taken is not None and taken.answering) or (fallback is not None and fallback.answering)
-        return probe(self._loop, self._transport, answering)
+        taken = self._taken
+        return probe(self._loop, self._transport, taken is not None and taken.answering)
 
     def pause_writing(self) -> None:
         self._write_paused = True
-        if self._fallback is not None:
-            self._fallback.pause_writing()
         if self._taken is not None:
             self._taken.pause()
 
     def resume_writing(self) -> None:
         self._write_paused = False
-        if self._fallback is not None:
-            self._fallback.resume_writing()
         if self._taken is not None:
             self._taken.resume()
         if self._queue:
@@ -155,15 +140,13 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         elif self._response is not None:
             self._response.keep_alive = False
             self._queue = None
-        elif self._fallback is not None:
-            self._fallback.shutdown()
         else:
             self._transport.close()
 
     def _late(self) -> None:
         """The deadline passed: of a head, a body, the next request, or the rest of a refused one."""
         if self._response is not None and not self._came_whole:
-            self._refuse(self._response, too_slow(self._lane.settings))
+            self._refuse(self._response, too_slow(self._limits))
         else:
             self._transport.close()
 
@@ -199,22 +182,19 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             self._deadline.set(self._keep_alive_seconds)
 
     def body_read(self, request: IncomingRequest, data: bytes) -> None:
-        if request.asgi:
-            if self._fallback is not None:
-                self._fallback.on_body(data)
-        elif request is self._request or (self._queue is not None and request in self._queue):
+        if request is self._request or (self._queue is not None and request in self._queue):
             if request is self._request and not self._has_room(len(data)):
                 return
             request.size += len(data)
-            if request.size <= self._lane.settings.max_body_bytes:
+            if request.size <= self._limits.max_body_bytes:
                 request.body.append(data)
             elif request is self._request and self._response is not None:
-                self._refuse(self._response, too_large(self._lane.settings))
+                self._refuse(self._response, too_large(self._limits))
 
     def _has_room(self, size: int) -> bool:
         """Whether more bytes of the body may be held; if not, the request is refused."""
         try:
-            self._lane.contexts.door.arrivals.add(self._arriving, size)
+            self._dispatcher.contexts.door.arrivals.add(self._arriving, size)
         except RequestError as error:
             if self._response is not None:
                 self._refuse(self._response, error)
@@ -225,14 +205,11 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
     def _end_arrival(self) -> None:
         """No more of the body is waited for."""
         if self._arriving:
-            self._lane.contexts.door.arrivals.end(self._arriving)
+            self._dispatcher.contexts.door.arrivals.end(self._arriving)
             self._arriving = 0
 
     def request_read(self, request: IncomingRequest) -> None:
-        if request.asgi:
-            if self._fallback is not None:
-                self._fallback.on_message_complete()
-        elif request is self._request and self._response is not None:
+        if request is self._request and self._response is not None:
             self._start(self._response, request.take_body())
         elif self._intake is _LINGERING:
             self._transport.close()
@@ -259,20 +236,18 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
 
     @property
     def _came_whole(self) -> bool:
-        """Whether all of the request came that is served here."""
+        """Whether the whole of the request that is served was received."""
         return self._request is None or self._request.complete
 
     @property
     def _busy(self) -> bool:
-        """Whether a request is served, here or by the application, or the client does not read what it was answered."""
-        if self._response is not None or self._write_paused:
-            return True
-        return self._fallback is not None and self._fallback.busy
+        """Whether a request is served, or the client does not read its responses."""
+        return self._response is not None or self._write_paused
 
     @property
     def _owes_response(self) -> bool:
         """Whether a request that came whole is not answered yet."""
-        if self._response is not None or (self._fallback is not None and self._fallback.owes_response):
+        if self._response is not None:
             return True
         return self._queue is not None and any(request.complete for request in self._queue)
 
@@ -283,9 +258,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             return False
         if self._queue:
             return self._queue[-1].keep_alive
-        if self._response is not None:
-            return self._response.keep_alive
-        return self._fallback is None or self._fallback.keep_alive
+        return self._response is None or self._response.keep_alive
 
     def _plan_next(self) -> None:
         """Serve the next request in the queue, or say at its end what could not be read."""
@@ -310,11 +283,8 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
     # One request
 
     def _serve(self, request: IncomingRequest) -> None:
-        """Serve a request that the parser reads, or have it served."""
-        head = None if self._cors and request.has_origin() else request.find_endpoint(self._paths)
-        if head is None:
-            self._hand_over(request)
-            return
+        """Serve a request that the parser reads."""
+        head = request.make_head(self._dispatcher.repeated_paths)
         self._request = request
         size = request.size if request.complete else max(request.size, request.announced_size())
         response = self._begin_response(head, size, request.keep_alive, request.version == "1.1")
@@ -325,7 +295,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             return
         if request.expects_continue and not request.body and request.version == "1.1":
             self._transport.write(_CONTINUE)
-        self._deadline.set(self._lane.settings.body_timeout)
+        self._deadline.set(self._limits.body_timeout)
 
     def _serve_known(self, head: RequestHead, body: bytes) -> None:
         """Serve a request that came at once, with a known head, over a connection that stays."""
@@ -336,15 +306,25 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
     def _begin_response(
         self, head: RequestHead, size: int, keep_alive: bool, chunks_allowed: bool
     ) -> FramedResponse | None:
-        """The response to a request with a body of this size. None when the request is refused."""
-        context = self._lane.contexts.begin(head)
+        """Return the response to a request with a body of `size` bytes; None if the request is answered already."""
+        dispatcher = self._dispatcher
+        context, cors = dispatcher.contexts.begin(head, self._address), dispatcher.cors
         self._response = response = FramedResponse(
-            self, self._transport, self._server_state, context, keep_alive, chunks_allowed
+            self,
+            self._transport,
+            self._server_state,
+            context,
+            keep_alive,
+            chunks_allowed,
+            b"" if cors is None else cors.lines(head.headers),
         )
+        if cors is not None and (answer := cors.preflight(head.method, head.headers)) is not None:
+            self._answer(response, *answer)
+            return None
         try:
             context.admit()
-            if size > self._lane.settings.max_body_bytes:
-                raise too_large(self._lane.settings)
+            if size > self._limits.max_body_bytes:
+                raise too_large(self._limits)
         except RequestError as error:
             self._refuse(response, error)
             return None
@@ -354,15 +334,18 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         """Serve a request, all of which came."""
         self._end_arrival()
         self._deadline.clear()
-        self._taken = taken = self._lane.take(response.context, response)
+        self._taken = taken = self._dispatcher.serve(response.context, response)
         taken.start(body)
 
     def _refuse(self, response: FramedResponse, error: RequestError) -> None:
         """Answer a request without serving it."""
+        self._answer(response, error.status, *response.context.refusal(error))
+
+    def _answer(self, response: FramedResponse, status: int, headers: Headers, body: bytes) -> None:
+        """Answer a request whose body is not wanted."""
         if not self._came_whole:
             response.keep_alive = False
-        headers, body = response.context.refusal(error)
-        response.begin(ResponseHead(error.status, headers), None, body, True)
+        response.begin(ResponseHead(status, headers), None, body, True)
 
     def response_ended(self) -> None:
         response, came_whole = self._response, self._came_whole
@@ -393,7 +376,7 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
             self._transport.close()
 
     def _end_request(self) -> None:
-        """Nothing is served here any more."""
+        """Release the request that was served."""
         self._end_arrival()
         response = self._response
         assert response is not None
@@ -402,27 +385,12 @@ class FastLaneProtocol(RequestReceiver, ResponseOwner):
         self._response = self._request = self._taken = None
         response.context.end()
 
-    # Requests for the application
 
-    def _hand_over(self, request: IncomingRequest) -> None:
-        """Let uvicorn's class serve a request, with all that came of it."""
-        request.asgi = True
-        fallback = self._fallback
-        if fallback is None:
-            fallback = self._fallback = AsgiFallback(
-                self, self._transport, self._config, self._server_state, self._app_state, self._loop
-            )
-            if self._write_paused:
-                fallback.pause_writing()
-        fallback.take(request)
-
-    def asgi_response_ended(self) -> None:
-        """The application has answered."""
-        if self._half_closed and not self._queue:
-            self._transport.close()
-        if not self._transport.is_closing():
-            self._deadline.set(self._keep_alive_seconds)
-        self._plan_next()
+def _address(name: object) -> ServerAddress | None:
+    """Return the address of a listening socket's name."""
+    if isinstance(name, tuple):
+        return str(name[0]), int(name[1])
+    return (name, None) if isinstance(name, str) else None
 
 
 def _stopping() -> RequestError:
