@@ -13,7 +13,7 @@ from router.fleet.fleet import Fleet, WorkerState
 
 
 def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, Any]]:
-    """Everything found; docs/operations.md says what each means and what to do."""
+    """Everything found; docs/troubleshooting.md says what each means and what to do."""
     found: list[dict[str, Any]] = [
         {"finding": "worker_down", "worker": worker.name, "detail": worker.problem}
         for worker in fleet.workers

@@ -191,7 +191,7 @@ class TokenizerSource:
         return found
 
     def findings(self) -> list[dict[str, Any]]:
-        """What is wrong with how prompts become tokens; docs/operations.md says what to do."""
+        """What is wrong with how prompts become tokens; docs/troubleshooting.md says what to do."""
         found: list[dict[str, Any]] = []
         for model in self._models.values():
             if model.local is None:

@@ -222,5 +222,5 @@ def an_hour_early(frames: Frames) -> Frames:
 
 
 def test_the_docs_tell_of_every_cause() -> None:
-    docs = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
     assert {cause for cause in Cause if f"| `{cause}` |" in docs} == set(Cause)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 PODS = "/api/v1/namespaces/inference/pods"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/inference/endpointslices"
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+TROUBLESHOOTING = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 QUICK = SimulatedWorkerSettings(prefill_s_per_token=1e-6, base_step_s=0.005)
 
 
@@ -109,9 +109,8 @@ async def test_a_router_is_asked_alone() -> None:
 
 
 def test_there_is_a_fix_for_every_finding_of_a_router() -> None:
-    documented = set(
-        re.findall(r"^\| `([a-z_]+)` \|", OPERATIONS.read_text().partition("## The fleet")[0], re.MULTILINE)
-    )
+    section = TROUBLESHOOTING.read_text().partition("## Findings")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"^\| `([a-z_]+)` \|", section, re.MULTILINE))
     assert documented
     assert documented <= set(ROUTER_FIXES)
 

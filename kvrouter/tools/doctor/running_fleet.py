@@ -13,7 +13,7 @@ from router.http.redirects import refuse_redirects
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
 
-# What to do about the router's findings; docs/operations.md says more.
+# What to do about the router's findings; docs/troubleshooting.md says more.
 ROUTER_FIXES = {
     "worker_down": "Start the worker, or correct its URL; it is asked again by itself.",
     "worker_key": "Correct the worker's api_key in the settings, or fleet.api_key.",
@@ -24,7 +24,7 @@ ROUTER_FIXES = {
     "events_missing": "Switch on the engine's events, open their port to the router, and compare keys; "
     "`kvrouter doctor --worker` follows one prompt to the index.",
     "events_lost": "Give the engine a replay endpoint, or a longer buffer_steps.",
-    "drift": "See docs/hit-audit.md; `kvrouter doctor --worker` compares tokens and events.",
+    "drift": "See docs/troubleshooting.md; `kvrouter doctor --worker` compares tokens and events.",
     "load_not_shared": "Look at Redis. It is connected to again by itself.",
     "process_down": "Look at the router's log for why the process ended. It is started again by itself.",
     "prompt_length": "Give the router the tokenizer and the chat template of the engine.",
@@ -38,7 +38,7 @@ ROUTER_FIXES = {
     "model_changed": "Nothing, if another model was wanted there: its prompts are tried anew.",
     "not_ready": "Wait, or look at the findings above: requests are not to be sent here yet.",
 }
-_UNKNOWN = "See docs/operations.md of the router's version."
+_UNKNOWN = "See docs/troubleshooting.md of the router's version."
 
 
 class RouterError(Exception):
