@@ -11,7 +11,7 @@ from manual_clock import Clock
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
-from router.cache_state import speculation
+from router.cache_state import in_flight_prefixes
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
 
 LINGER = 2.0
@@ -109,7 +109,7 @@ def test_a_reset_target_is_expected_to_hold_only_what_came_after() -> None:
 
 
 def test_no_more_is_kept_of_prompts_that_ended_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "MAX_ENDED", 25)
+    monkeypatch.setattr(in_flight_prefixes, "MAX_ENDED", 25)
     clock = Clock()
     holdings = SpeculativeHoldings(LINGER, clock)
     for number in range(10):
