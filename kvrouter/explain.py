@@ -17,7 +17,7 @@ def print_explanation(url: str, body: dict[str, Any], headers: dict[str, str]) -
     console = Console()
     console.print(_table(answer))
     if promised := answer.get("promise"):
-        console.print(_promise(promised))
+        console.print(_slo(promised))
     if decided := answer.get("disaggregation"):
         prefill = decided.get("prefill")
         where = f"on {prefill['worker']}, rank {prefill['dp_rank']}" if prefill else "where it is decoded"
@@ -52,7 +52,7 @@ def _band(times: dict[str, float]) -> str:
     return f"{expected} s" if low == high else f"{expected} s ({low}-{high})"
 
 
-def _promise(promised: dict[str, Any]) -> str:
+def _slo(promised: dict[str, Any]) -> str:
     """Whether it would be kept, and by how much."""
     spare = [
         f"{what} {'to spare' if seconds >= 0 else 'too late'}: {1000 * abs(seconds):.0f} ms"

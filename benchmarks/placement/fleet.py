@@ -9,8 +9,8 @@ import aiohttp
 from indexer import Indexer, Registration, Target
 from kvevents import BlockStored, EventBatch
 from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import SpeculativeHoldings
-from router.cache_state.sent_prefixes import RoutingHistory
+from router.cache_state.in_flight_prefixes import InFlightPrefixes
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.load.target_load import LoadTable
@@ -50,17 +50,17 @@ def router_over(
         load = loads.of(worker.url, 0)
         load.requests, load.context = random.randrange(40), random.randrange(200_000)
         load.pending = random.randrange(8000)
-    history = RoutingHistory()
+    sent_prefixes = SentPrefixes()
     return Router(
         fleet,
         indexer,
         Tokenizers(),
         policy,
         loads,
-        SpeculativeHoldings(0.0),
+        InFlightPrefixes(0.0),
         Learned(Rates()),
-        history,
-        HitAudit(indexer, history, AuditSettings()),
+        sent_prefixes,
+        HitAudit(indexer, sent_prefixes, AuditSettings()),
         LoadSharing(loads, PeerLoad(5.0, 2.0), []),
         DisaggregationSettings(),
     )

@@ -18,7 +18,7 @@ from benchmarks.placement.fleet import MODEL, SHARED_TOKENS, router_over
 from indexer import Indexer, MatchQuery, TargetRows
 from indexer.hashing import PackedPrompt
 from router.policies import NamedPolicy, Policy, policy_named
-from router.prediction.slo import Promise
+from router.prediction.slo import SLO
 from router.routing import router as router_module
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
@@ -73,10 +73,10 @@ def _placements(router: Router) -> Iterator[float]:
 
 def _choices_kept_nowhere(router: Router) -> Iterator[float]:
     """Microseconds of choices that look at what every target would take."""
-    promise = Promise(None, tpot=1e-9, arrived=0.0)
+    slo = SLO(None, tpot=1e-9, arrived=0.0)
     for prompt in _prompts():
         begun = thread_time_ns()
-        router.choose(prompt, promise=promise)
+        router.choose(prompt, slo=slo)
         yield (thread_time_ns() - begun) / 1000
 
 

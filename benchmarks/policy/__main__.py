@@ -12,8 +12,8 @@ import typer
 from benchmarks.policy.decisions import TARGETS, decision_seconds
 from benchmarks.policy.grid import full_grid, play, play_all, quick_grid, trace_grid
 from benchmarks.policy.hints import compare_hints
-from benchmarks.policy.promises import compare
 from benchmarks.policy.report import CellResult, markdown, verdict
+from benchmarks.policy.slos import compare
 from benchmarks.policy.tail import compare_tails
 from simulator.fleet.measures import TPOT_GOAL, TTFT_GOAL
 from simulator.fleet.sides import OURS, SIDES, WITHOUT_EVENTS
@@ -34,7 +34,7 @@ def main(
     without_events: Annotated[
         bool, typer.Option(help="Compare what is known of workers by what was sent to them alone.")
     ] = False,
-    promises: Annotated[
+    slos: Annotated[
         bool, typer.Option("--promises", help="Compare how many promises are kept, by classes of requests.")
     ] = False,
     hints: Annotated[bool, typer.Option("--hints", help="Say what agents' hints are worth.")] = False,
@@ -45,14 +45,14 @@ def main(
     """Compare policies on a simulated fleet, and say what a decision costs."""
     count = seeds or (2 if quick else 3)
     show = partial(print, flush=True)
-    if promises or hints or tail:
-        if promises:
+    if slos or hints or tail:
+        if slos:
             title, table = "Promises kept", compare(trace, quick, count, show)
         elif hints:
             title, table = "Agents' hints", compare_hints(quick, count, show)
         else:
             title, table = "The slowest requests", compare_tails(trace, quick, count, show)
-        if promises or hints:  # the tables of the other were shown as they came
+        if slos or hints:  # the tables of the other were shown as they came
             print(f"\n{table}\n")
         print(f"The run took {_cpu_seconds():.0f} s of one core.")
         if output:

@@ -128,7 +128,7 @@ class SeveralRouters(Fleet):
                 if router is not what.router:
                     router.peer_load.apply(what.message)
                     for target, blocks in what.sent:
-                        self._promise(router, target, blocks)
+                        self._slo(router, target, blocks)
         elif isinstance(what, tuple):
             for view in self._promised.pop(id(what), []):
                 view.settle(worker, what)
@@ -147,9 +147,9 @@ class SeveralRouters(Fleet):
         router.changed, router.sent = set(), []
         self._later((self._sharing.delay or 0.0) / 2, -1, sent)
 
-    def _promise(self, router: _Router, worker: int, blocks: tuple[int, ...]) -> None:
+    def _slo(self, router: _Router, worker: int, blocks: tuple[int, ...]) -> None:
         if id(blocks) in self._promised:
-            router.view.promise(worker, blocks)
+            router.view.slo(worker, blocks)
             self._promised[id(blocks)].append(router.view)
 
     def _place(self, outcome: Outcome) -> set[int]:
@@ -206,7 +206,7 @@ class SeveralRouters(Fleet):
         best = max(router.view.overlaps(request.blocks).values(), default=0)
         self._pressure.routed(request.blocks, best * BLOCK_TOKENS)
         self._promised[id(request.blocks)] = []
-        self._promise(router, worker, request.blocks)
+        self._slo(router, worker, request.blocks)
         if self._sharing.prompts:
             router.sent.append((worker, request.blocks))
         self._engines[worker].submit(request, self._now)

@@ -55,8 +55,8 @@ def _levels() -> dict[str, dict[str, float | str]]:
     """The service levels of the settings: each class, and again for those who would rather be refused than late."""
     levels: dict[str, dict[str, float | str]] = {}
     for each in CLASSES:
-        promise: dict[str, float | str] = {"ttft": each.ttft, "tpot": each.tpot}
-        levels |= {each.name: promise, refusing(each.name): promise | {"when_late": "refuse"}}
+        slo: dict[str, float | str] = {"ttft": each.ttft, "tpot": each.tpot}
+        levels |= {each.name: slo, refusing(each.name): slo | {"when_late": "refuse"}}
     return levels
 
 

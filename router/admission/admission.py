@@ -30,14 +30,14 @@ from dataclasses import dataclass, field
 from http_api.errors import RequestError
 from router.admission.drain_rate import DrainRate
 from router.admission.fair_queue import FairQueue, Waiting
-from router.admission.refusals import promise_not_kept, too_many
+from router.admission.refusals import slo_not_met, too_many
 from router.admission.ticket import Ticket, deadline_error
 from router.admission.wait_reason import WaitReason
 from router.fleet.fleet import Worker
-from router.prediction.slo import Forecast, Promise
+from router.prediction.slo import SLO, Prediction
 from router.routing.assignment import Assignment
 from router.routing.errors import unavailable
-from router.routing.late_binding import held_order, promised_order
+from router.routing.late_binding import held_order, slo_order
 from router.routing.limits import Limits
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
@@ -75,7 +75,7 @@ class Admission:
 
     `late_binding`: whether the router's policy is one that requests are held for; the settings can still say no.
     `on_waited` is called with why a request waited and for how long; `on_refused` with why one was turned away;
-    `on_promise_refused` with the model and the promise of one that was promised something.
+    `on_slo_refused` with the model and the promise of one that was promised something.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Admission:
         self.queue: FairQueue[_Request] = FairQueue(settings.queue, settings.queue_bytes)
         self.on_waited: list[Callable[[WaitReason, float], None]] = []
         self.on_refused: list[Callable[[str], None]] = []
-        self.on_promise_refused: list[Callable[[str, Promise], None]] = []
+        self.on_slo_refused: list[Callable[[str, SLO], None]] = []
         self._router = router
         self.late_binding = settings.late_binding and late_binding
         self._timeout = settings.timeout
@@ -115,7 +115,7 @@ class Admission:
             if first is not None and first <= ticket.priority:
                 return None
         try:
-            placed = self._try(prompt, tried, now, ticket.promise)
+            placed = self._try(prompt, tried, now, ticket.slo)
         except RequestError:
             if self._awaits_worker(prompt, tried):
                 return None
@@ -137,7 +137,7 @@ class Admission:
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self._no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
-        promise, prefill = ticket.promise, self._router.prefill_seconds(prompt)
+        slo, prefill = ticket.slo, self._router.prefill_seconds(prompt)
         request = _Request(
             ticket.priority,
             ticket.tenant,
@@ -145,7 +145,7 @@ class Admission:
             self._order(prefill, ticket),
             max(ticket.tokens, 1),
             ticket.size,
-            _is_lost(promise),
+            _is_lost(slo),
             prompt=prompt,
             tried=tuple(tried),
             ticket=ticket,
@@ -160,8 +160,8 @@ class Admission:
             raise self._too_many("queue_full", request)
         self.queue.add(request)
         until = now + (self._cold_start_timeout if cold else self._timeout)
-        if promise is not None and promise.first_token_by is not None and not cold:
-            until = promise.first_token_by if promise.refuses_late else max(until, promise.first_token_by)
+        if slo is not None and slo.first_token_by is not None and not cold:
+            until = slo.first_token_by if slo.refuses_late else max(until, slo.first_token_by)
         self._wait_until(request, until)
         # What it waits for may have happened between `place` and now.
         self.wake()
@@ -190,14 +190,14 @@ class Admission:
 
     def _order(self, prefill: float, ticket: Ticket) -> float:
         """Where a request comes among those of its tenant and standing."""
-        promise = ticket.promise
-        if promise is None or promise.first_token_by is None:
+        slo = ticket.slo
+        if slo is None or slo.first_token_by is None:
             return held_order(ticket.arrived or self._clock(), prefill)
-        return held_order(self._clock(), prefill) if promise.late else promised_order(promise.first_token_by, prefill)
+        return held_order(self._clock(), prefill) if slo.late else slo_order(slo.first_token_by, prefill)
 
-    def preview(self, prompt: RoutedPrompt, promise: Promise | None = None) -> Selection | WaitReason:
+    def preview(self, prompt: RoutedPrompt, slo: SLO | None = None) -> Selection | WaitReason:
         """What a request would get now, or why it would have to wait. Raises RequestError (503)."""
-        selection = self._router.choose(prompt, limits=self.limits, promise=promise)
+        selection = self._router.choose(prompt, limits=self.limits, slo=slo)
         if selection is None:
             return WaitReason.SATURATED
         return self._unless_held(prompt, (), selection) or WaitReason.LATE_BINDING
@@ -236,7 +236,7 @@ class Admission:
                 break
             tries += 1
             try:
-                placed = self._try(request.prompt, request.tried, promise=request.ticket.promise)
+                placed = self._try(request.prompt, request.tried, slo=request.ticket.slo)
             except RequestError as error:
                 self._fail(request, error)
                 continue
@@ -244,7 +244,7 @@ class Admission:
                 request.reason = placed
                 if placed is WaitReason.SATURATED and not request.tried and not request.prompt.stored:
                     self._full.add(request.name)
-                if _is_lost(request.ticket.promise):
+                if _is_lost(request.ticket.slo):
                     late.append(request)
                 continue
             self._give(request, placed)
@@ -261,13 +261,13 @@ class Admission:
         prompt: RoutedPrompt,
         tried: Collection[Worker],
         now: float | None = None,
-        promise: Promise | None = None,
+        slo: SLO | None = None,
     ) -> Assignment | WaitReason:
-        selection = self._router.choose(prompt, tried, self.limits, now, promise)
+        selection = self._router.choose(prompt, tried, self.limits, now, slo)
         if selection is None:
             return WaitReason.SATURATED
-        if promise is not None:
-            self._refuse_late(promise, selection)
+        if slo is not None:
+            self._refuse_late(slo, selection)
         placed = self._unless_held(prompt, tried, selection)
         return self._router.reserve(prompt, placed, now) if placed is not None else WaitReason.LATE_BINDING
 
@@ -277,22 +277,22 @@ class Admission:
             return selection
         return self._router.unless_held(prompt, tried, self.limits, selection, self.queue.length)
 
-    def _refuse_late(self, promise: Promise, selection: Selection) -> None:
+    def _refuse_late(self, slo: SLO, selection: Selection) -> None:
         """Raises RequestError for a request that would be late, if it is refused then."""
-        promise.late = selection.late > 0
-        if promise.late and promise.refuses_late:
-            raise self._cannot_keep(promise, selection.rank.target.model, selection.late, selection.forecast)
+        slo.late = selection.late > 0
+        if slo.late and slo.refuses_late:
+            raise self._cannot_keep(slo, selection.rank.target.model, selection.late, selection.prediction)
 
     def _force(self, request: _Request, though_late: bool = True) -> Assignment | None:
         """A place, however busy; None when all targets are at their limits, or where it would be late and only make
         others late. Raises RequestError where the request is refused rather than served late."""
-        promise = request.ticket.promise
-        selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
+        slo = request.ticket.slo
+        selection = self._router.choose(request.prompt, request.tried, self.limits, slo=slo)
         if selection is None:
             return None
-        if promise is not None:
-            self._refuse_late(promise, selection)
-            if _is_lost(promise) and not though_late:
+        if slo is not None:
+            self._refuse_late(slo, selection)
+            if _is_lost(slo) and not though_late:
                 return None
         return self._router.reserve(request.prompt, selection)
 
@@ -322,12 +322,12 @@ class Admission:
                 raise deadline_error()
             if self._awaits_worker(request.prompt, request.tried):
                 raise self._no_worker(request.name)
-            promise = request.ticket.promise
-            if promise is not None and promise.first_token_by is not None and self._may_be_later(request, promise):
+            slo = request.ticket.slo
+            if slo is not None and slo.first_token_by is not None and self._may_be_later(request, slo):
                 return
             assignment = self._force(request)
-            if assignment is None and promise is not None and promise.refuses_late:
-                raise self._cannot_keep(promise, request.name or "", self._clock() - request.since, None)
+            if assignment is None and slo is not None and slo.refuses_late:
+                raise self._cannot_keep(slo, request.name or "", self._clock() - request.since, None)
             if assignment is None:
                 raise self._too_many("queue_timeout", request)
         except RequestError as error:
@@ -336,15 +336,15 @@ class Admission:
             self._give(request, assignment)
         self.wake()
 
-    def _may_be_later(self, request: _Request, promise: Promise) -> bool:
+    def _may_be_later(self, request: _Request, slo: SLO) -> bool:
         """Whether a request goes on waiting, since it is late already and its target is busy. Raises RequestError."""
-        if promise.refuses_late or self._clock() >= request.since + self._late_timeout:
+        if slo.refuses_late or self._clock() >= request.since + self._late_timeout:
             return False
-        selection = self._router.choose(request.prompt, request.tried, self.limits, promise=promise)
+        selection = self._router.choose(request.prompt, request.tried, self.limits, slo=slo)
         if selection is None or self._unless_held(request.prompt, request.tried, selection) is not None:
             return False
-        promise.late = selection.late > 0
-        if not promise.late:
+        slo.late = selection.late > 0
+        if not slo.late:
             return False
         if not request.late:
             self._let_others_first(request)
@@ -382,31 +382,31 @@ class Admission:
                 self._give(last, assignment)
         return True
 
-    def _cannot_keep(self, promise: Promise, model: str, late: float, forecast: Forecast | None) -> RequestError:
+    def _cannot_keep(self, slo: SLO, model: str, late: float, prediction: Prediction | None) -> RequestError:
         """What a request is refused with that would be so late everywhere."""
         self._count_refused("promise")
-        self._count_broken(model, promise)
-        return promise_not_kept(promise, late, forecast)
+        self._count_broken(model, slo)
+        return slo_not_met(slo, late, prediction)
 
     def _too_many(self, code: str, request: _Request) -> RequestError:
         self._count_refused(code)
-        if request.ticket.promise is not None:
-            self._count_broken(request.name or "", request.ticket.promise)
+        if request.ticket.slo is not None:
+            self._count_broken(request.name or "", request.ticket.slo)
         seconds = self._rate.seconds_for(self.queue.ahead_of(request.priority) + 1, otherwise=self._timeout)
         return too_many(code, len(self.queue), seconds)
 
-    def _count_broken(self, model: str, promise: Promise) -> None:
-        for on_broken in self.on_promise_refused:
-            on_broken(model, promise)
+    def _count_broken(self, model: str, slo: SLO) -> None:
+        for on_broken in self.on_slo_refused:
+            on_broken(model, slo)
 
     def _count_refused(self, reason: str) -> None:
         for on_refused in self.on_refused:
             on_refused(reason)
 
 
-def _is_lost(promise: Promise | None) -> bool:
+def _is_lost(slo: SLO | None) -> bool:
     """Whether a first token was promised that no worker can give in time."""
-    return promise is not None and promise.first_token_by is not None and promise.late
+    return slo is not None and slo.first_token_by is not None and slo.late
 
 
 def _reason(has_capacity: bool, cold: bool) -> WaitReason:

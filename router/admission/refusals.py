@@ -6,17 +6,17 @@ import math
 
 from http_api.errors import RequestError
 from router.admission.drain_rate import LONGEST_RETRY
-from router.prediction.slo import Forecast, Promise
+from router.prediction.slo import SLO, Prediction
 
 
-def promise_not_kept(promise: Promise, late: float, forecast: Forecast | None) -> RequestError:
-    """It would be so many seconds late everywhere. `forecast`: what is expected where it would be so the least."""
+def slo_not_met(slo: SLO, late: float, prediction: Prediction | None) -> RequestError:
+    """It would be so many seconds late everywhere. `prediction`: what is expected where it would be so the least."""
     seconds = min(max(math.ceil(late), 1), LONGEST_RETRY)
     expected = ""
-    if forecast is not None:
-        expected = f"; {forecast.ttft.expected:.2f} s and {1000 * forecast.tpot.expected:.0f} ms are expected now"
+    if prediction is not None:
+        expected = f"; {prediction.ttft.expected:.2f} s and {1000 * prediction.tpot.expected:.0f} ms are expected now"
     return RequestError(
-        f"No worker would keep what was promised, {promise.in_words}{expected}. Try again in {seconds} s.",
+        f"No worker would keep what was promised, {slo.in_words}{expected}. Try again in {seconds} s.",
         status=429,
         type="rate_limit_error",
         code="promise_not_kept",

@@ -22,16 +22,14 @@ from dataclasses import dataclass
 from http_api.errors import RequestError
 from router.apis.agent_hints import HINT_HEADERS, AgentHints, hints_in_headers
 from router.http.headers import HeaderItems, Headers, number_of
-from router.prediction.service_levels import PROMISE_HEADERS, ServiceLevels, read_promise
-from router.prediction.slo import Promise
+from router.prediction.service_levels import SLO_HEADERS, ServiceLevels, read_slo
+from router.prediction.slo import SLO
 
 PRIORITY_HEADER = b"x-kvrouter-priority"
 TIMEOUT_HEADER = b"x-request-timeout"
 _ENVOY_TIMEOUT_HEADER = b"x-envoy-expected-rq-timeout-ms"
 _READ_TIMEOUT_HEADERS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
-_HEADERS = (
-    _READ_TIMEOUT_HEADERS | PROMISE_HEADERS | HINT_HEADERS | {PRIORITY_HEADER, TIMEOUT_HEADER, _ENVOY_TIMEOUT_HEADER}
-)
+_HEADERS = _READ_TIMEOUT_HEADERS | SLO_HEADERS | HINT_HEADERS | {PRIORITY_HEADER, TIMEOUT_HEADER, _ENVOY_TIMEOUT_HEADER}
 
 # Longer ones are none.
 _LONGEST_TIMEOUT = 7 * 86400.0
@@ -54,7 +52,7 @@ class Ticket:
     size: int
     arrived: float
     place_by: float | None
-    promise: Promise | None
+    slo: SLO | None
     hints: AgentHints | None
 
     def __init__(
@@ -66,7 +64,7 @@ class Ticket:
         size: int = 0,
         arrived: float = 0.0,
         place_by: float | None = None,
-        promise: Promise | None = None,
+        slo: SLO | None = None,
         hints: AgentHints | None = None,
     ) -> None:
         self.priority = priority
@@ -76,7 +74,7 @@ class Ticket:
         self.size = size
         self.arrived = arrived
         self.place_by = place_by
-        self.promise = promise
+        self.slo = slo
         self.hints = hints
 
     def left(self, now: float) -> float | None:
@@ -131,12 +129,12 @@ def read_ticket(
                 deadlines.append(now + milliseconds / 1000)
         elif name in _READ_TIMEOUT_HEADERS and (seconds := _number(value)):
             give_up.append(now + seconds)
-    promise = read_promise(headers, service_levels, tenant, model, now if arrived is None else arrived)
+    slo = read_slo(headers, service_levels, tenant, model, now if arrived is None else arrived)
     if best_priority is not None:
         priority = max(priority, best_priority)
     deadline = min(deadlines) if deadlines else None
     place_by = min([*deadlines, *give_up]) if deadlines or give_up else None
-    return Ticket(priority, tenant, deadline, tokens, size, now, place_by, promise, hints_in_headers(headers))
+    return Ticket(priority, tenant, deadline, tokens, size, now, place_by, slo, hints_in_headers(headers))
 
 
 def deadline_error() -> RequestError:

@@ -30,10 +30,10 @@ from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.app.embedded_index import running_indexer
 from router.app.readiness import Readiness
-from router.auth import Door
+from router.auth import AuthGate
 from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import SpeculativeHoldings
-from router.cache_state.sent_prefixes import RoutingHistory
+from router.cache_state.in_flight_prefixes import InFlightPrefixes
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
 from router.fleet.config_reload import SettingsFile, follow_workers
@@ -52,8 +52,8 @@ from router.observability.about import About
 from router.observability.findings import findings
 from router.observability.fleet_snapshot import FleetSnapshot
 from router.observability.metrics import AuditCollector, FleetCollector, RequestMetrics
-from router.observability.prediction_metrics import ForecastMetrics
-from router.observability.request_recorder import RequestStream
+from router.observability.prediction_metrics import PredictionMetrics
+from router.observability.request_recorder import RequestRecorder
 from router.observability.series import Series
 from router.observability.tracing import tracing_to
 from router.policies import policy_named
@@ -97,7 +97,7 @@ class Services:
     admission: Admission
     registry: CollectorRegistry
     snapshot: FleetSnapshot
-    request_stream: RequestStream
+    request_recorder: RequestRecorder
     readiness: Readiness
     proxy: ProxyContext
     worker_processes: WorkerProcesses | None
@@ -107,7 +107,7 @@ class Services:
 
     async def end_streams(self) -> None:
         """End the answers that have no end of their own, so that the server can stop."""
-        self.request_stream.end()
+        self.request_recorder.end()
         await self.snapshot.end()
 
 
@@ -151,8 +151,8 @@ async def running_services(
         sharing = _load_sharing(settings, load, fleet, worker_processes)
         sharing.start()
         stack.push_async_callback(sharing.stop)
-        history = RoutingHistory()
-        audit = HitAudit(indexer, history, settings.audit, indexer.names)
+        sent_prefixes = SentPrefixes()
+        audit = HitAudit(indexer, sent_prefixes, settings.audit, indexer.names)
         source.audits = audit.audits
         policy = policy_named(settings.policy, Random())
         policy_settings = settings.policy
@@ -161,12 +161,12 @@ async def running_services(
             cpu_token=policy_settings.cpu_token,
             disk_token=policy_settings.disk_token,
         )
-        router = _router(settings, fleet, indexer, tokenizers, policy, load, history, audit, sharing, learned)
+        router = _router(settings, fleet, indexer, tokenizers, policy, load, sent_prefixes, audit, sharing, learned)
         admission = _admission(settings, router, policy, fleet, load, sharing)
         metrics = RequestMetrics(registry)
         AdmissionMetrics(admission, registry)
-        forecasts = ForecastMetrics(learned.forecasts, registry)
-        admission.on_promise_refused.append(forecasts.refused)
+        predictions = PredictionMetrics(learned.predictions, registry)
+        admission.on_slo_refused.append(predictions.refused)
         for collector in (
             SharingCollector(sharing, fleet),
             IndexCollector(indexer),
@@ -197,12 +197,14 @@ async def running_services(
 
         series = Series(metrics, audit, admission.waiting_for, learned.seconds_per_token)
         snapshot = FleetSnapshot(
-            fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings, forecasts.summary
+            fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings, predictions.summary
         )
         router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
-        request_stream = RequestStream(router.look_at_prompts)
-        proxy = _proxy(stack, settings, router, admission, fleet, networks, sharing, metrics, request_stream, registry)
+        request_recorder = RequestRecorder(router.look_at_prompts)
+        proxy = _proxy(
+            stack, settings, router, admission, fleet, networks, sharing, metrics, request_recorder, registry
+        )
         yield Services(
             settings,
             indexer,
@@ -220,7 +222,7 @@ async def running_services(
             admission,
             registry,
             snapshot,
-            request_stream,
+            request_recorder,
             Readiness(fleet, indexer, settings.events.catch_up_timeout, bool(settings.admission.cold_start_timeout)),
             proxy,
             worker_processes,
@@ -246,7 +248,7 @@ def _router(
     tokenizers: Tokenizers,
     policy: NamedPolicy,
     load: LoadTable,
-    history: RoutingHistory,
+    sent_prefixes: SentPrefixes,
     audit: HitAudit,
     sharing: LoadSharing,
     learned: Learned,
@@ -257,9 +259,9 @@ def _router(
         tokenizers,
         policy,
         load,
-        SpeculativeHoldings(settings.proxy.speculation_seconds),
+        InFlightPrefixes(settings.proxy.speculation_seconds),
         learned,
-        history,
+        sent_prefixes,
         audit,
         sharing,
         settings.disaggregation,
@@ -310,7 +312,7 @@ def _proxy(
     networks: AllowedNetworks,
     sharing: LoadSharing,
     metrics: RequestMetrics,
-    request_stream: RequestStream,
+    request_recorder: RequestRecorder,
     registry: CollectorRegistry,
 ) -> ProxyContext:
     """What requests for workers need on their way."""
@@ -328,11 +330,11 @@ def _proxy(
     stack.push_async_callback(upstreams.close)
     fleet.on_key.append(lambda worker: upstreams.show(worker.url, worker.key.authorization))
     fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
-    door = Door(settings)
-    if door.withholds_keys and any(known.has_key for known in (settings.fleet, *settings.workers)):
+    gate = AuthGate(settings)
+    if gate.withholds_keys and any(known.has_key for known in (settings.fleet, *settings.workers)):
         log.warning("requests without a key of their own are shown to workers without one", setting="proxy.worker_keys")
-    door.access.share(sharing)
-    contexts = RequestContexts(door, tracing, metrics, settings.logs.access)
+    gate.access.share(sharing)
+    contexts = RequestContexts(gate, tracing, metrics, settings.logs.access)
     failovers = settings.proxy.stream_failovers
     failover = StreamFailover(fleet, router, failovers, registry) if failovers else None
     long_bodies = LongBodies(settings.limits.arriving_bytes)
@@ -344,7 +346,7 @@ def _proxy(
         upstreams,
         settings.proxy,
         metrics,
-        request_stream,
+        request_recorder,
         long_bodies,
         failover,
         ServiceLevels.of(settings),

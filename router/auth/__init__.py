@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from router.auth.arrivals import Arrivals, too_large, too_slow
 from router.auth.bodies import BodyCheck
-from router.auth.gate import PROCESS_SOCKET, Admitted, Door
+from router.auth.gate import PROCESS_SOCKET, Admitted, AuthGate
 from router.auth.routes import Access, Route
 from router.auth.tenants import AccessControl, Tenant, hashed_key, without_credentials
 
@@ -24,8 +24,8 @@ __all__ = [
     "AccessControl",
     "Admitted",
     "Arrivals",
+    "AuthGate",
     "BodyCheck",
-    "Door",
     "Route",
     "Tenant",
     "hashed_key",

@@ -53,7 +53,7 @@ class Admitted:
         self.keyed = keyed
 
 
-class Door:
+class AuthGate:
     """The checks of one service.
 
     `access`: its tenants and its token. `arrivals`: the bodies that are arriving; `bodies`: those that came.

@@ -25,7 +25,7 @@ from indexer.sequence import StreamState
 from indexer.streams import Stream
 from router.apis.usage import Usage
 from router.cache_state.draft_blocks import RecomputedBlocks
-from router.cache_state.sent_prefixes import Retention, RoutingHistory
+from router.cache_state.sent_prefixes import Retention, SentPrefixes
 from router.settings import AuditSettings
 
 log = structlog.get_logger()
@@ -51,7 +51,7 @@ _FEW = 8
 _FAR = 2
 
 
-class Prediction:
+class CachePrediction:
     """What was expected of a rank when a prompt was sent to it, in tokens.
 
     `overlap`: what the decision was made with. `by_events`: the overlap by events and prompts in flight; None while
@@ -188,7 +188,7 @@ class HitAudit:
     def __init__(
         self,
         indexer: Streams,
-        history: RoutingHistory,
+        sent_prefixes: SentPrefixes,
         settings: AuditSettings,
         names: WorkerNames | None = None,
     ) -> None:
@@ -196,7 +196,7 @@ class HitAudit:
         self.names = names or WorkerNames()
         self._indexer = indexer
         self._stream = indexer.stream  # asked some times a request
-        self._history = history
+        self._sent_prefixes = sent_prefixes
         self._samples = settings.samples
         self._tolerance = settings.tolerance
         self._audits: dict[Target, TargetAudit] = {}
@@ -214,17 +214,17 @@ class HitAudit:
         stream = self._stream(target)
         return stream is not None and (stream.state is _LIVE or stream.state is _LOST)
 
-    def answered(self, prediction: Prediction, usage: Usage | None) -> None:
+    def answered(self, cache_prediction: CachePrediction, usage: Usage | None) -> None:
         """A worker answered a prompt; `usage` is what it says of its tokens."""
-        if prediction.comparable and usage is not None:
-            self._compare(prediction, usage)
-        if self.basis(prediction.target) is _EVENTS:
-            self._history.forget(prediction.target)
+        if cache_prediction.comparable and usage is not None:
+            self._compare(cache_prediction, usage)
+        if self.basis(cache_prediction.target) is _EVENTS:
+            self._sent_prefixes.forget(cache_prediction.target)
             return
-        if prediction.comparable and usage is not None and usage.prompt and not prediction.windowed:
-            self._teach_history(prediction, usage)
-        for hashes in prediction.hashes:
-            self._history.remember(prediction.target, hashes, prediction.capacity)
+        if cache_prediction.comparable and usage is not None and usage.prompt and not cache_prediction.windowed:
+            self._teach_sent_prefixes(cache_prediction, usage)
+        for hashes in cache_prediction.hashes:
+            self._sent_prefixes.remember(cache_prediction.target, hashes, cache_prediction.capacity)
 
     def basis(self, target: Target) -> Basis:
         """What a target's holdings are predicted from now."""
@@ -236,47 +236,49 @@ class HitAudit:
 
     def retention(self, target: Target) -> Retention | None:
         """How much and how long a target was seen to keep what it was sent; None while nothing was learned."""
-        return self._history.learned(target)
+        return self._sent_prefixes.learned(target)
 
     def audits(self) -> list[tuple[Target, TargetAudit]]:
         """All targets that were audited."""
         return list(self._audits.items())
 
-    def _compare(self, prediction: Prediction, usage: Usage) -> None:
-        target = prediction.target
+    def _compare(self, cache_prediction: CachePrediction, usage: Usage) -> None:
+        target = cache_prediction.target
         audit = self._audits.get(target) or self._begin(target)
-        if not prediction.by_text and not prediction.media:
-            self._compare_lengths(audit, prediction, usage)
+        if not cache_prediction.by_text and not cache_prediction.media:
+            self._compare_lengths(audit, cache_prediction, usage)
         audit.reports_cached |= usage.cached is not None
         if not audit.reports_cached:
             return
         cached = usage.cached or 0  # vLLM leaves it out when nothing was cached
-        overlap = prediction.overlap
-        if prediction.by_text:
-            overlap = round(overlap * usage.prompt / (prediction.tokens or 1))
+        overlap = cache_prediction.overlap
+        if cache_prediction.by_text:
+            overlap = round(overlap * usage.prompt / (cache_prediction.tokens or 1))
         audit.answers += 1
         audit.prompt_tokens += usage.prompt
         audit.predicted_tokens += overlap
         audit.cached_tokens += cached
         audit.wrong_tokens += abs(overlap - cached)
         audit.errors.add(overlap - cached, usage.prompt)
-        if prediction.by_events is not None and prediction.made_at > self._known_since(target, audit):
-            if self._learns_recomputed(target, prediction.by_events, cached):
+        if cache_prediction.by_events is not None and cache_prediction.made_at > self._known_since(target, audit):
+            if self._learns_recomputed(target, cache_prediction.by_events, cached):
                 self._judge_anew(audit)
                 return
-            audit.event_errors.add(prediction.by_events - cached, usage.prompt)
-            audit.last_event_errors.add(prediction.by_events - cached, usage.prompt)
+            audit.event_errors.add(cache_prediction.by_events - cached, usage.prompt)
+            audit.last_event_errors.add(cache_prediction.by_events - cached, usage.prompt)
             self._choose_basis(target, audit)
 
-    def _teach_history(self, prediction: Prediction, usage: Usage) -> None:
+    def _teach_sent_prefixes(self, cache_prediction: CachePrediction, usage: Usage) -> None:
         """Let an answer tell how much and how long its target keeps what it was sent."""
-        audit = self._audits.get(prediction.target)
+        audit = self._audits.get(cache_prediction.target)
         if audit is None or not audit.reports_cached:
             return
         cached = usage.cached or 0
-        if prediction.by_text:
-            cached = round(cached * prediction.tokens / usage.prompt)
-        self._history.compare(prediction.target, prediction.hashes[0], cached, prediction.made_at)
+        if cache_prediction.by_text:
+            cached = round(cached * cache_prediction.tokens / usage.prompt)
+        self._sent_prefixes.compare(
+            cache_prediction.target, cache_prediction.hashes[0], cached, cache_prediction.made_at
+        )
 
     def _known_since(self, target: Target, audit: TargetAudit) -> float:
         """Predictions made before this say nothing of the events as they are read now."""
@@ -336,8 +338,8 @@ class HitAudit:
         audit.last_event_errors.clear()
         audit.errors.clear()
 
-    def _compare_lengths(self, audit: TargetAudit, prediction: Prediction, usage: Usage) -> None:
-        differ = prediction.tokens != usage.prompt
+    def _compare_lengths(self, audit: TargetAudit, cache_prediction: CachePrediction, usage: Usage) -> None:
+        differ = cache_prediction.tokens != usage.prompt
         audit.lengths_wrong += differ
         audit.length_errors.add(differ, 1)
         if not audit.length_errors.enough or audit.lengths_differ == (audit.length_errors.share > self._tolerance):
@@ -348,12 +350,14 @@ class HitAudit:
             log.warning(
                 "prompts are longer or shorter than counted here: another tokenizer or chat template",
                 share=share,
-                here=prediction.tokens,
+                here=cache_prediction.tokens,
                 there=usage.prompt,
-                **self.names.about(prediction.target),
+                **self.names.about(cache_prediction.target),
             )
         else:
-            log.info("prompts are as long as counted here again", share=share, **self.names.about(prediction.target))
+            log.info(
+                "prompts are as long as counted here again", share=share, **self.names.about(cache_prediction.target)
+            )
 
     def _begin(self, target: Target) -> TargetAudit:
         """Begin to audit a target; those that are gone are forgotten."""
@@ -361,9 +365,9 @@ class HitAudit:
         self._audits = {each: audit for each, audit in self._audits.items() if each in known}
         self.distrusted &= known
         self.recomputed.keep(known)
-        for each in self._history.targets():
+        for each in self._sent_prefixes.targets():
             if each not in known:
-                self._history.removed(each)
+                self._sent_prefixes.removed(each)
         samples, few = self._samples, min(_FEW, self._samples)
         audit = TargetAudit(Errors(samples), Errors(samples), Errors(samples), Errors(few))
         self._audits[target] = audit

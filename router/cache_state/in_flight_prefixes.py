@@ -56,7 +56,7 @@ class ReleaseCallback(Protocol):
     def __call__(self, failed: bool = False) -> None: ...
 
 
-class SpeculativeHoldings:
+class InFlightPrefixes:
     """The prompts in flight, by target. A prompt is let go `linger` seconds after it ended, a lasting one later, and
     at once where it failed.
 
@@ -168,7 +168,7 @@ class _Prompt:
 
     __slots__ = ("_edge", "_holder", "_holdings", "_lasting")
 
-    def __init__(self, holdings: SpeculativeHoldings, holder: _Target, edge: Edge[_Target], lasting: bool) -> None:
+    def __init__(self, holdings: InFlightPrefixes, holder: _Target, edge: Edge[_Target], lasting: bool) -> None:
         self._holdings = holdings
         self._holder = holder
         self._edge = edge

@@ -76,7 +76,7 @@ class Retention:
             self.seconds = longer if longer < _LONGEST_SECONDS else None
 
 
-class RoutingHistory:
+class SentPrefixes:
     """The prompts that were answered, by target."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

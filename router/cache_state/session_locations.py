@@ -35,7 +35,7 @@ class Place:
 
     __slots__ = ("_places", "key", "pause", "target", "tokens", "until")
 
-    def __init__(self, places: SessionPlaces, key: SessionKey, target: Target, tokens: int, pause: float) -> None:
+    def __init__(self, places: SessionLocations, key: SessionKey, target: Target, tokens: int, pause: float) -> None:
         self._places = places
         self.key = key
         self.target = target
@@ -48,7 +48,7 @@ class Place:
         self._places.answered(self, failed)
 
 
-class SessionPlaces:
+class SessionLocations:
     """The places of the sessions that were said to go on, the last `_MOST_PLACES` of them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -188,7 +188,7 @@ class Attempts:
             return  # it went wrong at once
         # The rest must not hold it up.
         services.router.record_in_flight(prompt, assignment, now)
-        services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.prediction)
+        services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.cache_prediction)
         self.others = self._sends < self._most and self._repeatable and services.router.others(prompt, tried)
         # A request that hung one worker may be why; it does not get to hang them all.
         if self.others and not self._hung and assignment.prefill is None:

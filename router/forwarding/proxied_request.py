@@ -46,7 +46,7 @@ from router.forwarding.response import ProxiedResponse
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.taken_request import TakenRequest
 from router.http.headers import Headers
-from router.observability.request_recorder import PassingRequest
+from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
@@ -83,7 +83,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
     _phase: Phase = _READING
     _arrived = 0.0
     _hidden: HiddenUsage | None = None
-    _recorded: PassingRequest | None = None  # while somebody records
+    _recorded: RecordingRequest | None = None  # while somebody records
     _attempts: Attempts | None = None  # once its prompt is known
     _head: ResponseHead | None = None  # of an answer of which nothing else came
     _response: ProxiedResponse | None = None  # once something of an answer is passed on
@@ -445,7 +445,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         if self._attempts is not None:
             self._attempts.end(problem)
 
-    def _record(self, recorded: PassingRequest, problem: str | None) -> None:
+    def _record(self, recorded: RecordingRequest, problem: str | None) -> None:
         self._recorded = None
         response, attempts = self._response, self._attempts
         if response is None or attempts is None:

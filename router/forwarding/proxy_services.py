@@ -12,7 +12,7 @@ from router.forwarding.long_bodies import LongBodies
 from router.forwarding.request_context import RequestContexts
 from router.forwarding.retry_budget import RetryBudget
 from router.observability.metrics import RequestMetrics
-from router.observability.request_recorder import RequestStream
+from router.observability.request_recorder import RequestRecorder
 from router.prediction.service_levels import ServiceLevels
 from router.routing.router import Router
 from router.settings import ProxySettings, ServerSettings
@@ -33,7 +33,7 @@ class ProxyServices:
         upstreams: Upstreams,
         settings: ProxySettings,
         metrics: RequestMetrics,
-        passing: RequestStream,
+        passing: RequestRecorder,
         long_bodies: LongBodies,
         stream_failover: StreamFailover | None = None,
         service_levels: ServiceLevels | None = None,

@@ -10,7 +10,7 @@ from structlog.contextvars import bound_contextvars
 
 from http_api.errors import RequestError, error_headers
 from router.apis.endpoints import call_error_body
-from router.auth import PROCESS_SOCKET, Admitted, BodyCheck, Door, Tenant
+from router.auth import PROCESS_SOCKET, Admitted, AuthGate, BodyCheck, Tenant
 from router.forwarding.request_head import RequestHead
 from router.http.headers import Headers
 from router.http.request_id import new_id
@@ -28,14 +28,14 @@ class RequestContext:
     """One request, from its head to the end of its answer. `logged`: it gets a line in the log. `trace`: None where
     nothing is traced."""
 
-    __slots__ = ("_door", "_line", "_metrics", "head", "id", "logged", "server", "tenant", "trace")
+    __slots__ = ("_gate", "_line", "_metrics", "head", "id", "logged", "server", "tenant", "trace")
 
     def __init__(
         self,
         head: RequestHead,
         trace: RequestTrace | None,
         line: AccessLine | None,
-        door: Door,
+        gate: AuthGate,
         metrics: RequestMetrics | None,
         server: ServerAddress | None,
     ) -> None:
@@ -45,7 +45,7 @@ class RequestContext:
         self.tenant: Tenant | None = None
         self.logged = line is not None
         self._line = line
-        self._door = door
+        self._gate = gate
         self.server = server
         self._metrics = metrics
 
@@ -56,7 +56,7 @@ class RequestContext:
         if admitted is None:
             server = self.server
             port = None if server is None else server[1] or PROCESS_SOCKET
-            admitted = head.admitted = self._door.admit(head.method, head.target, head.headers, port)
+            admitted = head.admitted = self._gate.admit(head.method, head.target, head.headers, port)
         self.tenant = admitted.tenant
 
     @property
@@ -71,12 +71,12 @@ class RequestContext:
 
         Raises RequestError (400, 413).
         """
-        return self._door.body(self.admitted, body)
+        return self._gate.body(self.admitted, body)
 
     @property
     def bodies(self) -> BodyCheck:
         """How bodies are checked."""
-        return self._door.bodies
+        return self._gate.bodies
 
     def refusal(self, error: RequestError) -> tuple[Headers, bytes]:
         """The headers and the body of an answer that refuses the request.
@@ -109,7 +109,7 @@ class RequestContext:
 
     def headers_for_workers(self) -> Headers:
         """The same, without what is for the router alone to read or to say."""
-        return self._door.headers_for_workers(self.admitted, self.headers)
+        return self._gate.headers_for_workers(self.admitted, self.headers)
 
     def lines_for_workers(self) -> bytes:
         """Those of them that are about the message, as they are sent, but for the id."""
@@ -155,8 +155,8 @@ class RequestContexts:
     requests are logged.
     """
 
-    def __init__(self, door: Door, tracing: Tracing | None, metrics: RequestMetrics | None, log: bool) -> None:
-        self.door = door
+    def __init__(self, gate: AuthGate, tracing: Tracing | None, metrics: RequestMetrics | None, log: bool) -> None:
+        self.gate = gate
         self._tracing = tracing
         self._metrics = metrics
         self._log = log
@@ -165,7 +165,7 @@ class RequestContexts:
         """Begin the context of a request that was received at the address `server`; None if that does not matter."""
         trace = None if self._tracing is None else self._tracing.request(head.method, head.path, head.headers)
         line = AccessLine(head.method, head.path) if self._log else None
-        return RequestContext(head, trace, line, self.door, self._metrics, server)
+        return RequestContext(head, trace, line, self.gate, self._metrics, server)
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from indexer import Target
-from router.cache_state.in_flight_prefixes import ReleaseCallback, SpeculativeHoldings
+from router.cache_state.in_flight_prefixes import InFlightPrefixes, ReleaseCallback
 from router.load.load_messages import MAX_SHARED, SHARED_STRIDE, Kind, Message, RankLoad, SentPrompt
 
 # Bounds on what is remembered, whatever peers send.
@@ -56,7 +56,7 @@ class PeerLoad:
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._sums: dict[tuple[str, int], PeerTargetLoad] = {}
-        self._prompts = SpeculativeHoldings(linger, clock, SHARED_STRIDE)
+        self._prompts = InFlightPrefixes(linger, clock, SHARED_STRIDE)
         self._ranks = self._held = 0  # of all peers: loads and prompts
 
     def apply(self, message: Message) -> bool:

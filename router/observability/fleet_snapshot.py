@@ -49,7 +49,7 @@ class FleetSnapshot:
         series: Series,
         about: About,
         findings: Callable[[], list[dict[str, Any]]],
-        forecasts: Callable[[], list[dict[str, Any]]],
+        predictions: Callable[[], list[dict[str, Any]]],
     ) -> None:
         self._fleet = fleet
         self._indexer = indexer
@@ -60,7 +60,7 @@ class FleetSnapshot:
         self._series = series
         self._about = about
         self._findings = findings
-        self._forecasts = forecasts
+        self._predictions = predictions
         self._requests = SeenRequests(names=indexer.names)
         self._prefixes = HotPrefixes(names=indexer.names)
         self._viewers = 0
@@ -80,7 +80,7 @@ class FleetSnapshot:
         seen = self._requests.placed(prompt.name, prompt.tokens, assignment.decision)
         if seen is not None:
             assignment.when_released(seen.ended)
-            hashes = assignment.prediction.hashes if assignment.prediction else []
+            hashes = assignment.cache_prediction.hashes if assignment.cache_prediction else []
             if hashes and hashes[0]:
                 self._prefixes.seen(hashes[0], [each for each in assignment.decision.candidates if each.overlap])
         return seen
@@ -142,7 +142,7 @@ class FleetSnapshot:
                     seldom_at = time.monotonic()
                     update["prefixes"] = self._prefixes.tree()
                     update["findings"] = self._findings()
-                    update["forecasts"] = self._forecasts()
+                    update["forecasts"] = self._predictions()
                     update["about"] = {**self._about.identity, "models": self._about.models()}
                 yield update
 

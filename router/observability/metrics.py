@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.apis.usage import Usage
-from router.cache_state.hit_audit import Basis, HitAudit, Prediction
+from router.cache_state.hit_audit import Basis, CachePrediction, HitAudit
 from router.fleet.fleet import Fleet, Worker, WorkerState
 from router.load.target_load import LoadTable
 from router.observability.counters import Counter, CounterSeries, Histogram
@@ -121,14 +121,14 @@ class RequestMetrics:
         of_model = self._of_models[model] = _OfModel(model, self)
         return of_model
 
-    def placed(self, model: str, waited: float, decision: Decision, prediction: Prediction | None) -> None:
+    def placed(self, model: str, waited: float, decision: Decision, cache_prediction: CachePrediction | None) -> None:
         """A worker was chosen, `waited` seconds after the request was complete. `prediction`: where its prompt was
         looked for in the caches."""
         of_model = self._of_models.get(model) or self._of(model)
         of_model.queue.observe(waited)
         of_model.decisions.amount += 1
-        if prediction is not None:
-            of_model.best_overlap_tokens.amount += prediction.most
+        if cache_prediction is not None:
+            of_model.best_overlap_tokens.amount += cache_prediction.most
         if decision.free:
             return
         unit = decision.unit

@@ -7,9 +7,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.observability.metrics import MOST_MODELS, OTHER_MODELS
-from router.prediction.predictions import Forecasts, WatchedAnswer
+from router.prediction.predictions import Predictions, WatchedAnswer
 from router.prediction.ratios import Ratios
-from router.prediction.slo import Promise
+from router.prediction.slo import SLO
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TPOT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
@@ -22,13 +22,13 @@ class _OfModel:
         self.answers = 0
         self.errors = Ratios()  # of TTFT, as shares of what came
         self.in_band = Ratios()  # 1 for each that came within its band, else 0
-        self.promises = {"kept": 0, "late": 0, "refused": 0}
+        self.slos = {"kept": 0, "late": 0, "refused": 0}
 
 
-class ForecastMetrics:
+class PredictionMetrics:
     """Counts the answers that are compared with their predictions, and the promises."""
 
-    def __init__(self, forecasts: Forecasts, registry: CollectorRegistry) -> None:
+    def __init__(self, predictions: Predictions, registry: CollectorRegistry) -> None:
         self._ttft_error = Histogram(
             "kvrouter_ttft_error_seconds",
             "By how much the predicted time to the first token was off",
@@ -49,19 +49,19 @@ class ForecastMetrics:
             ["model"],
             registry=registry,
         )
-        self._promises = Counter(
+        self._slos = Counter(
             "kvrouter_promises",
             "Promised answers, by what became of them",
             ["model", "service_level", "outcome"],
             registry=registry,
         )
         self._of_models: dict[str, _OfModel] = {}
-        forecasts.on_first_token.append(self._first_token)
-        forecasts.on_answered.append(self._answered)
+        predictions.on_first_token.append(self._first_token)
+        predictions.on_answered.append(self._answered)
 
-    def refused(self, model: str, promise: Promise) -> None:
+    def refused(self, model: str, slo: SLO) -> None:
         """A request that was promised something was turned away."""
-        self._promise(self._named(model), promise, "refused")
+        self._slo(self._named(model), slo, "refused")
 
     def summary(self) -> list[dict[str, Any]]:
         """For each model: how many answers were compared, how far off predictions of the last ones were in the middle,
@@ -72,7 +72,7 @@ class ForecastMetrics:
                 "answers": known.answers,
                 "ttft_error": round(known.errors.at(0.5), 3) if known.errors else None,
                 "in_band": round(1 - known.in_band.at_most(0.5), 3) if known.in_band else None,
-                "promises": known.promises,
+                "promises": known.slos,
             }
             for model, known in sorted(self._of_models.items())
         ]
@@ -92,7 +92,7 @@ class ForecastMetrics:
         known.answers += 1
         error = abs(ttft - predicted.expected)
         self._ttft_error.labels(model).observe(error)
-        if answer.forecast.ttft.ratios is not None:
+        if answer.prediction.ttft.ratios is not None:
             known.errors.add(error / max(ttft, 1e-6))
             known.in_band.add(float(predicted.low <= ttft <= predicted.high))
             self._calibration.labels(model).set(1 - known.in_band.at_most(0.5))
@@ -101,9 +101,9 @@ class ForecastMetrics:
         model = self._named(answer.target.model)
         if answer.tpot is not None:
             self._tpot_error.labels(model).observe(abs(answer.tpot - answer.predicted_tpot.expected))
-        if answer.promise is not None:
-            self._promise(model, answer.promise, "kept" if answer.kept else "late")
+        if answer.slo is not None:
+            self._slo(model, answer.slo, "kept" if answer.kept else "late")
 
-    def _promise(self, model: str, promise: Promise, outcome: str) -> None:
-        self._promises.labels(model, promise.service_level, outcome).inc()
-        self._of(model).promises[outcome] += 1
+    def _slo(self, model: str, slo: SLO, outcome: str) -> None:
+        self._slos.labels(model, slo.service_level, outcome).inc()
+        self._of(model).slos[outcome] += 1

@@ -52,10 +52,10 @@ class _Missing(msgspec.Struct):
     unknown: int
 
 
-class PassingRequest:
+class RecordingRequest:
     """A request that was read while somebody records. `ended` tells of it."""
 
-    def __init__(self, stream: RequestStream, prompt: RoutedPrompt, arrived: float) -> None:
+    def __init__(self, stream: RequestRecorder, prompt: RoutedPrompt, arrived: float) -> None:
         self._stream = stream
         self._prompt = prompt
         self._arrived = arrived
@@ -70,7 +70,7 @@ class PassingRequest:
         self._stream.tell(self._prompt, self._arrived, usage.completion if usage else 0, fields)
 
 
-class RequestStream:
+class RequestRecorder:
     """Tells listeners of the requests that pass.
 
     `listening`: whether there are any, which is all that a request asks while nothing is recorded. `on_listening` is
@@ -88,9 +88,9 @@ class RequestStream:
         """Whether there are as many listeners as there may be."""
         return len(self._listeners) >= MAX_LISTENERS
 
-    def began(self, prompt: RoutedPrompt, arrived: float) -> PassingRequest:
+    def began(self, prompt: RoutedPrompt, arrived: float) -> RecordingRequest:
         """A request was read, which arrived at that time of `time.monotonic`."""
-        return PassingRequest(self, prompt, arrived)
+        return RecordingRequest(self, prompt, arrived)
 
     def tell(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
         """A request ended."""

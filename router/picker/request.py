@@ -179,7 +179,7 @@ class PickedRequest(ResponseWriter):
         if head.end_of_stream or self._mode == _Mode.NONE:
             self._start(proxied, b"" if head.end_of_stream else _UNSEEN_BODY)
             return
-        self._body = RequestBody(state.proxy_context.contexts.door.arrivals)
+        self._body = RequestBody(state.proxy_context.contexts.gate.arrivals)
         state.body_deadlines.set(self._number, self._body_late)
         if self._mode == _Mode.BUFFERED:
             self._send(process_responses.KEEP_REQUEST_HEADERS)

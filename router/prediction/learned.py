@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from indexer import Indexer, Target
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
-from router.cache_state.session_locations import SessionPlaces
+from router.cache_state.session_locations import SessionLocations
 from router.policies.rates import Rates, RateTable
 from router.policies.records import Candidate
 from router.prediction.eviction_pressure import EvictionPressure
 from router.prediction.output_length import OutputLengths
-from router.prediction.predictions import Forecasts
+from router.prediction.predictions import Predictions
 from router.prediction.session_turns import SessionTurns
 
 # How often the counters of evictions are read.
@@ -35,11 +35,11 @@ class Learned:
         disk_token: float = 0.0,
     ) -> None:
         self.rates = RateTable(start, clock)
-        self.forecasts = Forecasts(self.rates, cpu_token, disk_token, clock)
+        self.predictions = Predictions(self.rates, cpu_token, disk_token, clock)
         self.outputs = OutputLengths()
         self.turns = SessionTurns()
         self.pressure = EvictionPressure(CHUNK_TOKENS, clock=clock)
-        self.places = SessionPlaces(clock)
+        self.places = SessionLocations(clock)
         self._clock = clock
         self._next_look = 0.0
 
@@ -50,7 +50,7 @@ class Learned:
     def forget(self, worker: str) -> None:
         """A worker was removed."""
         self.rates.forget(worker)
-        self.forecasts.forget(worker)
+        self.predictions.forget(worker)
         self.places.forget(worker)
 
     def seconds_per_token(self) -> float:

@@ -23,7 +23,7 @@ from router.cache_state.in_flight_prefixes import ReleaseCallback
 from router.policies.rates import RateTable, prefill_seconds
 from router.policies.records import Candidate
 from router.prediction.ratios import Ratios
-from router.prediction.slo import Estimate, Forecast, Promise, broken_by, step_by_rates, tpot_by_rates, ttft_by_rates
+from router.prediction.slo import SLO, Estimate, Prediction, broken_by, step_by_rates, tpot_by_rates, ttft_by_rates
 
 _ENOUGH: Final = 16
 # Seconds by the rates at which the next kind of ratios begins.
@@ -85,7 +85,7 @@ class _Busy:
         self.at = now
 
 
-class Forecasts:
+class Predictions:
     """Predicts, and learns from what comes.
 
     `cpu_token`, `disk_token`: what loading a cached token takes, as a share of computing it. `due`: from when on the
@@ -112,7 +112,7 @@ class Forecasts:
         self._tpot = _Errors()
         self._busy: dict[Target, _Busy] = {}
 
-    def of(self, candidate: Candidate, tokens: int, output_tokens: float, backlog: float) -> Forecast:
+    def of(self, candidate: Candidate, tokens: int, output_tokens: float, backlog: float) -> Prediction:
         """What a candidate would take for a prompt of `tokens` whose answer is expected to have `output_tokens`.
 
         `backlog`: seconds until the prefills that it has are done.
@@ -123,7 +123,7 @@ class Forecasts:
         ttft = self._ttft.estimate(target, ttft_by_rates(candidate, rates, tokens, backlog, transfer))
         step = step_by_rates(candidate, rates, tokens, output_tokens)
         if not self.promising:
-            return Forecast(ttft, self._tpot.estimate(target, step))
+            return Prediction(ttft, self._tpot.estimate(target, step))
         busy = self._busy.get(target)
         share = 0.0 if busy is None else busy.prefill_share(self.clock())
         own = prefill_seconds(rates, tokens, candidate.overlap, candidate.requests, candidate.context) / _HORIZON
@@ -131,14 +131,14 @@ class Forecasts:
         promised = {} if busy is None else busy.promised
         unpromised = max(candidate.requests - sum(promised.values()), 0)
         if not promised and not unpromised:
-            return Forecast(ttft, tpot)
+            return Prediction(ttft, tpot)
         # By its prompt alone: wherever it goes its answer is decoded.
         others_step = max(step_by_rates(candidate, rates, 0, 0.0), _LEAST_SECONDS)
         off = 1.0 if tpot.ratios is None else tpot.ratios.at(0.5)
         before, after = (off * tpot_by_rates(others_step, each) for each in (share, share + own))
-        return Forecast(ttft, tpot, broken_by(promised, unpromised, before, after))
+        return Prediction(ttft, tpot, broken_by(promised, unpromised, before, after))
 
-    def promise(self) -> None:
+    def slo(self) -> None:
         """Something is promised: from now on it is kept what targets do. What is known of times per token was learned
         without that."""
         if not self.promising:
@@ -169,21 +169,21 @@ class Forecasts:
 
         return end
 
-    def watch(self, target: Target, forecast: Forecast, promise: Promise | None, sent: float) -> WatchedAnswer:
+    def watch(self, target: Target, prediction: Prediction, slo: SLO | None, sent: float) -> WatchedAnswer:
         """Watch a streamed answer to a request that is sent now."""
         self.due = max(self.due, sent + _SELDOM)
-        return WatchedAnswer(self, target, forecast, promise, sent)
+        return WatchedAnswer(self, target, prediction, slo, sent)
 
     def first_token(self, answer: WatchedAnswer, seconds: float) -> None:
         """A watched answer began, so long after it was sent."""
-        self._ttft.add(answer.target, answer.forecast.ttft.by_rates, seconds)
+        self._ttft.add(answer.target, answer.prediction.ttft.by_rates, seconds)
         for on_first_token in self.on_first_token:
             on_first_token(answer)
 
     def answered(self, answer: WatchedAnswer, tpot: float | None) -> None:
         """A watched answer ended. `tpot`: seconds for each token after the first; None where it has no other."""
         if tpot is not None:
-            self._tpot.add(answer.target, answer.forecast.tpot.by_rates, tpot)
+            self._tpot.add(answer.target, answer.prediction.tpot.by_rates, tpot)
         for on_answered in self.on_answered:
             on_answered(answer)
 
@@ -203,27 +203,27 @@ class WatchedAnswer:
     """
 
     __slots__ = (
-        "_forecasts",
+        "_predictions",
         "begun",
-        "forecast",
         "predicted_tpot",
         "predicted_ttft",
-        "promise",
+        "prediction",
         "sent",
+        "slo",
         "target",
         "tpot",
         "ttft",
     )
 
     def __init__(
-        self, forecasts: Forecasts, target: Target, forecast: Forecast, promise: Promise | None, sent: float
+        self, predictions: Predictions, target: Target, prediction: Prediction, slo: SLO | None, sent: float
     ) -> None:
-        self._forecasts = forecasts
+        self._predictions = predictions
         self.target = target
-        self.forecast = forecast
-        self.predicted_ttft = forecast.ttft.band
-        self.predicted_tpot = forecast.tpot.band
-        self.promise = promise
+        self.prediction = prediction
+        self.predicted_ttft = prediction.ttft.band
+        self.predicted_tpot = prediction.tpot.band
+        self.slo = slo
         self.sent = sent
         self.begun = 0.0
         self.ttft: float | None = None
@@ -232,21 +232,21 @@ class WatchedAnswer:
     def first_token(self, now: float | None) -> None:
         """It began. Only the first call counts. `now`: the time by the clock, where it was just read."""
         if self.ttft is None:
-            self.begun = self._forecasts.clock() if now is None else now
+            self.begun = self._predictions.clock() if now is None else now
             self.ttft = self.begun - self.sent
-            self._forecasts.first_token(self, self.ttft)
+            self._predictions.first_token(self, self.ttft)
 
     def ended(self, output_tokens: int) -> None:
         """It is complete, with so many tokens; 0: that is not known."""
         if self.ttft is not None:
             if output_tokens > 1:
-                self.tpot = (self._forecasts.clock() - self.begun) / (output_tokens - 1)
-            self._forecasts.answered(self, self.tpot)
+                self.tpot = (self._predictions.clock() - self.begun) / (output_tokens - 1)
+            self._predictions.answered(self, self.tpot)
 
     @property
     def kept(self) -> bool:
         """Whether what was promised was kept, as far as it is known. There is a promise."""
-        promise = self.promise
-        assert promise is not None
-        in_time = promise.first_token_by is None or (self.ttft is not None and self.begun <= promise.first_token_by)
-        return in_time and (promise.tpot is None or self.tpot is None or self.tpot <= promise.tpot)
+        slo = self.slo
+        assert slo is not None
+        in_time = slo.first_token_by is None or (self.ttft is not None and self.begun <= slo.first_token_by)
+        return in_time and (slo.tpot is None or self.tpot is None or self.tpot <= slo.tpot)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from http_api.errors import RequestError
 from router.http.headers import HeaderItems, number_of
-from router.prediction.slo import Promise
+from router.prediction.slo import SLO
 from router.settings import ServiceLevelSettings, Settings, WhenLate
 
 SERVICE_LEVEL_HEADER = b"x-kvrouter-service-level"
 # The last of them that is there counts.
 _TTFT_HEADERS = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
 _TPOT_HEADERS = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
-PROMISE_HEADERS = frozenset({SERVICE_LEVEL_HEADER, *_TTFT_HEADERS, *_TPOT_HEADERS})
+SLO_HEADERS = frozenset({SERVICE_LEVEL_HEADER, *_TTFT_HEADERS, *_TPOT_HEADERS})
 _NO_LEVEL = ServiceLevelSettings()
 
 
@@ -44,11 +44,11 @@ class ServiceLevels:
         return self._of_tenant.get(tenant) or self._of_model.get(model or "")
 
 
-def read_promise(
+def read_slo(
     headers: HeaderItems, levels: ServiceLevels | None, tenant: str, model: str | None, arrived: float
-) -> Promise | None:
+) -> SLO | None:
     """What a request that `arrived` is promised; None where that is nothing. Raises RequestError (400)."""
-    given = {name: value for name, value in headers if name in PROMISE_HEADERS}
+    given = {name: value for name, value in headers if name in SLO_HEADERS}
     name = levels.default(tenant, model) if levels is not None else None
     level = _NO_LEVEL
     if (named := given.get(SERVICE_LEVEL_HEADER)) is not None:
@@ -58,7 +58,7 @@ def read_promise(
     ttft, tpot = _promised(given, _TTFT_HEADERS, level.ttft), _promised(given, _TPOT_HEADERS, level.tpot)
     if ttft is None and tpot is None:
         return None
-    return Promise(ttft, tpot, arrived, name or "", level.when_late is WhenLate.REFUSE)
+    return SLO(ttft, tpot, arrived, name or "", level.when_late is WhenLate.REFUSE)
 
 
 def _level_named(name: str, levels: ServiceLevels | None) -> ServiceLevelSettings:

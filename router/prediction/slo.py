@@ -38,7 +38,7 @@ _SECONDS_PER_TOKEN: Final = 4e-5
 _MOST_SHARE: Final = 0.95
 
 
-class Promise:
+class SLO:
     """When a request's tokens are to come. Times in seconds.
 
     `service_level`: the class that it comes from, "" where the request said it all. `ttft`: from the arrival of the
@@ -73,7 +73,7 @@ class Promise:
 
 
 # What a request has that was promised nothing.
-NO_PROMISE: Final = Promise(None, None, 0.0)
+NO_SLO: Final = SLO(None, None, 0.0)
 
 
 class Band:
@@ -117,7 +117,7 @@ class Estimate:
         return self.ratios.at_most(seconds / self.by_rates)
 
 
-class Forecast:
+class Prediction:
     """What a candidate is predicted to take for a request: to its first token from now on, and for each one after it.
 
     `others_broken`: how many promises to others it is expected to break there.
@@ -135,27 +135,27 @@ class Forecast:
         """Whether it is known how far it may be off."""
         return self.ttft.ratios is not None and self.tpot.ratios is not None
 
-    def late(self, promise: Promise, now: float, output_tokens: float) -> float:
+    def late(self, slo: SLO, now: float, output_tokens: float) -> float:
         """Seconds by which a promise is expected to be missed; 0 where it is kept."""
         late = 0.0
-        if promise.first_token_by is not None:
-            late = max(self.ttft.expected - (promise.first_token_by - now), 0.0)
-        if promise.tpot is not None:
-            late += output_tokens * max(self.tpot.expected - promise.tpot, 0.0)
+        if slo.first_token_by is not None:
+            late = max(self.ttft.expected - (slo.first_token_by - now), 0.0)
+        if slo.tpot is not None:
+            late += output_tokens * max(self.tpot.expected - slo.tpot, 0.0)
         return late
 
-    def chance(self, promise: Promise, now: float) -> float:
+    def chance(self, slo: SLO, now: float) -> float:
         """The chance that a promise is kept."""
         chance = 1.0
-        if promise.first_token_by is not None:
-            chance = self.ttft.chance(promise.first_token_by - now)
-        if promise.tpot is not None:
-            chance *= self.tpot.chance(promise.tpot)
+        if slo.first_token_by is not None:
+            chance = self.ttft.chance(slo.first_token_by - now)
+        if slo.tpot is not None:
+            chance *= self.tpot.chance(slo.tpot)
         return chance
 
-    def loss(self, promise: Promise, now: float) -> float:
+    def loss(self, slo: SLO, now: float) -> float:
         """How many promises are expected to be broken, its own and those of others."""
-        return 1.0 - self.chance(promise, now) + self.others_broken
+        return 1.0 - self.chance(slo, now) + self.others_broken
 
 
 def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: float, transfer_tokens: float) -> float:
@@ -200,10 +200,10 @@ def counts_in_prefill(unit: CostUnit) -> bool:
     return _worth(unit, 1.0) is not None
 
 
-def choose_for_promise(
+def choose_for_slo(
     decision: Decision,
-    forecasts: list[Forecast],
-    promise: Promise,
+    predictions: list[Prediction],
+    slo: SLO,
     now: float,
     broken_promise: float,
     turns: float = 1.0,
@@ -215,11 +215,11 @@ def choose_for_promise(
     """
     candidates = decision.candidates
     places = list(range(len(candidates)))
-    if promise.refuses_late:
-        places_in_time = [place for place in places if forecasts[place].late(promise, now, 1.0) <= 0]
+    if slo.refuses_late:
+        places_in_time = [place for place in places if predictions[place].late(slo, now, 1.0) <= 0]
         places = places_in_time or places
-    worth = _worth(decision.unit, broken_promise * (_FOR_UNPROMISED if promise is NO_PROMISE else turns))
-    losses = [forecast.loss(promise, now) for forecast in forecasts]
+    worth = _worth(decision.unit, broken_promise * (_FOR_UNPROMISED if slo is NO_SLO else turns))
+    losses = [prediction.loss(slo, now) for prediction in predictions]
     totals = [sum(decision.terms(candidate).values()) for candidate in candidates]
     if worth is None:  # the policy's costs are in nothing that promises could be counted in
         return min(places, key=lambda place: (losses[place], totals[place]))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from indexer import Target
 from router.apis.usage import Usage
-from router.cache_state.hit_audit import Prediction
+from router.cache_state.hit_audit import CachePrediction
 from router.cache_state.in_flight_prefixes import ReleaseCallback
 from router.fleet.health import Attempt, Outcome
 from router.fleet.worker import Worker
@@ -51,7 +51,7 @@ class Assignment:
         self.recorded = False
         self.reservation = reservation
         self.attempt = attempt
-        self.prediction: Prediction | None = None  # where its prompts are known
+        self.cache_prediction: CachePrediction | None = None  # where its prompts are known
         self.timing: RequestTiming | None = None
         self.sample: SampledRequest | None = None
         self.watched: WatchedAnswer | None = None  # where it is compared with what was predicted
@@ -69,7 +69,7 @@ class Assignment:
         return (
             self.timing is not None
             or self.sample is not None
-            or self.prediction is not None
+            or self.cache_prediction is not None
             or self.watched is not None
         )
 

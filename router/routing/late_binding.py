@@ -77,7 +77,7 @@ def is_sooner(there: Candidate, here: Candidate, tokens: int, prefilling: float)
     return before_there < (1 - prefilling / NO_TIME_TO_SPARE) * before_here
 
 
-def promised_order(first_token_by: float, prefill_seconds: float) -> float:
+def slo_order(first_token_by: float, prefill_seconds: float) -> float:
     """The same for a request with a promise: when it has to begin at the latest, by the same clock."""
     return first_token_by - prefill_seconds
 

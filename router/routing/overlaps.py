@@ -12,8 +12,8 @@ from itertools import chain
 from indexer import Indexer, MatchQuery, RowMatches, Target, UnknownModelError
 from indexer.hashing import PackedPrompt
 from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, SpeculativeHoldings
-from router.cache_state.sent_prefixes import RoutingHistory
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, InFlightPrefixes
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.routing.routable_rank import RoutableRank, ServedModel
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.target_directory import ModelTargets
@@ -61,15 +61,15 @@ class OverlapFinder:
     def __init__(
         self,
         indexer: Indexer,
-        speculation: SpeculativeHoldings,
+        in_flight_prefixes: InFlightPrefixes,
         peer_load: PeerLoad,
-        history: RoutingHistory,
+        sent_prefixes: SentPrefixes,
         audit: HitAudit,
     ) -> None:
         self._indexer = indexer
-        self._speculation = speculation
+        self._in_flight_prefixes = in_flight_prefixes
         self._peer_load = peer_load
-        self._history = history
+        self._sent_prefixes = sent_prefixes
         self._audit = audit
         self.uncached: set[str] = set()
 
@@ -89,11 +89,11 @@ class OverlapFinder:
         for number, chunks in enumerate(hashes):
             found = self._matches(targets, served, prompt.token_ids[number], prompt.cache_salt)
             by_events: dict[int, int] = {}
-            in_flight = self._speculation.overlaps(chunks, now)
+            in_flight = self._in_flight_prefixes.overlaps(chunks, now)
             for target, shared in self._peer_load.overlaps(chunks).items():
                 in_flight[target] = max(in_flight.get(target, 0), shared)
-            history = self._history.overlaps(chunks)
-            for target in chain(history, distrusted):
+            sent_prefixes = self._sent_prefixes.overlaps(chunks)
+            for target in chain(sent_prefixes, distrusted):
                 if target not in in_flight:
                     in_flight[target] = 0
             held, tokens = found.tokens, len(prompt.identities[number])
@@ -101,13 +101,13 @@ class OverlapFinder:
                 rank = of_target.get(target)
                 if rank is None or rank.served is not served:
                     continue
-                sent, trusted = history.get(target, 0), target not in distrusted
+                sent, trusted = sent_prefixes.get(target, 0), target not in distrusted
                 if shared or sent:
                     window = self._indexer.window(target)
                     if window is not None:
                         # Groups of layers that keep but the last of a prompt: not all in common can be reused.
-                        shared = self._speculation.resumable(target, chunks, window)
-                        sent = self._history.resumable(target, chunks, window)
+                        shared = self._in_flight_prefixes.resumable(target, chunks, window)
+                        sent = self._sent_prefixes.resumable(target, chunks, window)
                 if shared >= held[rank.row] or sent or not trusted:
                     self._correct(found, by_events, rank, shared, sent, trusted, tokens)
             for target, recomputed in self._audit.recomputed.tokens.items():
@@ -158,8 +158,8 @@ class OverlapFinder:
         cleared = self._indexer.index.cleared
         while cleared:
             target = cleared.pop()  # one by one: streams are read meanwhile
-            self._speculation.forget_ended(target)
-            self._history.forget(target)
+            self._in_flight_prefixes.forget_ended(target)
+            self._sent_prefixes.forget(target)
 
     def _matches(
         self, targets: ModelTargets, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None

@@ -9,15 +9,15 @@ import structlog
 from indexer import Indexer
 from router.apis.agent_hints import AgentHints
 from router.apis.usage import Usage
-from router.cache_state.hit_audit import Basis, HitAudit, Prediction
-from router.cache_state.in_flight_prefixes import SpeculativeHoldings, reusable_hashes
-from router.cache_state.sent_prefixes import RoutingHistory
+from router.cache_state.hit_audit import Basis, CachePrediction, HitAudit
+from router.cache_state.in_flight_prefixes import InFlightPrefixes, reusable_hashes
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.fleet import Worker
 from router.load.target_load import LoadTable, Reservation
 from router.policies.rates import prefill_seconds
 from router.policies.records import Candidate
 from router.prediction.learned import Learned
-from router.prediction.slo import Forecast
+from router.prediction.slo import Prediction
 from router.routing.assignment import Assignment, RequestSampler
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
@@ -37,23 +37,23 @@ class Reservations:
         self,
         indexer: Indexer,
         load: LoadTable,
-        speculation: SpeculativeHoldings,
+        in_flight_prefixes: InFlightPrefixes,
         learned: Learned,
-        history: RoutingHistory,
+        sent_prefixes: SentPrefixes,
         audit: HitAudit,
         sharing: LoadSharing,
-        forecast: Callable[[RoutableRank, Candidate, RoutedPrompt], Forecast],
+        prediction: Callable[[RoutableRank, Candidate, RoutedPrompt], Prediction],
     ) -> None:
         self.sampler: RequestSampler | None = None
         self._indexer = indexer
         self._load = load
-        self._speculation = speculation
+        self._in_flight_prefixes = in_flight_prefixes
         self._learned = learned
-        self._history = history
+        self._sent_prefixes = sent_prefixes
         self._audit = audit
         self._sharing = sharing
-        self._forecast = forecast
-        self._forecasts = learned.forecasts
+        self._prediction = prediction
+        self._predictions = learned.predictions
         self._sample_from = 0.0
 
     def reserve(self, prompt: RoutedPrompt, selection: Selection, now: float, needs_prompts: bool) -> Assignment:
@@ -95,10 +95,10 @@ class Reservations:
         if needs_prompts and computes:
             rates = self._learned.rates.likely(worker.url, target.model)
             seconds = prefill_seconds(rates, prompt.tokens, chosen.overlap, chosen.requests, chosen.context)
-        forecast = selection.forecast
+        prediction = selection.prediction
         whole = prompt.streamed and computes and decodes
-        if forecast is None and now >= self._forecasts.due and whole and needs_prompts:
-            forecast = self._forecast(rank, chosen, prompt)
+        if prediction is None and now >= self._predictions.due and whole and needs_prompts:
+            prediction = self._prediction(rank, chosen, prompt)
         reservation = Reservation(
             load,
             uncached,
@@ -112,14 +112,14 @@ class Reservations:
             work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
         attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
         assignment = Assignment(selection, reservation, attempt)
-        if self._forecasts.promising:
-            self._forecasts.placed(target, seconds, now)
+        if self._predictions.promising:
+            self._predictions.placed(target, seconds, now)
             self._learned.turns.seen(target.model, selection.best_overlap, prompt.tokens)
-            promise = selection.promise
-            if promise is not None and promise.tpot is not None and decodes:
-                assignment.when_released(self._forecasts.hold(target, promise.tpot))
-        if forecast is not None and prompt.streamed and prompt.answers == 1 and len(prompt.identities) <= 1:
-            assignment.watched = self._forecasts.watch(target, forecast, selection.promise, now)
+            slo = selection.slo
+            if slo is not None and slo.tpot is not None and decodes:
+                assignment.when_released(self._predictions.hold(target, slo.tpot))
+        if prediction is not None and prompt.streamed and prompt.answers == 1 and len(prompt.identities) <= 1:
+            assignment.watched = self._predictions.watch(target, prediction, selection.slo, now)
         return assignment
 
     def record_in_flight(self, prompt: RoutedPrompt, assignment: Assignment, now: float) -> None:
@@ -163,7 +163,7 @@ class Reservations:
         by_events = self._audit.basis(target) is Basis.EVENTS
         untold = prompt.by_text or selection.rank.served.replacement is not None
         one_answer = len(prompt.token_ids) == prompt.answers == 1
-        assignment.prediction = Prediction(
+        assignment.cache_prediction = CachePrediction(
             target,
             hashes,
             prompt.tokens,
@@ -180,7 +180,7 @@ class Reservations:
         for number, chunks in enumerate(hashes):
             # No event says that a target holds what media stand in, a text, or a replaced adapter's: that has to last.
             lasting = by_events and (untold or prompt.identities[number] is not prompt.token_ids[number])
-            assignment.when_released(self._speculation.hold(target, chunks, lasting=lasting))
+            assignment.when_released(self._in_flight_prefixes.hold(target, chunks, lasting=lasting))
             if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
                 assignment.when_released(on_release)
         if prompt.streamed and one_answer and whole:
@@ -188,8 +188,8 @@ class Reservations:
 
     def answered(self, assignment: Assignment, usage: Usage | None) -> None:
         """A worker answered a request in full; `usage` is what it says of the tokens."""
-        if assignment.prediction is not None:
-            self._audit.answered(assignment.prediction, usage)
+        if assignment.cache_prediction is not None:
+            self._audit.answered(assignment.cache_prediction, usage)
         if assignment.sample:
             assignment.sample.answered(usage)
         if assignment.watched is not None:
@@ -206,9 +206,9 @@ class Reservations:
     def forget_sent(self, worker: Worker) -> None:
         """Nothing follows any more from what a worker was sent."""
         for target in worker.targets:
-            self._speculation.forget(target)
+            self._in_flight_prefixes.forget(target)
             self._sharing.peer_load.forget_prompts(target)
-            self._history.forget(target)
+            self._sent_prefixes.forget(target)
         self._learned.places.forget(worker.url)
 
     def removed(self, worker: Worker) -> None:
@@ -216,6 +216,6 @@ class Reservations:
         self._load.forget(worker.url)
         self._learned.forget(worker.url)
         for target in worker.targets:
-            self._speculation.forget(target)
-            self._history.removed(target)
+            self._in_flight_prefixes.forget(target)
+            self._sent_prefixes.removed(target)
             self._audit.forget(target)

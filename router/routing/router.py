@@ -25,15 +25,15 @@ from router.apis.requests import RoutedRequest
 from router.apis.response_owners import ResponseOwners
 from router.apis.usage import Usage
 from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import SpeculativeHoldings
-from router.cache_state.sent_prefixes import RoutingHistory
-from router.cache_state.session_locations import SessionPlaces
+from router.cache_state.in_flight_prefixes import InFlightPrefixes
+from router.cache_state.sent_prefixes import SentPrefixes
+from router.cache_state.session_locations import SessionLocations
 from router.fleet.fleet import Fleet, Worker
 from router.load.target_load import LoadTable
 from router.policies import ByTurn, Candidate, LinearPolicy, NamedPolicy
 from router.policies.rates import prefill_seconds
 from router.prediction.learned import Learned
-from router.prediction.slo import Forecast, Promise
+from router.prediction.slo import SLO, Prediction
 from router.routing.assignment import Assignment, RequestSampler
 from router.routing.candidates import CandidateFinder, CandidateSet, without
 from router.routing.disaggregation.adapters import Adapter
@@ -47,7 +47,7 @@ from router.routing.prompt_reader import PromptReader
 from router.routing.reservations import Reservations
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import Selection
-from router.routing.slo_selection import PromisedSelector
+from router.routing.slo_selection import SLOSelector
 from router.settings import DisaggregationSettings
 from router.sharing import LoadSharing
 from router.tokens.tokenizers import Tokenizers
@@ -63,9 +63,9 @@ class Router:
         tokenizers: Tokenizers,
         policy: NamedPolicy,
         load: LoadTable,
-        speculation: SpeculativeHoldings,
+        in_flight_prefixes: InFlightPrefixes,
         learned: Learned,
-        history: RoutingHistory,
+        sent_prefixes: SentPrefixes,
         audit: HitAudit,
         sharing: LoadSharing,
         disaggregation: DisaggregationSettings,
@@ -75,7 +75,7 @@ class Router:
         """`cache_bytes` bounds what is kept of the chats of earlier requests. `broken_promise`: what one costs, in
         prefill tokens."""
         random = Random()
-        overlaps = OverlapFinder(indexer, speculation, sharing.peer_load, history, audit)
+        overlaps = OverlapFinder(indexer, in_flight_prefixes, sharing.peer_load, sent_prefixes, audit)
         self._fleet = fleet
         self._indexer = indexer
         self._learned = learned
@@ -86,9 +86,9 @@ class Router:
             fleet, load, sharing.peer_load, overlaps, learned, random, self._linear, policy.spec.uses_rates
         )
         self._disaggregated = DisaggregatedSelector(self._candidates, policy.choose, disaggregation, random)
-        self._promised = PromisedSelector(learned, sharing.peer_load, broken_promise)
+        self._promised = SLOSelector(learned, sharing.peer_load, broken_promise)
         self._reservations = Reservations(
-            indexer, load, speculation, learned, history, audit, sharing, self._promised.forecast
+            indexer, load, in_flight_prefixes, learned, sent_prefixes, audit, sharing, self._promised.prediction
         )
         self._prebuilt: PrebuiltSelections | None = None
         if isinstance(policy.choose, ByTurn):
@@ -146,7 +146,7 @@ class Router:
         excluded: Collection[Worker] = (),
         limits: Limits = NO_LIMITS,
         now: float | None = None,
-        promise: Promise | None = None,
+        slo: SLO | None = None,
     ) -> Selection | None:
         """The selection as it would be now; None when all targets are at their limits.
 
@@ -155,7 +155,7 @@ class Router:
         """
         by_load = not self._reader.needs_prompts and limits.unlimited
         prebuilt = self._prebuilt if by_load and not prompt.stored else None
-        if prebuilt is not None and promise is None and not excluded and not self._fleet.disaggregated:
+        if prebuilt is not None and slo is None and not excluded and not self._fleet.disaggregated:
             selection = prebuilt.choose(prompt.name)
             if selection is not None:
                 return selection
@@ -165,10 +165,10 @@ class Router:
             self._learned.look_at_evictions(self._indexer, now)
         found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
         if found.count:
-            if promise is not None:
-                return self._keeping(prompt, excluded, found, promise, now)
+            if slo is not None:
+                return self._keeping(prompt, excluded, found, slo, now)
             selection = self._cheapest(prompt, excluded, found, now)
-            if self._learned.forecasts.promising and not self._fleet.disaggregated:
+            if self._learned.predictions.promising and not self._fleet.disaggregated:
                 return self._promised.spare_others(found, selection, prompt, now)
             return selection
         if without(self._fleet.able(prompt.name), excluded):
@@ -178,7 +178,7 @@ class Router:
         raise unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
 
     def _keeping(
-        self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, promise: Promise, now: float
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, slo: SLO, now: float
     ) -> Selection:
         """The selection that keeps a promise, where there is one.
 
@@ -186,9 +186,9 @@ class Router:
         """
         selection = self._cheapest(prompt, excluded, found, now)
         if self._fleet.disaggregated:
-            selection.promise = promise
+            selection.slo = slo
             return selection
-        return self._promised.select(found, selection, prompt, promise, now)
+        return self._promised.select(found, selection, prompt, slo, now)
 
     def _cheapest(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, now: float
@@ -203,13 +203,13 @@ class Router:
             return self._disaggregated.select(prompt, excluded, found, request, now)
         return found.select(self._policy(found.candidates, request))
 
-    def forecast(self, candidate: Candidate, prompt: RoutedPrompt) -> Forecast:
+    def prediction(self, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
         """What a candidate is predicted to take for a prompt that is sent now."""
         rank = self._candidates.directory.of(prompt.name).of_target[candidate.target]
-        return self._promised.forecast(rank, candidate, prompt)
+        return self._promised.prediction(rank, candidate, prompt)
 
     @property
-    def places(self) -> SessionPlaces:
+    def places(self) -> SessionLocations:
         """Where the sessions that were said to go on have their prefix."""
         return self._learned.places
 
@@ -256,7 +256,7 @@ class Router:
         What was promised something has been placed by that.
         """
         prefilling = self._candidates.prefill_share(prompt)
-        if prefilling >= NO_TIME_TO_SPARE or selection.promise is not None or self._fleet.disaggregated:
+        if prefilling >= NO_TIME_TO_SPARE or selection.slo is not None or self._fleet.disaggregated:
             return None
         now = time.monotonic()
         free = self._candidates.free(self._candidates.find(prompt, excluded, limits, now))

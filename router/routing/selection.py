@@ -6,7 +6,7 @@ from array import array
 
 from router.fleet.worker import Worker
 from router.policies import Decision
-from router.prediction.slo import Forecast, Promise
+from router.prediction.slo import SLO, Prediction
 from router.routing.disaggregation.decision import Disaggregation
 from router.routing.routable_rank import RoutableRank
 
@@ -32,8 +32,8 @@ class Selection:
         best_overlap: int = 0,
         disaggregation: Disaggregation | None = None,
         prefill: Selection | None = None,
-        promise: Promise | None = None,
-        forecast: Forecast | None = None,
+        slo: SLO | None = None,
+        prediction: Prediction | None = None,
         late: float = 0.0,
     ) -> None:
         self.decision = decision
@@ -43,8 +43,8 @@ class Selection:
         self.best_overlap = best_overlap
         self.disaggregation = disaggregation
         self.prefill = prefill
-        self.promise = promise
-        self.forecast = forecast
+        self.slo = slo
+        self.prediction = prediction
         self.late = late
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from router.policies import Candidate, Decision
 from router.prediction.learned import Learned
-from router.prediction.slo import LITTLE, NO_PROMISE, Forecast, Promise, choose_for_promise, counts_in_prefill
+from router.prediction.slo import LITTLE, NO_SLO, SLO, Prediction, choose_for_slo, counts_in_prefill
 from router.routing.candidates import CandidateSet
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
@@ -16,50 +16,48 @@ from router.routing.selection import Selection
 from router.sharing import PeerLoad
 
 
-class PromisedSelector:
+class SLOSelector:
     """Predicts what candidates would take, and selects by that. `broken_promise`: what one costs, in prefill tokens."""
 
     def __init__(self, learned: Learned, peer_load: PeerLoad, broken_promise: float) -> None:
-        self._forecasts = learned.forecasts
+        self._predictions = learned.predictions
         self._outputs = learned.outputs
         self._turns = learned.turns
         self._peer_load = peer_load
         self._broken_promise = broken_promise
 
-    def select(
-        self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, promise: Promise, now: float
-    ) -> Selection:
+    def select(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, slo: SLO, now: float) -> Selection:
         """The selection; `usual` is what it would be without a promise."""
-        self._forecasts.promise()
-        selection, forecast = self._choose(found, usual, prompt, promise, now)
-        selection.promise, selection.forecast = promise, forecast
-        selection.late = forecast.late(promise, now, self._output(selection.rank, prompt))
+        self._predictions.slo()
+        selection, prediction = self._choose(found, usual, prompt, slo, now)
+        selection.slo, selection.prediction = slo, prediction
+        selection.late = prediction.late(slo, now, self._output(selection.rank, prompt))
         return selection
 
     def spare_others(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, now: float) -> Selection:
         """The same for a request that was promised nothing: it goes elsewhere where it would break others'."""
-        if not self._forecasts.promised_on(usual.rank.target) or not counts_in_prefill(usual.decision.unit):
+        if not self._predictions.promised_on(usual.rank.target) or not counts_in_prefill(usual.decision.unit):
             return usual
-        return self._choose(found, usual, prompt, NO_PROMISE, now)[0]
+        return self._choose(found, usual, prompt, NO_SLO, now)[0]
 
     def _choose(
-        self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, promise: Promise, now: float
-    ) -> tuple[Selection, Forecast]:
-        forecast = self.forecast(usual.rank, usual.decision.chosen, prompt)
-        if found.count <= 1 or forecast.loss(promise, now) <= LITTLE:
-            return usual, forecast
+        self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, slo: SLO, now: float
+    ) -> tuple[Selection, Prediction]:
+        prediction = self.prediction(usual.rank, usual.decision.chosen, prompt)
+        if found.count <= 1 or prediction.loss(slo, now) <= LITTLE:
+            return usual, prediction
         decision = usual.decision
         candidates = decision.candidates
-        forecasts = [self.forecast(found.rank_of(each), each, prompt) for each in candidates]
+        predictions = [self.prediction(found.rank_of(each), each, prompt) for each in candidates]
         turns = self._turns.expected(usual.rank.target.model)
-        place = choose_for_promise(decision, forecasts, promise, now, self._broken_promise, turns)
+        place = choose_for_slo(decision, predictions, slo, now, self._broken_promise, turns)
         chosen = Decision(candidates[place], candidates, decision.terms, unit=decision.unit)
-        return found.select(chosen), forecasts[place]
+        return found.select(chosen), predictions[place]
 
-    def forecast(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Forecast:
+    def prediction(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
         """What a candidate is predicted to take for a prompt that is sent now."""
         backlog = rank.load.backlog + self._peer_load.backlog(rank.target.worker, rank.target.dp_rank)
-        return self._forecasts.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
+        return self._predictions.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
 
     def _output(self, rank: RoutableRank, prompt: RoutedPrompt) -> float:
         return self._outputs.expected(rank.served.model, prompt.max_tokens, prompt.output_told) * prompt.answers

@@ -194,7 +194,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
     def _has_room(self, size: int) -> bool:
         """Whether more bytes of the body may be held; if not, the request is refused."""
         try:
-            self._dispatcher.contexts.door.arrivals.add(self._arriving, size)
+            self._dispatcher.contexts.gate.arrivals.add(self._arriving, size)
         except RequestError as error:
             if self._response is not None:
                 self._refuse(self._response, error)
@@ -205,7 +205,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
     def _end_arrival(self) -> None:
         """No more of the body is waited for."""
         if self._arriving:
-            self._dispatcher.contexts.door.arrivals.end(self._arriving)
+            self._dispatcher.contexts.gate.arrivals.end(self._arriving)
             self._arriving = 0
 
     def request_read(self, request: IncomingRequest) -> None:

@@ -16,7 +16,7 @@ from indexer.questions import Questions
 from router.app.app import running_router
 from router.app.embedded_index import running_indexer
 from router.app.routes.match_requests import match_reader
-from router.auth import Door
+from router.auth import AuthGate
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.config_reload import SettingsFile
 from router.fleet.stream_addresses import RegisteredStreams
@@ -110,7 +110,7 @@ def index_app(settings: Settings, indexer: Indexer, tokenizers: Tokenizers, stre
         return name, None
 
     questions = Questions(indexer, match_reader(tokenizers, resolve))
-    contexts = RequestContexts(Door(settings), None, None, settings.logs.access)
+    contexts = RequestContexts(AuthGate(settings), None, None, settings.logs.access)
     app = indexer_app(indexer, questions, streams.admit, settings.server.token)
     app.state.dispatcher = Dispatcher(app, contexts, settings.server, questions)
     return app

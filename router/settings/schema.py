@@ -619,7 +619,7 @@ class Settings(BaseSettings):
 
     @field_validator("service_levels")
     @classmethod
-    def _service_levels_promise(cls, levels: dict[str, ServiceLevelSettings]) -> dict[str, ServiceLevelSettings]:
+    def _service_levels_slo(cls, levels: dict[str, ServiceLevelSettings]) -> dict[str, ServiceLevelSettings]:
         for name, level in levels.items():
             if level.ttft is None and level.tpot is None:
                 raise ValueError(f"{name}: promises nothing. Give ttft, tpot or both, in seconds")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from indexer import Target
 from router.admission.admission import TRIES
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
-from router.cache_state.sent_prefixes import RoutingHistory
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.load.target_load import Reservation, TargetLoad
 from router.policies import Candidate, Decision, Policy, Request
 from router.policies.rates import prefill_seconds
@@ -97,7 +97,7 @@ class _View:
             else:
                 self._held.pop(block, None)
 
-    def promise(self, worker: int, blocks: tuple[int, ...]) -> None:
+    def slo(self, worker: int, blocks: tuple[int, ...]) -> None:
         """A prompt was sent to a worker: it will hold it soon."""
         for block in blocks:
             self._promised[worker, block] += 1
@@ -143,7 +143,7 @@ class _SentView(_View):
         self._targets = targets
         self._numbers = {target: number for number, target in enumerate(targets)}
         self._learns = learns
-        self._history = RoutingHistory(clock)
+        self._sent_prefixes = SentPrefixes(clock)
 
     def stored(self, worker: int, blocks: list[int]) -> None:
         """No event tells."""
@@ -155,12 +155,12 @@ class _SentView(_View):
         """A prompt was answered, of which so many blocks were cached."""
         target, hashes = self._targets[worker], array("Q", blocks)
         if self._learns:
-            self._history.compare(target, hashes, cached * CHUNK_TOKENS, sent)
-        self._history.remember(target, hashes, None)
+            self._sent_prefixes.compare(target, hashes, cached * CHUNK_TOKENS, sent)
+        self._sent_prefixes.remember(target, hashes, None)
 
     def overlaps(self, blocks: tuple[int, ...]) -> dict[int, int]:
         found = super().overlaps(blocks)
-        for target, tokens in self._history.overlaps(array("Q", blocks)).items():
+        for target, tokens in self._sent_prefixes.overlaps(array("Q", blocks)).items():
             number = self._numbers[target]
             found[number] = max(found.get(number, 0), tokens // CHUNK_TOKENS)
         return found
@@ -391,7 +391,7 @@ class Fleet:
         self._in_flight[id(request)] = _InFlight(outcome, worker, reservation)
         best = max(self._view.overlaps(request.blocks).values(), default=0)
         self._pressure.routed(request.blocks, best * self._block_tokens)
-        self._view.promise(worker, request.blocks)
+        self._view.slo(worker, request.blocks)
         self._engines[worker].submit(request, self._now)
         return worker
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 
 from indexer import Target
-from router.cache_state.session_locations import Place, SessionPlaces
+from router.cache_state.session_locations import Place, SessionLocations
 from router.policies import Candidate, Policy
 from simulator.fleet.engine import Progress
 from simulator.fleet.fleet import Fleet, Outcome
@@ -38,7 +38,7 @@ class HintedFleet(Fleet):
     ) -> None:
         super().__init__(profile, workers, kv_tokens, policy, late_binding, random)
         self._kv_tokens = kv_tokens
-        self._places = SessionPlaces(self._clock)
+        self._places = SessionLocations(self._clock)
         self._in_place: dict[int, Place] = {}  # by the identity of the request
         self._next_call = announced(requests, pause_error)
 

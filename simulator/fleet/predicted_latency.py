@@ -19,7 +19,7 @@ from random import Random
 
 from router.policies import Candidate
 from router.policies.records import one_of_tied
-from router.prediction.slo import Forecast, Promise
+from router.prediction.slo import SLO, Prediction
 
 _GLOBAL_AFFINITY, _AFFINITY = 0.99, 0.80
 _MOST_PENALTY = 5.0  # seconds of TTFT
@@ -41,8 +41,8 @@ class _Scored:
 
 def predicted_latency(
     candidates: Sequence[Candidate],
-    forecasts: Sequence[Forecast],
-    promise: Promise | None,
+    predictions: Sequence[Prediction],
+    slo: SLO | None,
     now: float,
     tokens: int,
     random: Random,
@@ -50,8 +50,8 @@ def predicted_latency(
 ) -> Candidate:
     """The candidate for a prompt of `tokens`. `most`: the one with the most headroom, not the least."""
     scored = [
-        _Scored(each, each.overlap / tokens, forecast.ttft.expected, _headroom(forecast, promise, now))
-        for each, forecast in zip(candidates, forecasts, strict=True)
+        _Scored(each, each.overlap / tokens, prediction.ttft.expected, _headroom(prediction, slo, now))
+        for each, prediction in zip(candidates, predictions, strict=True)
     ]
     scored = _sticky(scored, _GLOBAL_AFFINITY, random)
     positive = [each for each in scored if each.positive]
@@ -69,12 +69,12 @@ def predicted_latency(
     return _best(tier, _score(tier), random)
 
 
-def _headroom(forecast: Forecast, promise: Promise | None, now: float) -> tuple[float, float]:
+def _headroom(prediction: Prediction, slo: SLO | None, now: float) -> tuple[float, float]:
     """What is promised less what is predicted; nothing is short of what was not promised where anything was."""
-    ttft, tpot = -forecast.ttft.expected, -forecast.tpot.expected
-    if promise is None:
+    ttft, tpot = -prediction.ttft.expected, -prediction.tpot.expected
+    if slo is None:
         return ttft, tpot
-    by, each = promise.first_token_by, promise.tpot
+    by, each = slo.first_token_by, slo.tpot
     return (0.0 if by is None else ttft + by - now), (0.0 if each is None else tpot + each)
 
 

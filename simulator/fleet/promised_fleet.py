@@ -14,8 +14,8 @@ from router.policies import Candidate, Decision, Policy
 from router.policies.rates import Rates, prefill_seconds
 from router.prediction.learned import Learned, RequestTiming
 from router.prediction.predictions import WatchedAnswer
-from router.prediction.slo import LITTLE, NO_PROMISE, Forecast, Promise, choose_for_promise
-from router.routing.late_binding import held_order, promised_order
+from router.prediction.slo import LITTLE, NO_SLO, SLO, Prediction, choose_for_slo
+from router.routing.late_binding import held_order, slo_order
 from router.settings import PolicySettings
 from simulator.fleet.engine import Progress
 from simulator.fleet.fleet import TIMEOUT, Fleet, HeldRequest, Outcome
@@ -45,23 +45,23 @@ class PromisedFleet(Fleet):
         self.watched: list[WatchedAnswer] = []
         self._by = by
         self._learned = Learned(Rates(), self._clock)
-        self._learned.forecasts.promise()
+        self._learned.predictions.slo()
         self._numbers_of = {target: number for number, target in enumerate(self._targets)}
-        self._promises: dict[int, Promise] = {}  # by the identity of the request
+        self._slos: dict[int, SLO] = {}  # by the identity of the request
         self._answers: dict[int, tuple[WatchedAnswer, RequestTiming, ReleaseCallback | None]] = {}
 
     def _place(self, outcome: Outcome) -> set[int]:
         request = outcome.request
         if (promised := request.promised) is not None:
             level, refuses = promised.service_level, promised.refuses_late
-            self._promises[id(request)] = Promise(promised.ttft, promised.tpot, request.arrival, level, refuses)
+            self._slos[id(request)] = SLO(promised.ttft, promised.tpot, request.arrival, level, refuses)
         choice = self._choose(request)
         if self._refuses(request):
             return set()
         return self._bind_or_hold(outcome, choice)
 
     def _sooner(self, request: TracedRequest, choice: Candidate) -> Candidate | None:
-        return None if id(request) in self._promises else super()._sooner(request, choice)
+        return None if id(request) in self._slos else super()._sooner(request, choice)
 
     def _hold(self, held: HeldRequest) -> None:
         insort(self._held, held)
@@ -70,12 +70,12 @@ class PromisedFleet(Fleet):
 
     def _time_over(self, held: HeldRequest) -> set[int]:
         request = held.outcome.request
-        promise = self._promises.get(id(request))
+        slo = self._slos.get(id(request))
         self._held.remove(held)
         choice = self._choose(request)
         if self._refuses(request):
             return set()
-        late = promise is not None and promise.first_token_by is not None and promise.late
+        late = slo is not None and slo.first_token_by is not None and slo.late
         ends = request.arrival + _LATE_TIMEOUT
         if late and self._now < ends and self._unless_held(request, choice) is None:
             insort(self._held, held._replace(order=self._order(request, choice)))
@@ -91,8 +91,8 @@ class PromisedFleet(Fleet):
             request = held.outcome.request
             if all(self._is_busy(load) for load in self._loads):
                 break
-            promise = self._promises.get(id(request))
-            was_late = promise is not None and promise.late
+            slo = self._slos.get(id(request))
+            was_late = slo is not None and slo.late
             if was_late and in_vain == LATE_TRIES:
                 break
             choice = self._choose(request)
@@ -102,7 +102,7 @@ class PromisedFleet(Fleet):
             elif placed is not None:
                 self._held.remove(held)
                 bound.add(self._bind(held.outcome, placed))
-            elif promise is not None and promise.late:
+            elif slo is not None and slo.late:
                 late.append((held, choice))
                 in_vain += was_late
         for held, choice in late:
@@ -112,47 +112,47 @@ class PromisedFleet(Fleet):
 
     def _refuses(self, request: TracedRequest) -> bool:
         """Whether a request is refused, since it would be late."""
-        promise = self._promises.get(id(request))
-        return promise is not None and promise.late and promise.refuses_late
+        slo = self._slos.get(id(request))
+        return slo is not None and slo.late and slo.refuses_late
 
     def _order(self, request: TracedRequest, choice: Candidate) -> float:
-        promise = self._promises.get(id(request))
-        if promise is None or promise.first_token_by is None:
+        slo = self._slos.get(id(request))
+        if slo is None or slo.first_token_by is None:
             return super()._order(request, choice)
-        if promise.late:
+        if slo.late:
             return held_order(self._now, self._prefill(request, choice)) + _LATE_TIMEOUT
-        return promised_order(promise.first_token_by, self._prefill(request, choice))
+        return slo_order(slo.first_token_by, self._prefill(request, choice))
 
     def _choose(self, request: TracedRequest) -> Candidate:
         decision = self._decide(request)
-        promise = self._promises.get(id(request))
+        slo = self._slos.get(id(request))
         if self._by is not By.BROKEN_PROMISES:
-            forecasts = [self._forecast(each, request) for each in decision.candidates]
+            predictions = [self._prediction(each, request) for each in decision.candidates]
             most = self._by is By.MOST_HEADROOM
-            if promise is not None:
-                promise.late = all(each.late(promise, self._now, 1.0) > 0 for each in forecasts)
+            if slo is not None:
+                slo.late = all(each.late(slo, self._now, 1.0) > 0 for each in predictions)
             return predicted_latency(
-                decision.candidates, forecasts, promise, self._now, request.input_tokens, self._random, most
+                decision.candidates, predictions, slo, self._now, request.input_tokens, self._random, most
             )
-        chosen, counted = decision.chosen, promise or NO_PROMISE
-        if promise is None and not self._learned.forecasts.promised_on(chosen.target):
+        chosen, counted = decision.chosen, slo or NO_SLO
+        if slo is None and not self._learned.predictions.promised_on(chosen.target):
             return chosen
-        forecast = self._forecast(chosen, request)
-        if forecast.loss(counted, self._now) > LITTLE:
-            chosen, forecast = self._least_loss(decision, request, counted)
-        if promise is not None:
-            promise.late = forecast.late(promise, self._now, self._output()) > 0
+        prediction = self._prediction(chosen, request)
+        if prediction.loss(counted, self._now) > LITTLE:
+            chosen, prediction = self._least_loss(decision, request, counted)
+        if slo is not None:
+            slo.late = prediction.late(slo, self._now, self._output()) > 0
         return chosen
 
-    def _least_loss(self, decision: Decision, request: TracedRequest, promise: Promise) -> tuple[Candidate, Forecast]:
-        forecasts = [self._forecast(each, request) for each in decision.candidates]
+    def _least_loss(self, decision: Decision, request: TracedRequest, slo: SLO) -> tuple[Candidate, Prediction]:
+        predictions = [self._prediction(each, request) for each in decision.candidates]
         turns = self._learned.turns.expected("m")
-        place = choose_for_promise(decision, forecasts, promise, self._now, _BROKEN_PROMISE, turns)
-        return decision.candidates[place], forecasts[place]
+        place = choose_for_slo(decision, predictions, slo, self._now, _BROKEN_PROMISE, turns)
+        return decision.candidates[place], predictions[place]
 
-    def _forecast(self, candidate: Candidate, request: TracedRequest) -> Forecast:
+    def _prediction(self, candidate: Candidate, request: TracedRequest) -> Prediction:
         backlog = self._loads[self._numbers_of[candidate.target]].backlog
-        return self._learned.forecasts.of(candidate, request.input_tokens, self._output(), backlog)
+        return self._learned.predictions.of(candidate, request.input_tokens, self._output(), backlog)
 
     def _output(self) -> float:
         return self._learned.outputs.expected("m", None)
@@ -162,13 +162,13 @@ class PromisedFleet(Fleet):
         return prefill_seconds(rates, request.input_tokens, choice.overlap, choice.requests, choice.context)
 
     def _bind(self, outcome: Outcome, choice: Candidate) -> int:
-        request, target, forecasts = outcome.request, choice.target, self._learned.forecasts
-        promise = self._promises.get(id(request))
-        answer = forecasts.watch(target, self._forecast(choice, request), promise, self._now)
-        forecasts.placed(target, self._prefill(request, choice), self._now)
+        request, target, predictions = outcome.request, choice.target, self._learned.predictions
+        slo = self._slos.get(id(request))
+        answer = predictions.watch(target, self._prediction(choice, request), slo, self._now)
+        predictions.placed(target, self._prefill(request, choice), self._now)
         cached = max(self._view.overlaps(request.blocks).values(), default=0) * self._block_tokens
         self._learned.turns.seen("m", min(cached, request.input_tokens), request.input_tokens)
-        release = forecasts.hold(target, promise.tpot) if promise is not None and promise.tpot is not None else None
+        release = predictions.hold(target, slo.tpot) if slo is not None and slo.tpot is not None else None
         self._answers[id(request)] = answer, self._learned.timing(choice, request.input_tokens), release
         self.watched.append(answer)
         return super()._bind(outcome, choice)

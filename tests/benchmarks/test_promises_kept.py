@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.policy.promises import (
+from benchmarks.policy.slos import (
     HALF,
     OURS_PROMISED,
     PROMISED,
@@ -27,7 +27,7 @@ from benchmarks.policy.workloads import AGENT, SINGLE
 from indexer import Target
 from router.admission.admission import LATE_TRIES
 from router.policies import Candidate, policy_named
-from router.prediction.slo import Estimate, Forecast, Promise
+from router.prediction.slo import SLO, Estimate, Prediction
 from router.settings import PolicySettings
 from simulator.fleet.fleet import Outcome
 from simulator.fleet.predicted_latency import predicted_latency
@@ -99,7 +99,7 @@ class _Watching(PromisedFleet):
 
     def _late(self) -> set[int]:
         requests = (id(held.outcome.request) for held in self._held)
-        return {request for request in requests if self._promises[request].late}
+        return {request for request in requests if self._slos[request].late}
 
 
 def test_of_those_that_are_late_few_choose_at_one_event() -> None:
@@ -140,15 +140,15 @@ def test_what_is_in_time() -> None:
 @pytest.mark.parametrize(("most", "chosen"), [(False, "b"), (True, "a")])
 def test_llm_d_takes_the_least_headroom_or_the_most(most: bool, chosen: str) -> None:
     targets = [Candidate(Target(name, 0, "m"), requests=1) for name in "abc"]
-    forecasts = [Forecast(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (0.1, 0.9, 5.0)]
-    choice = predicted_latency(targets, forecasts, Promise(1.0, 0.05, 0.0), 0.0, 100, Random(1), most)
+    predictions = [Prediction(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (0.1, 0.9, 5.0)]
+    choice = predicted_latency(targets, predictions, SLO(1.0, 0.05, 0.0), 0.0, 100, Random(1), most)
     assert choice.target.worker == chosen
 
 
 def test_llm_d_takes_the_idle_and_then_the_least_late_where_none_keeps_a_promise() -> None:
     targets = [Candidate(Target(name, 0, "m"), requests=name != "c") for name in "abc"]
-    forecasts = [Forecast(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (2.0, 3.0, 4.0)]
-    promise = Promise(1.0, 0.05, 0.0)
-    assert predicted_latency(targets, forecasts, promise, 0.0, 100, Random(1)).target.worker == "c"
-    busy = predicted_latency(targets[:2], forecasts[:2], promise, 0.0, 100, Random(1))
+    predictions = [Prediction(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (2.0, 3.0, 4.0)]
+    slo = SLO(1.0, 0.05, 0.0)
+    assert predicted_latency(targets, predictions, slo, 0.0, 100, Random(1)).target.worker == "c"
+    busy = predicted_latency(targets[:2], predictions[:2], slo, 0.0, 100, Random(1))
     assert busy.target.worker == "a"

@@ -16,9 +16,9 @@ from router_under_test import QUICK, Reply, RouterUnderTest, router, until
 from scripted_worker import MODEL, Exchange, scripted_worker
 
 from router.auth import hashed_key
-from router.prediction.slo import Promise
+from router.prediction.slo import SLO
 from router.routing.selection import Selection
-from router.routing.slo_selection import PromisedSelector
+from router.routing.slo_selection import SLOSelector
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
@@ -523,16 +523,14 @@ async def test_who_has_lost_its_promise_lets_others_go_first_and_goes_in_the_end
 @pytest.mark.derives
 async def test_of_those_that_are_late_few_choose_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """They want to go where their prefix is, which is busy, though the other worker is free."""
-    chose: list[Promise] = []
-    select = PromisedSelector.select
+    chose: list[SLO] = []
+    select = SLOSelector.select
 
-    def counting(
-        selector: PromisedSelector, found: Any, usual: Selection, prompt: Any, promise: Promise, now: float
-    ) -> Selection:
-        chose.append(promise)
-        return select(selector, found, usual, prompt, promise, now)
+    def counting(selector: SLOSelector, found: Any, usual: Selection, prompt: Any, slo: SLO, now: float) -> Selection:
+        chose.append(slo)
+        return select(selector, found, usual, prompt, slo, now)
 
-    monkeypatch.setattr(PromisedSelector, "select", counting)
+    monkeypatch.setattr(SLOSelector, "select", counting)
     known = list(range(4 * LONG))
     async with busy_fleet() as (routed, asking, scripts):
         for script in scripts:

@@ -18,7 +18,7 @@ from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.questions import Questions
 from kvevents import BlockStored, EventBatch
 from router.app.app import running_router
-from router.auth import Door
+from router.auth import AuthGate
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.dispatcher import Dispatcher
@@ -273,7 +273,7 @@ def connected(read_match: ReadMatch) -> Iterator[tuple[HttpConnection, Transport
     with running(Indexer()) as indexer:
         hold(indexer)
         app = index_app(settings, indexer, Tokenizers(), RegisteredStreams(indexer, AllowedNetworks([])))
-        contexts = RequestContexts(Door(settings), None, None, log=False)
+        contexts = RequestContexts(AuthGate(settings), None, None, log=False)
         app.state.dispatcher = Dispatcher(app, contexts, settings.server, Questions(indexer, read_match))
         config: Any = HttpServer(app, shutdown_timeout=1).config
         config.load()

@@ -110,9 +110,9 @@ async def test_explain_tells_whether_a_promise_would_be_kept_and_by_how_much(rou
 
     plain = await explained({})
     assert plain["promise"] is None
-    forecast = plain["candidates"][0]["forecast"]
-    assert 0 < forecast["ttft"]["low"] <= forecast["ttft"]["expected"] <= forecast["ttft"]["high"]
-    assert forecast["tpot"]["expected"] > 0
+    prediction = plain["candidates"][0]["forecast"]
+    assert 0 < prediction["ttft"]["low"] <= prediction["ttft"]["expected"] <= prediction["ttft"]["high"]
+    assert prediction["tpot"]["expected"] > 0
 
     kept = (await explained({"x-slo-ttft-ms": "3600000"}))["promise"]
     assert (kept["kept"], kept["refused"], kept["tpot_to_spare"]) == (True, False, None)
@@ -131,10 +131,10 @@ async def test_predictions_learn_how_far_off_they_are() -> None:
         for number in range(24):
             await asked(routed, {"x-kvrouter-service-level": "loose"}, prompt=f"{number} " * 8, **USAGE)
         request = {"path": PATH, "request": STREAM | {"prompt": "25 " * 8}}
-        forecast = (await routed.call("/explain", request)).json()["candidates"][0]["forecast"]
-        assert forecast["measured"]
-        assert forecast["ttft"]["expected"] < 0.1
-        assert forecast["ttft"]["low"] < forecast["ttft"]["high"]
+        prediction = (await routed.call("/explain", request)).json()["candidates"][0]["forecast"]
+        assert prediction["measured"]
+        assert prediction["ttft"]["expected"] < 0.1
+        assert prediction["ttft"]["low"] < prediction["ttft"]["high"]
         assert 0 <= await routed.metric("kvrouter_ttft_calibration_ratio", model=MODEL) <= 1
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 MODEL, ADAPTER, BLOCK = "simulated", "poet", 16
 FAST = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
-NO_SPECULATION = {"speculation_seconds": 0}
+NO_IN_FLIGHT_PREFIXES = {"speculation_seconds": 0}
 
 numbers = count()
 
@@ -47,7 +47,7 @@ async def workers() -> AsyncIterator[list[str]]:
 @pytest.fixture(scope="module")
 async def routed(workers: list[str]) -> AsyncIterator[RouterUnderTest]:
     """What it predicts comes from the workers' events alone."""
-    async with router(*workers, proxy=NO_SPECULATION) as routed:
+    async with router(*workers, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
         await until_followed(routed)
         yield routed
 
@@ -308,7 +308,7 @@ async def test_short_prompts_at_once_are_answered(routed: RouterUnderTest) -> No
 @pytest.fixture(scope="module")
 async def ranked() -> AsyncIterator[RouterUnderTest]:
     """A router in front of one worker with two DP ranks."""
-    async with simulated(1, dp_size=2) as urls, router(*urls, proxy=NO_SPECULATION) as routed:
+    async with simulated(1, dp_size=2) as urls, router(*urls, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
         await until_followed(routed)
         yield routed
 
@@ -472,7 +472,7 @@ async def test_without_a_worker_the_router_runs_and_says_so() -> None:
 
 
 async def test_the_metrics_of_routing(workers: list[str]) -> None:
-    async with router(*workers, proxy=NO_SPECULATION) as routed:
+    async with router(*workers, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
         await until_followed(routed)
         prompt = text(100)
         first = await complete(routed, prompt)

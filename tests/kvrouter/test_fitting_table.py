@@ -62,10 +62,10 @@ def test_top_never_shortens_a_worker(width: int) -> None:
 @pytest.mark.parametrize("width", [50, 80, 120])
 def test_explain_never_shortens_a_worker(width: int) -> None:
     terms = {"pending": 0.0, "prefill": 4096.0, "interference": 12.25, "context": 3.5}
-    forecast = {"ttft": {"expected": 0.25, "low": 0.125, "high": 0.5}}
+    prediction = {"ttft": {"expected": 0.25, "low": 0.125, "high": 0.5}}
     candidates: list[dict[str, Any]] = [
         {"worker": worker, "dp_rank": 0, "overlap": 12, "load": {"requests": 1}, "total": 4111.75, "terms": terms}
-        | {"forecast": forecast}
+        | {"forecast": prediction}
         for worker in WORKERS
     ]
     choice = {"worker": WORKERS[0], "dp_rank": 0}

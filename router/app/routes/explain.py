@@ -21,12 +21,12 @@ from router.apis.fields import kind_of, read_body
 from router.apis.requests import RoutedRequest
 from router.app.services import Services
 from router.auth.bodies import check_amounts
-from router.cache_state.session_locations import SessionPlaces
+from router.cache_state.session_locations import SessionLocations
 from router.forwarding.long_bodies import aside_if_long
 from router.http.headers import HeaderItems
 from router.policies import Cost
-from router.prediction.service_levels import ServiceLevels, read_promise
-from router.prediction.slo import Estimate, Forecast, Promise
+from router.prediction.service_levels import ServiceLevels, read_slo
+from router.prediction.slo import SLO, Estimate, Prediction
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
 from router.settings import LimitSettings
@@ -77,10 +77,10 @@ async def explain(
     if (told := hints_in_headers(headers)) is not None:
         prompt.hints = told.before(prompt.hints)
     now = time.monotonic()
-    promise = read_promise(headers, levels, "", prompt.name, now)
-    usual = router.choose(prompt, now=now, promise=promise)
+    slo = read_slo(headers, levels, "", prompt.name, now)
+    usual = router.choose(prompt, now=now, slo=slo)
     assert usual is not None  # nothing is at a limit where there is none
-    begins = admission.preview(prompt, promise)
+    begins = admission.preview(prompt, slo)
     selection = usual if isinstance(begins, WaitReason) else begins
     chosen = selection.decision.chosen
     costs = sorted(usual.decision.costs, key=lambda cost: cost.total)
@@ -92,12 +92,12 @@ async def explain(
         "session": prompt.session,
         "hints": prompt.hints and _hints(prompt, prompt.hints, router.places, names),
         "held": begins if isinstance(begins, WaitReason) else None,
-        "promise": promise and _promise(promise, router.forecast(chosen, prompt), now),
+        "promise": slo and _slo(slo, router.prediction(chosen, prompt), now),
         "choice": {"worker": names.of(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
         "unit": usual.decision.unit,
         "candidates": [
             _candidate(names, cost, router.places.wanted(cost.candidate.target))
-            | {"forecast": _forecast(router.forecast(cost.candidate, prompt), promise, now)}
+            | {"forecast": _prediction(router.prediction(cost.candidate, prompt), slo, now)}
             for cost in costs
         ],
         "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
@@ -118,7 +118,7 @@ def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Ca
     return call, read_call(call)
 
 
-def _hints(prompt: RoutedPrompt, hints: AgentHints, places: SessionPlaces, names: WorkerNames) -> dict[str, Any]:
+def _hints(prompt: RoutedPrompt, hints: AgentHints, places: SessionLocations, names: WorkerNames) -> dict[str, Any]:
     """What the agent tells, in tokens and seconds, and where its session has its place."""
     place = None if prompt.session is None else places.of((prompt.cache_salt, prompt.session))
     return {
@@ -146,33 +146,33 @@ def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
     }
 
 
-def _promise(promise: Promise, forecast: Forecast, now: float) -> dict[str, Any]:
+def _slo(slo: SLO, prediction: Prediction, now: float) -> dict[str, Any]:
     """Whether the choice would keep a promise, and with how many seconds to spare: below 0 where it is late."""
-    ttft, tpot = promise.ttft, promise.tpot
-    kept = forecast.late(promise, now, 1.0) <= 0
+    ttft, tpot = slo.ttft, slo.tpot
+    kept = prediction.late(slo, now, 1.0) <= 0
     return {
-        "service_level": promise.service_level or None,
+        "service_level": slo.service_level or None,
         "ttft": ttft,
         "tpot": tpot,
         "kept": kept,
-        "chance": round(forecast.chance(promise, now), 3),
-        "ttft_to_spare": None if ttft is None else round(ttft - forecast.ttft.expected, 6),
-        "tpot_to_spare": None if tpot is None else round(tpot - forecast.tpot.expected, 6),
-        "refused": promise.refuses_late and not kept,
+        "chance": round(prediction.chance(slo, now), 3),
+        "ttft_to_spare": None if ttft is None else round(ttft - prediction.ttft.expected, 6),
+        "tpot_to_spare": None if tpot is None else round(tpot - prediction.tpot.expected, 6),
+        "refused": slo.refuses_late and not kept,
     }
 
 
-def _forecast(forecast: Forecast, promise: Promise | None, now: float) -> dict[str, Any]:
+def _prediction(prediction: Prediction, slo: SLO | None, now: float) -> dict[str, Any]:
     """What a candidate would take, in seconds."""
     told: dict[str, Any] = {
-        "ttft": _estimate(forecast.ttft),
-        "tpot": _estimate(forecast.tpot),
-        "measured": forecast.measured,
+        "ttft": _estimate(prediction.ttft),
+        "tpot": _estimate(prediction.tpot),
+        "measured": prediction.measured,
     }
-    if promise is not None:
-        told["kept"] = forecast.late(promise, now, 1.0) <= 0
-        told["chance"] = round(forecast.chance(promise, now), 3)
-        told["others_broken"] = round(forecast.others_broken, 3)
+    if slo is not None:
+        told["kept"] = prediction.late(slo, now, 1.0) <= 0
+        told["chance"] = round(prediction.chance(slo, now), 3)
+        told["others_broken"] = round(prediction.others_broken, 3)
     return told
 
 

@@ -32,7 +32,7 @@ _PAGE_HEADERS = {
 def live_routes(services: Services) -> APIRouter:
     """The page is anybody's; what it shows wants the admin token where there is one."""
     routes = APIRouter()
-    snapshot, request_stream = services.snapshot, services.request_stream
+    snapshot, request_recorder = services.snapshot, services.request_recorder
     worker_processes, token = services.worker_processes, services.settings.server.token
     page = _PAGE.read_text()
     others = OtherProcesses(worker_processes, token) if worker_processes else None
@@ -70,14 +70,14 @@ def live_routes(services: Services) -> APIRouter:
         block_tokens: Annotated[int, Query(ge=16, le=65_536)] = DEFAULT_BLOCK_TOKENS,
     ) -> StreamingResponse:
         """The requests that pass from now on, as a trace in Mooncake's format: lengths and hashes, never text."""
-        if request_stream.full:
+        if request_recorder.full:
             message = f"{MAX_LISTENERS} record already. End one of them."
             raise RequestError(message, status=503, type="service_unavailable")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         if (recording := recording_of(request, worker_processes)) is not None:
-            lines = request_stream.lines(recording)
+            lines = request_recorder.lines(recording)
         else:
-            lines = request_stream.lines(Recording(block_tokens), others.read if others else None)
+            lines = request_recorder.lines(Recording(block_tokens), others.read if others else None)
         return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
 
     return routes

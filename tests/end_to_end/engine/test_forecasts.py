@@ -42,15 +42,15 @@ def test_first_tokens_come_about_when_predicted(workers: list[VllmWorker], logs:
     with RouterProcess(workers, logs, patience=60.0) as router, Client(router, words_are_tokens=False) as client:
         router.wait_until_compared()
         answers = client.converse_all(conversations(users)[:CONVERSATIONS], users, THINK_SECONDS)
-        (forecast,) = forecasts(router)
+        (prediction,) = predictions(router)
     times = sorted(answer.time_to_first_token for answer in answers)
-    print(f"\n{users} users, TTFT {times[len(times) // 2]:.2f} s in the middle: {forecast}")
+    print(f"\n{users} users, TTFT {times[len(times) // 2]:.2f} s in the middle: {prediction}")
     assert all(answer.complete for answer in answers)
-    assert len(answers) / 2 < forecast["answers"] <= len(answers)  # those in quick succession are not all watched
-    assert forecast["ttft_error"] is not None
+    assert len(answers) / 2 < prediction["answers"] <= len(answers)  # those in quick succession are not all watched
+    assert prediction["ttft_error"] is not None
 
 
-def forecasts(router: RouterProcess) -> list[dict[str, Any]]:
+def predictions(router: RouterProcess) -> list[dict[str, Any]]:
     """What the live page is told of each model: the median of the last errors, as a share of the time."""
     with urlopen(f"{router.url}/live", timeout=30) as response:
         for line in response:

@@ -14,9 +14,9 @@ from structlog.testing import capture_logs
 from indexer import Indexer, Registration, Target
 from indexer.sequence import StreamState
 from router.apis.usage import Usage
-from router.cache_state.hit_audit import Basis, Errors, HitAudit, Prediction
+from router.cache_state.hit_audit import Basis, CachePrediction, Errors, HitAudit
 from router.cache_state.in_flight_prefixes import prompt_hashes
-from router.cache_state.sent_prefixes import RoutingHistory
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.settings import AuditSettings
 
 TARGET = Target("http://w", 0, "m")
@@ -62,17 +62,17 @@ def streams() -> Streams:
 
 
 @pytest.fixture
-def history() -> RoutingHistory:
-    return RoutingHistory()
+def sent_prefixes() -> SentPrefixes:
+    return SentPrefixes()
 
 
 @pytest.fixture
-def audit(streams: Streams, history: RoutingHistory) -> HitAudit:
-    return HitAudit(cast(Indexer, streams), history, AuditSettings(samples=SAMPLES, tolerance=0.1))
+def audit(streams: Streams, sent_prefixes: SentPrefixes) -> HitAudit:
+    return HitAudit(cast(Indexer, streams), sent_prefixes, AuditSettings(samples=SAMPLES, tolerance=0.1))
 
 
-def predicted(overlap: int, by_events: int | None, target: Target = TARGET, **more: Any) -> Prediction:
-    return Prediction(
+def predicted(overlap: int, by_events: int | None, target: Target = TARGET, **more: Any) -> CachePrediction:
+    return CachePrediction(
         target, HASHES, len(TOKENS), overlap, by_events, **({"comparable": True, "capacity": None} | more)
     )
 
@@ -89,18 +89,18 @@ def test_prompts_with_media_tell_nothing_of_the_tokenizer(audit: HitAudit) -> No
     assert (report.lengths_wrong, report.lengths_differ, report.answers) == (0, False, 20)
 
 
-def test_right_predictions_change_nothing(audit: HitAudit, streams: Streams, history: RoutingHistory) -> None:
+def test_right_predictions_change_nothing(audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes) -> None:
     with capture_logs() as logs:
         answers(audit, 20, 48, 48)
     ((target, report),) = audit.audits()
     assert (target, audit.basis(TARGET), streams.resyncs, logs) == (TARGET, Basis.EVENTS, 0, [])
     assert (report.answers, report.prompt_tokens, report.predicted_tokens, report.cached_tokens) == (20, 2000, 960, 960)
-    assert (report.wrong_tokens, report.errors.share, len(history)) == (0, 0.0, 0)
+    assert (report.wrong_tokens, report.errors.share, len(sent_prefixes)) == (0, 0.0, 0)
 
 
 @pytest.mark.parametrize(("predict", "cached"), [(64, 0), (0, 64)])
 def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
-    audit: HitAudit, streams: Streams, history: RoutingHistory, predict: int, cached: int
+    audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes, predict: int, cached: int
 ) -> None:
     with capture_logs() as logs:
         answers(audit, SAMPLES - 1, predict, cached)
@@ -110,7 +110,7 @@ def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
         answers(audit, SAMPLES, predict, cached)
         assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.HISTORY, 1, True)
     # Of what a worker keeps finding nothing, its history promises nothing either.
-    assert history.overlaps(HASHES[0]).get(TARGET, 0) == (96 if cached else 0)
+    assert sent_prefixes.overlaps(HASHES[0]).get(TARGET, 0) == (96 if cached else 0)
     assert [(line["log_level"], line["drift"], line["predicted_from"]) for line in logs] == [
         ("warning", 0.64, "resynced"),
         ("warning", 0.64, "history"),
@@ -153,11 +153,11 @@ def test_other_misses_leave_nothing_out(audit: HitAudit) -> None:
     assert not audit.recomputed.tokens
 
 
-def test_a_resync_that_helps_ends_the_suspicion(audit: HitAudit, history: RoutingHistory) -> None:
+def test_a_resync_that_helps_ends_the_suspicion(audit: HitAudit, sent_prefixes: SentPrefixes) -> None:
     answers(audit, SAMPLES, 64, 0)
     with capture_logs() as logs:
         answers(audit, SAMPLES, 64, 64)
-    assert (audit.basis(TARGET), len(history)) == (Basis.EVENTS, 0)
+    assert (audit.basis(TARGET), len(sent_prefixes)) == (Basis.EVENTS, 0)
     assert [(line["log_level"], line["predicted_from"]) for line in logs] == [("info", "events")]
 
 
@@ -178,8 +178,8 @@ def test_events_that_prove_right_again_are_trusted_again(audit: HitAudit) -> Non
 def test_predictions_made_before_a_resync_do_not_count_after_it(audit: HitAudit) -> None:
     before = [predicted(64, 64) for _ in range(2 * SAMPLES)]
     answers(audit, SAMPLES, 64, 0)
-    for prediction in before:
-        audit.answered(prediction, Usage(100, 1, 0))
+    for cache_prediction in before:
+        audit.answered(cache_prediction, Usage(100, 1, 0))
     assert audit.basis(TARGET) is Basis.RESYNCED
 
 
@@ -193,28 +193,28 @@ def test_predictions_while_events_are_missing_do_not_count(audit: HitAudit, stre
 
 
 def test_a_target_without_events_is_predicted_by_history(
-    audit: HitAudit, streams: Streams, history: RoutingHistory
+    audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes
 ) -> None:
     streams.known = None
     audit.answered(predicted(0, None, comparable=False), None)
-    assert (audit.basis(TARGET), history.overlaps(HASHES[0]).get(TARGET, 0)) == (Basis.HISTORY, 96)
+    assert (audit.basis(TARGET), sent_prefixes.overlaps(HASHES[0]).get(TARGET, 0)) == (Basis.HISTORY, 96)
     streams.known = Stream(StreamState.CONNECTING)
     assert audit.basis(TARGET) is Basis.HISTORY
     streams.known = Stream()
     audit.answered(predicted(0, 0), None)
-    assert (audit.basis(TARGET), len(history)) == (Basis.EVENTS, 0)
+    assert (audit.basis(TARGET), len(sent_prefixes)) == (Basis.EVENTS, 0)
 
 
 def test_a_history_that_promises_too_much_is_forgotten(
-    audit: HitAudit, streams: Streams, history: RoutingHistory
+    audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes
 ) -> None:
     streams.known = None
     other = prompt_hashes("m", None, None, [7] * 160)
-    history.remember(TARGET, other, None)
-    history.remember(TARGET, HASHES[0], None)
-    assert history.overlaps(other).get(TARGET, 0) == 160
+    sent_prefixes.remember(TARGET, other, None)
+    sent_prefixes.remember(TARGET, HASHES[0], None)
+    assert sent_prefixes.overlaps(other).get(TARGET, 0) == 160
     audit.answered(predicted(96, None), Usage(100, 1, 0))
-    assert history.overlaps(other).get(TARGET, 0) == 0
+    assert sent_prefixes.overlaps(other).get(TARGET, 0) == 0
 
 
 def test_nothing_said_means_nothing_cached_once_something_was_said(audit: HitAudit) -> None:
@@ -245,12 +245,12 @@ def test_prompts_of_another_length_are_a_finding_of_their_own(audit: HitAudit) -
     ]
 
 
-def test_targets_that_are_gone_are_forgotten(audit: HitAudit, streams: Streams, history: RoutingHistory) -> None:
+def test_targets_that_are_gone_are_forgotten(audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes) -> None:
     streams.known = None
     for number in range(50):
         audit.answered(predicted(0, None, Target(f"http://w{number}", 0, "m")), Usage(100, 1, 0))
     assert len(audit.audits()) == 1
-    assert history.targets() == [Target("http://w49", 0, "m")]
+    assert sent_prefixes.targets() == [Target("http://w49", 0, "m")]
 
 
 @given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 100)), max_size=20), st.integers(1, 6))

@@ -12,7 +12,7 @@ from manual_clock import Clock
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from router.cache_state import in_flight_prefixes
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, SpeculativeHoldings, prompt_hashes
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, InFlightPrefixes, prompt_hashes
 
 LINGER = 2.0
 HERE, THERE = Target("here", 0, "m"), Target("there", 0, "m")
@@ -23,12 +23,12 @@ def hashes(token_ids: list[int], model: str = "m", adapter: str | None = None, s
     return prompt_hashes(model, adapter, salt, token_ids)
 
 
-def overlap(holdings: SpeculativeHoldings, target: Target, hashes: array[int]) -> int:
+def overlap(holdings: InFlightPrefixes, target: Target, hashes: array[int]) -> int:
     return holdings.overlaps(hashes).get(target, 0)
 
 
 def test_a_sibling_of_a_prompt_in_flight_finds_what_they_share() -> None:
-    holdings = SpeculativeHoldings(LINGER)
+    holdings = InFlightPrefixes(LINGER)
     holdings.hold(HERE, hashes(PROMPT))
     sibling = PROMPT[: 4 * CHUNK_TOKENS] + [7] * 100
     assert overlap(holdings, HERE, hashes(sibling)) == 4 * CHUNK_TOKENS
@@ -37,20 +37,20 @@ def test_a_sibling_of_a_prompt_in_flight_finds_what_they_share() -> None:
 
 
 def test_what_is_shared_is_rounded_down_to_whole_chunks() -> None:
-    holdings = SpeculativeHoldings(LINGER)
+    holdings = InFlightPrefixes(LINGER)
     holdings.hold(HERE, hashes(PROMPT[: 2 * CHUNK_TOKENS + 5]))
     assert overlap(holdings, HERE, hashes(PROMPT)) == 2 * CHUNK_TOKENS
     assert overlap(holdings, HERE, hashes(PROMPT[: CHUNK_TOKENS - 1])) == 0
 
 
 def test_only_a_common_start_counts() -> None:
-    holdings = SpeculativeHoldings(LINGER)
+    holdings = InFlightPrefixes(LINGER)
     holdings.hold(HERE, hashes(PROMPT))
     assert overlap(holdings, HERE, hashes([7, *PROMPT])) == 0
 
 
 def test_models_adapters_and_salts_share_nothing() -> None:
-    holdings = SpeculativeHoldings(LINGER)
+    holdings = InFlightPrefixes(LINGER)
     holdings.hold(HERE, hashes(PROMPT))
     for other in (hashes(PROMPT, "n"), hashes(PROMPT, adapter="poet"), hashes(PROMPT, salt="pepper")):
         assert overlap(holdings, HERE, other) == 0
@@ -58,7 +58,7 @@ def test_models_adapters_and_salts_share_nothing() -> None:
 
 def test_a_prompt_is_let_go_some_time_after_it_ended() -> None:
     clock = Clock()
-    holdings = SpeculativeHoldings(LINGER, clock)
+    holdings = InFlightPrefixes(LINGER, clock)
     ended = holdings.hold(HERE, hashes(PROMPT))
     clock.now += 1000  # a long answer
     assert overlap(holdings, HERE, hashes(PROMPT)) == len(PROMPT)
@@ -72,7 +72,7 @@ def test_a_prompt_is_let_go_some_time_after_it_ended() -> None:
 
 def test_what_a_longer_prompt_still_holds_stays() -> None:
     clock = Clock()
-    holdings = SpeculativeHoldings(LINGER, clock)
+    holdings = InFlightPrefixes(LINGER, clock)
     ended = holdings.hold(HERE, hashes(PROMPT))
     holdings.hold(HERE, hashes(PROMPT[: 3 * CHUNK_TOKENS]))
     ended()
@@ -81,13 +81,13 @@ def test_what_a_longer_prompt_still_holds_stays() -> None:
 
 
 def test_without_lingering_a_prompt_goes_with_its_end() -> None:
-    holdings = SpeculativeHoldings(0.0, Clock())
+    holdings = InFlightPrefixes(0.0, Clock())
     holdings.hold(HERE, hashes(PROMPT))()
     assert len(holdings) == 0
 
 
 def test_prompts_shorter_than_a_chunk_hold_nothing() -> None:
-    holdings = SpeculativeHoldings(0.0, Clock())
+    holdings = InFlightPrefixes(0.0, Clock())
     endings = [holdings.hold(HERE, hashes([1, 2, 3])) for _ in range(2)]
     for ended in endings:
         ended()
@@ -96,7 +96,7 @@ def test_prompts_shorter_than_a_chunk_hold_nothing() -> None:
 
 def test_a_reset_target_is_expected_to_hold_only_what_came_after() -> None:
     clock = Clock()
-    holdings = SpeculativeHoldings(LINGER, clock)
+    holdings = InFlightPrefixes(LINGER, clock)
     before = holdings.hold(HERE, hashes(PROMPT))
     holdings.hold(THERE, hashes(PROMPT))
     holdings.forget(HERE)
@@ -111,7 +111,7 @@ def test_a_reset_target_is_expected_to_hold_only_what_came_after() -> None:
 def test_no_more_is_kept_of_prompts_that_ended_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight_prefixes, "MAX_ENDED", 25)
     clock = Clock()
-    holdings = SpeculativeHoldings(LINGER, clock)
+    holdings = InFlightPrefixes(LINGER, clock)
     for number in range(10):
         clock.now += 0.01
         prompt = hashes([number, *PROMPT[1:]])
@@ -122,7 +122,7 @@ def test_no_more_is_kept_of_prompts_that_ended_than_there_is_room_for(monkeypatc
 
 def test_targets_that_hold_nothing_any_more_are_forgotten() -> None:
     clock = Clock()
-    holdings = SpeculativeHoldings(LINGER, clock)
+    holdings = InFlightPrefixes(LINGER, clock)
     for number in range(100):
         ended = holdings.hold(Target(f"http://{number}", 0, "m"), hashes(PROMPT))
         clock.now += LINGER
@@ -140,7 +140,7 @@ def test_overlap_is_with_the_longest_held_and_in_the_end_nothing_is_left(
     """Prompts with a common start, each of a length and ending at a time."""
     clock = Clock()
     clock.now = 0.0
-    holdings = SpeculativeHoldings(linger, clock)
+    holdings = InFlightPrefixes(linger, clock)
     text = list(range(12 * CHUNK_TOKENS))
     endings = [(ends, length, holdings.hold(HERE, hashes(text[:length]))) for length, ends in prompts]
     for number, (ends, _, ended) in enumerate(sorted(endings, key=lambda ending: ending[0])):
@@ -169,7 +169,7 @@ def test_the_indexs_hashes_are_used_where_blocks_are_as_large_as_chunks() -> Non
 
 
 def test_what_failed_is_let_go_at_once() -> None:
-    holdings = SpeculativeHoldings(LINGER, Clock())
+    holdings = InFlightPrefixes(LINGER, Clock())
     failed = holdings.hold(HERE, hashes(PROMPT))
     ended = holdings.hold(HERE, hashes(PROMPT[: 3 * CHUNK_TOKENS]))
     failed(True)

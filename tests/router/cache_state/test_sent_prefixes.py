@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from indexer import Target
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
-from router.cache_state.sent_prefixes import DEFAULT_CAPACITY, RoutingHistory
+from router.cache_state.sent_prefixes import DEFAULT_CAPACITY, SentPrefixes
 
 A, B = Target("http://a", 0, "m"), Target("http://b", 0, "m")
 CHUNK = CHUNK_TOKENS
@@ -20,52 +20,64 @@ def hashes(*parts: int) -> array[int]:
     return prompt_hashes("m", None, None, [part for part in parts for _ in range(CHUNK)])
 
 
-def overlap(history: RoutingHistory, target: Target, *parts: int) -> int:
-    return history.overlaps(hashes(*parts)).get(target, 0) // CHUNK
+def overlap(prefixes: SentPrefixes, target: Target, *parts: int) -> int:
+    return prefixes.overlaps(hashes(*parts)).get(target, 0) // CHUNK
 
 
-def remember(history: RoutingHistory, target: Target, *parts: int, capacity: int | None = None) -> None:
-    history.remember(target, hashes(*parts), capacity)
+def remember(prefixes: SentPrefixes, target: Target, *parts: int, capacity: int | None = None) -> None:
+    prefixes.remember(target, hashes(*parts), capacity)
 
 
 def test_what_was_sent_is_held_by_whom_it_was_sent_to() -> None:
-    history = RoutingHistory()
-    remember(history, A, 1, 2, 3)
-    assert [overlap(history, A, 1, 2, 4), overlap(history, A, 2, 3), overlap(history, B, 1, 2, 3)] == [2, 0, 0]
-    history.forget(A)
-    assert overlap(history, A, 1, 2, 3) == 0
-    assert (history.targets(), len(history)) == ([], 0)
+    prefixes = SentPrefixes()
+    remember(prefixes, A, 1, 2, 3)
+    assert [
+        overlap(prefixes, A, 1, 2, 4),
+        overlap(prefixes, A, 2, 3),
+        overlap(prefixes, B, 1, 2, 3),
+    ] == [2, 0, 0]
+    prefixes.forget(A)
+    assert overlap(prefixes, A, 1, 2, 3) == 0
+    assert (prefixes.targets(), len(prefixes)) == ([], 0)
 
 
 def test_the_least_recent_is_forgotten_first_and_from_its_end() -> None:
-    history = RoutingHistory()
-    remember(history, A, 1, 2, 3, capacity=5 * CHUNK)
-    remember(history, A, 7, 8, capacity=5 * CHUNK)
-    remember(history, A, 1, 2, capacity=5 * CHUNK)
-    remember(history, A, 9, capacity=5 * CHUNK)
-    assert [overlap(history, A, 1, 2, 3), overlap(history, A, 7, 8), overlap(history, A, 9)] == [2, 2, 1]
-    remember(history, A, 5, 6, capacity=5 * CHUNK)
-    assert [overlap(history, A, 1, 2, 3), overlap(history, A, 7, 8), overlap(history, A, 5, 6)] == [2, 0, 2]
+    prefixes = SentPrefixes()
+    remember(prefixes, A, 1, 2, 3, capacity=5 * CHUNK)
+    remember(prefixes, A, 7, 8, capacity=5 * CHUNK)
+    remember(prefixes, A, 1, 2, capacity=5 * CHUNK)
+    remember(prefixes, A, 9, capacity=5 * CHUNK)
+    assert [overlap(prefixes, A, 1, 2, 3), overlap(prefixes, A, 7, 8), overlap(prefixes, A, 9)] == [
+        2,
+        2,
+        1,
+    ]
+    remember(prefixes, A, 5, 6, capacity=5 * CHUNK)
+    assert [overlap(prefixes, A, 1, 2, 3), overlap(prefixes, A, 7, 8), overlap(prefixes, A, 5, 6)] == [
+        2,
+        0,
+        2,
+    ]
 
 
 def test_without_a_known_capacity_there_is_a_bound() -> None:
-    history = RoutingHistory()
+    prefixes = SentPrefixes()
     for first in range(5):
-        remember(history, A, *range(first * 10_000, first * 10_000 + 8_000))
-    assert len(history) == DEFAULT_CAPACITY // CHUNK
+        remember(prefixes, A, *range(first * 10_000, first * 10_000 + 8_000))
+    assert len(prefixes) == DEFAULT_CAPACITY // CHUNK
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30), st.integers(1, 20))
 def test_whoever_holds_a_prefix_holds_all_shorter_ones(prompts: list[list[int]], capacity: int) -> None:
-    history = RoutingHistory()
+    prefixes = SentPrefixes()
     for prompt in prompts:
-        remember(history, A, *prompt, capacity=capacity * CHUNK)
-        assert len(history) <= capacity
+        remember(prefixes, A, *prompt, capacity=capacity * CHUNK)
+        assert len(prefixes) <= capacity
         if len(prompt) <= capacity:
-            assert overlap(history, A, *prompt) == len(prompt)
+            assert overlap(prefixes, A, *prompt) == len(prompt)
     for prompt in prompts:
-        held = overlap(history, A, *prompt)
-        assert all(overlap(history, A, *prompt[:part]) == part for part in range(held + 1))
+        held = overlap(prefixes, A, *prompt)
+        assert all(overlap(prefixes, A, *prompt[:part]) == part for part in range(held + 1))
 
 
 class Kept:
@@ -73,7 +85,7 @@ class Kept:
 
     def __init__(self, chunks: int, seconds: float = 1e9) -> None:
         self.now = 1000.0
-        self.history = RoutingHistory(lambda: self.now)
+        self.prefixes = SentPrefixes(lambda: self.now)
         self._chunks = chunks
         self._seconds = seconds
         self._held: dict[int, float] = {}  # each is a prefix, by its hash; the least recent first
@@ -86,7 +98,7 @@ class Kept:
         """Send a prompt. Returns the chunks that were promised, and those that were there."""
         self.now += after
         prompt = hashes(*parts)
-        promised = self.history.overlaps(prompt).get(A, 0) // CHUNK
+        promised = self.prefixes.overlaps(prompt).get(A, 0) // CHUNK
         self._held = {prefix: at for prefix, at in self._held.items() if at > self.now - self._seconds}
         found = 0
         while found < len(prompt) and prompt[found] in self._held:
@@ -96,8 +108,8 @@ class Kept:
             self._held[prefix] = self.now
         while len(self._held) > self._chunks:
             del self._held[next(iter(self._held))]
-        self.history.compare(A, prompt, found * CHUNK, self.now)
-        self.history.remember(A, prompt, None)
+        self.prefixes.compare(A, prompt, found * CHUNK, self.now)
+        self.prefixes.remember(A, prompt, None)
         self.promised += promised
         self.found += found
         self.wrong += max(promised - found, 0)
@@ -118,7 +130,7 @@ def test_how_much_is_kept_is_learned_from_what_was_not_there() -> None:
     assert kept.found > 100 * 20
     assert kept.wrong < 0.15 * kept.found
     assert kept.promised > 0.6 * kept.found
-    learned = kept.history.learned(A)
+    learned = kept.prefixes.learned(A)
     assert learned is not None
     assert learned.tokens is not None
     assert 60 * CHUNK <= learned.tokens <= 240 * CHUNK
@@ -133,7 +145,7 @@ def test_how_long_it_is_kept_is_learned_too() -> None:
         kept.ask(*document(0), after=600.0)  # too late
     assert kept.ask(*document(0)) == (20, 20)
     assert kept.ask(*document(0), after=600.0) == (0, 0)
-    learned = kept.history.learned(A)
+    learned = kept.prefixes.learned(A)
     assert learned is not None
     assert learned.seconds is not None
     assert 1.0 < learned.seconds < 600.0
@@ -156,5 +168,5 @@ def test_a_worker_that_is_gone_leaves_nothing() -> None:
     kept.ask(*document(0))
     kept.ask(*document(1))
     kept.ask(*document(0))
-    kept.history.removed(A)
-    assert (kept.history.learned(A), len(kept.history)) == (None, 0)
+    kept.prefixes.removed(A)
+    assert (kept.prefixes.learned(A), len(kept.prefixes)) == (None, 0)

@@ -8,7 +8,7 @@ import pytest
 from manual_clock import Clock
 
 from indexer import Target
-from router.cache_state.session_locations import STEEP, SessionPlaces
+from router.cache_state.session_locations import STEEP, SessionLocations
 
 A, B, OTHER = Target("a", 0, "m"), Target("b", 0, "m"), Target("a", 0, "other")
 
@@ -19,11 +19,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def places(clock: Clock) -> SessionPlaces:
-    return SessionPlaces(clock)
+def places(clock: Clock) -> SessionLocations:
+    return SessionLocations(clock)
 
 
-def test_what_many_come_back_for_is_dear_and_what_nobody_wants_is_cheap(places: SessionPlaces) -> None:
+def test_what_many_come_back_for_is_dear_and_what_nobody_wants_is_cheap(places: SessionLocations) -> None:
     assert [places.weight(target, 2, 1000) for target in (A, B)] == [1.0, 1.0]
     places.keep((None, "s"), A, 400, None)
     assert [places.weight(target, 2, 1000) for target in (A, B)] == [1 + STEEP * 0.2, 1 - STEEP * 0.2]
@@ -35,7 +35,7 @@ def test_what_many_come_back_for_is_dear_and_what_nobody_wants_is_cheap(places: 
     assert places.weight(B, 4, 400) == places.weight(A, 4, 400) == 1.0  # more than can be kept anywhere
 
 
-def test_a_place_is_where_the_last_request_went_until_the_session_ends(places: SessionPlaces) -> None:
+def test_a_place_is_where_the_last_request_went_until_the_session_ends(places: SessionLocations) -> None:
     key = (None, "s")
     places.keep(key, A, 400, 1.0)
     places.keep(key, B, 500, 1.0)
@@ -47,7 +47,7 @@ def test_a_place_is_where_the_last_request_went_until_the_session_ends(places: S
     places.leave(key)
 
 
-def test_a_place_is_kept_for_twice_the_pause_that_was_announced(places: SessionPlaces, clock: Clock) -> None:
+def test_a_place_is_kept_for_twice_the_pause_that_was_announced(places: SessionLocations, clock: Clock) -> None:
     answered = places.keep((None, "s"), A, 400, 30.0)
     clock.now += 1000
     places.expire(clock.now)
@@ -59,7 +59,7 @@ def test_a_place_is_kept_for_twice_the_pause_that_was_announced(places: SessionP
     assert places.wanted(A) == 0
 
 
-def test_an_earlier_request_that_ends_late_changes_nothing(places: SessionPlaces, clock: Clock) -> None:
+def test_an_earlier_request_that_ends_late_changes_nothing(places: SessionLocations, clock: Clock) -> None:
     key = (None, "s")
     first = places.keep(key, A, 400, 1.0)
     places.keep(key, B, 500, 1.0)
@@ -69,7 +69,7 @@ def test_an_earlier_request_that_ends_late_changes_nothing(places: SessionPlaces
     assert places.wanted(B) == 500
 
 
-def test_what_failed_and_what_is_gone_is_not_wanted(places: SessionPlaces) -> None:
+def test_what_failed_and_what_is_gone_is_not_wanted(places: SessionLocations) -> None:
     failed = places.keep((None, "s"), A, 400, 1.0)
     failed(failed=True)
     places.keep((None, "t"), A, 400, 1.0)
@@ -78,7 +78,7 @@ def test_what_failed_and_what_is_gone_is_not_wanted(places: SessionPlaces) -> No
     assert [places.wanted(A), places.wanted(B), len(places)] == [0, 400, 1]
 
 
-def test_counts_stay_right_whatever_comes(places: SessionPlaces, clock: Clock) -> None:
+def test_counts_stay_right_whatever_comes(places: SessionLocations, clock: Clock) -> None:
     random, calls = Random(1), []
     for _ in range(2000):
         key = (None, str(random.randrange(20)))
@@ -98,7 +98,7 @@ def test_counts_stay_right_whatever_comes(places: SessionPlaces, clock: Clock) -
 
 @pytest.mark.derives
 def test_a_session_that_comes_again_and_again_leaves_nothing_behind(
-    places: SessionPlaces, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    places: SessionLocations, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.cache_state.session_locations._MOST_PLACES", 8)
     for _ in range(100):

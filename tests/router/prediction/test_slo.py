@@ -10,16 +10,16 @@ import pytest
 from indexer import Target
 from router.policies import Candidate, Decision, KvWeights, Request, kv_aware
 from router.policies.rates import Rates, RateTable
-from router.prediction.predictions import Forecasts
+from router.prediction.predictions import Predictions
 from router.prediction.ratios import KEPT, Ratios
-from router.prediction.service_levels import ServiceLevels, read_promise
+from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import (
-    NO_PROMISE,
+    NO_SLO,
+    SLO,
     Estimate,
-    Forecast,
-    Promise,
+    Prediction,
     broken_by,
-    choose_for_promise,
+    choose_for_slo,
     step_by_rates,
     tpot_by_rates,
 )
@@ -34,24 +34,26 @@ def decided(near: Candidate, far: Candidate) -> Decision:
     return decision
 
 
-def forecast(ttft: float, tpot: float = 0.02, others: float = 0.0) -> Forecast:
-    return Forecast(Estimate(ttft, None), Estimate(tpot, None), others)
+def prediction(ttft: float, tpot: float = 0.02, others: float = 0.0) -> Prediction:
+    return Prediction(Estimate(ttft, None), Estimate(tpot, None), others)
 
 
 @pytest.mark.parametrize(
     ("near", "far", "chosen"),
     [
-        (forecast(0.1), forecast(0.1), "near"),  # both keep it: the cheapest
-        (forecast(2.0), forecast(0.1), "far"),  # only one does
-        (forecast(0.1, tpot=0.2), forecast(0.1), "far"),
-        (forecast(2.0), forecast(3.0), "near"),  # none does: no prefix is scattered
-        (forecast(0.1, others=2.0), forecast(0.1), "far"),  # it would break those of others
-        (forecast(0.1, others=1.0), forecast(2.0), "near"),
+        (prediction(0.1), prediction(0.1), "near"),  # both keep it: the cheapest
+        (prediction(2.0), prediction(0.1), "far"),  # only one does
+        (prediction(0.1, tpot=0.2), prediction(0.1), "far"),
+        (prediction(2.0), prediction(3.0), "near"),  # none does: no prefix is scattered
+        (prediction(0.1, others=2.0), prediction(0.1), "far"),  # it would break those of others
+        (prediction(0.1, others=1.0), prediction(2.0), "near"),
     ],
 )
-def test_the_cheapest_that_keeps_the_promise_and_breaks_no_other(near: Forecast, far: Forecast, chosen: str) -> None:
+def test_cheapest_candidate_that_meets_its_slo_and_breaks_no_other_wins(
+    near: Prediction, far: Prediction, chosen: str
+) -> None:
     decision = decided(Candidate(NEAR, overlap=900), Candidate(FAR))
-    place = choose_for_promise(decision, [near, far], Promise(1.0, 0.05, 0.0), 0.0, broken_promise=15_000)
+    place = choose_for_slo(decision, [near, far], SLO(1.0, 0.05, 0.0), 0.0, broken_promise=15_000)
     assert decision.candidates[place].target.worker == chosen
 
 
@@ -60,33 +62,33 @@ def test_what_was_promised_nothing_breaks_no_promise_of_others_unless_that_costs
     others: float, goes: str
 ) -> None:
     decision = decided(Candidate(NEAR, overlap=400), Candidate(FAR))
-    forecasts = [forecast(9.0, 9.0, others), forecast(99.0, 99.0)]
-    place = choose_for_promise(decision, forecasts, NO_PROMISE, 0.0, broken_promise=5_000)
+    predictions = [prediction(9.0, 9.0, others), prediction(99.0, 99.0)]
+    place = choose_for_slo(decision, predictions, NO_SLO, 0.0, broken_promise=5_000)
     assert decision.candidates[place].target.worker == goes
 
 
 def test_what_is_refused_when_late_goes_where_it_is_in_time_whatever_that_costs() -> None:
     decision = decided(Candidate(NEAR), Candidate(FAR, pending=10**6))
-    forecasts = [forecast(2.0), forecast(0.5)]
+    predictions = [prediction(2.0), prediction(0.5)]
     for refuses_late, place in ((False, 0), (True, 1)):
-        promise = Promise(1.0, None, 0.0, refuses_late=refuses_late)
-        assert choose_for_promise(decision, forecasts, promise, 0.0, broken_promise=15_000) == place
+        slo = SLO(1.0, None, 0.0, refuses_late=refuses_late)
+        assert choose_for_slo(decision, predictions, slo, 0.0, broken_promise=15_000) == place
 
 
 @pytest.mark.parametrize(("turns", "goes"), [(1.0, "near"), (8.0, "far")])
 def test_a_session_leaves_its_prefix_for_the_promises_of_all_its_turns(turns: float, goes: str) -> None:
     decision = decided(Candidate(NEAR, overlap=20_000), Candidate(FAR))
-    forecasts = [forecast(0.1, others=0.5), forecast(0.2)]
-    for promise, there in ((Promise(1.0, 0.05, 0.0), goes), (NO_PROMISE, "near")):
-        place = choose_for_promise(decision, forecasts, promise, 0.0, broken_promise=40_000, turns=turns)
+    predictions = [prediction(0.1, others=0.5), prediction(0.2)]
+    for slo, there in ((SLO(1.0, 0.05, 0.0), goes), (NO_SLO, "near")):
+        place = choose_for_slo(decision, predictions, slo, 0.0, broken_promise=40_000, turns=turns)
         assert decision.candidates[place].target.worker == there
 
 
 def test_late_is_counted_from_the_arrival_and_over_the_answer() -> None:
-    promise = Promise(1.0, 0.05, arrived=10.0)
-    assert forecast(0.9, 0.05).late(promise, 10.0, 100) == 0
-    assert forecast(0.9).late(promise, 10.5, 100) == pytest.approx(0.4)
-    assert forecast(0.1, 0.06).late(promise, 10.0, 100) == pytest.approx(1.0)
+    slo = SLO(1.0, 0.05, arrived=10.0)
+    assert prediction(0.9, 0.05).late(slo, 10.0, 100) == 0
+    assert prediction(0.9).late(slo, 10.5, 100) == pytest.approx(0.4)
+    assert prediction(0.1, 0.06).late(slo, 10.0, 100) == pytest.approx(1.0)
 
 
 def test_ratios_forget_the_oldest() -> None:
@@ -101,48 +103,48 @@ def test_ratios_forget_the_oldest() -> None:
 
 def test_forecasts_are_put_right_by_what_came() -> None:
     clock = 0.0
-    forecasts = Forecasts(RateTable(Rates(), lambda: clock), clock=lambda: clock)
+    predictions = Predictions(RateTable(Rates(), lambda: clock), clock=lambda: clock)
     candidate = Candidate(NEAR)
-    first = forecasts.of(candidate, 1000, 100, backlog=0.0)
+    first = predictions.of(candidate, 1000, 100, backlog=0.0)
     assert not first.measured
     for number in range(40):
-        answer = forecasts.watch(NEAR, forecasts.of(candidate, 1000, 100, 0.0), None, clock)
+        answer = predictions.watch(NEAR, predictions.of(candidate, 1000, 100, 0.0), None, clock)
         clock += first.ttft.by_rates * (2.0 if number % 2 else 3.0)
         answer.first_token(clock)
         clock += 10 * first.tpot.by_rates * 4
         answer.ended(11)
-    now = forecasts.of(candidate, 1000, 100, 0.0)
+    now = predictions.of(candidate, 1000, 100, 0.0)
     assert now.measured
     assert now.ttft.band.low == pytest.approx(2 * first.ttft.by_rates)
     assert now.ttft.band.high == pytest.approx(3 * first.ttft.by_rates)
     assert now.tpot.expected == pytest.approx(4 * first.tpot.by_rates)
     assert now.ttft.chance(2.5 * first.ttft.by_rates) == pytest.approx(0.5)
     # Another worker of the model is taken to be alike.
-    assert forecasts.of(Candidate(FAR), 1000, 100, 0.0).ttft.expected == pytest.approx(now.ttft.expected)
+    assert predictions.of(Candidate(FAR), 1000, 100, 0.0).ttft.expected == pytest.approx(now.ttft.expected)
 
 
 def test_prefills_slow_what_decodes_beside_them_and_break_its_promises() -> None:
     clock = 0.0
-    forecasts = Forecasts(RateTable(Rates(), lambda: clock), clock=lambda: clock)
+    predictions = Predictions(RateTable(Rates(), lambda: clock), clock=lambda: clock)
     candidate, prompt = Candidate(NEAR, requests=1, context=4000), 50_000
-    forecasts.promise()
-    quiet = forecasts.of(candidate, 100, 100, 0.0).tpot.expected
-    end = forecasts.hold(NEAR, tpot=1.05 * quiet)
-    assert 0 < forecasts.of(candidate, 100, 100, 0.0).others_broken < 0.02
-    kept = forecasts.of(candidate, prompt, 100, 0.0)
+    predictions.slo()
+    quiet = predictions.of(candidate, 100, 100, 0.0).tpot.expected
+    end = predictions.hold(NEAR, tpot=1.05 * quiet)
+    assert 0 < predictions.of(candidate, 100, 100, 0.0).others_broken < 0.02
+    kept = predictions.of(candidate, prompt, 100, 0.0)
     assert 0.2 < kept.others_broken < 0.5
-    forecasts.placed(NEAR, 5.0, clock)  # half of the last seconds
-    busy = forecasts.of(candidate, 100, 100, 0.0)
+    predictions.placed(NEAR, 5.0, clock)  # half of the last seconds
+    busy = predictions.of(candidate, 100, 100, 0.0)
     assert busy.tpot.expected == pytest.approx(2 * quiet, rel=0.05)
     assert 0 < busy.others_broken < 0.02
     # It seems to be broken already, but to make it later still is not for nothing.
-    assert 0.05 < forecasts.of(candidate, prompt, 100, 0.0).others_broken < kept.others_broken
+    assert 0.05 < predictions.of(candidate, prompt, 100, 0.0).others_broken < kept.others_broken
     end(False)
     clock += 100
-    assert 0 < forecasts.of(candidate, prompt, 100, 0.0).others_broken < kept.others_broken  # without a promise
-    assert forecasts.of(Candidate(NEAR), prompt, 100, 0.0).others_broken == 0
-    forecasts.forget("near")
-    assert forecasts.of(candidate, 100, 100, 0.0).tpot.expected == pytest.approx(quiet)
+    assert 0 < predictions.of(candidate, prompt, 100, 0.0).others_broken < kept.others_broken  # without a promise
+    assert predictions.of(Candidate(NEAR), prompt, 100, 0.0).others_broken == 0
+    predictions.forget("near")
+    assert predictions.of(candidate, 100, 100, 0.0).tpot.expected == pytest.approx(quiet)
 
 
 def test_what_is_promised_loosely_is_hardly_ever_broken_by_a_prompt() -> None:
@@ -167,14 +169,14 @@ def test_promises_are_read_from_headers_and_classes() -> None:
     )
     levels = ServiceLevels.of(settings)
     assert ServiceLevels.of(Settings()) is None
-    by_model = read_promise([], levels, "", "m", 5.0)
+    by_model = read_slo([], levels, "", "m", 5.0)
     assert by_model is not None
     assert (by_model.service_level, by_model.first_token_by, by_model.tpot) == ("slow", 35.0, 0.2)
-    named = read_promise([(b"x-kvrouter-service-level", b"fast"), (b"x-slo-tpot-ms", b"50")], levels, "", "m", 5.0)
+    named = read_slo([(b"x-kvrouter-service-level", b"fast"), (b"x-slo-tpot-ms", b"50")], levels, "", "m", 5.0)
     assert named is not None
     assert (named.ttft, named.tpot, named.refuses_late) == (1.0, 0.05, True)
-    assert read_promise([(b"x-slo-ttft-ms", b"0")], None, "", "m", 5.0) is None  # none, as llm-d has it
-    assert read_promise([], levels, "", "other", 5.0) is None
+    assert read_slo([(b"x-slo-ttft-ms", b"0")], None, "", "m", 5.0) is None  # none, as llm-d has it
+    assert read_slo([], levels, "", "other", 5.0) is None
 
 
 @pytest.mark.parametrize(

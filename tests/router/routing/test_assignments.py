@@ -15,8 +15,8 @@ from indexer import Indexer, Target
 from indexer.hashing import MediaSpan, PackedPrompt
 from router.cache_state.draft_blocks import RecomputedBlocks
 from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, SpeculativeHoldings
-from router.cache_state.sent_prefixes import RoutingHistory
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, InFlightPrefixes
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.health import Outcome
@@ -26,7 +26,7 @@ from router.load.target_load import LoadTable
 from router.policies import Candidate, policy_named
 from router.policies.rates import Rates
 from router.prediction.learned import Learned
-from router.prediction.slo import Promise
+from router.prediction.slo import SLO
 from router.routing.limits import NO_LIMITS
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.router import Router
@@ -69,8 +69,8 @@ def with_router(
             for worker in fleet.workers:
                 worker.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
                 worker.problem = None
-            loads, history = LoadTable(), RoutingHistory()
-            audit = HitAudit(indexer, history, AuditSettings())
+            loads, sent_prefixes = LoadTable(), SentPrefixes()
+            audit = HitAudit(indexer, sent_prefixes, AuditSettings())
             audit.recomputed = recomputed or audit.recomputed
             router = Router(
                 fleet,
@@ -78,9 +78,9 @@ def with_router(
                 Tokenizers(),
                 policy_named(PolicySettings(name=policy), Random(1)),
                 loads,
-                SpeculativeHoldings(60.0),
+                InFlightPrefixes(60.0),
                 Learned(Rates()),
-                history,
+                sent_prefixes,
                 audit,
                 LoadSharing(loads, peer_load or PeerLoad(5.0, 2.0), []),
                 DisaggregationSettings(),
@@ -178,10 +178,10 @@ def test_where_sessions_have_many_turns_one_leaves_its_prefix_rather_than_break_
         router.place(long_prompt(20_032), excluded=[second]).first_byte()
         beside = long_prompt(600) if cached else RoutedPrompt(MODEL, 600, [], [], exact=True, streamed=True)
         for _ in range(100):
-            there = router.choose(beside, excluded=[second], promise=Promise(None, 0.025, time.monotonic()))
+            there = router.choose(beside, excluded=[second], slo=SLO(None, 0.025, time.monotonic()))
             assert there is not None
             router.reserve(beside, there).first_byte()
-        selection = router.choose(long_prompt(20_544), promise=Promise(None, 1.0, time.monotonic()))
+        selection = router.choose(long_prompt(20_544), slo=SLO(None, 1.0, time.monotonic()))
         assert selection is not None
         assert selection.worker is fleet.workers[goes_to]
 
@@ -344,8 +344,8 @@ def test_prompts_in_flight_are_the_same_where_their_images_are() -> None:
 
     async def play(router: Router, _: Fleet) -> None:
         placed = router.place(about("red", "green"))
-        assert placed.prediction is not None
-        assert (placed.prediction.media, placed.prediction.comparable) == (True, True)
+        assert placed.cache_prediction is not None
+        assert (placed.cache_prediction.media, placed.cache_prediction.comparable) == (True, True)
         for names, chunks in ((("red", "green"), 9), (("red", "blue"), 4), (("blue", "green"), 0)):
             overlap = candidates(router, about(*names))[placed.worker.url].overlap
             assert overlap // CHUNK_TOKENS == min(chunks, 8), names
@@ -361,7 +361,7 @@ def test_prompts_that_were_read_for_a_recording_are_placed_by_load_after_its_end
         assert router.needs_prompts
         router.look_at_prompts(False)
         placed = router.place(prompt(1))
-        assert placed.prediction is None
+        assert placed.cache_prediction is None
         placed.release()
 
     with_router(play, policy=PolicyName.LEAST_LOADED)

@@ -14,8 +14,8 @@ from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
 from router.apis.agent_hints import AgentHints
 from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import SpeculativeHoldings
-from router.cache_state.sent_prefixes import RoutingHistory
+from router.cache_state.in_flight_prefixes import InFlightPrefixes
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
@@ -60,7 +60,7 @@ class Fixture:
             worker.problem, worker.slow_start = None, 1000.0
             for rank in ranks:
                 indexer.register(Registration(Target(worker.url, rank, MODEL), None, "vLLM", BLOCK))
-        self.loads, history, self.learned = LoadTable(), RoutingHistory(), Learned(Rates())
+        self.loads, sent_prefixes, self.learned = LoadTable(), SentPrefixes(), Learned(Rates())
         self.peer_load = PeerLoad(600.0, 2.0)
         policy = policy_named(PolicySettings(), Random(1))
         assert isinstance(policy.choose, KvAware)
@@ -72,10 +72,10 @@ class Fixture:
             Tokenizers(),
             policy,
             self.loads,
-            SpeculativeHoldings(60.0),
+            InFlightPrefixes(60.0),
             self.learned,
-            history,
-            HitAudit(indexer, history, AuditSettings()),
+            sent_prefixes,
+            HitAudit(indexer, sent_prefixes, AuditSettings()),
             LoadSharing(self.loads, self.peer_load, []),
             DisaggregationSettings(),
         )

@@ -143,7 +143,7 @@ def play(side: str, ground: Ground, requests: Sequence[TracedRequest], seed: int
     by = {OURS_PROMISED: By.BROKEN_PROMISES, _LEAST: By.LEAST_HEADROOM, _MOST: By.MOST_HEADROOM}[side]
     promised = PromisedFleet(*fleet, random, by, side == OURS_PROMISED)
     outcomes = promised.run(requests)
-    known = [answer for answer in promised.watched if answer.ttft and answer.forecast.measured]
+    known = [answer for answer in promised.watched if answer.ttft and answer.prediction.measured]
     errors = [abs(answer.ttft - answer.predicted_ttft.expected) / answer.ttft for answer in known if answer.ttft]
     return Played(outcomes, median(errors) if errors else 0.0)
 
