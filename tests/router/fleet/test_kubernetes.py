@@ -17,9 +17,15 @@ from aiohttp import web
 
 from indexer import Indexer
 from router.fleet.fleet import Fleet, Worker
-from router.fleet.kubernetes import Address, ClusterAccess, follow_kubernetes, pod_addresses, service_addresses
+from router.fleet.kubernetes import (
+    Address,
+    ClusterAccess,
+    KubernetesError,
+    follow_kubernetes,
+    pod_addresses,
+    service_addresses,
+)
 from router.settings import FleetSettings, KubernetesSettings, Role
-from router.tokens.errors import KubernetesError
 
 pytestmark = pytest.mark.anyio
 
