@@ -538,6 +538,30 @@ async def test_a_client_that_does_not_read_holds_no_worker_for_ever(
         client.writer.transport.abort()
 
 
+async def test_refused_request_without_a_body_keeps_its_connection(worker: ScriptedWorker, url: str) -> None:
+    async with wire(url) as client:
+        for path, status in ((b"/v1/completions", 405), (b"/unknown", 403), (b"/health", 200)):
+            await client.send(b"GET %b HTTP/1.1\r\nHost: r\r\n\r\n" % path)
+            answer = await client.answer()
+            assert (answer.status, b"connection" in answer.headers) == (status, False)
+        await client.send(WHOLE)
+        assert (await client.answer()).status == 200
+    assert len(worker.exchanges) == 1
+
+
+async def test_head_response_has_no_body(worker: ScriptedWorker, url: str) -> None:
+    async with wire(url) as client:
+        for path, status in ((b"/health", b"200"), (b"/version", b"200"), (b"/unknown", b"403")):
+            await client.send(b"HEAD %b HTTP/1.1\r\nHost: r\r\n\r\n" % path)
+            async with asyncio.timeout(60):
+                head = await client.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 " + status)
+            assert b"\r\ncontent-length: " in head
+        await client.send(HEALTH)
+        assert (await client.answer()).status == 200
+    assert [exchange.method for exchange in worker.exchanges] == ["HEAD"]
+
+
 # What workers answer
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"

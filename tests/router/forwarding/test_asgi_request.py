@@ -1,0 +1,172 @@
+"""Requests that the ASGI application answers: its messages become one response, whatever the application does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from router.auth import AuthGate
+from router.forwarding.asgi_request import AsgiRequest
+from router.forwarding.request_context import RequestContexts
+from router.forwarding.request_head import RequestHead
+from router.forwarding.response_writer import ResponseWriter
+from router.forwarding.routing_headers import RoutingHeaders
+from router.http.response_head import ResponseHead
+from router.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+HOST = (b"host", b"r")
+
+
+class Written(ResponseWriter):
+    """What is written for the client."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.parts: list[bytes] = []
+        self.ended = self.broken_off = False
+
+    def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:  # noqa: ARG002
+        assert not self.status
+        self.status = head.status
+        self.more(data, ended)
+
+    def more(self, data: bytes, ended: bool) -> None:
+        assert not self.ended
+        self.parts.append(data)
+        self.ended = ended
+
+    def break_off(self) -> None:
+        self.broken_off = True
+
+
+def started(app: App, method: str = "POST", body: bytes = b"{}") -> tuple[AsgiRequest, Written]:
+    contexts = RequestContexts(AuthGate(Settings()), None, None, log=False)
+    context = contexts.begin(RequestHead(method, "/match", b"/match?a=b", [HOST]), ("127.0.0.1", 80))
+    written = Written()
+    request = AsgiRequest(context, written, app)
+    request.start(body)
+    return request, written
+
+
+async def turns(number: int = 5) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def begin(send: Send, *headers: tuple[bytes, bytes]) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def test_head_with_a_length_is_written_with_its_body() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (scope["method"], scope["path"], scope["query_string"]) == ("POST", "/match", b"a=b")
+        assert scope["server"] == ("127.0.0.1", 80)
+        assert await receive() == {"type": "http.request", "body": b"{}", "more_body": False}
+        await begin(send, (b"Content-Length", b"2"))
+        await send({"type": "http.response.body", "body": b"ok"})
+        assert await receive() == {"type": "http.disconnect"}
+
+    _, written = started(app)
+    await turns()
+    assert (written.status, written.parts, written.ended) == (200, [b"ok"], True)
+
+
+async def test_head_of_a_stream_does_not_wait_for_its_first_part() -> None:
+    part = asyncio.Event()
+
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await begin(send)
+        await part.wait()
+        await send({"type": "http.response.body", "body": b"1", "more_body": True})
+        await send({"type": "http.response.body", "body": b"2"})
+
+    request, written = started(app, "GET")
+    await turns()
+    assert written.status == 200
+    assert request.answering
+    part.set()
+    await turns()
+    assert b"".join(written.parts) == b"12"
+    assert written.ended
+
+
+async def test_head_request_is_a_get_whose_body_is_not_written() -> None:
+    async def app(scope: Scope, _: Receive, send: Send) -> None:
+        assert scope["method"] == "GET"
+        await begin(send)
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    _, written = started(app, "HEAD", b"")
+    await turns()
+    assert (written.status, b"".join(written.parts), written.ended) == (200, b"", True)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_application_that_fails_before_its_response_is_a_500(returns: bool) -> None:
+    async def app(*_: object) -> None:
+        if not returns:
+            raise ValueError("a mistake")
+
+    _, written = started(app)
+    await turns()
+    assert (written.status, written.ended) == (500, True)
+    assert b"This is a bug" in written.parts[0]
+
+
+async def test_response_of_an_application_that_fails_is_broken_off() -> None:
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await begin(send)
+        raise ValueError("a mistake")
+
+    _, written = started(app)
+    await turns()
+    assert (written.status, written.ended, written.broken_off) == (200, False, True)
+
+
+async def test_application_waits_while_the_client_does_not_read() -> None:
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await begin(send)
+        await send({"type": "http.response.body", "body": b"1", "more_body": True})
+        await send({"type": "http.response.body", "body": b"2"})
+
+    request, written = started(app)
+    request.pause()
+    await turns()
+    assert not written.status
+    request.resume()
+    await turns()
+    assert written.ended
+
+
+async def test_disconnect_is_received_and_nothing_more_is_written() -> None:
+    received = []
+
+    async def app(_: Scope, receive: Receive, send: Send) -> None:
+        await begin(send)
+        received.extend([await receive(), await receive()])
+        await send({"type": "http.response.body", "body": b"1"})
+
+    request, written = started(app)
+    await turns()
+    request.client_left()
+    await turns()
+    assert [message["type"] for message in received] == ["http.request", "http.disconnect"]
+    assert not written.ended
+    assert not written.broken_off
+
+
+async def test_post_body_that_makes_too_much_work_is_refused() -> None:
+    async def app(*_: object) -> None:
+        raise AssertionError("the application must not be called")
+
+    request, written = started(app, body=b"[" + b"1," * 2_000_000 + b"1]")
+    assert request._task is not None
+    await request._task
+    assert written.status == 413
