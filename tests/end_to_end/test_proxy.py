@@ -78,11 +78,9 @@ async def test_an_answer_arrives_as_it_was_sent(worker: ScriptedWorker, routed: 
     head, received = await head_and_body(routed, request)
     assert received == body
     assert head[0].startswith(b"HTTP/1.1 418")
-    own = (b"date:", b"connection:", b"x-kvrouter-", b"x-request-id:")
-    assert [line for line in head[1:] if not line.lower().startswith(own)] == [
-        b"content-length: 256",
-        *headers.splitlines(),
-    ]
+    own = (b"date:", b"connection:", b"content-length:", b"x-kvrouter-", b"x-request-id:")
+    assert [line for line in head[1:] if not line.lower().startswith(own)] == headers.splitlines()
+    assert b"content-length: 256" in head
     assert b"x-kvrouter-worker: " + worker.url.encode() in head
     assert b"x-kvrouter-overlap-tokens: 0" in head
 
