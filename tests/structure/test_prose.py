@@ -1,0 +1,51 @@
+"""The project's prose: every sentence stands alone, in plain words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import prose
+import pytest
+
+# The findings that are left. The number only falls.
+ALLOWED = 4740
+
+
+def test_prose_has_no_more_findings_than_allowed() -> None:
+    found = [each for path in prose.checked_files() for each in prose.findings(path)]
+    assert len(found) <= ALLOWED, "\n".join(map(str, found[:50]))
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        ('def f():\n    """The blocks of a target."""\n', "begin with a verb"),
+        ('class A:\n    """What a target holds."""\n', "docstring's opening"),
+        ('def f():\n    """Return what nobody asked for."""\n', "'nobody'"),
+        ("x = 1  # told by the worker\n", "'told'"),
+        ('raise ValueError("no worker was told about this")\n', "'told'"),
+        ('def f():\n    """Return' + " one" * 25 + '."""\n', "26 words in a sentence"),
+    ],
+)
+def test_prose_finds_riddles(source: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    file = tmp_path / "module.py"
+    file.write_text(source)
+    assert any(each.advice.startswith(advice) for each in prose.findings(file))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'def f():\n    """Return the blocks of a target."""\n',
+        'class A:\n    @property\n    def b(self):\n        """The blocks of a target."""\n',
+        'def f():\n    """Return `nobody`, as "told" in the header."""\n',
+    ],
+)
+def test_prose_exempts_properties_code_and_quotations(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    file = tmp_path / "module.py"
+    file.write_text(source)
+    assert list(prose.findings(file)) == []
