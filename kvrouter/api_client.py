@@ -9,7 +9,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from router.http.connection_problem import connection_problem
+from router.http.client import connection_problem
 
 
 def ask(url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> Any:

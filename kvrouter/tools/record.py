@@ -22,7 +22,7 @@ from kvevents.frames import MalformedFrameError, parse_live, parse_replay, repla
 from kvevents.recording import Channel, Record, RecordingWriter
 from kvrouter.signals import stop_signal
 from router.fleet.discovery import describe_worker
-from router.http.redirects import refuse_redirects
+from router.http.client import refuse_redirects
 from router.settings import WorkerSettings
 
 CONNECT_TIMEOUT_S = 2.0  # a publisher may also come later

@@ -45,8 +45,8 @@ from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.long_bodies import LongBodies
 from router.forwarding.proxy_services import ProxyContext, ProxyServices
 from router.forwarding.request_context import RequestContexts
-from router.http.end_tasks import end_tasks
-from router.http.redirects import refuse_redirects
+from router.http.client import refuse_redirects
+from router.http.event_loop import end_tasks
 from router.load.target_load import LoadTable
 from router.observability.about import About
 from router.observability.findings import findings

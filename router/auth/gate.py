@@ -17,7 +17,7 @@ from router.auth.model_aliases import with_served_model
 from router.auth.routes import Access, Route, Routes
 from router.auth.tenants import AccessControl, Tenant, without_credentials
 from router.http.headers import Headers
-from router.http.target import TargetError, canonical_path
+from router.http.strict_requests import TargetError, canonical_path
 from router.settings import EngineFields, Settings, WorkerKeys
 
 # In place of a port: the Unix socket over which the processes of one service ask each other.

@@ -19,8 +19,7 @@ from kvevents.curve import load_public_key
 from kvevents.reported import ReportedFields
 from kvevents.sources import MOST_BLOCK_SIZE, ReportedStreams, sglang_sources, vllm_sources
 from router.fleet.worker_keys import WorkerKey
-from router.http.answers import read_answer
-from router.http.connection_problem import connection_problem
+from router.http.client import connection_problem, read_answer
 from router.http.worker_url import host_of
 from router.settings import LONGEST_NAME, FleetSettings, Role, StreamSettings, WorkerSettings
 

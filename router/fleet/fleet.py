@@ -19,9 +19,8 @@ from router.fleet.health import Health
 from router.fleet.stall_detector import StallDetector
 from router.fleet.stream_addresses import allowed_sources
 from router.fleet.worker import Worker, WorkerState, url_of
-from router.http.answers import read_answer
-from router.http.connection_problem import connection_problem
-from router.http.end_tasks import end_tasks
+from router.http.client import connection_problem, read_answer
+from router.http.event_loop import end_tasks
 from router.http.worker_url import host_of, split_user_info
 from router.settings import FleetSettings, Role, WorkerSettings
 

@@ -28,7 +28,7 @@ import structlog
 from kvevents.endpoints import bracketed
 from router.fleet.allowed_networks import is_never_allowed
 from router.fleet.fleet import Fleet
-from router.http.connection_problem import connection_problem
+from router.http.client import connection_problem
 from router.settings import WORKER_NAME, KubernetesSettings, Role, WorkerSettings
 
 log = structlog.get_logger()

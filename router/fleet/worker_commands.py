@@ -9,8 +9,7 @@ import aiohttp
 import msgspec
 
 from router.fleet.worker import Worker
-from router.http.answers import read_answer
-from router.http.connection_problem import connection_problem
+from router.http.client import connection_problem, read_answer
 
 _MOST_BYTES = 64 * 1024
 

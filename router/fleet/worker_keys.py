@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from router.http.api_key import authorization_of, key_in_environment, key_in_file
+from router.http.worker_url import authorization_of, key_in_environment, key_in_file
 from router.settings import FleetSettings, KeySettings, WorkerSettings
 
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ from http_api.errors import RequestError
 from router.forwarding.request_context import CONTEXT, RequestContext
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.taken_request import TakenRequest
-from router.http.response_head import ResponseHead
+from router.http.headers import ResponseHead
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from indexer.questions import Answer
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.taken_request import TakenRequest
-from router.http.response_head import ResponseHead
+from router.http.headers import ResponseHead
 
 log = structlog.get_logger()
 

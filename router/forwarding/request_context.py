@@ -12,8 +12,7 @@ from http_api.errors import RequestError, error_headers
 from router.apis.endpoints import call_error_body
 from router.auth import PROCESS_SOCKET, Admitted, AuthGate, BodyCheck, Tenant
 from router.forwarding.request_head import RequestHead
-from router.http.headers import Headers
-from router.http.request_id import new_id
+from router.http.headers import Headers, new_id
 from router.observability.access_log import AccessLine
 from router.observability.metrics import RequestMetrics
 from router.observability.spans import RequestTrace, Tracing

@@ -6,10 +6,7 @@ from router.admission.ticket import urgent
 from router.apis.response_owners import is_about_stored
 from router.apis.sessions import only_naming
 from router.auth import Admitted
-from router.http.headers import Headers, forwarded_lines
-from router.http.request_id import HEADER as REQUEST_ID
-from router.http.request_id import given_id, with_id
-from router.http.response_head import LENGTH
+from router.http.headers import LENGTH, REQUEST_ID, Headers, forwarded_lines, given_id, with_id
 
 _EXPLAIN = (b"x-kvrouter-explain", b"1")
 

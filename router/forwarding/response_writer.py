@@ -6,7 +6,7 @@ from mypy_extensions import mypyc_attr
 
 from router.forwarding.event_stream import ChunkWriter
 from router.forwarding.routing_headers import RoutingHeaders
-from router.http.response_head import ResponseHead
+from router.http.headers import ResponseHead
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

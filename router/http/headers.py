@@ -1,8 +1,10 @@
-"""Headers as lists of pairs, and as the lines in which they are sent."""
+"""Headers of HTTP messages: as lists of pairs, as lines, and those that the router reads, adds or drops."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
 from collections.abc import Iterable
 from typing import Final, TypeAlias
@@ -56,3 +58,109 @@ def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     if naming:
         dropped |= {part.strip().lower() for part in b",".join(naming).split(b",")}
     return [header for header in headers if header[0] not in dropped]
+
+
+REQUEST_ID = b"x-request-id"
+_USABLE = re.compile(rb"[!-~]{1,128}")  # what may stand in a log line and in a header
+_DIGITS: Final = 32
+_AT_ONCE: Final = 64
+
+
+class _Ids:
+    """Ids that are made beforehand: one question to the system for many."""
+
+    def __init__(self) -> None:
+        self._digits = b""
+        self._place = 0
+
+    def next(self) -> bytes:
+        if self._place >= len(self._digits):
+            self._digits = os.urandom(_DIGITS // 2 * _AT_ONCE).hex().encode()
+            self._place = 0
+        start = self._place
+        self._place = start + _DIGITS
+        return self._digits[start : start + _DIGITS]
+
+
+_ids: Final = _Ids()
+
+
+def given_id(headers: Headers) -> bytes | None:
+    """The id that a client gave its request, if it is usable; names are in lower case."""
+    given = [value for name, value in headers if name == REQUEST_ID]
+    return given[0] if len(given) == 1 and _USABLE.fullmatch(given[0]) else None
+
+
+def new_id() -> bytes:
+    """An id for a request without one."""
+    return _ids.next()
+
+
+def with_id(headers: Headers, request_id: bytes) -> Headers:
+    """The headers, whose names are in lower case, with this id and no other."""
+    kept = [header for header in headers if header[0] != REQUEST_ID]
+    kept.append((REQUEST_ID, request_id))
+    return kept
+
+
+LENGTH = b"content-length"
+WITHOUT_BODY: Final = (204, 304)
+_EVENT_STREAM = b"text/event-stream"
+# Who answers the client says these itself.
+_OUR_OWN = HOP_BY_HOP | {b"date", b"server", REQUEST_ID}
+_WITHOUT_LENGTH = _OUR_OWN | {LENGTH}
+_OUR_PREFIX = b"x-kvrouter-"
+
+
+class ResponseHead:
+    """A head; names are in lower case. `is_stream`: of events. `length`: what it says of the body's, empty if nothing.
+
+    `passed_on`: the headers that are about the message, not about the connection or who answers. A body that does not
+    follow, whatever the worker says, has no length.
+    """
+
+    __slots__ = ("_beginning", "_lines", "_made_with", "headers", "is_stream", "length", "passed_on", "status")
+
+    def __init__(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self.headers = headers
+        self.length = b"" if status in WITHOUT_BODY else self.first(LENGTH)
+        self.is_stream = self.first(b"content-type").startswith(_EVENT_STREAM)
+        dropped = _WITHOUT_LENGTH if status in WITHOUT_BODY else _OUR_OWN
+        self.passed_on = [header for header in end_to_end(headers, dropped) if not _is_ours(header[0])]
+        self._lines: bytes | None = None
+        self._beginning = self._made_with = b""
+
+    def first(self, name: bytes) -> bytes:
+        """The first value of a header; empty when there is none."""
+        for known, value in self.headers:
+            if known == name:
+                return value
+        return b""
+
+    @property
+    def lines(self) -> bytes:
+        """What is passed on, but for the length, as it is sent. The same head may come again and again."""
+        lines = self._lines
+        if lines is None:
+            lines = self._lines = lines_of([header for header in self.passed_on if header[0] != LENGTH])
+        return lines
+
+    def beginning(self, before: bytes) -> bytes:
+        """`lines` after these, which are mostly the same."""
+        if before is not self._made_with:
+            self._made_with = before
+            self._beginning = before + self.lines
+        return self._beginning
+
+    def without_length(self) -> ResponseHead:
+        """The same of any body that came at once."""
+        return ResponseHead(self.status, [header for header in self.headers if header[0] != LENGTH])
+
+
+def _is_ours(name: bytes) -> bool:
+    """Whether it is a name of ours, or would be taken for one: many programs know no `_` from `-`."""
+    if b"_" in name:
+        name = name.replace(b"_", b"-")
+        return name.startswith(_OUR_PREFIX) or name == REQUEST_ID
+    return name.startswith(_OUR_PREFIX)

@@ -1,14 +1,20 @@
-"""The URL of a worker: the one form that all who read it understand alike.
+"""How a worker is addressed: its URL, the origin to connect to, and the API key that it is sent.
 
-Parsers of URLs differ over backslashes, dot segments, encoded letters and numbers as hosts. Whoever checks such a URL
-may see another host than whoever connects to it, so what has more than one meaning is refused.
+Parsers of URLs differ over backslashes, dot segments, encoded letters and numbers as hosts: a check may see another
+host than the connection that follows it. A URL with more than one meaning is refused.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from base64 import b64encode
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 from urllib.parse import unquote
+
+from yarl import URL
 
 from kvevents.endpoints import bracketed, parse_host
 
@@ -68,3 +74,79 @@ def host_of(url: str) -> str:
     if read is None:
         raise ValueError(_EXPECTED)
     return parse_host(read["host"])
+
+
+_METHODS_WITH_BODY: Final = frozenset(("POST", "PUT", "PATCH"))
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A worker's address: what its URL says. `path` stands before every target."""
+
+    tls: bool
+    host: str
+    port: int
+    path: bytes
+    host_header: bytes
+
+    @classmethod
+    def of(cls, url: str) -> Origin:
+        """The origin of a worker's URL."""
+        read = URL(url)
+        host, port = read.host or "", read.port or _PORTS[read.scheme]
+        named = f"[{host}]" if ":" in host else host
+        return cls(
+            read.scheme == "https",
+            host,
+            port,
+            read.raw_path.rstrip("/").encode(),
+            (named if port == _PORTS[read.scheme] else f"{named}:{port}").encode(),
+        )
+
+    def opening(self, method: str, target: bytes, lines: bytes) -> bytes:
+        """What a request's head begins with. `lines`: the headers that are about the message; more may follow."""
+        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (method.encode(), self.path, target, self.host_header, lines)
+
+
+def end_of_head(method: str, body_bytes: int) -> bytes:
+    """What the head of a request ends with, for a body of this size."""
+    if body_bytes or method in _METHODS_WITH_BODY:
+        return b"content-length: %b\r\n\r\n" % str(body_bytes).encode()
+    return b"\r\n"
+
+
+_LONGEST_KEY: Final = 8192
+# What a header can have: the key alone, or a scheme before it.
+_KEY: Final = re.compile(r"(?:[A-Za-z]+ )?[!-~]+")
+
+
+def checked_key(key: str, name: str) -> str:
+    """A key that can be sent. Raises ValueError, which begins with this name."""
+    if len(key) > _LONGEST_KEY or not _KEY.fullmatch(key):
+        raise ValueError(f"{name}: no API key: expected {_LONGEST_KEY} characters at most, visible ones of ASCII")
+    return key
+
+
+def key_in_file(path: Path) -> str:
+    """The key that is all of a file. Raises ValueError, which begins with `api_key_file`."""
+    try:
+        with path.open("rb") as file:
+            key = file.read(_LONGEST_KEY + 2).decode().strip()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"api_key_file: {path} cannot be read: {type(error).__name__}") from error
+    return checked_key(key, f"api_key_file: {path}")
+
+
+def key_in_environment(variable: str) -> str:
+    """The key in an environment variable. Raises ValueError, which begins with `api_key_env`."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"api_key_env: the environment has no {variable}")
+    return checked_key(key, f"api_key_env: {variable}")
+
+
+def authorization_of(key: str) -> bytes | None:
+    """The value of the header `Authorization` for a key; None for an empty one, which is not sent."""
+    if not key:
+        return None
+    return (key if " " in key else f"Bearer {key}").encode()

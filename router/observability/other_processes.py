@@ -13,7 +13,7 @@ import msgspec
 import structlog
 from starlette.requests import Request
 
-from router.http.redirects import refuse_redirects
+from router.http.client import refuse_redirects
 from router.observability.request_recorder import Listener, Recording
 from router.sharing.worker_processes import WorkerProcesses
 

@@ -28,8 +28,7 @@ from router.forwarding.request_context import RequestContext
 from router.forwarding.request_head import RequestHead
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.routing_headers import RoutingHeaders
-from router.http.headers import Headers
-from router.http.request_id import with_id
+from router.http.headers import Headers, with_id
 from router.picker import endpoints, gateway_headers, process_requests, process_responses
 from router.picker import ext_proc_pb2 as pb
 from router.picker.grpc_calls import Call

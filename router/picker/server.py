@@ -10,7 +10,7 @@ import aiohttp
 from fastapi import FastAPI
 
 from router.fleet.kubernetes import ClusterAccess, ResourceWatch
-from router.http.redirects import refuse_redirects
+from router.http.client import refuse_redirects
 from router.picker import objectives
 from router.picker.deadlines import Deadlines
 from router.picker.external_processor import SERVICE, ExternalProcessor

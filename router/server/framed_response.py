@@ -19,8 +19,7 @@ from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.routing_headers import RoutingHeaders
 from router.http.chunks import LAST, body_size
 from router.http.cors import without_cors
-from router.http.headers import Headers, lines_of
-from router.http.response_head import WITHOUT_BODY, ResponseHead
+from router.http.headers import WITHOUT_BODY, Headers, ResponseHead, lines_of
 
 _STATUS_LINES: Final = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
 _OK: Final = 200

@@ -1,16 +1,16 @@
 """Bounds on the heads of a connection's requests: on their size, on how long they take, and on what they ask for.
 
 httptools refuses what could be read in two ways: several lengths, a length beside a transfer coding, bare CR or LF.
-Refused here besides: what `router.http.strict_head` names.
+Refused here besides: what `router.http.strict_requests` names.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from router.http.deadline import Deadline
+from router.http.event_loop import Deadline
 from router.http.headers import Headers
-from router.http.strict_head import head_problem
+from router.http.strict_requests import head_problem
 
 HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0

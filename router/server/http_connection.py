@@ -25,9 +25,8 @@ from router.forwarding.request_context import ServerAddress
 from router.forwarding.request_head import RequestHead
 from router.forwarding.taken_request import TakenRequest
 from router.http.cached_head import RecentHeads
-from router.http.deadline import Deadline
-from router.http.headers import Headers
-from router.http.response_head import ResponseHead
+from router.http.event_loop import Deadline
+from router.http.headers import Headers, ResponseHead
 from router.server.framed_response import FramedResponse, ResponseOwner, bad_request
 from router.server.half_closed import probe
 from router.server.incoming_request import IncomingRequest

@@ -6,8 +6,7 @@ from collections.abc import Set as AbstractSet
 from urllib.parse import unquote
 
 from router.forwarding.request_head import RequestHead
-from router.http.headers import Headers, length_of
-from router.http.response_head import LENGTH
+from router.http.headers import LENGTH, Headers, length_of
 
 
 class IncomingRequest:

@@ -11,8 +11,8 @@ import httptools
 
 from router.forwarding.request_head import RequestHead
 from router.http.cached_head import CachedHead, RecentHeads
-from router.http.deadline import Deadline
-from router.http.target import without_root
+from router.http.event_loop import Deadline
+from router.http.strict_requests import without_root
 from router.server.head_limiter import TOO_LARGE, HeadLimiter, check_head
 from router.server.incoming_request import IncomingRequest
 from router.server.request_parser import RequestParser

@@ -22,7 +22,7 @@ from router.fleet.config_reload import SettingsFile
 from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.dispatcher import Dispatcher
 from router.forwarding.request_context import RequestContexts
-from router.http.end_tasks import end_tasks
+from router.http.event_loop import end_tasks
 from router.server.announcements import announce_models, announce_page, announce_start, say
 from router.server.http_server import HttpServer
 from router.server.memory import collect_rarely, keep_freed_memory

@@ -43,8 +43,14 @@ from pydantic_settings import (
 from kvevents.curve import load_key_pair, load_public_key
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
-from router.http.api_key import checked_key, key_in_environment, key_in_file
-from router.http.worker_url import canonical_url, split_user_info, without_user_info
+from router.http.worker_url import (
+    canonical_url,
+    checked_key,
+    key_in_environment,
+    key_in_file,
+    split_user_info,
+    without_user_info,
+)
 from router.settings.mistakes import mistakes
 
 NonNegative = Annotated[float, Field(ge=0)]

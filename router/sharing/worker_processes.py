@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from indexer.dump import DumpError, SavedTarget, read_dump
 from router.fleet.fleet import Fleet
+from router.http.client import refuse_redirects
 from router.http.headers import Headers
-from router.http.redirects import refuse_redirects
 from router.settings import WorkerSettings
 from router.sharing.datagrams import DatagramChannel
 

@@ -18,7 +18,7 @@ from router.apis.fields import MAX_TOKEN_ID
 from router.apis.media import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet.worker_keys import WorkerKey
-from router.http.connection_problem import connection_problem
+from router.http.client import connection_problem
 from router.tokens.chat_template import template_variables
 from router.tokens.errors import TokenizerUnavailableError
 

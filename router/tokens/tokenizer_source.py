@@ -22,7 +22,7 @@ from router.cache_state.hit_audit import TargetAudit
 from router.fleet.discovery import ServedModel, WorkerDescription
 from router.fleet.fleet import Worker
 from router.fleet.worker_keys import WorkerKey
-from router.http.end_tasks import end_tasks
+from router.http.event_loop import end_tasks
 from router.settings import ModelSettings, TokenizerSettings
 from router.tokens.agreement import Agreement, Trial, Way, merged
 from router.tokens.candidates import Load, candidates

@@ -10,9 +10,8 @@ transport         who takes requests to workers in the router's stead
 
 from __future__ import annotations
 
-from router.http.headers import end_to_end
-from router.http.origin import Origin
-from router.http.response_head import ResponseHead
+from router.http.headers import ResponseHead, end_to_end
+from router.http.worker_url import Origin
 from router.upstream.pool import Upstream, Upstreams
 from router.upstream.request import UpstreamRequest
 from router.upstream.response_handler import (

@@ -14,8 +14,8 @@ from typing import Final
 
 from router.http.cached_head import CachedHead, HeadPrefix, head_size
 from router.http.chunks import END, LAST, body_of, body_size
-from router.http.deadline import Deadline
-from router.http.response_head import WITHOUT_BODY, ResponseHead
+from router.http.event_loop import Deadline
+from router.http.headers import WITHOUT_BODY, ResponseHead
 from router.upstream.request import RequestConnection, UpstreamRequest
 from router.upstream.response_handler import ChunkForwarder, ResponseHandler, UpstreamError, UpstreamTimeoutError
 from router.upstream.response_parser import Framing, ResponseParser, ResponsePhase

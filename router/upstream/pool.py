@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Final
 
-from router.http.connection_problem import connection_problem
-from router.http.deadline import Deadline
-from router.http.origin import Origin, end_of_head
+from router.http.client import connection_problem
+from router.http.event_loop import Deadline
+from router.http.worker_url import Origin, end_of_head
 from router.upstream.connection import ConnectionOwner, ConnectionState, UpstreamConnection
 from router.upstream.request import UpstreamRequest
 from router.upstream.response_handler import ResponseHandler, UnreachableError, UpstreamError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mypy_extensions import mypyc_attr
 
-from router.http.response_head import ResponseHead
+from router.http.headers import ResponseHead
 
 
 class UpstreamError(Exception):

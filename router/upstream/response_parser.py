@@ -13,8 +13,7 @@ from typing import Final
 
 import httptools
 
-from router.http.headers import Headers
-from router.http.response_head import WITHOUT_BODY, ResponseHead
+from router.http.headers import WITHOUT_BODY, Headers, ResponseHead
 
 # Of an answer: of its head, those of 1xx before it, and its trailers.
 MAX_HEAD_BYTES: Final = 64 * 1024

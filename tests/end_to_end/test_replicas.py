@@ -19,7 +19,7 @@ import yaml
 from benchmarks.ports import free_port
 from benchmarks.replicas.redis_server import RedisServer, has_tls
 from kvrouter.processes import KvrouterProcess
-from router.http.end_tasks import end_tasks
+from router.http.event_loop import end_tasks
 from router.load.target_load import LoadTable, Reservation
 from router.sharing import LoadSharing, PeerLoad
 from router.sharing.redis import RedisChannel

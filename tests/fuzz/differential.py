@@ -29,7 +29,7 @@ from ways import InProcess, Manner, OverSockets
 
 from router.auth.engine_fields import FIELDS, HEADERS, steering_fields
 from router.auth.routes import Access, Routes
-from router.http.target import canonical_path
+from router.http.strict_requests import canonical_path
 
 _ROUTES = Routes()
 # How large a share of connections has requests with known heads.

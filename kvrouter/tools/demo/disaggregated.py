@@ -20,8 +20,7 @@ from kvrouter.processes import KvrouterProcess, ProcessError
 from kvrouter.tools.demo.disaggregated_play import Request, play
 from kvrouter.tools.demo.run import MODEL, TURNS, DemoError
 from kvrouter.tools.demo.workload import make_conversations
-from router.http.connection_problem import connection_problem
-from router.http.redirects import refuse_redirects
+from router.http.client import connection_problem, refuse_redirects
 
 AT_ONCE = 8
 _STYLES = {"sglang": "SGLang", "nixl": "vLLM NIXL"}

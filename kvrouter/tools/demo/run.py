@@ -17,7 +17,7 @@ from kvrouter.processes import KvrouterProcess, ProcessError
 from kvrouter.tools.demo.play import play
 from kvrouter.tools.demo.report import Summary, comparison, summarise
 from kvrouter.tools.demo.workload import Conversation, make_conversations
-from router.http.redirects import refuse_redirects
+from router.http.client import refuse_redirects
 
 MODEL = "simulated"
 TURNS = 3

@@ -22,7 +22,7 @@ from kvrouter.tools.doctor.tokens import NewPrompt, difference, new_prompt, stor
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet import worker as fleet
 from router.fleet.discovery import DiscoveryError, Engine, RefusedKeyError, WorkerDescription, describe_worker
-from router.http.connection_problem import connection_problem
+from router.http.client import connection_problem
 from router.settings import FleetSettings, WorkerSettings
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers

@@ -16,7 +16,7 @@ from kvrouter.tools.doctor.examination import Examination
 from kvrouter.tools.doctor.running_fleet import examine_running
 from router.app.embedded_index import running_indexer
 from router.fleet.kubernetes import ClusterAccess, workers_of_cluster
-from router.http.redirects import refuse_redirects
+from router.http.client import refuse_redirects
 from router.settings import Settings, WorkerSettings
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers

@@ -8,8 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from router.http.connection_problem import connection_problem
-from router.http.redirects import refuse_redirects
+from router.http.client import connection_problem, refuse_redirects
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
 

@@ -20,7 +20,7 @@ from kvrouter.tools.replay.recorded import Recording, load_recording
 from kvrouter.tools.replay.registration import registered
 from kvrouter.tools.replay.report import endpoints_table, mismatch_lines, score_table
 from kvrouter.tools.replay.truth import UnusableRequestsError, base_model, load_requests, requests_beside
-from router.http.redirects import refuse_redirects
+from router.http.client import refuse_redirects
 
 
 @dataclass(frozen=True, slots=True)

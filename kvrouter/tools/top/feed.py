@@ -9,8 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from router.http.connection_problem import connection_problem
-from router.http.redirects import refuse_redirects
+from router.http.client import connection_problem, refuse_redirects
 
 SILENCE = 10.0  # seconds without an update, which otherwise comes every second
 _MAX_LINE = 64 * 2**20  # the first update has all ranks

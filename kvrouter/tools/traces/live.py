@@ -16,8 +16,7 @@ import msgspec
 
 from kvrouter.tools.traces.prompts import Prompts
 from kvrouter.tools.traces.results import Answer, Run
-from router.http.connection_problem import connection_problem
-from router.http.redirects import refuse_redirects
+from router.http.client import connection_problem, refuse_redirects
 from simulator.fleet.measures import percentile
 from simulator.fleet.trace import Trace, TraceLine
 

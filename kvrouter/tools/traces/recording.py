@@ -16,8 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from router.http.connection_problem import connection_problem
-from router.http.redirects import refuse_redirects
+from router.http.client import connection_problem, refuse_redirects
 from simulator.fleet.trace import BLOCK_TOKENS, TraceHead, TraceLine
 
 SILENCE = 15.0  # seconds after which the router is taken to be gone; it says something every second

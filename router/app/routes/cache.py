@@ -12,7 +12,7 @@ from http_api.openapi import errors
 from indexer.api import token_check
 from router.app.services import Services
 from router.fleet.worker import Worker
-from router.http.connection_problem import connection_problem
+from router.http.client import connection_problem
 
 _PATH = "/reset_prefix_cache"
 _TIMEOUT = aiohttp.ClientTimeout(total=10)

@@ -14,7 +14,7 @@ from indexer import Indexer, Registration, Target
 from kvevents import EventSource
 from router.fleet.allowed_networks import Address, AllowedNetworks
 from router.fleet.stream_addresses import RegisteredStreams, allowed_sources
-from router.http.end_tasks import end_tasks
+from router.http.event_loop import end_tasks
 
 pytestmark = pytest.mark.anyio
 

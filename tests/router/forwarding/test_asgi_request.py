@@ -14,7 +14,7 @@ from router.forwarding.request_context import RequestContexts
 from router.forwarding.request_head import RequestHead
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.routing_headers import RoutingHeaders
-from router.http.response_head import ResponseHead
+from router.http.headers import ResponseHead
 from router.settings import Settings
 
 pytestmark = pytest.mark.anyio

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.http.deadline import Deadline
+from router.http.event_loop import Deadline
 from router.server import head_limiter
 from router.server.head_limiter import HEAD_BYTES, HeadLimiter, RefusedRequestError, check_head
 

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from router.http.headers import forwarded_lines
-from router.http.origin import end_of_head
+from router.http.worker_url import end_of_head
 from router.upstream import (
     ChunkForwarder,
     Origin,

@@ -1,4 +1,4 @@
-"""Why a server could not be asked, in the words of the one who asked."""
+"""What requests with aiohttp share: redirects are refused, bodies are bounded, and errors are put in words."""
 
 from __future__ import annotations
 
@@ -8,6 +8,40 @@ from errno import ECONNREFUSED, ECONNRESET, EHOSTUNREACH, ENETUNREACH, EPIPE, ET
 from socket import gaierror
 
 import aiohttp
+
+_REDIRECTS = range(300, 400)
+
+
+async def refuse_redirects(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """Send a request as aiohttp's middlewares do. Raises ClientResponseError for an answer that leads elsewhere."""
+    response = await handler(request)
+    if response.status in _REDIRECTS:
+        response.close()
+        raise aiohttp.ClientResponseError(
+            response.request_info,
+            (),
+            status=response.status,
+            message="it leads elsewhere, and redirects are not followed",
+            headers=response.headers,
+        )
+    return response
+
+
+_AT_A_TIME = 64 * 1024
+
+
+async def read_answer(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """The body of an answer. Raises ValueError when it is longer than `most_bytes`; the connection is then closed."""
+    body = bytearray()
+    async for part in response.content.iter_chunked(_AT_A_TIME):
+        body += part
+        if len(body) > most_bytes:
+            response.close()
+            raise ValueError(f"{response.url.path} answers with more than {most_bytes} bytes (fleet.max_answer_bytes)")
+    return bytes(body)
+
 
 _SAID = {
     ECONNREFUSED: "refused the connection",

@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from benchmarks.ports import free_port
-from router.http.connection_problem import connection_problem
+from router.http.client import connection_problem
 
 pytestmark = pytest.mark.anyio
 

@@ -1,10 +1,10 @@
-"""A deadline that is moved with every sign of life, without a timer made for each, and without asking for the time."""
+"""What waits on the event loop: deadlines of connections, and background tasks that are to end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 # Seconds after which a deadline that was moved is looked at. Shorter ones are exact, longer ones late by up to that.
 TICK = 5.0
@@ -87,3 +87,11 @@ class Deadline:
         else:
             self._waits = False
             self._late()
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their end."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

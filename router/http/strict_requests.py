@@ -1,7 +1,8 @@
-"""The one form in which a request's target is accepted, so that all who read it read the same path.
+"""The one form in which a request's head is accepted, so that every reader of it reads the same request.
 
-What means the same in another form is refused: dot segments, doubled slashes, backslashes, and what is encoded without
-need. So a path may be compared as text, and its bytes sent on as they came.
+Refused are dot segments, doubled slashes, backslashes and needless encoding in a path, and what RFC 9112, 2.3 (the
+version), 3.2 (the target, Host) and 6.1 (Transfer-Encoding) forbid or leave open. Thus a path may be compared as text,
+and its bytes sent on as they were received.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import Final
 from urllib.parse import unquote_to_bytes
+
+from router.http.headers import Headers
 
 # RFC 3986, 3.3: what may stand in a path as it is, and any byte as %XX with capital digits.
 _PATH: Final = re.compile(rb"/(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-F]{2})*")
@@ -65,3 +68,31 @@ def _decoded(raw: bytes, encoded_slashes: bool) -> bytes:
         if byte in _UNRESERVED:
             raise TargetError(f"its path has %{part[:2].decode()}, which needs no encoding")
     return unquote_to_bytes(raw)
+
+
+_VERSIONS: Final = ("1.1", "1.0")
+# A path with its query. A fragment is no part of a request's target, and would be lost on the way.
+_TARGET: Final = re.compile(rb"/[!-\"$-~]*")
+
+
+def head_problem(target: bytes, version: str, headers: Headers) -> str | None:
+    """Why a head is refused; None for one that is not. Names of headers are in lower case."""
+    if _TARGET.fullmatch(target) is None:
+        return "the target is no path"
+    if version not in _VERSIONS:
+        return "the version is another than HTTP/1.0 and 1.1"
+    hosts = codings = lengths = 0
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding":
+            codings += 1
+            if value.strip().lower() != b"chunked":
+                return "the transfer coding is another than chunked"
+        elif name == b"content-length":
+            lengths += 1
+    if hosts > 1 or (not hosts and version == "1.1"):
+        return "there is not one Host"
+    if codings > 1 or (codings and (lengths or version != "1.1")) or lengths > 1:
+        return "the body's length can be read in two ways"
+    return None

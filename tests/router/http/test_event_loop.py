@@ -8,7 +8,7 @@ import time
 import pytest
 
 from router.http import deadline
-from router.http.deadline import Deadline
+from router.http.event_loop import Deadline
 
 
 @pytest.fixture(autouse=True)
