@@ -57,6 +57,14 @@ def inline_code() -> Iterator[str]:
             yield from (child.content for child in token.children or [] if child.type == "code_inline")
 
 
+def table_cells(page: Path) -> Iterator[str]:
+    """The text of each table cell, in which a code span counts as one word."""
+    for opening, inline in pairwise(_tokens(page)):
+        if opening.type in ("th_open", "td_open"):
+            children = inline.children or []
+            yield "".join("code" if child.type == "code_inline" else child.content for child in children)
+
+
 def links(page: Path) -> Iterator[str]:
     """The targets of links and images."""
     for token in _tokens(page):
