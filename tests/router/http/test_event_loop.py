@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from router.http import deadline
+from router.http import event_loop
 from router.http.event_loop import Deadline
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "TICK", 0.02)
+    monkeypatch.setattr(event_loop, "TICK", 0.02)
 
 
 def run(*steps: float | str) -> int:
@@ -92,7 +92,7 @@ def test_a_sign_of_life_moves_it() -> None:
         watched.set(0.05)
         async with asyncio.timeout(60):
             await late.wait()
-        assert time.monotonic() - began >= deadline.TICK + 0.05
+        assert time.monotonic() - began >= event_loop.TICK + 0.05
 
     asyncio.run(main())
 
