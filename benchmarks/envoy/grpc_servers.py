@@ -15,9 +15,8 @@ import uvloop
 
 from router.picker import process_responses
 from router.picker.external_processor import SERVICE
-from router.picker.grpc_calls import Call
-from router.picker.grpc_server import GrpcServer
-from router.picker.protobuf_wire import field
+from router.picker.grpc_server import Call, GrpcServer
+from router.picker.process_responses import field
 
 _HOST: Final = "127.0.0.1"
 _LARGEST: Final = 2**22

@@ -8,27 +8,20 @@ It speaks `envoy.service.ext_proc.v3.ExternalProcessor` as the Gateway API Infer
     the stream's end              the answer's end
 
 server              the port, and what is served there
-external_processor  the method that Envoy calls
+external_processor  the method that Envoy calls, and responses that Envoy only shows
 request             one request: the client and the transport of its exchange is Envoy
 request_body        its body
-response            its answer, as far as Envoy tells of it
-observer            answers' bytes, where Envoy shows them beside
-endpoints           which workers it may go to, and which come after the first
-gateway_headers     what gateways ask for in headers
-objectives          priorities by name
-own_answers         what no single worker could answer
-addresses           workers as ip:port
-deadlines           one timer for many
-state               what requests share
+response            its response, as far as Envoy shows it
+endpoints           which workers a request may go to, and which come after the first
+gateway_headers     headers by which gateways ask for something
+state               what requests share: addresses, deadlines, objectives, own answers
 
 ext_proc.proto      the messages of the protocol, as far as they are used
-process_requests    reading Envoy's
-process_responses   writing ours
-protobuf_wire       protobuf as bytes
+process_requests    reading Envoy's messages
+process_responses   writing messages to Envoy
 
-grpc_calls          a gRPC call, as methods see it
-grpc_server         served on HTTP/2 connections of our own
-http2               those
+grpc_server         gRPC calls on HTTP/2 connections of our own
+http2               those connections
 health              gRPC's health service
 tls                 a certificate that follows its files
 """

@@ -1,4 +1,7 @@
-"""The method that Envoy calls: `envoy.service.ext_proc.v3.ExternalProcessor/Process`, once a request and filter."""
+"""The gRPC method that Envoy calls: `envoy.service.ext_proc.v3.ExternalProcessor/Process`, once per request and filter.
+
+Envoy asks with it where a request goes, or shows the bytes of a response (observability mode).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,35 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from router.picker import ext_proc_pb2 as pb
-from router.picker.grpc_calls import INTERNAL, Call, CallHandler, Methods
-from router.picker.observer import observe
+from router.picker.grpc_server import INTERNAL, Call, CallHandler, Methods
+from router.picker.process_requests import read_observed, read_problem, read_worker
 from router.picker.request import PickedRequest
 from router.picker.state import PickerState
+
+
+def observe(message: pb.ProcessingRequest, state: PickerState) -> bool:
+    """See what is shown. Whether more is wanted."""
+    kind = message.WhichOneof("request")
+    if kind == "response_headers":
+        _look_for_failure(message, state)
+    if kind != "response_body":
+        return True
+    number = read_observed(message)
+    if number is None:
+        return False  # the picker answered it itself
+    state.observed = True
+    request = state.requests.get(number)
+    part = message.response_body
+    return request is not None and request.observed(part.body, part.end_of_stream)
+
+
+def _look_for_failure(message: pb.ProcessingRequest, state: PickerState) -> None:
+    """A worker that Envoy did not reach gets no requests until it answers again."""
+    name, problem = read_worker(message), read_problem(message)
+    worker = state.fleet.find(name) if name is not None and problem is not None else None
+    if worker is not None and problem is not None:
+        state.fleet.report_failure(worker, problem)
+
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 

@@ -22,7 +22,7 @@ from http_api.errors import RequestError
 from router.admission.ticket import PRIORITY_HEADER
 from router.apis.json_edit import SpliceError, with_field
 from router.http.headers import Headers
-from router.picker.objectives import Objectives
+from router.picker.state import Objectives
 
 _OBJECTIVE: Final = b"x-gateway-inference-objective"
 _REWRITE: Final = b"x-gateway-model-name-rewrite"

@@ -1,23 +1,59 @@
-"""gRPC on HTTP/2 connections of our own: a call is a stream, a message is five bytes and itself.
+"""gRPC over HTTP/2 connections of our own: a call is a stream, a message is five bytes and its content.
 
-After gRPC's PROTOCOL-HTTP2.md. No compression: none is offered.
+After gRPC's PROTOCOL-HTTP2.md. Messages are not compressed: no compression is offered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable, Mapping
 from functools import partial
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeAlias
 from urllib.parse import quote
 
 import structlog
 
-from router.picker.grpc_calls import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED, CallHandler, Method, Methods
 from router.picker.http2.connection import Http2Connection, PeerAllowances
 from router.picker.http2.headers import RequestHeaders, literal
 from router.picker.http2.stream import Stream, StreamHandler
+
+# Status codes of gRPC.
+OK: Final = 0
+NOT_FOUND: Final = 5
+RESOURCE_EXHAUSTED: Final = 8
+UNIMPLEMENTED: Final = 12
+INTERNAL: Final = 13
+
+
+class Call(Protocol):
+    """The peer's end of a call."""
+
+    def send(self, *messages: bytes) -> None:
+        """Send messages."""
+
+    def end(self, status: int = OK, reason: str = "") -> None:
+        """End the call, once all messages are sent. Then nothing is received any more, and it is closed."""
+
+
+class CallHandler(Protocol):
+    """Handles one call."""
+
+    def received(self, message: bytes) -> None:
+        """A message of the peer."""
+
+    def peer_ended(self) -> None:
+        """The peer sends no more."""
+
+    def closed(self) -> None:
+        """The call is over, however it ended. Called once, and nothing after it."""
+
+
+# Begins a call; and the methods of a server, by their paths: /package.Service/Method.
+Method: TypeAlias = Callable[[Call], CallHandler]
+Methods: TypeAlias = Mapping[str, Method]
+
 
 log = structlog.get_logger()
 

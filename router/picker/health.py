@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from router.app.readiness import Readiness
-from router.picker.grpc_calls import INTERNAL, NOT_FOUND, Call, CallHandler, Methods
+from router.picker.grpc_server import INTERNAL, NOT_FOUND, Call, CallHandler, Methods
 
 _PATH: Final = "/grpc.health.v1.Health/"
 _LOOK_SECONDS: Final = 0.5

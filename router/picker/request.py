@@ -31,7 +31,7 @@ from router.forwarding.routing_headers import RoutingHeaders
 from router.http.headers import Headers, with_id
 from router.picker import endpoints, gateway_headers, process_requests, process_responses
 from router.picker import ext_proc_pb2 as pb
-from router.picker.grpc_calls import Call
+from router.picker.grpc_server import Call
 from router.picker.request_body import RequestBody, check_expected
 from router.picker.response import Observation, PickedResponse
 from router.picker.state import PickerState

@@ -11,15 +11,10 @@ from fastapi import FastAPI
 
 from router.fleet.kubernetes import ClusterAccess, ResourceWatch
 from router.http.client import refuse_redirects
-from router.picker import objectives
-from router.picker.deadlines import Deadlines
 from router.picker.external_processor import SERVICE, ExternalProcessor
-from router.picker.grpc_calls import Methods
-from router.picker.grpc_server import GrpcServer
+from router.picker.grpc_server import GrpcServer, Methods
 from router.picker.health import Health
-from router.picker.objectives import Objectives
-from router.picker.own_answers import OwnAnswers
-from router.picker.state import PickerState
+from router.picker.state import OBJECTIVES_PATH, Deadlines, Objectives, OwnAnswers, PickerState
 from router.picker.tls import rotating
 from router.settings import Settings
 
@@ -70,7 +65,7 @@ async def _followed_objectives(settings: Settings) -> AsyncIterator[Objectives]:
         yield found
         return
     access = ClusterAccess.in_cluster(settings.kubernetes.namespace)
-    path = objectives.PATH.format(group=group, namespace=access.namespace)
+    path = OBJECTIVES_PATH.format(group=group, namespace=access.namespace)
     async with aiohttp.ClientSession(middlewares=(refuse_redirects,)) as session:
         watch = ResourceWatch(session, access, path, "", settings.kubernetes.resync, found.follow)
         task = asyncio.create_task(watch.run())

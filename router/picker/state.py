@@ -1,19 +1,190 @@
-"""What the requests of a picker share."""
+"""What the requests of a picker share: workers' addresses, deadlines, objectives, its own answers."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from ipaddress import ip_address
 from itertools import count
 from random import Random
-from typing import Protocol
+from typing import Any, Final, Protocol
 
+import msgspec
+
+from router.app.routes.model_cards import model_card, model_cards
 from router.fleet.fleet import Fleet, Worker
 from router.forwarding.proxy_services import ProxyContext
-from router.picker.addresses import Addresses
-from router.picker.deadlines import Deadlines
-from router.picker.objectives import Objectives
-from router.picker.own_answers import OwnAnswers
+from router.forwarding.request_context import RequestContext
 from router.settings import PickerSettings
+from router.upstream import Origin
+
+# How long an answer of the resolver is used.
+_FRESH_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class _Known:
+    address: str
+    until: float
+
+
+class Addresses:
+    """Where workers are, by their URLs."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._asking: dict[str, asyncio.Task[str]] = {}
+
+    def of(self, url: str) -> str | None:
+        """A worker's address; None when it is to be `found` first. An old one is used while it is asked for anew."""
+        if numeric := _numeric(url):
+            return numeric
+        known = self._known.get(url)
+        if known is None:
+            return None
+        if known.until < time.monotonic():
+            self._ask(url)
+        return known.address
+
+    async def found(self, url: str) -> str:
+        """A worker's address. Raises OSError when its name is not known."""
+        return self.of(url) or str(await asyncio.shield(self._ask(url)))
+
+    def forget(self, url: str) -> None:
+        """A worker is gone."""
+        self._known.pop(url, None)
+
+    async def close(self) -> None:
+        """Ask no more."""
+        asking = list(self._asking.values())
+        for each in asking:
+            each.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    def _ask(self, url: str) -> asyncio.Task[str]:
+        task = self._asking.get(url)
+        if task is None:
+            task = self._asking[url] = asyncio.create_task(self._resolve(url))
+            task.add_done_callback(lambda done: (self._asking.pop(url, None), done.cancelled() or done.exception()))
+        return task
+
+    async def _resolve(self, url: str) -> str:
+        origin = Origin.of(url)
+        found = await asyncio.get_running_loop().getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+        found.sort(key=lambda each: each[0] != socket.AF_INET)  # engines listen there, if at only one of both
+        address = _joined(str(found[0][4][0]), origin.port)
+        self._known[url] = _Known(address, time.monotonic() + _FRESH_SECONDS)
+        return address
+
+
+@lru_cache(maxsize=4096)
+def _numeric(url: str) -> str | None:
+    """The address of a URL that names one."""
+    origin = Origin.of(url)
+    try:
+        ip_address(origin.host)
+    except ValueError:
+        return None
+    return _joined(origin.host, origin.port)
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Deadlines:
+    """Calls what a key was set with when it was not dropped within `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._due: dict[Hashable, tuple[float, Callable[[], None]]] = {}  # the first is the next
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, key: Hashable, late: Callable[[], None]) -> None:
+        """From now on."""
+        loop = asyncio.get_running_loop()
+        self._due[key] = (loop.time() + self._seconds, late)
+        if self._timer is None:
+            self._timer = loop.call_later(self._seconds, self._ring)
+
+    def drop(self, key: Hashable) -> None:
+        """It is met, or not waited for any more."""
+        self._due.pop(key, None)
+
+    def close(self) -> None:
+        """Nothing is waited for any more."""
+        self._due.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for key, (at, late) in list(self._due.items()):
+            if at > now:
+                self._timer = loop.call_later(at - now, self._ring)
+                return
+            del self._due[key]
+            late()
+
+
+# Where InferenceObjectives are in Kubernetes' API. Their group has another name at llm-d, which took them over.
+OBJECTIVES_PATH: Final = "/apis/{group}/v1alpha2/namespaces/{namespace}/inferenceobjectives"
+_HIGHEST: Final = 2**31 - 1
+
+
+class Objectives:
+    """Priorities of objectives: higher is sooner, 0 is usual, below 0 is the first to be refused.
+
+    `settings`: those that are configured; what the cluster says goes before.
+    """
+
+    def __init__(self, settings: Mapping[str, int]) -> None:
+        self._settings = dict(settings)
+        self._cluster: dict[str, int] = {}
+
+    def priority(self, name: str) -> int | None:
+        """The priority of an objective; None where it is not known."""
+        found = self._cluster.get(name)
+        return self._settings.get(name) if found is None else found
+
+    async def follow(self, objects: Iterable[dict[str, Any]]) -> None:
+        """These are the cluster's InferenceObjectives now. One without a priority has 0."""
+        found: dict[str, int] = {}
+        for each in objects:
+            name = (each.get("metadata") or {}).get("name")
+            priority = (each.get("spec") or {}).get("priority") or 0
+            if name and isinstance(priority, int) and abs(priority) <= _HIGHEST:
+                found[str(name)] = priority
+        self._cluster = found
+
+
+_MODELS = "/v1/models"
+
+
+class OwnAnswers:
+    """What all workers together serve."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._started = int(time.time())
+
+    def to(self, context: RequestContext) -> bytes | None:
+        """The answer's body; None when the request is for a worker. Raises RequestError (404)."""
+        if context.head.method != "GET" or not context.head.path.startswith(_MODELS):
+            return None
+        if context.head.path == _MODELS:
+            cards = model_cards(self._fleet, self._started, context.tenant)
+            return msgspec.json.encode({"object": "list", "data": list(cards.values())})
+        if context.head.path.startswith(_MODELS + "/"):
+            name = context.head.path.removeprefix(_MODELS + "/")
+            return msgspec.json.encode(model_card(self._fleet, self._started, name, context.tenant))
+        return None
 
 
 class ObservedRequest(Protocol):

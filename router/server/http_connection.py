@@ -28,9 +28,8 @@ from router.http.cached_head import RecentHeads
 from router.http.event_loop import Deadline
 from router.http.headers import Headers, ResponseHead
 from router.server.framed_response import FramedResponse, ResponseOwner, bad_request
-from router.server.half_closed import probe
-from router.server.incoming_request import IncomingRequest
-from router.server.request_reader import RequestReader, RequestReceiver
+from router.server.request_reader import IncomingRequest, RequestReader, RequestReceiver
+from router.server.sockets import probe
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 # How long the rest of a body that was refused is read, so that its client gets to read the response. Nothing follows

@@ -1,4 +1,4 @@
-"""Logs to standard error: lines for people on a terminal, JSON for everything else."""
+"""What a service writes to standard error: its log, and what it announces when it starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 import structlog
 
+from indexer.build_info import build_info
 from router.http.worker_url import without_user_info
+from router.observability.about import About
+from router.settings import Settings
 
 
 def log_to_stderr(level: str = "info") -> None:
@@ -42,3 +45,40 @@ def _hidden(value: Any) -> Any:
     if isinstance(value, dict):
         return {_hidden(name): _hidden(each) for name, each in value.items()}
     return value
+
+
+def announce_start(settings: Settings, name: str) -> None:
+    """Say that it starts, and what it waits for first."""
+    built = build_info()
+    say(f"{name} {built['version']} starts, with the {built['core']} index; it {_waits_for(settings)}")
+
+
+def announce_models(about: About) -> None:
+    """Say what is served, and how its prompts become tokens."""
+    for model, served in about.models().items():
+        count = served["workers"]
+        say(f"  model   {model} on {count} worker{'s' * (count != 1)}; tokens: {served['tokens']}")
+    if not about.models():
+        say("  model   none yet: no worker answers. /health says why")
+
+
+def announce_page(policy: str, url: str) -> None:
+    """Say how workers are chosen, and where to look on."""
+    say(f"  policy  {policy}")
+    say(f"  page    {url}/ui")
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _waits_for(settings: Settings) -> str:
+    asked = []
+    if count := len(settings.workers):
+        asked.append(f"asks {count} worker{'s' * (count != 1)} for models, files and event streams")
+    if settings.kubernetes.used:
+        asked.append("asks the cluster for workers")
+    if not asked:
+        return "has no workers yet: add them with POST /workers, or in the settings file"
+    return f"{' and '.join(asked)}, and waits up to {settings.events.catch_up_timeout:g} s for what they cache"

@@ -23,8 +23,8 @@ from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.dispatcher import Dispatcher
 from router.forwarding.request_context import RequestContexts
 from router.http.event_loop import end_tasks
-from router.server.announcements import announce_models, announce_page, announce_start, say
 from router.server.http_server import HttpServer
+from router.server.logs import announce_models, announce_page, announce_start, say
 from router.server.memory import collect_rarely, keep_freed_memory
 from router.server.signals import stopped_by_signals
 from router.server.sockets import listen_at, listen_at_path, url_of

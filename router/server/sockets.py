@@ -1,10 +1,12 @@
-"""The sockets that the services listen on."""
+"""The sockets that the services listen on, and those of clients that have closed their side."""
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 from pathlib import Path
+from typing import Final
 
 from router.settings import ServerSettings
 
@@ -68,3 +70,36 @@ def raise_file_limit() -> None:
     """Have as many open files as may be: each event stream takes several, and each connection one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_TCP_INFO: Final[int] = getattr(socket, "TCP_INFO", -1)  # Linux alone has it
+_TCP_CLOSE: Final = 7  # a reset came
+# When to look, in seconds after the last look.
+_LOOKS: Final[tuple[float, ...]] = (0.01, 0.05, 0.2, 1.0, 5.0)
+
+
+def probe(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, answering: bool) -> bool:
+    """Find out whether a client that sends nothing more is gone: then its connection is aborted.
+
+    `answering`: its answer has begun; who leaves then is taken to be gone. Whether the connection is to be kept.
+    """
+    connected = transport.get_extra_info("socket")
+    if answering or _TCP_INFO < 0 or transport.get_extra_info("ssl_object") is not None:
+        return False
+    transport.write(_CONTINUE)
+    _look(loop, transport, connected, 0)
+    return True
+
+
+def _look(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, connected: socket.socket, number: int) -> None:
+    if transport.is_closing():
+        return
+    try:
+        gone = connected.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)[0] == _TCP_CLOSE
+    except OSError:
+        gone = True
+    if gone:
+        transport.abort()
+    elif number < len(_LOOKS):
+        loop.call_later(_LOOKS[number], _look, loop, transport, connected, number + 1)

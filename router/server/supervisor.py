@@ -23,8 +23,7 @@ import uvloop
 
 from router.fleet.config_reload import SettingsFile
 from router.fleet.kubernetes import KubernetesError
-from router.server.announcements import announce_page, announce_start, say
-from router.server.logs import log_to_stderr
+from router.server.logs import announce_page, announce_start, log_to_stderr, say
 from router.server.serving import serve_worker_process
 from router.server.signals import SignalWaiter
 from router.server.sockets import bind, url_of

@@ -24,7 +24,7 @@ from router.fleet.kubernetes import ClusterAccess
 from router.picker import ext_proc_pb2 as pb
 from router.picker import tls
 from router.picker.http2 import frames
-from router.picker.objectives import Objectives
+from router.picker.state import Objectives
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,7 @@ import h2.config
 import h2.connection
 import h2.events
 
-from router.picker.grpc_calls import Call, CallHandler
-from router.picker.grpc_server import GrpcServer
+from router.picker.grpc_server import Call, CallHandler, GrpcServer
 from router.picker.http2 import frames
 
 ECHO, SILENT, MANY, CRASH = "/t.T/Echo", "/t.T/Silent", "/t.T/Many", "/t.T/Crash"

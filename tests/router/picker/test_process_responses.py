@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from router.picker import ext_proc_pb2 as pb
 from router.picker import process_responses as ours
-from router.picker.protobuf_wire import field, number_field, varint
+from router.picker.process_responses import field, number_field, varint
 
 _NAMES = st.sampled_from([b"a", b"content-length", b"x-request-id", b"x-gateway-destination-endpoint"])
 _HEADERS = st.lists(st.tuples(_NAMES, st.binary(max_size=300)), max_size=6)

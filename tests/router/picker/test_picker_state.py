@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.picker.deadlines import Deadlines
+from router.picker.state import Deadlines
 
 pytestmark = pytest.mark.anyio
 
