@@ -38,13 +38,13 @@ Schema = dict[str, Any]
 
 
 def config_page() -> str:
-    """The settings: types and defaults as router/settings/schema.py has them, told in the words of config.yaml."""
+    """The settings: types and defaults from router/settings/, descriptions from config.yaml."""
     schema = Settings.model_json_schema()
     definitions = schema["$defs"]
     told = _comments((ROOT / "config.yaml").read_text())
     lines = _head(
         "Settings",
-        "Every setting of `kvrouter serve --config config.yaml`, made from router/settings/schema.py and "
+        "Every setting of `kvrouter serve --config config.yaml`, made from router/settings/ and "
         "[config.yaml](../../config.yaml). Times are in seconds, sizes in tokens unless the name says otherwise. The "
         "environment wins over the file: `KVROUTER_SERVER__PORT=9000` is `server.port`. An unknown name is an error.",
     )

@@ -48,9 +48,9 @@ def serve(
     log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the router, with the index inside."""
-    from router.fleet.config_reload import SettingsFile
     from router.server.serving import serve_router
     from router.server.supervisor import ProcessFailedError, Supervisor
+    from router.settings import SettingsFile
 
     overrides = of_workers(worker) | given(
         server=given(host=host, port=port, processes=processes, root_path=root_path),
@@ -84,8 +84,8 @@ def picker(
     """Run the router as an endpoint picker: Envoy asks it where to send requests, and carries them itself."""
     from importlib.util import find_spec
 
-    from router.fleet.config_reload import SettingsFile
     from router.server.serving import serve_picker
+    from router.settings import SettingsFile
 
     if not all(find_spec(name) for name in ("grpc", "grpc_health", "hpack")):
         fail("the picker wants more packages: pip install 'kvrouter[envoy]'")

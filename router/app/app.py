@@ -20,9 +20,8 @@ from router.app.routes.sleep import sleep_routes
 from router.app.routes.status import status_routes
 from router.app.routes.workers import worker_routes
 from router.app.services import Services, running_services
-from router.fleet.config_reload import SettingsFile
 from router.forwarding.dispatcher import Dispatcher
-from router.settings import Settings
+from router.settings import Settings, SettingsFile
 from router.sharing.all_processes import AllProcesses
 from router.sharing.worker_processes import WorkerProcesses
 

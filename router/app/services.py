@@ -36,7 +36,7 @@ from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
-from router.fleet.config_reload import SettingsFile, follow_workers
+from router.fleet.config_reload import follow_workers
 from router.fleet.discovery import ServedModel
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
@@ -62,7 +62,7 @@ from router.policies.registry import NamedPolicy
 from router.prediction.learned import Learned
 from router.prediction.service_levels import ServiceLevels
 from router.routing.router import Router
-from router.settings import Settings, UpstreamSettings
+from router.settings import Settings, SettingsFile, UpstreamSettings
 from router.sharing import LoadSharing, PeerLoad, SharingCollector, replica_channels
 from router.sharing.worker_processes import WorkerProcesses
 from router.tokens.tokenizer_metrics import TokenizerCollector

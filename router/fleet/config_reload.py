@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import structlog
 
 from router.fleet.fleet import Fleet
-from router.settings import ConfigError, Settings, load_settings
+from router.settings import ConfigError, Settings, SettingsFile
 
 log = structlog.get_logger()
 
 _LOOK_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class SettingsFile:
-    """Where the settings came from, so that they can be read again."""
-
-    path: Path
-    overrides: dict[str, Any] = field(default_factory=dict)
-
-    def load(self) -> Settings:
-        """Read it. Raises ConfigError."""
-        return load_settings(self.path, self.overrides)
-
-    def stamp(self) -> tuple[int, int, int] | None:
-        """What changes when the file does; None when it is not there. A link to another file is another file."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 async def follow_workers(file: SettingsFile, settings: Settings, fleet: Fleet) -> None:

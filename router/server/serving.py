@@ -18,7 +18,6 @@ from router.app.embedded_index import running_indexer
 from router.app.routes.match_requests import match_reader
 from router.auth import AuthGate
 from router.fleet.allowed_networks import AllowedNetworks
-from router.fleet.config_reload import SettingsFile
 from router.fleet.stream_addresses import RegisteredStreams
 from router.forwarding.dispatcher import Dispatcher
 from router.forwarding.request_context import RequestContexts
@@ -28,7 +27,7 @@ from router.server.logs import announce_models, announce_page, announce_start, s
 from router.server.memory import collect_rarely, keep_freed_memory
 from router.server.signals import stopped_by_signals
 from router.server.sockets import listen_at, listen_at_path, url_of
-from router.settings import ServerSettings, Settings
+from router.settings import ServerSettings, Settings, SettingsFile
 from router.sharing.worker_processes import WorkerProcesses
 from router.tokens.tokenizer_source import configured_tokenizers
 from router.tokens.tokenizers import Tokenizers

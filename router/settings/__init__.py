@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from router.settings.schema import (
-    LONGEST_NAME,
-    WITHOUT_EFFECT,
-    WORKER_NAME,
+from router.settings.fields import LONGEST_NAME, WORKER_NAME
+from router.settings.fleet import FleetSettings, KeySettings, KubernetesSettings, Role, StreamSettings, WorkerSettings
+from router.settings.index import AuditSettings, EventSettings, ReplicasSettings, TokenizerSettings
+from router.settings.load import ConfigError, SettingsFile, load_settings, shown
+from router.settings.proxy import (
     AdmissionSettings,
-    AuditSettings,
-    Backend,
-    ConfigError,
-    DisaggregationSettings,
     EngineFields,
-    EventSettings,
-    FleetSettings,
-    KeySettings,
-    KubernetesSettings,
-    LimitSettings,
-    ModelSettings,
     PickerSettings,
+    ProxySettings,
+    UpstreamSettings,
+    WorkerKeys,
+)
+from router.settings.routing import (
+    Backend,
+    DisaggregationSettings,
+    ModelSettings,
     PolicyName,
     PolicySettings,
-    ProxySettings,
-    ReplicasSettings,
-    Role,
-    ServerSettings,
     ServiceLevelSettings,
-    Settings,
-    StreamSettings,
-    TenantSettings,
-    TenantsSettings,
-    TokenizerSettings,
-    UpstreamSettings,
     WhenLate,
-    WorkerKeys,
-    WorkerSettings,
-    load_settings,
-    shown,
 )
+from router.settings.server import LimitSettings, ServerSettings, TenantSettings, TenantsSettings
+from router.settings.settings import WITHOUT_EFFECT, Settings
 
 __all__ = [
     "LONGEST_NAME",
@@ -64,6 +51,7 @@ __all__ = [
     "ServerSettings",
     "ServiceLevelSettings",
     "Settings",
+    "SettingsFile",
     "StreamSettings",
     "TenantSettings",
     "TenantsSettings",

@@ -1,4 +1,4 @@
-"""What is wrong with settings, in words: each mistake with its place, what was found there, and what may be meant."""
+"""Error texts for settings: the place of each mistake, the value that was found, and the probable intention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _UNKNOWN = "extra_forbidden"
 def mistakes(
     error: ValidationError, settings: type[BaseModel], hidden: Collection[str], between_sections: bool = True
 ) -> list[str]:
-    """A line for each mistake that a validation found. What stands at the places that are `hidden` is not told.
+    """Return one line for each mistake of a failed validation.
 
-    `between_sections`: those too that are in no section, but in what sections want of each other.
+    - `hidden`: places whose values are secret and are not shown.
+    - `between_sections`: include mistakes of checks that compare sections.
     """
     return [_line(each, settings, hidden) for each in error.errors() if each["loc"] or between_sections]
 
@@ -26,20 +27,20 @@ def _line(mistake: Any, settings: type[BaseModel], hidden: Collection[str]) -> s
     if not place:
         return str(mistake["msg"])
     if mistake["type"] == _UNKNOWN:
-        return f"{place}: there is no such setting{_meant(mistake['loc'], settings)}"
+        return f"{place}: unknown setting{_meant(mistake['loc'], settings)}"
     return f"{place}: {mistake['msg']}{_found(place, mistake['input'], hidden)}"
 
 
 def _found(place: str, given: Any, hidden: Collection[str]) -> str:
-    """What stands where it is wrong, unless that is secret or may have secrets inside."""
+    """Return the value at a place in words, unless it is or may contain a secret."""
     if isinstance(given, dict | list):
         return ""
     is_hidden = place in hidden or place.endswith("api_key") or "@" in str(given)
-    return " (found what is hidden here)" if is_hidden else f" (found {given!r})"
+    return " (the value is hidden)" if is_hidden else f" (found {given!r})"
 
 
 def _meant(loc: tuple[int | str, ...], settings: type[BaseModel]) -> str:
-    """The setting whose name is nearest, beside it or anywhere."""
+    """Return a hint in words: the setting with the most similar name, else the names that exist at this place."""
     *above, name = loc
     known = _fields_at(settings, above)
     if near := get_close_matches(str(name), known, 1):
@@ -51,7 +52,7 @@ def _meant(loc: tuple[int | str, ...], settings: type[BaseModel]) -> str:
 
 
 def setting_names(settings: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every setting by its path, such as server.port; those of lists and of named things are left out."""
+    """Yield the path of every setting, such as `server.port`, without the items of lists and maps."""
     for name, field in settings.model_fields.items():
         yield above + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -59,13 +60,13 @@ def setting_names(settings: type[BaseModel], above: str = "") -> Iterator[str]:
 
 
 def _fields_at(settings: type[BaseModel], above: list[int | str]) -> list[str]:
-    """The names of the settings that may stand at a place."""
+    """Return the names of the settings that exist at a place."""
     section: Any = settings
     for step in above:
         if isinstance(section, type) and issubclass(section, BaseModel):
             field = section.model_fields.get(str(step))
             section = field.annotation if field else None
-        else:  # a list or a mapping: what its items are
+        else:  # A list or a mapping: continue with the type of its items.
             section = next((each for each in get_args(section) if _section_in(each) is not None), None)
         section = _without_none(section)
     section = _section_in(section) if not isinstance(section, type) else section
@@ -78,7 +79,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that an annotation names, itself or in its list."""
+    """Return the section that an annotation names, directly or as an item type."""
     if isinstance(annotation, type) and not get_args(annotation):
         return annotation if issubclass(annotation, BaseModel) else None
     return next((found for each in get_args(annotation) if (found := _section_in(each)) is not None), None)

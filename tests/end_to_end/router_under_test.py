@@ -17,10 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
 from router.app.app import running_router
-from router.fleet.config_reload import SettingsFile
 from router.server.http_server import HttpServer
 from router.server.sockets import listen
-from router.settings import Settings
+from router.settings import Settings, SettingsFile
 
 TIMEOUT = 60.0
 # A machine that pauses for seconds makes no worker look dead or hung.

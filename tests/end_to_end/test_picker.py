@@ -379,7 +379,7 @@ async def test_an_envoy_that_tells_no_modes_is_taken_for_the_inference_extension
 
 
 def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give both, or neither"):
+    with pytest.raises(ValueError, match="set both or neither"):
         PickerSettings(certificate=tmp_path / "crt")
 
 

@@ -10,7 +10,7 @@ import pytest
 from router_under_test import QUICK, RouterUnderTest, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
-from router.fleet.config_reload import SettingsFile
+from router.settings import SettingsFile
 
 pytestmark = pytest.mark.anyio
 

@@ -59,7 +59,7 @@ def test_the_environment_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("KVROUTER_SEVER__PORT", "1")
     checked = config("check")
     assert checked.exit_code == 1
-    assert "KVROUTER_SEVER__PORT: there is no such setting; did you mean KVROUTER_SERVER__…?" in checked.stderr
+    assert "KVROUTER_SEVER__PORT: unknown setting; did you mean KVROUTER_SERVER__…?" in checked.stderr
 
 
 def test_variables_that_kubernetes_sets_for_a_service_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,10 +182,10 @@ def test_promises_are_read_from_headers_and_classes() -> None:
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ("service_levels: {fast: {}}", "promises nothing"),
+        ("service_levels: {fast: {}}", "no SLO"),
         ("service_levels: {fast: {ttft: 0}}", r"service_levels\.fast\.ttft"),
         ("service_levels: {'no name': {ttft: 1}}", "service_levels"),
-        ("models: {m: {service_level: fast}}", r"models\.m\.service_level: there is no 'fast'"),
+        ("models: {m: {service_level: fast}}", r"models\.m\.service_level: 'fast' is not defined"),
     ],
 )
 def test_classes_that_cannot_be_are_named(tmp_path: Path, given: str, found: str) -> None:

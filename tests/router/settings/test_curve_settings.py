@@ -1,4 +1,4 @@
-"""Keys named in the settings: they are read when the settings are, and reach the streams."""
+"""CURVE key files in the settings: loaded together with the settings, and used for event streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.app.embedded_index import running_indexer
 from router.settings import ConfigError, Settings, load_settings
 
 
-def test_keys_are_named_by_file(tmp_path: Path) -> None:
+def test_curve_key_files_are_loaded_with_settings(tmp_path: Path) -> None:
     public, secret = create_key_pair(tmp_path, "some")
     stream = {"endpoint": "tcp://127.0.0.1:5557", "curve_server_key_file": str(public)}
     overrides = {
@@ -25,13 +25,13 @@ def test_keys_are_named_by_file(tmp_path: Path) -> None:
         assert indexer.registered() == []
 
 
-def test_an_indexer_needs_no_keys() -> None:
+def test_indexer_starts_without_curve_keys() -> None:
     with running_indexer(Settings()) as indexer:
         assert indexer.registered() == []
 
 
 @pytest.mark.parametrize("content", [None, "nothing"])
-def test_keys_that_cannot_be_read_are_named(tmp_path: Path, content: str | None) -> None:
+def test_error_names_unreadable_curve_key_file(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "bad.key"
     if content is not None:
         path.write_text(content)
@@ -42,7 +42,7 @@ def test_keys_that_cannot_be_read_are_named(tmp_path: Path, content: str | None)
         load_settings(None, {"events": {"curve_secret_key_file": str(path)}})
 
 
-def test_a_public_key_is_no_pair(tmp_path: Path) -> None:
+def test_public_key_file_is_refused_as_secret_key_file(tmp_path: Path) -> None:
     public, _ = create_key_pair(tmp_path, "some")
     with pytest.raises(ConfigError, match="holds no secret key"):
         load_settings(None, {"events": {"curve_secret_key_file": str(public)}})

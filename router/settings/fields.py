@@ -1,0 +1,98 @@
+"""Types of settings that several sections use, each with its check."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, AnyHttpUrl, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+
+from kvevents.curve import load_key_pair, load_public_key
+from kvevents.endpoints import parse_endpoint
+from kvevents.sources import MOST_BLOCK_SIZE
+from router.http.worker_url import canonical_url, checked_key, key_in_environment, key_in_file
+
+# Maximum length of the name of a model or an adapter, in characters.
+LONGEST_NAME = 512
+# Names of workers: never a URL, and usable in headers and labels without escapes.
+WORKER_NAME = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._:@-]{0,251}[A-Za-z0-9])?$")
+# Names of service levels: usable as a label of metrics and as the value of a header.
+SERVICE_LEVEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+
+class Section(BaseModel):
+    """A section of the settings: immutable, and without unknown names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _public_key_file(path: Path) -> Path:
+    load_public_key(path, "key file")
+    return path
+
+
+def _key_pair_file(path: Path) -> Path:
+    load_key_pair(path, "key file")
+    return path
+
+
+def _network(text: str) -> str:
+    ip_network(text)
+    return text
+
+
+def _root_path(path: str) -> str:
+    root = path.rstrip("/")
+    if root and re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", root) is None:
+        raise ValueError("expected a path such as /llm")
+    return root
+
+
+def _cors_origin(origin: str) -> str:
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin) is None:
+        raise ValueError("expected an origin such as https://chat.example.com, without a path, or *")
+    return origin
+
+
+def _api_key(key: SecretStr) -> SecretStr:
+    if key.get_secret_value():  # An empty key means that no key is sent.
+        checked_key(key.get_secret_value(), "api_key")
+    return key
+
+
+def _api_key_file(path: Path) -> Path:
+    key_in_file(path)
+    return path
+
+
+def _api_key_env(variable: str) -> str:
+    key_in_environment(variable)
+    return variable
+
+
+def _url(given: Any) -> str:
+    return canonical_url(str(given))
+
+
+def _endpoint(text: str) -> str:
+    return str(parse_endpoint(text))
+
+
+NonNegative = Annotated[float, Field(ge=0)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+ListeningPort = Annotated[int, Field(ge=0, le=65535)]
+ModelName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+BlockSize = Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)]
+Network = Annotated[str, AfterValidator(_network)]
+RootPath = Annotated[str, AfterValidator(_root_path)]
+CorsOrigin = Annotated[str, AfterValidator(_cors_origin)]
+# Pydantic parses some URLs differently from other clients, so a URL is made canonical first.
+HttpUrl = Annotated[AnyHttpUrl, BeforeValidator(_url)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+PublicKeyFile = Annotated[Path, AfterValidator(_public_key_file)]
+KeyPairFile = Annotated[Path, AfterValidator(_key_pair_file)]
+ApiKey = Annotated[SecretStr, AfterValidator(_api_key)]
+ApiKeyFile = Annotated[Path, AfterValidator(_api_key_file)]
+ApiKeyVariable = Annotated[str, AfterValidator(_api_key_env)]

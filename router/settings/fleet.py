@@ -1,0 +1,139 @@
+"""Settings of the workers: their list, how they are watched, how they are discovered in Kubernetes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC
+from router.http.worker_url import split_user_info
+from router.settings.fields import (
+    WORKER_NAME,
+    ApiKey,
+    ApiKeyFile,
+    ApiKeyVariable,
+    BlockSize,
+    Endpoint,
+    HttpUrl,
+    ModelName,
+    Network,
+    NonNegative,
+    Port,
+    PublicKeyFile,
+    Section,
+)
+
+
+class StreamSettings(Section):
+    """The event stream of one DP rank of a worker."""
+
+    dp_rank: Annotated[int, Field(ge=0, le=HIGHEST_RANK)] = 0
+    endpoint: Endpoint
+    replay_endpoint: Endpoint | None = None
+    topic: Annotated[str, Field(max_length=LONGEST_TOPIC)] = ""
+    curve_server_key_file: PublicKeyFile | None = None
+
+
+class Role(StrEnum):
+    """The part of a request that a worker computes."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class KeySettings(Section):
+    """The API key of workers: its text, a file with it, or the name of an environment variable with it.
+
+    It is sent as `Authorization: Bearer`, unless it begins with a scheme of its own: `Basic …`.
+    """
+
+    api_key: ApiKey | None = None
+    api_key_file: ApiKeyFile | None = None
+    api_key_env: ApiKeyVariable | None = None
+
+    @property
+    def has_key(self) -> bool:
+        """True if any of the fields is set, also if the key is empty."""
+        return self.api_key is not None or self.api_key_file is not None or self.api_key_env is not None
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Self:
+        given = [name for name in KeySettings.model_fields if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: set one of them, and no user info in the URL beside it")
+        return self
+
+
+class WorkerSettings(KeySettings):
+    """A worker. Only the URL is required: the worker reports the rest, and settings override its report.
+
+    User info in the URL is read as the API key.
+    """
+
+    url: HttpUrl
+    name: Annotated[str, Field(pattern=WORKER_NAME.pattern)] | None = None
+    model: ModelName | None = None
+    block_size: BlockSize | None = None
+    streams: list[StreamSettings] | None = None
+    weight: PositiveFloat = 1.0
+    role: Role | None = None
+    bootstrap_port: Port | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_user_info(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("url"), str):
+            return given
+        url, key = split_user_info(given["url"])
+        if key is None:
+            return given
+        if given.get("api_key") is not None:
+            raise ValueError("api_key: the user info in the URL is a key too. Set one of them")
+        return given | {"url": url, "api_key": key}
+
+
+class FleetSettings(KeySettings):
+    """Probes, metrics and ejection of workers. Times are in seconds."""
+
+    probe_interval: PositiveFloat = 5.0
+    retry_interval: PositiveFloat = 1.0
+    probe_timeout: PositiveFloat = 5.0
+    failed_probes: PositiveInt = 3
+    metrics_interval: PositiveFloat = 1.0
+    failures: PositiveInt = 3
+    backoff: PositiveFloat = 1.0
+    longest_backoff: PositiveFloat = 30.0
+    stall_seconds: PositiveFloat = 1.0
+    stall_factor: Annotated[float, Field(ge=1)] = 3.0
+    outlier_factor: Annotated[float, Field(gt=1)] = 5.0
+    max_ejected: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    slow_start: NonNegative = 10.0
+    max_models: PositiveInt = 1000
+    max_ranks: PositiveInt = 128
+    max_answer_bytes: PositiveInt = 4 * 2**20
+    allowed_networks: list[Network] = [
+        "127.0.0.0/8",
+        "::1/128",
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "fc00::/7",
+    ]
+
+
+class KubernetesSettings(Section):
+    """Workers of the Kubernetes cluster in which the router runs: those of a service, or the pods of a selector."""
+
+    service: str = ""
+    selector: str = ""
+    namespace: str = ""
+    port: Port = 8000
+    resync: PositiveFloat = 300.0
+
+    @property
+    def used(self) -> bool:
+        """True if a service or a selector is set."""
+        return bool(self.service or self.selector)

@@ -1,0 +1,93 @@
+"""Settings of the choice of a worker: policies, models, service levels, prefill and decode."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from router.settings.fields import ModelName, NonNegative, Section
+
+
+class PolicyName(StrEnum):
+    """The policies that choose a worker."""
+
+    KV_AWARE = "kv_aware"
+    ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    LEAST_LOADED = "least_loaded"
+    SESSION_AFFINITY = "session_affinity"
+    CACHE_AWARE = "cache_aware"
+    DYNAMO = "dynamo"
+    LLM_D = "llm_d"
+    LMETRIC = "lmetric"
+
+
+class PolicySettings(Section):
+    """The policy, and the weights of its cost. Costs are in prefill tokens."""
+
+    name: PolicyName = PolicyName.KV_AWARE
+    interference: NonNegative = 1.0
+    interference_per_request: NonNegative = 0.06
+    eviction: NonNegative = 10.0
+    context: NonNegative = 0.05
+    cpu_token: NonNegative = 0.1
+    disk_token: NonNegative = 0.5
+    broken_promise: NonNegative = 40_000.0
+    near: NonNegative = 0.0
+
+
+class RateSettings(Section):
+    """The speed that is assumed of workers until it is learned. Values are in seconds."""
+
+    step: PositiveFloat = 0.01
+    token: PositiveFloat = 4e-5
+    attention: PositiveFloat = 1e-9
+    context_token: PositiveFloat = 3e-8
+
+
+class ModelSettings(Section):
+    """A model: its tokenizer, its default service level, and its other names.
+
+    `tokenizer` is a folder or a name on the Hugging Face Hub.
+    """
+
+    tokenizer: str | None = None
+    service_level: str | None = None
+    aliases: list[ModelName] = []
+
+
+class WhenLate(StrEnum):
+    """The treatment of a request that no worker can serve within its SLO."""
+
+    SERVE = "serve"
+    REFUSE = "refuse"
+
+
+class ServiceLevelSettings(Section):
+    """A class of requests and its SLO: seconds to the first token, and seconds per token after it."""
+
+    ttft: PositiveFloat | None = None
+    tpot: PositiveFloat | None = None
+    when_late: WhenLate = WhenLate.SERVE
+
+
+class Backend(StrEnum):
+    """The way in which prefill workers hand KV caches to decode workers. AUTO: by the engine that workers report."""
+
+    AUTO = "auto"
+    SGLANG = "sglang"
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    TRTLLM = "trtllm"
+    SIDECAR = "sidecar"
+
+
+class DisaggregationSettings(Section):
+    """Prefill and decode on separate workers. Amounts are in tokens."""
+
+    backend: Backend = Backend.AUTO
+    skip_tokens: Annotated[int, Field(ge=0)] = 2048
+    skip_ratio: Annotated[float, Field(ge=0, le=1)] = 0.7
+    saturated_tokens: PositiveInt = 65_536

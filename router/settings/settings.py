@@ -1,0 +1,143 @@
+"""All settings of `kvrouter serve` in one class, and the checks between sections.
+
+`config.yaml` at the root of the project lists every setting with its default and its purpose.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from router.settings.fields import SERVICE_LEVEL_NAME
+from router.settings.fleet import FleetSettings, KubernetesSettings, WorkerSettings
+from router.settings.index import AuditSettings, EventSettings, IndexSettings, ReplicasSettings, TokenizerSettings
+from router.settings.proxy import AdmissionSettings, PickerSettings, ProxySettings, UpstreamSettings
+from router.settings.routing import (
+    DisaggregationSettings,
+    ModelSettings,
+    PolicySettings,
+    RateSettings,
+    ServiceLevelSettings,
+)
+from router.settings.server import LimitSettings, LogSettings, OtelSettings, ServerSettings, TenantsSettings
+
+# The beginning of the environment variables that override settings: `KVROUTER_SERVER__PORT=9000`.
+PREFIX = "KVROUTER_"
+# Settings of earlier versions. They are accepted and have no effect.
+WITHOUT_EFFECT = ("server.fast_lane", "picker.fast_lane")
+
+
+class Settings(BaseSettings):
+    """All settings of `kvrouter serve`."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True)
+
+    server: ServerSettings = ServerSettings()
+    limits: LimitSettings = LimitSettings()
+    workers: list[WorkerSettings] = []
+    models: dict[str, ModelSettings] = {}
+    policy: PolicySettings = PolicySettings()
+    rates: RateSettings = RateSettings()
+    service_levels: dict[Annotated[str, Field(pattern=SERVICE_LEVEL_NAME)], ServiceLevelSettings] = {}
+    disaggregation: DisaggregationSettings = DisaggregationSettings()
+    index: IndexSettings = IndexSettings()
+    events: EventSettings = EventSettings()
+    fleet: FleetSettings = FleetSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    proxy: ProxySettings = ProxySettings()
+    picker: PickerSettings = PickerSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    replicas: ReplicasSettings = ReplicasSettings()
+    upstream: UpstreamSettings = UpstreamSettings()
+    tenants: TenantsSettings = TenantsSettings()
+    audit: AuditSettings = AuditSettings()
+    logs: LogSettings = LogSettings()
+    otel: OtelSettings = OtelSettings()
+    tokenizer: TokenizerSettings = TokenizerSettings()
+
+    _without_effect: tuple[str, ...] = ()
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Names of the given settings that have no effect. Each can be removed from the file."""
+        return self._without_effect
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The model behind each alias."""
+        return {alias: name for name, model in self.models.items() for alias in model.aliases}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _drop_without_effect(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        found, given = _split_without_effect(given)
+        settings = handler(given)
+        settings._without_effect = found
+        return settings
+
+    @field_validator("models")
+    @classmethod
+    def _aliases_are_unique(cls, models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
+        names = [*models, *(alias for model in models.values() for alias in model.aliases)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))}: an alias names one model, and differs from every model name")
+        return models
+
+    @field_validator("workers")
+    @classmethod
+    def _names_are_unique(cls, workers: list[WorkerSettings]) -> list[WorkerSettings]:
+        places: dict[str, int] = {}
+        for place, worker in enumerate(workers):
+            if worker.name is not None and (first := places.setdefault(worker.name, place)) != place:
+                raise ValueError(f"workers.{place}.name: {worker.name!r} is already the name of workers.{first}")
+        return workers
+
+    @field_validator("service_levels")
+    @classmethod
+    def _service_levels_have_slos(cls, levels: dict[str, ServiceLevelSettings]) -> dict[str, ServiceLevelSettings]:
+        for name, level in levels.items():
+            if level.ttft is None and level.tpot is None:
+                raise ValueError(f"{name}: no SLO. Set ttft, tpot or both, in seconds")
+        return levels
+
+    @model_validator(mode="after")
+    def _service_levels_are_known(self) -> Settings:
+        named = [(f"models.{name}", each.service_level) for name, each in self.models.items()]
+        named += [(f"tenants.named.{name}", each.service_level) for name, each in self.tenants.named.items()]
+        for place, level in named:
+            if level is not None and level not in self.service_levels:
+                raise ValueError(f"{place}.service_level: {level!r} is not defined in service_levels")
+        return self
+
+    @model_validator(mode="after")
+    def _tenants_need_a_token(self) -> Settings:
+        if self.tenants.named and not self.server.token:
+            raise ValueError("tenants: set server.token too. Without it, any client can query what tenants have cached")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the one source: the given values. `load_settings` reads the environment."""
+        return (init_settings,)
+
+
+def _split_without_effect(given: Any) -> tuple[tuple[str, ...], Any]:
+    """Return the names of given settings that have no effect, and the settings without them."""
+    found = []
+    kept = dict(given)
+    for setting in WITHOUT_EFFECT:
+        section, _, name = setting.partition(".")
+        fields = kept.get(section)
+        if isinstance(fields, dict) and name in fields:
+            found.append(setting)
+            kept[section] = {other: value for other, value in fields.items() if other != name}
+    return tuple(found), kept
