@@ -38,7 +38,7 @@ Schema = dict[str, Any]
 
 
 def config_page() -> str:
-    """The settings: types and defaults from router/settings/, descriptions from config.yaml."""
+    """Return the page of settings: types and defaults of router/settings/, descriptions of config.yaml."""
     schema = Settings.model_json_schema()
     definitions = schema["$defs"]
     told = _comments((ROOT / "config.yaml").read_text())
@@ -82,14 +82,14 @@ def _table(
 
 
 def _comments(text: str) -> dict[tuple[str, str], str]:
-    """The comments of config.yaml by (section, key); those above a section are ("", section)."""
+    """Return the comments of config.yaml by (section, key). The comment above a section has the key ("", section)."""
     comments: dict[tuple[str, str], str] = {}
     section = ""
     above: list[str] = []
     examples: dict[str, str] = {}
     for line in text.splitlines():
         if example := _EXAMPLE.match(line):
-            if example["comment"] and section == "tenants":  # the example of a tenant stands in its section,
+            if example["comment"] and section == "tenants":  # the example of a tenant is in its section,
                 comments[section, example["key"]] = example["comment"]
             elif example["comment"]:  # that of a worker above its own
                 examples[example["key"]] = example["comment"]
@@ -113,7 +113,7 @@ def _comments(text: str) -> dict[tuple[str, str], str]:
 
 
 def cli_page() -> str:
-    """Every subcommand with its arguments and options."""
+    """Return the page of subcommands with their arguments and options."""
     lines = _head("Commands", "`kvrouter COMMAND --help` says the same, for the version that is installed.")
     for name, callback in registered_commands():
         parameters = list(_parameters(callback))
@@ -129,7 +129,7 @@ def cli_page() -> str:
 
 
 def registered_commands() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every subcommand, and those of groups, by what is typed after `kvrouter`."""
+    """Return every subcommand, also of groups, by the words after `kvrouter`."""
     groups = [("", commands), *((f"{group.name} ", group.typer_instance) for group in commands.registered_groups)]
     for above, group in groups:
         for command in group.registered_commands if group else ():
@@ -142,7 +142,7 @@ def _paragraphs(callback: Callable[..., Any]) -> list[str]:
 
 
 def _parameters(callback: Callable[..., Any]) -> Iterator[tuple[str, bool, str, str, str]]:
-    """Title, whether it is an option, type, default and help of each parameter."""
+    """Yield the title, whether it is an option, type, default and help of each parameter."""
     hints = get_type_hints(callback, include_extras=True)
     for name, parameter in inspect.signature(callback).parameters.items():
         kind, *annotations = get_args(hints[name])
@@ -170,7 +170,7 @@ def _shown_default(value: Any, info: OptionInfo | ArgumentInfo) -> str:
 
 
 def _plain(kind: Any) -> Any:
-    """A type without its None."""
+    """Return a type without its None."""
     if get_origin(kind) in (Union, UnionType):
         return next(each for each in get_args(kind) if each is not NoneType)
     return kind
@@ -189,11 +189,11 @@ def _python_kind(kind: Any) -> str:
 
 
 def api_page(document: Schema) -> str:
-    """The router's own endpoints, from its OpenAPI document."""
+    """Return the page of the router's own endpoints, from its OpenAPI document."""
     lines = _head(
         "HTTP endpoints",
         "Those of the router itself, made from the document that it serves at `/openapi.json`. All other paths are the "
-        "workers': [api.md](../api.md) tells how they are routed. `/match`, `/register`, `/unregister`, `/query`, "
+        "workers': [api.md](../api.md) describes their routing. `/match`, `/register`, `/unregister`, `/query`, "
         "`/query_by_hash`, `/dump`, `/workers`, `/health` and `/metrics` are those of `kvrouter indexer` too.",
     )
     schemas = document.get("components", {}).get("schemas", {})
@@ -235,7 +235,7 @@ def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, str, str, bool, 
 
 
 async def openapi() -> Schema:
-    """The document of a router without workers."""
+    """Return the OpenAPI document of a router without workers."""
     async with running_router(Settings()) as app:
         return app.openapi()
 
@@ -244,11 +244,11 @@ async def openapi() -> Schema:
 
 
 def alerts_page() -> str:
-    """The alert rules of the chart."""
+    """Return the page of the chart's alert rules."""
     lines = _head(
         "Alerts",
         "The rules of [alerts.yaml](../../deploy/helm/kvrouter/files/alerts.yaml), which the chart installs with "
-        "`monitoring.prometheusRule.enabled`. [metrics.md](../metrics.md) tells what the metrics mean.",
+        "`monitoring.prometheusRule.enabled`. [metrics.md](../metrics.md) describes the metrics.",
     )
     lines += ["", "| alert | severity | after | what it says | what to do |", "|---|---|---|---|---|"]
     for group in yaml.safe_load(ALERTS.read_text())["groups"]:
@@ -267,7 +267,7 @@ def alerts_page() -> str:
 
 
 def _definition(value: Schema, definitions: Schema) -> Schema:
-    """What a property of the settings is made of."""
+    """Return the definition of a section of the settings."""
     text = json.dumps(value)
     found = re.search(r'"#/\$defs/(\w+)"', text)
     assert found is not None, text
@@ -276,7 +276,7 @@ def _definition(value: Schema, definitions: Schema) -> Schema:
 
 
 def _kind(value: Schema, definitions: Schema) -> str:
-    """A schema's type in a few words."""
+    """Return a schema's type in a few words."""
     if "$ref" in value:
         return _kind(definitions[value["$ref"].rpartition("/")[2]], definitions)
     if "anyOf" in value:
@@ -309,7 +309,7 @@ def _cell(text: str) -> str:
 
 
 def pages() -> dict[str, str]:
-    """The text of each page by its name."""
+    """Return the text of each page by its name."""
     return {
         "alerts.md": alerts_page(),
         "api.md": api_page(asyncio.run(openapi())),

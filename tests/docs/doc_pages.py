@@ -1,4 +1,4 @@
-"""The pages for users: their blocks of code, their links and their anchors."""
+"""The pages for users: their code blocks, links and anchors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code. `language`: what its fence says; empty for an indented block. `line`: of its first line."""
+    """A code block. `language` is that of its fence, or empty for an indented block. `line` is its first line."""
 
     page: Path
     line: int
@@ -31,7 +31,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README.md and all of docs/, the generated pages too."""
+    """Return README.md and all pages of docs/, with the generated ones."""
     return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
@@ -51,22 +51,14 @@ def blocks() -> Iterator[Block]:
 
 
 def inline_code() -> Iterator[str]:
-    """What stands in backticks in the text of all pages."""
+    """Yield the code spans in the text of all pages."""
     for page in pages():
         for token in _tokens(page):
             yield from (child.content for child in token.children or [] if child.type == "code_inline")
 
 
-def table_cells(page: Path) -> Iterator[str]:
-    """The text of each table cell, in which a code span counts as one word."""
-    for opening, inline in pairwise(_tokens(page)):
-        if opening.type in ("th_open", "td_open"):
-            children = inline.children or []
-            yield "".join("code" if child.type == "code_inline" else child.content for child in children)
-
-
 def links(page: Path) -> Iterator[str]:
-    """The targets of links and images."""
+    """Yield the targets of links and images."""
     for token in _tokens(page):
         for child in token.children or []:
             for name in ("href", "src"):
@@ -78,7 +70,7 @@ def links(page: Path) -> Iterator[str]:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """What GitHub names the headings."""
+    """Return the anchors that GitHub gives to the headings."""
     found: list[str] = []
     tokens = _tokens(page)
     for opening, inline in pairwise(tokens):

@@ -1,4 +1,4 @@
-"""What is generated in docs/reference is current, and what is listed by hand is complete."""
+"""The generated pages are current, and settings, metrics and commands named in the text exist."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_reference_is_current(script: ModuleType) -> None:
+def test_generated_pages_are_current(script: ModuleType) -> None:
     pages = script.pages()
     assert {path.name for path in (DOCS / "reference").iterdir()} == set(pages)
     for name, text in pages.items():
         assert (DOCS / "reference" / name).read_text() == text, "run `make docs-reference`"
 
 
-def test_every_setting_is_told_of(script: ModuleType) -> None:
+def test_every_setting_has_a_description(script: ModuleType) -> None:
     rows = [line.split(" | ") for line in script.config_page().splitlines() if line.startswith("| `")]
     assert len(rows) > 100
-    # These are said by their names, or by the words above them.
+    # The names of these settings describe them.
     silent = {row[0].strip("| `") for row in rows if not row[-1].strip(" |")}
     assert silent <= {"workers[].url", "models.<name>.tokenizer", "tenants.named.<name>.tokens_per_minute"}
 
@@ -45,8 +45,8 @@ FILES = (".json", ".jsonl", ".py", ".yaml")
 OF_OTHERS = {"upstream.address"}  # an attribute of Envoy's
 
 
-def test_settings_that_are_named_exist() -> None:
-    """As settings, or as values of the chart."""
+def test_settings_named_in_the_text_exist() -> None:
+    """Look up each name among the settings and the values of the chart."""
     values = json.loads((ROOT / "deploy/helm/kvrouter/values.schema.json").read_text())["properties"]
     sections = {name: field.annotation for name, field in Settings.model_fields.items()}
     checked = 0
@@ -59,15 +59,15 @@ def test_settings_that_are_named_exist() -> None:
     assert checked > 40
 
 
-def test_metrics_that_are_named_exist() -> None:
-    """docs/metrics.md has all there are, which another test sees to."""
+def test_metrics_named_in_the_text_exist() -> None:
+    """Look up each name in docs/metrics.md, which another test compares with the code."""
     metrics = (DOCS / "metrics.md").read_text()
     named = {name for code in inline_code() for name in re.findall(r"\bkvrouter_[a-z_]+", code)}
     assert len(named) > 40
     assert {name for name in named if name not in metrics} == set()
 
 
-def test_commands_that_are_named_exist(script: ModuleType) -> None:
+def test_commands_named_in_the_text_exist(script: ModuleType) -> None:
     names = {name.partition(" ")[0] for name, _ in script.registered_commands()}
     named = {found[1] for code in inline_code() if (found := re.match(r"kvrouter ([a-z][\w-]*)", code))}
     assert len(named) > 8

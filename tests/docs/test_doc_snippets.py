@@ -1,8 +1,7 @@
-"""Every command and every snippet in README and docs is run, or checked as far as it can be without what it needs.
+"""Every command and every snippet in README and docs: it runs, or a check replaces what cannot run here.
 
-Commands that talk to a router talk to a real one with simulated workers. What a block is follows from its fence, or
-from its first words. A block of commands may name only programs of RUN and CHECKED. `make test-docs` also starts what
-serves.
+Commands for a router use a real one with simulated workers. The kind of a block follows from its fence, or from its
+first words. A block of commands may name only programs of RUN and CHECKED. `make test-docs` also starts the servers.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from simulator.worker.serve import running
 from worker.publisher import PublisherConfig
 
 SERVERS = {"serve", "indexer", "simulate", "picker", "replay"}
-# What does not end well on purpose: part of the command, and its exit status.
+# Commands that fail on purpose: a part of the command, and its exit status.
 EXIT_STATUS = {"d_reset_prefix_cache": 1}
 
-# What a recording may hold.
+# The content of a recorded trace.
 TRACE = '{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [0, 1]}\n' * 2
 
 _PROGRAMS = ("kvrouter", "curl", "make", "pip", "vllm", "python", "docker", "helm", "kubectl", "envoy", "git", "export")
@@ -54,7 +53,7 @@ _ELLIPSIS = re.compile(r",?\s*…")
 
 @dataclass(frozen=True)
 class Fleet:
-    """A router with two workers, and a folder to be in."""
+    """A router with two workers, and a working folder."""
 
     router: str
     workers: tuple[str, str]
@@ -63,7 +62,7 @@ class Fleet:
     done: list[list[str]] = field(default_factory=list)  # many pages name the same command: once is enough
 
     def substituted(self, text: str) -> str:
-        """With the addresses and names of this fleet in place of the example's."""
+        """Return the text with the addresses and names of this fleet in place of the example's."""
         text = text.replace("http://10.0.0.7:8000", self.another)
         text = re.sub(r"https?://(gpu-2|10\.0\.0\.2|127\.0\.0\.1:8002)(:\d+)?(?=\W|$)", self.workers[1], text)
         text = re.sub(
@@ -76,7 +75,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def simulated_workers(count: int) -> Iterator[list[str]]:
-    """Workers in a thread of their own, which costs less than processes; their URLs."""
+    """Run workers in a thread, which costs less than processes, and yield their URLs."""
     loop = asyncio.new_event_loop()
     stack = contextlib.AsyncExitStack()
 
@@ -110,11 +109,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield Fleet(router, (first, second), another, folder)
 
 
-# Which blocks are what
+# Kinds of blocks
 
 
 def commands_of(block: Block) -> list[str]:
-    """The commands in a block, each with all of its lines."""
+    """Return the commands in a block, each with all of its lines."""
     lines = block.text.splitlines()
     told = any(line.startswith("$ ") for line in lines)
     found: list[str] = []
@@ -156,7 +155,7 @@ def is_json(block: Block) -> bool:
 ALL = list(blocks())
 _INLINE = ("make ", "kvrouter replay --check tests", "kvrouter serve -", "kvrouter doctor -")
 COMMANDS = [pytest.param(commands_of(block), id=block.place) for block in ALL if is_shell(block)]
-# In running text: what is worth a try as it stands.
+# Commands in the text that can run unchanged.
 INLINE = sorted({code for code in inline_code() if code.startswith(_INLINE) and "…" not in code})
 
 
@@ -165,7 +164,7 @@ def named(chosen: Callable[[Block], bool]) -> list[Any]:
 
 
 @pytest.mark.parametrize("block", named(lambda _: True))
-def test_every_block_says_what_it_is(block: Block) -> None:
+def test_code_blocks_name_their_language(block: Block) -> None:
     assert block.language in _LANGUAGES, f"say one of {_LANGUAGES}"
     if is_shell(block):
         assert commands_of(block), "a shell block without a command"
@@ -175,7 +174,7 @@ def test_every_block_says_what_it_is(block: Block) -> None:
 
 
 @pytest.mark.parametrize("commands", COMMANDS)
-def test_the_commands_run(commands: list[str], fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run(commands: list[str], fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in commands:
         run_command(command, fleet, monkeypatch)
 
@@ -193,17 +192,17 @@ def run_command(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("command", INLINE)
-def test_the_command_in_the_text_runs(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_in_the_text_run(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     run_command(command, fleet, monkeypatch)
 
 
 def run_kvrouter(arguments: list[str], fleet: Fleet) -> None:
-    """A subcommand: run, if it ends by itself or can be told to; else its options are parsed."""
+    """Run a subcommand if it ends by itself or by an option. Parse the options of the others."""
     name, rest = arguments[0], arguments[1:]
     command: Any = typer.main.get_command(app)
     assert name in command.commands, name
     files = [each for word in rest for each in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
-    if name in SERVERS | {"demo"} and "--check" not in rest:  # they go on until they are ended, or for long
+    if name in SERVERS | {"demo"} and "--check" not in rest:  # these run until they are stopped, or for a long time
         with contextlib.suppress(FileNotFoundError):
             command.commands[name].make_context(name, files)
         return
@@ -226,7 +225,7 @@ def run_kvrouter(arguments: list[str], fleet: Fleet) -> None:
 
 
 def run_curl(arguments: list[str], fleet: Fleet) -> str:
-    """Sent to the router, which must say yes; drained workers are put back. The body of the answer."""
+    """Send the request to the router, expect a status 2xx, undrain all workers, and return the body."""
     if shutil.which("curl") is None:
         pytest.skip("there is no curl")
     try:
@@ -247,7 +246,7 @@ def run_curl(arguments: list[str], fleet: Fleet) -> str:
 
 
 def check_make(arguments: list[str], fleet: Fleet) -> None:
-    """The target is in the Makefile, and what follows ARGS is known."""
+    """Check that the target is in the Makefile, and that its variables are known."""
     targets = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     target, *variables = arguments
     assert target in targets
@@ -260,7 +259,7 @@ def check_make(arguments: list[str], fleet: Fleet) -> None:
 
 
 def check_pip(arguments: list[str], _: Fleet) -> None:
-    """What of this project is installed has its extras."""
+    """Check that the extras of this project exist."""
     extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     for wanted in re.findall(r"(?:kvrouter|\.)\[([\w,-]+)\]", " ".join(arguments)):
         assert set(wanted.split(",")) <= set(extras)
@@ -270,7 +269,7 @@ VLLM_EVENTS = {"enable_kv_cache_events", *PublisherConfig.__struct_fields__} - {
 
 
 def check_events(arguments: list[str]) -> None:
-    """The events' configuration is one that the publisher here understands too."""
+    """Check that our publisher accepts the configuration of events."""
     for name, value in pairwise(arguments):
         if name == "--kv-events-config":
             config = json.loads(value)
@@ -287,7 +286,7 @@ def check_vllm(arguments: list[str], _: Fleet) -> None:
 
 
 def check_python(arguments: list[str], fleet: Fleet) -> None:
-    """`python -m` of ours is there; of SGLang, the configuration of events is read."""
+    """Check that our modules exist. For SGLang, check the configuration of events."""
     assert arguments[0] == "-m" or Path(arguments[0]).exists(), arguments
     if arguments[0] != "-m":
         return
@@ -300,7 +299,7 @@ def check_python(arguments: list[str], fleet: Fleet) -> None:
 
 
 def check_helm(arguments: list[str], _: Fleet) -> None:
-    """Files exist, and `--set` names values of the chart that exist."""
+    """Check that files exist, and that `--set` names values of the chart."""
     schema = json.loads((ROOT / "deploy/helm/kvrouter/values.schema.json").read_text())
     for name, value in pairwise(arguments):
         if name == "--set":
@@ -312,14 +311,14 @@ def check_helm(arguments: list[str], _: Fleet) -> None:
 
 
 def check_files(arguments: list[str], _: Fleet) -> None:
-    """What is named of this project's files is there."""
+    """Check that the files of this project exist."""
     for word in arguments:
         if word.startswith("deploy/"):
             assert (ROOT / word).exists(), word
 
 
 def check_export(arguments: list[str], _: Fleet) -> None:
-    """Of our variables, each names a setting."""
+    """Check that each of our variables names a setting."""
     for name, _, value in (word.partition("=") for word in arguments):
         if name.startswith("KVROUTER_"):
             section, _, key = name.removeprefix("KVROUTER_").lower().partition("__")
@@ -327,7 +326,7 @@ def check_export(arguments: list[str], _: Fleet) -> None:
 
 
 RUN: dict[str, Callable[[list[str], Fleet], Any]] = {"kvrouter": run_kvrouter, "curl": run_curl}
-# What cannot run here: how it is checked, and why it is not run.
+# Programs that cannot run here: their check, and the reason.
 CHECKED: dict[str, tuple[Callable[[list[str], Fleet], None], str]] = {
     "make": (check_make, "takes up to many minutes"),
     "pip": (check_pip, "would change this environment"),
@@ -346,7 +345,7 @@ CHECKED: dict[str, tuple[Callable[[list[str], Fleet], None], str]] = {
 
 
 def answers() -> Iterator[Any]:
-    """Calls of curl, and the JSON that is shown behind them: in the same block, or in the next one."""
+    """Yield calls of curl with the JSON that is shown after them, in their block or in the next one."""
     for block, after in pairwise(ALL):
         commands = commands_of(block) if is_shell(block) else []
         if not commands or not commands[-1].startswith("curl"):
@@ -360,14 +359,14 @@ def answers() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("command", "shown"), list(answers()))
-def test_the_answer_looks_as_shown(command: str, shown: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_have_the_shown_fields(command: str, shown: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(fleet.folder)
     answer = json.loads(run_curl(words_of(fleet.substituted(command))[1:], fleet))
     alike(json.loads(_ELLIPSIS.sub("", fleet.substituted(shown))), answer, "")
 
 
 def alike(shown: Any, answer: Any, place: str) -> None:
-    """What is shown is there, and of the same kind."""
+    """Check that the answer has all that is shown, with values of its types."""
     if isinstance(shown, dict):
         assert isinstance(answer, dict), place
         for key, value in shown.items():
@@ -391,7 +390,7 @@ SERVING = sorted({command for each in COMMANDS for command in each.values[0] if 
 
 @pytest.mark.docs
 @pytest.mark.parametrize("command", SERVING)
-def test_the_command_serves(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_commands_serve(command: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(fleet.folder)
     arguments = words_of(fleet.substituted(command))[1:]
     if "--port" in arguments:
@@ -406,7 +405,7 @@ def test_the_command_serves(command: str, fleet: Fleet, monkeypatch: pytest.Monk
 
 
 @pytest.mark.docs
-def test_all_recordings_are_answered_as_the_docs_say(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_give_the_documented_count(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(fleet.folder)
     (expected,) = {found for block in ALL for found in re.findall(r"--expect (\d+)", block.text)}
     files = map(str, sorted((ROOT / "tests" / "data").glob("*.kvrec")))
@@ -418,7 +417,7 @@ def test_all_recordings_are_answered_as_the_docs_say(fleet: Fleet, monkeypatch: 
 
 
 @pytest.mark.parametrize("block", named(lambda block: block.language == "python"))
-def test_the_python_runs(block: Block, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_run(block: Block, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(fleet.folder)
     code = "\n" * (block.line - 1) + fleet.substituted(block.text)
     exec(compile(code, str(block.page), "exec"), {"__name__": "example"})
@@ -428,10 +427,10 @@ def test_the_python_runs(block: Block, fleet: Fleet, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("block", named(is_json))
-def test_the_json_can_be_read(block: Block) -> None:
+def test_json_examples_are_valid(block: Block) -> None:
     decoder = json.JSONDecoder()
     text = _ELLIPSIS.sub("", block.text)
-    # Several documents may follow each other, each with words behind it or before the next.
+    # Several documents may follow each other, with words between them.
     read = 0
     while (start := text.find('{"')) >= 0:
         _, end = decoder.raw_decode(text, start)
@@ -445,8 +444,8 @@ ENVOY_FIELDS = {"load_balancing_policy"}
 
 
 @pytest.mark.parametrize("block", named(lambda block: block.language == "yaml" or "apiVersion:" in block.text))
-def test_the_yaml_fits(block: Block, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings, the chart's values, an object of Kubernetes, or a part of Envoy's configuration."""
+def test_yaml_examples_are_valid(block: Block, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept settings, values of the chart, Kubernetes objects, and parts of Envoy's configuration."""
     monkeypatch.chdir(fleet.folder)
     text = re.sub(r"\b[0-9a-f]+…", "a" * 64, block.text).replace("…", "x")
     for document in yaml.safe_load_all(text):
