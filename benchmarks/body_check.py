@@ -13,7 +13,7 @@ from collections.abc import Callable
 from statistics import median
 
 from indexer.cores import native_core
-from router.apis.body_fields import NamedFields
+from router.apis.body_fields import ModelFields
 from router.apis.fields import read_body
 from router.auth.bodies import BodyCheck, read_object
 from router.settings import LimitSettings
@@ -33,18 +33,18 @@ def _chat(size: int) -> bytes:
 
 
 def _checked(body: bytes) -> None:
-    named = _CHECK.named(body)
+    named = _CHECK.model_body(body)
     assert named is not None
-    read_body(named, NamedFields)
+    read_body(named, ModelFields)
 
 
 def _strict(body: bytes) -> None:
     read_object(body, _LIMITS.values)
-    read_body(body, NamedFields)
+    read_body(body, ModelFields)
 
 
 def _unchecked(body: bytes) -> None:
-    read_body(body, NamedFields)
+    read_body(body, ModelFields)
 
 
 _SIDES: dict[str, Callable[[bytes], None]] = {"ours": _checked, "strict": _strict, "unchecked": _unchecked}

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from http_api.errors import RequestError
-from router.apis.agent_hints import HINT_HEADERS, AgentHints, hints_in_headers
+from router.apis.sessions import HINT_HEADERS, AgentHints, hints_in_headers
 from router.http.headers import HeaderItems, Headers, number_of
 from router.prediction.service_levels import SLO_HEADERS, ServiceLevels, read_slo
 from router.prediction.slo import SLO

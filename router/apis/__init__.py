@@ -1,1 +1,1 @@
-"""The APIs that clients speak: how their bodies are read, and what is read off the answers."""
+"""The APIs of clients: how request bodies are parsed, and what is read from responses."""

@@ -1,4 +1,4 @@
-"""Reading `/v1/messages`: the chat that vLLM makes of an Anthropic request; and how that API tells of an error."""
+"""Requests to `/v1/messages`: the chat that vLLM makes of an Anthropic request, and that API's errors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 
 from http_api.errors import RequestError
-from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import MessagesFields
 from router.apis.fields import kind_of, lenient, model_name, optional_string, read_body
 from router.apis.message_normalization import BILLING_HEADER
 from router.apis.requests import ChatPrompt, RoutedRequest
-from router.apis.sessions import session_of
+from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems
 
 Message = dict[str, Any]
@@ -32,7 +31,7 @@ _ERROR_TYPES = {
 
 
 def decode_messages(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
-    """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
+    """Parse what routing needs of the body. Raises RequestError (400) that names the invalid field."""
     fields = read_body(body, MessagesFields)
     model = model_name(fields.model)
     _check_messages(fields.messages)
@@ -55,13 +54,13 @@ def decode_messages(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         stream=lenient(fields.stream, bool, False),
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(fields.max_tokens, int, None),
-        session=session_of(headers, fields),
+        session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
     )
 
 
 def anthropic_error_body(error: RequestError) -> bytes:
-    """The JSON of `{"type": "error", "error": {"type", "message"}}`."""
+    """Return an error as JSON: `{"type": "error", "error": {"type", "message"}}`."""
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
@@ -75,7 +74,7 @@ def _check_messages(messages: Any) -> None:
             raise RequestError(f"{place} is {kind_of(message)}. Send an object.", param=place)
         if message.get("role") not in ("user", "assistant", "system"):
             raise RequestError(
-                f'{place}.role must be "user" or "assistant"; the system prompt goes into system.',
+                f'{place}.role must be "user" or "assistant". Send the system prompt in system.',
                 param=f"{place}.role",
             )
         content = message.get("content")
@@ -89,13 +88,13 @@ def _check_messages(messages: Any) -> None:
         for position, block in enumerate(content):
             if not isinstance(block, dict) or not isinstance(block.get("type"), str):
                 raise RequestError(
-                    f'{place}.content[{position}] is no content block. Send {{"type": "text", "text": "…"}}.',
+                    f'{place}.content[{position}] is not a content block. Send {{"type": "text", "text": "…"}}.',
                     param=f"{place}.content[{position}]",
                 )
 
 
 def _system(system: Any) -> list[Message]:
-    """The system prompt as a message. A whole text is kept; of blocks, those with a billing header go."""
+    """Return the system prompt as a message. Blocks with a billing header are dropped; a plain string is kept whole."""
     text = system if isinstance(system, str) else _system_text(system)
     return [{"role": "system", "content": text}] if text else []
 
@@ -114,7 +113,7 @@ def _text(block: Any) -> str | None:
 
 
 def _converted(message: dict[str, Any]) -> list[Message]:
-    """The messages of a chat that one of the body makes."""
+    """Return the chat messages for one message of the body."""
     role, content = message["role"], message["content"]
     if role == "system":
         return [{"role": "system", "content": text}] if (text := _system_text(content)) else []
@@ -124,7 +123,7 @@ def _converted(message: dict[str, Any]) -> list[Message]:
 
 
 def _user_messages(blocks: list[Block]) -> list[Message]:
-    """The results of tools, each a message of its own, and then what the user says."""
+    """Return a message for each tool result, then one for the user's own content."""
     messages = [message for block in blocks if block["type"] == "tool_result" for message in _tool_result(block)]
     parts = [part for block in blocks if (part := _part(block))]
     if parts:
@@ -147,7 +146,7 @@ def _assistant_message(blocks: list[Block]) -> Message:
 
 
 def _part(block: Block) -> dict[str, Any] | None:
-    """A block as a part of a chat message's content."""
+    """Return a block as a part of a chat message's content; None for other types of blocks."""
     match block:
         case {"type": "text", "text": str(text)} if text:
             return {"type": "text", "text": text}
@@ -197,7 +196,7 @@ def _tool_result(block: Block) -> list[Message]:
 
 
 def _tools(tools: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The tools as a chat has them, after what system messages added and took away."""
+    """Return the tools in the chat format, after the additions and removals in system messages."""
     changes = [
         (block["type"], block["tool"])
         for message in messages

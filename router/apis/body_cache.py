@@ -1,10 +1,9 @@
-"""Requests that came before, byte for byte: what was read of them, and the tokens they became, are used again.
+"""Parsed requests of identical bodies: the request and its tokens are reused.
 
-Samples of one prompt, health checks and benchmarks send the same body many times. A conversation's next turn is another
-body, and is read from its start: that takes less time than to find out how far it is the same.
+Samples of one prompt, health checks and benchmarks repeat a body byte for byte. The next turn of a conversation is a
+different body and is parsed from its start.
 
-Most bodies come once. They are not kept: they would drive out those that come again, and memory that is used again at
-once is in the processor's caches.
+A body is kept from its second occurrence on. Most bodies occur once, and would evict those that repeat.
 """
 
 from __future__ import annotations
@@ -17,36 +16,36 @@ from xxhash import xxh3_64_intdigest
 from router.apis.requests import RoutedRequest
 
 CACHE_BYTES = 64 * 2**20
-# What a request takes beside its body, and how many times the body what was read of it takes.
+# Estimated memory of a cached request: a constant, and a multiple of its body.
 _OBJECTS_BYTES = 4000
 _TIMES_BYTES = 4
-# Of bodies that came once the keys are kept, each in a place of its own until another takes it.
+# Slots for the keys of bodies that occurred once; a newer key replaces an older one.
 _KEYS = 2**14
 
 
 def body_key(body: bytes) -> int:
-    """What a body is looked up by."""
+    """Return the hash by which a body is looked up."""
     return xxh3_64_intdigest(body)
 
 
 class BodyCache:
-    """Requests by path and body: those that came lately, and as many from before. Any number of threads may use one."""
+    """Parsed requests by path and body, in two generations. It can be used by several threads."""
 
     def __init__(self, limit_bytes: int = CACHE_BYTES) -> None:
         self._limit = limit_bytes // 2
         self._latest: dict[int, tuple[str, bytes, RoutedRequest]] = {}
         self._before: dict[int, tuple[str, bytes, RoutedRequest]] = {}
-        self._bytes = 0  # of the latest
+        self._bytes = 0  # of `_latest`
         self._came = array("Q", bytes(8 * _KEYS))
         self._lock = Lock()
 
     @property
     def size(self) -> int:
-        """What they take at most, in bytes."""
+        """The largest number of bytes that the cached requests occupy."""
         return self._bytes + (self._limit if self._before else 0)
 
     def get(self, key: int, path: str, body: bytes) -> RoutedRequest | None:
-        """What was read of the same body, if it is known. `key`: that of the body."""
+        """Return the parsed request of an identical body; None if it is not cached. `key` is the body's hash."""
         known = self._latest.get(key)
         if known is None:
             known = self._before.get(key)
@@ -57,7 +56,7 @@ class BodyCache:
         return known[2]
 
     def put(self, key: int, path: str, body: bytes, request: RoutedRequest) -> None:
-        """Remember a request that comes for the second time, as far as there is room for it."""
+        """Cache a request whose body occurs for the second time, if there is room."""
         place = key % _KEYS
         if self._came[place] == key:
             self._keep(key, path, body, request)

@@ -1,4 +1,4 @@
-"""Which fields of a JSON body are read, whatever is in them: the rest is skipped by msgspec, and is the worker's."""
+"""The fields of JSON bodies that routing reads. The decoder skips all others, which the worker checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.apis.response_owners import StoredFields
 
 
 class SessionFields(msgspec.Struct):
-    """The fields of a body that may name its session, and say what becomes of it."""
+    """The fields of a body that name its session and say whether the session continues."""
 
     session_id: Any = None
     vllm_xargs: Any = None
@@ -21,7 +21,7 @@ class SessionFields(msgspec.Struct):
 
 
 class PromptFields(SessionFields):
-    """The fields that make a prompt."""
+    """The fields that define a prompt."""
 
     model: Any = None
     prompt: Any = None
@@ -44,7 +44,7 @@ class PromptFields(SessionFields):
 
 
 class GenerationFields(PromptFields):
-    """And those that say what to do with it."""
+    """The fields of a prompt, and those that say how to generate from it."""
 
     stream: Any = None
     max_tokens: Any = None
@@ -58,7 +58,7 @@ class GenerationFields(PromptFields):
 
 
 class MatchFields(PromptFields):
-    """And those that say what is asked of it."""
+    """The fields of a prompt, and those of a `/match` request."""
 
     lora_name: Any = None
     tenant_id: Any = None
@@ -80,7 +80,7 @@ class MessagesFields(SessionFields):
 
 
 class ResponsesFields(SessionFields, rename={"messages": "input"}):
-    """The fields of `/v1/responses` that routing reads. Its `input` is what other bodies have for messages."""
+    """The fields of `/v1/responses` that routing reads; `input` is read as `messages`."""
 
     model: Any = None
     messages: Any = None
@@ -98,15 +98,15 @@ class ResponsesFields(SessionFields, rename={"messages": "input"}):
     media_io_kwargs: Any = None
 
 
-class NamedFields(SessionFields):
-    """What routing by load needs."""
+class ModelFields(SessionFields):
+    """The fields that routing by load reads."""
 
     model: Any = None
     stream: Any = None
     priority: Any = None
 
 
-class PassedFields(StoredFields):
-    """What is read of a body that goes to any worker, or to the one that has what it names."""
+class OtherFields(StoredFields):
+    """The fields of a body that is forwarded by load, or to the owner of a stored object."""
 
     model: Any = None

@@ -1,6 +1,6 @@
-"""What clients may send where: for each path, how its body is read, and how its errors are told.
+"""The endpoints of clients: for each path, the decoder of its body and the format of its errors.
 
-A path that is not known here is passed through: it goes to the least loaded worker that serves the model it names.
+A request to an unknown path is forwarded to the least loaded worker that serves the model which its body names.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from typing import Final
 import msgspec
 
 from http_api.errors import RequestError, error_body
-from router.apis.agent_hints import hints_in_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
 from router.apis.body_cache import BodyCache, body_key
-from router.apis.body_fields import NamedFields, PassedFields, SessionFields
+from router.apis.body_fields import ModelFields, OtherFields, SessionFields
 from router.apis.fields import lenient, optional_string, read_body
+from router.apis.forms import form_field
 from router.apis.generate import decode_generate
-from router.apis.multipart import form_field
 from router.apis.openai_requests import decode_chat, decode_completion
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_owners import stored_in_path
 from router.apis.responses import decode_responses
-from router.apis.sessions import only_naming, session_of
+from router.apis.sessions import find_session, hints_in_body, only_session_headers
 from router.http.headers import HeaderItems
 
 Decode = Callable[[bytes, HeaderItems], RoutedRequest]
@@ -34,13 +33,13 @@ RESPONSES = "/v1/responses"
 ANTHROPIC = "/v1/messages"
 
 
-# Of most bodies routing by load reads a model's name and little else, so that many are the same to it.
+# Routing by load reads little more than the model, so that many bodies are identical to it.
 _SHORT: Final = 256  # bytes
 _KEPT: Final = 1024
 
 
-def decode_named(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
-    """What routing by load needs of a JSON body: the model. Raises RequestError (400) when that is no name."""
+def decode_model_fields(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
+    """Parse what routing by load needs of a JSON body. Raises RequestError (400) if the model is not a string."""
     return _decode_named(body, headers) if headers or len(body) > _SHORT else _decode_short(body)
 
 
@@ -50,17 +49,17 @@ def _decode_short(body: bytes) -> RoutedRequest:
 
 
 def _decode_named(body: bytes, headers: HeaderItems) -> RoutedRequest:
-    fields = read_body(body, NamedFields)
+    fields = read_body(body, ModelFields)
     return RoutedRequest(
         optional_string(fields.model, "model"),
         stream=lenient(fields.stream, bool, False),
         priority=lenient(fields.priority, int, 0),
-        session=session_of(headers, fields),
+        session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
     )
 
 
-# The endpoints whose prompt decides.
+# Endpoints that are routed by their prompt.
 PROMPTED: dict[str, Decode] = {
     CHAT: decode_chat,
     COMPLETIONS: decode_completion,
@@ -69,9 +68,9 @@ PROMPTED: dict[str, Decode] = {
     "/generate": decode_generate,
     "/inference/v1/generate": decode_generate,
 }
-# Those of chats, which become another text before they are tokens.
+# Endpoints whose messages are rendered by a chat template.
 _CHATS = frozenset((CHAT, RESPONSES, ANTHROPIC))
-# Those of JSON bodies that have no prefix worth going to.
+# Endpoints with JSON bodies that are routed by load, because no cached prefix helps them.
 BY_LOAD = (
     "/v1/embeddings",
     "/v1/rerank",
@@ -86,17 +85,18 @@ BY_LOAD = (
     "/v1/messages/count_tokens",
     "/v1/audio/speech",
 )
-_DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_named)
-_NAMES = _DECODERS | dict.fromkeys((CHAT, COMPLETIONS, ANTHROPIC), decode_named)
+_DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_model_fields)
+_NAMES = _DECODERS | dict.fromkeys((CHAT, COMPLETIONS, ANTHROPIC), decode_model_fields)
 
 
 class Call:
-    """A request as it came, but for where it came from.
+    """A received request.
 
-    `naming`: those of its headers that may name a session. `named`: the body, or what routing by load reads of it.
+    `session_headers` are the headers that may name a session. `model_body` is the body, or the part of it that routing
+    by load reads.
     """
 
-    __slots__ = ("body", "headers", "method", "named", "naming", "path")
+    __slots__ = ("body", "headers", "method", "model_body", "path", "session_headers")
 
     def __init__(
         self,
@@ -104,24 +104,24 @@ class Call:
         path: str,
         headers: HeaderItems,
         body: bytes,
-        naming: HeaderItems | None = None,
-        named: bytes | None = None,
+        session_headers: HeaderItems | None = None,
+        model_body: bytes | None = None,
     ) -> None:
         self.method = method
         self.path = path
         self.headers = headers
         self.body = body
-        self.naming = only_naming(headers) if naming is None else naming
-        self.named = body if named is None else named
+        self.session_headers = only_session_headers(headers) if session_headers is None else session_headers
+        self.model_body = body if model_body is None else model_body
 
 
 def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = None) -> RoutedRequest:
-    """What routing needs of a call. Raises RequestError (400) naming the field at fault.
+    """Parse what routing needs of a request. Raises RequestError (400) that names the invalid field.
 
-    `with_prompt`: false leaves the prompt to the worker, where nothing else is needed of it. `seen`: the requests from
-    before, of which one may be the same.
+    - `with_prompt`: false if only the model is needed, and the prompt is not parsed.
+    - `seen`: cached requests of earlier bodies; None if there is no cache.
     """
-    if with_prompt and seen is not None and call.path in _CHATS and call.method == "POST" and not call.naming:
+    if with_prompt and seen is not None and call.path in _CHATS and call.method == "POST" and not call.session_headers:
         key = body_key(call.body)
         request = seen.get(key, call.path, call.body)
         if request is None:
@@ -130,36 +130,36 @@ def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = Non
         return request
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return _decoded(call, decode)
-    session = session_of(call.naming, SessionFields())
+    session = find_session(call.session_headers, SessionFields())
     content_type = next((value for name, value in call.headers if name == b"content-type"), b"").decode("latin-1")
     if content_type.startswith("multipart/form-data"):
         return RoutedRequest(
             form_field(content_type, call.body, "model"), session=session, stored=stored_in_path(call.path)
         )
     try:
-        fields = msgspec.json.decode(call.body, type=PassedFields)
-        name, stored = fields.model, fields.named()
+        fields = msgspec.json.decode(call.body, type=OtherFields)
+        name, stored = fields.model, fields.stored_id()
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        name, stored = None, None  # it may carry anything
+        name, stored = None, None  # the body can have any format
     return RoutedRequest(
         name if isinstance(name, str) else None, session=session, stored=stored_in_path(call.path) or stored
     )
 
 
 def _decoded(call: Call, decode: Decode) -> RoutedRequest:
-    request = decode(call.named if decode is decode_named else call.body, call.naming)
+    request = decode(call.model_body if decode is decode_model_fields else call.body, call.session_headers)
     if isinstance(request.prompt, ChatPrompt):
         request.prompt.call = (call.path, call.body)
     return request
 
 
 def call_error_body(path: str, error: RequestError) -> bytes:
-    """An error as the clients of this path expect it."""
+    """Return an error in the format of the path's API."""
     return anthropic_error_body(error) if _is_anthropic(path) else error_body(error)
 
 
 def error_event(path: str, error: RequestError) -> bytes:
-    """The same in a stream of events."""
+    """Return an error as an event of a stream, in the format of the path's API."""
     return (b"event: error\n" if _is_anthropic(path) else b"") + b"data: " + call_error_body(path, error) + b"\n\n"
 
 

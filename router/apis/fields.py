@@ -1,7 +1,7 @@
-"""The fields of a request's body: read without judging what is not ours to judge, refused by name when they are.
+"""Fields of request bodies: lenient parsing, and errors that name the field.
 
-A body reaches the worker as the client sent it, and the worker judges the rest of it: refused here is what no worker
-accepts and what cannot be routed. As vLLM does, this takes `"5"` where a number belongs.
+A body reaches the worker as the client sent it, and the worker checks most of it. The router refuses only what no
+worker accepts and what cannot be routed. Like vLLM, it accepts `"5"` for a number.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_body(body: bytes, kind: type[S]) -> S:
-    """The fields of a body that a struct of untyped fields names. Raises RequestError when it is no JSON object."""
+    """Parse the fields of a body that `kind`, a struct of untyped fields, has. Raises RequestError if it is no JSON
+    object."""
     decode: Callable[[bytes], S] = _decoder(kind).decode
     try:
         return decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         pass
-    # Engines decode with Python's json, which takes what msgspec does not: NaN, 1e400, a byte order mark.
+    # Engines decode with Python's json, which accepts NaN, 1e400 and a byte order mark; msgspec does not.
     try:
         found = json.loads(body)
         if isinstance(found, dict):
@@ -45,7 +46,7 @@ def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 
 def lenient(value: Any, kind: type[T], default: D) -> T | D:
-    """The value as this kind, also from a string such as "5" or "true". What does not fit is the worker's to refuse."""
+    """Return the value as this type, also from a string such as "5" or "true"; `default` if it cannot be converted."""
     if value is None:
         return default
     if type(value) is kind:
@@ -57,25 +58,23 @@ def lenient(value: Any, kind: type[T], default: D) -> T | D:
 
 
 def model_name(value: Any) -> str:
-    """The name of the model. Raises RequestError when there is none."""
+    """Return the model's name. Raises RequestError if it is missing."""
     if not isinstance(value, str) or not value:
         raise RequestError(f"model is {kind_of(value)}. Send the name of a served model.", param="model")
     return value
 
 
 def optional_string(value: Any, param: str) -> str | None:
-    """A string that is not empty, or None. Raises RequestError for anything else."""
+    """Return a non-empty string or None. Raises RequestError for any other value."""
     if value is None:
         return None
     if not isinstance(value, str) or not value:
-        raise RequestError(
-            f"{param} is {kind_of(value)}. Send a string that is not empty, or leave it out.", param=param
-        )
+        raise RequestError(f"{param} is {kind_of(value)}. Send a non-empty string, or omit it.", param=param)
     return value
 
 
 def token_ids(value: object, param: str, advice: str = "Send a list of token ids.") -> list[int]:
-    """A list of token ids. Raises RequestError naming the first that is none."""
+    """Return a list of token ids. Raises RequestError that names the first invalid one."""
     if not isinstance(value, list) or not value:
         raise RequestError(f"{param} is {kind_of(value)}. {advice}", param=param)
     if set(map(type, value)) != {int}:
@@ -89,7 +88,7 @@ def token_ids(value: object, param: str, advice: str = "Send a list of token ids
     return value
 
 
-# JSON's kinds: what one value is, and what a list of many is a list of.
+# JSON's types in words: for one value, and for the values of a list.
 _KINDS: dict[type, tuple[str, str]] = {
     type(None): ("missing", "nulls"),
     str: ("a string", "strings"),
@@ -102,12 +101,12 @@ _KINDS: dict[type, tuple[str, str]] = {
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in words."""
+    """Return the JSON type of a value in words."""
     if value == "":
         return "an empty string"
     return "an empty list" if value == [] else _KINDS[type(value)][0]
 
 
 def kinds_of(values: list[Any]) -> str:
-    """What a list is a list of."""
+    """Return the JSON types of a list's values in words."""
     return " and ".join(sorted({_KINDS[type(value)][1] for value in values}))

@@ -1,20 +1,19 @@
-"""Reading `/generate` (SGLang's own API, and vLLM's old one) and `/inference/v1/generate` (vLLM's, tokens in)."""
+"""Requests to `/generate` (SGLang's own API and vLLM's old one) and `/inference/v1/generate` (vLLM, token ids)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from http_api.errors import RequestError
-from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import SessionFields
 from router.apis.fields import kind_of, kinds_of, lenient, optional_string, read_body, token_ids
 from router.apis.requests import Prompt, RoutedRequest, TextPrompts, TokenPrompts
-from router.apis.sessions import session_of
+from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems
 
 _TEXTS = ("text", "prompt")
 _TOKENS = ("input_ids", "token_ids")
-# Prompts that have no tokens, or not those alone.
+# Fields of prompts that are not, or not only, tokens.
 _OTHERS = ("input_embeds", "image_data", "audio_data", "video_data", "features")
 
 
@@ -41,7 +40,7 @@ class _GenerateFields(SessionFields):
 
 
 def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
-    """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
+    """Parse what routing needs of the body. Raises RequestError (400) that names the invalid field."""
     fields = read_body(body, _GenerateFields)
     sampling = fields.sampling_params if isinstance(fields.sampling_params, dict) else {}
     max_tokens = sampling.get("max_new_tokens", sampling.get("max_tokens", fields.max_tokens))
@@ -54,16 +53,17 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         max_tokens=lenient(max_tokens, int, None),
         n=lenient(sampling.get("n", fields.n), int, 1),
         priority=lenient(fields.priority, int, 0),
-        session=session_of(headers, fields),
+        session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
         reads_cache=not _computes_all(fields, sampling),
     )
 
 
 def _computes_all(fields: _GenerateFields, sampling: dict[str, Any]) -> bool:
-    """Whether an engine computes the whole prompt, to tell the probabilities of its tokens.
+    """Return whether the engine computes the whole prompt, because the request asks for the probabilities of its
+    tokens.
 
-    vLLM's SamplingParams.skip_reading_prefix_cache, and SGLang's logprob_start_len, before which it reuses at most.
+    vLLM decides it by `SamplingParams.skip_reading_prefix_cache`. SGLang reuses only tokens before `logprob_start_len`.
     """
     skips = sampling.get("skip_reading_prefix_cache")
     if isinstance(skips, bool):

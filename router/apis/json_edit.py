@@ -1,24 +1,76 @@
-"""Changing one field of a JSON object in its bytes: all others stay as they were sent.
+"""Strict parsing of JSON bodies, and edits of single fields in a body's bytes.
 
-Bytes are read as Latin-1, one character each: what JSON is made of is ASCII, so places in the text are places in the
-bytes, and whatever a string holds comes out as it went in. Of long bodies only the outline is read.
+An edit changes one field of a JSON object; all other bytes stay as the client sent them. Bytes are decoded as Latin-1,
+one character per byte: JSON's syntax is ASCII, so positions in the text are positions in the bytes.
+
+For long bodies the native core makes an outline, in which strings are empty. It releases the interpreter's lock
+meanwhile. Without the native core there are no outlines.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
-from router.apis.strict_json import Outline, outline_of
+import jiter
+
+from indexer.cores import native_core
+
+# Bodies of up to this many bytes are parsed directly: that is fast enough.
+LONG: Final = 64 * 1024
+
+
+class OutlineField(NamedTuple):
+    """The position of one top-level field in a body's bytes: its name with quotes, and its value."""
+
+    name_start: int
+    name_end: int
+    start: int
+    end: int
+
+
+class Outline(NamedTuple):
+    """A JSON body without the contents of its strings.
+
+    - `text`: the JSON with empty strings, except for names.
+    - `fields`: the positions of the top-level fields.
+    - `values`: the number of values. Beyond the limit that was given to `read_outline`, text and fields are incomplete.
+    """
+
+    text: bytes
+    fields: list[OutlineField]
+    values: int
+
+
+def read_outline(body: bytes, most_values: int = sys.maxsize) -> Outline | None:
+    """Return the outline of a long body; None if the body is short or there is no native core.
+
+    Raises ValueError for a string that parsers read differently. Other errors in the body are kept in the outline.
+    """
+    native = native_core() if len(body) > LONG else None
+    if native is None:
+        return None
+    made = native.json_outline(body, most_values)
+    if made is None:
+        raise ValueError("parsers read one of its strings differently")
+    text, fields, values = made
+    return Outline(text, [OutlineField(*each) for each in fields], values)
+
+
+def strict_json(text: bytes) -> Any:
+    """Parse JSON that every parser reads alike. Raises ValueError for duplicate names, NaN and invalid text."""
+    return jiter.from_json(text, allow_inf_nan=False, cache_mode="none", catch_duplicate_keys=True)
+
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _decode = json.JSONDecoder().raw_decode
 
 
 class SpliceError(ValueError):
-    """Not a JSON object in UTF-8."""
+    """An error for a body that is not a JSON object in UTF-8."""
 
 
 class _Field(NamedTuple):
@@ -29,13 +81,16 @@ class _Field(NamedTuple):
 
 
 def field(body: bytes, name: str) -> bytes | None:
-    """The value of an object's field as it stands; the last one's, as parsers have it. Raises SpliceError."""
+    """Return the encoded value of an object's field; None if it is missing.
+
+    If a name occurs more than once, the last value is returned, as parsers do. Raises SpliceError.
+    """
     found = [body[each.start : each.end] for each in _fields(body) if each.name == name]
     return found[-1] if found else None
 
 
 def with_field(body: bytes, name: str, value: bytes) -> bytes:
-    """The object with this field, in place of any of that name. Raises SpliceError."""
+    """Return the object with this field, which replaces any field of the same name. Raises SpliceError."""
     fields = list(_fields(body))
     places = [each for each in fields if each.name == name]
     for each in reversed(places):
@@ -47,13 +102,13 @@ def with_field(body: bytes, name: str, value: bytes) -> bytes:
 
 
 def without_fields(body: bytes, names: Collection[str]) -> bytes:
-    """The object without the fields of these names. Raises SpliceError."""
+    """Return the object without the fields of these names. Raises SpliceError."""
     return b"{%b}" % b",".join(body[each.name_start : each.end] for each in _fields(body) if each.name not in names)
 
 
 def _fields(body: bytes) -> Iterator[_Field]:
     try:
-        outline = outline_of(body)
+        outline = read_outline(body)
     except ValueError as error:
         raise SpliceError(str(error)) from error
     return _fields_of_text(body.decode("latin-1")) if outline is None else _outlined_fields(body, outline)
@@ -62,7 +117,7 @@ def _fields(body: bytes) -> Iterator[_Field]:
 def _outlined_fields(body: bytes, outline: Outline) -> Iterator[_Field]:
     try:
         if not isinstance(json.loads(outline.text), dict):
-            raise SpliceError("no object")
+            raise SpliceError("not an object")
     except (ValueError, RecursionError) as error:
         raise SpliceError(str(error)) from error
     for each in outline.fields:
@@ -70,7 +125,7 @@ def _outlined_fields(body: bytes, outline: Outline) -> Iterator[_Field]:
 
 
 def _fields_of_text(text: str) -> Iterator[_Field]:
-    """The fields of an object, up to its end and the text's."""
+    """Yield the fields of an object. Raises SpliceError unless the object is the whole text."""
     try:
         at = _expect(text, 0, "{")
         if text[at] != "}":
@@ -78,7 +133,7 @@ def _fields_of_text(text: str) -> Iterator[_Field]:
                 name_start = at
                 name, at = _decode(text, at)
                 if not isinstance(name, str):
-                    raise ValueError(f"a name expected at {at}")
+                    raise ValueError(f"expected a name at {at}")
                 start = _expect(text, at, ":")
                 _, end = _decode(text, start)
                 yield _Field(name, name_start, start, end)
@@ -87,16 +142,16 @@ def _fields_of_text(text: str) -> Iterator[_Field]:
                     break
                 at = _skip(text, at + 1)
         if _expect(text, at, "}") != len(text):
-            raise ValueError("something follows the object")
+            raise ValueError("unexpected bytes after the object")
     except (ValueError, IndexError, RecursionError) as error:
         raise SpliceError(str(error)) from error
 
 
 def _expect(text: str, at: int, character: str) -> int:
-    """The place after a character that must come next, and after the white space that follows it."""
+    """Return the position after the expected character and the white space that follows it."""
     at = _skip(text, at)
     if text[at] != character:
-        raise ValueError(f"{character!r} expected at {at}")
+        raise ValueError(f"expected {character!r} at {at}")
     return _skip(text, at + 1)
 
 

@@ -1,7 +1,9 @@
-"""Messages as vLLM hands them to a chat template.
+"""Chat messages in the form in which vLLM passes them to a chat template.
 
-Parts joined to one text or wrapped, by what the template expects; arguments of tool calls as objects; keys in vLLM's
-order, since templates print them as JSON; a `developer` that the template does not know as `system`.
+- Parts are joined to one text or wrapped, as the template expects.
+- Arguments of tool calls are objects.
+- Keys are in vLLM's order, because templates print them as JSON.
+- The role `developer` becomes `system` if the template does not support it.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ Message = dict[str, Any]
 def prepare_messages(
     messages: list[Message], *, wraps_parts: bool, knows_developer: bool, media_as_text: bool = False
 ) -> list[Message]:
-    """The messages for the template, which changes none. The given ones stay as they are.
+    """Return the messages for the template. The given messages are not changed.
 
-    `wraps_parts`: every content is a list of parts, `{"type": "text", "text": …}` or `{"type": "image"}`. Otherwise it
-    is one string, a line for each text part. `knows_developer`: the template has a form of its own for that role.
-    `media_as_text`: a text stands for each media item, where vLLM puts its placeholder.
+    - `wraps_parts`: each content becomes a list of parts, such as `{"type": "text", "text": …}`. Otherwise it is one
+      string with a line for each text part.
+    - `knows_developer`: the template supports the role `developer`.
+    - `media_as_text`: a text replaces each media item, where vLLM inserts its placeholder.
     """
     prepared = [_message(message, wraps_parts, media_as_text) for message in messages]
     if not knows_developer and any(message["role"] == "developer" for message in prepared):
@@ -31,13 +34,13 @@ def prepare_messages(
 
 
 def prepare_tools(tools: list[Any] | None) -> list[Any] | None:
-    """New tools for the template, with the keys vLLM passes on; None stays None."""
+    """Return new tools for the template with the keys that vLLM passes on; None stays None."""
     return None if tools is None else [_tool(tool) for tool in tools]
 
 
 def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Message:
     role, content = message["role"], message.get("content")
-    # Most messages are a text and nothing else, for which all that follows would come to this.
+    # Shortcut for messages of a role and a text, which are the most common.
     if (
         len(message) == 2
         and isinstance(content, str)
@@ -50,7 +53,7 @@ def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Messag
     parts = [content] if isinstance(content, str) else content or []
     if role == "system":
         parts = _without_billing_header(parts)
-    # Media have a place in a template that wraps parts. In others vLLM puts the model's own placeholders first.
+    # A template that wraps parts keeps media in their place. For others vLLM puts placeholders first.
     if media_as_text:
         parts = [_media_as_text(part) for part in parts]
         if not wraps_parts:
@@ -84,7 +87,8 @@ BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def _without_billing_header(parts: Iterable[Any]) -> Iterator[Any]:
-    """Without the first line that Claude Code sends in system prompts: new in each request, so vLLM drops it."""
+    """Yield the parts without the billing line of Claude Code's system prompts, which differs in each request. vLLM
+    drops it."""
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
         if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
@@ -93,7 +97,7 @@ def _without_billing_header(parts: Iterable[Any]) -> Iterator[Any]:
             yield {**part, "text": rest} if isinstance(part, dict) else rest
 
 
-# The types of text parts, and where each has its text.
+# The types of text parts, and the key that holds the text.
 _TEXT_OF = {
     "text": "text",
     "input_text": "text",
@@ -101,14 +105,14 @@ _TEXT_OF = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-# Keys of a part that vLLM reads itself. Templates see the others, such as a cache_control.
+# Keys of a part that vLLM reads itself. Templates receive the others, such as cache_control.
 _OWN_KEYS = {"type", "text", "refusal", "thinking", "closed", "file", "data", "uuid", "name"} | (
     MODALITIES.keys() - {"input_image"}
 )
 
 
 def _wrapped_part(part: str | dict[str, Any]) -> dict[str, Any] | None:
-    """A part as templates that loop over them expect it; None for one vLLM would refuse or skip."""
+    """Return a part in the wrapped form; None for a part that vLLM refuses or skips."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") or media_type(part)
@@ -145,7 +149,7 @@ def _tool_call(call: Any) -> Any:
 
 
 def _arguments(arguments: Any) -> dict[str, Any]:
-    """A tool call's arguments as templates expect them: the object. Empty when they hold none."""
+    """Return a tool call's arguments as an object; empty if they are not an object."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -155,7 +159,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> Any:
-    """A tool with the keys vLLM knows, in its order; what is left out is null, but for `strict` and `defer_loading`."""
+    """Return a tool with vLLM's keys in vLLM's order; missing keys are null, except `strict` and `defer_loading`."""
     if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
         return tool
     deferred = tool.get("defer_loading")
@@ -169,7 +173,7 @@ def _tool(tool: Any) -> Any:
 
 
 def _developer_tool(tool: Any) -> Any:
-    """A tool of a developer message: only put in order."""
+    """Return a tool of a developer message with its keys in vLLM's order."""
     if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
         return tool
     function = _ordered(tool["function"], ("name", "description", "parameters", "strict"))
@@ -181,7 +185,7 @@ def _ordered(mapping: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _developers_as_one_system(conversation: list[Message]) -> list[Message]:
-    """Developer messages as system ones; all of those as one at the start, unless they are that already."""
+    """Turn developer messages into system messages, and join all system messages into one at the start."""
     roles = ["system" if message["role"] == "developer" else message["role"] for message in conversation]
     if roles.index("system") == 0 and roles.count("system") == 1:
         first = {key: value for key, value in conversation[0].items() if key != "tools"}

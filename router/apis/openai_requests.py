@@ -1,9 +1,8 @@
-"""Reading `/v1/chat/completions`, `/v1/completions`, and `/match`, which takes the prompts of both."""
+"""Requests to `/v1/chat/completions`, `/v1/completions` and `/match`, which accepts the prompts of both."""
 
 from __future__ import annotations
 
 from http_api.errors import RequestError
-from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
 from router.apis.media import media_options
@@ -16,24 +15,24 @@ from router.apis.requests import (
     TokenPrompts,
     Truncation,
 )
-from router.apis.sessions import session_of
+from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems
 
-# OpenAI's default for /v1/completions. A chat has none.
+# OpenAI's default for /v1/completions; chats have no default.
 COMPLETION_MAX_TOKENS = 16
 
 
 def decode_chat(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
-    """What routing needs of a chat. Raises RequestError (400) naming the field at fault."""
+    """Parse what routing needs of a chat. Raises RequestError (400) that names the invalid field."""
     fields = read_body(body, GenerationFields)
     _check_chat(fields)
     max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
-    # A chat that is echoed asks for its tokens' probabilities, too: its `top_logprobs` are 0 unless it says otherwise.
+    # An echoed chat also returns the probabilities of its tokens: `top_logprobs` is 0 by default.
     return _request(fields, headers, fields.model, _chat_prompt(fields), max_tokens, bool(fields.echo))
 
 
 def decode_completion(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
-    """What routing needs of a completion. Raises RequestError (400) naming the field at fault."""
+    """Parse what routing needs of a completion. Raises RequestError (400) that names the invalid field."""
     fields = read_body(body, GenerationFields)
     model = model_name(fields.model)
     prompt = TokenPrompts([]) if fields.prompt_embeds and not fields.prompt else _prompt(fields)
@@ -42,7 +41,7 @@ def decode_completion(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
 
 
 def decode_match(body: bytes) -> MatchRequest:
-    """What a `/match` body asks. Raises RequestError (400) naming the field at fault."""
+    """Parse the body of a `/match` request. Raises RequestError (400) that names the invalid field."""
     fields = read_body(body, MatchFields)
     model = model_name(fields.model)
     given = [name for name in ("token_ids", "prompt", "messages") if getattr(fields, name) is not None]
@@ -76,9 +75,10 @@ def _request(
     max_tokens: int | None,
     echoes_logprobs: bool,
 ) -> RoutedRequest:
-    """`echoes_logprobs`: the answer has the prompt's tokens with their probabilities.
+    """Build the request from its fields.
 
-    For those an engine computes the whole prompt: vLLM's SamplingParams.skip_reading_prefix_cache.
+    `echoes_logprobs`: the answer has the prompt's tokens with their probabilities. The engine computes the whole prompt
+    for them (vLLM's `SamplingParams.skip_reading_prefix_cache`).
     """
     return RoutedRequest(
         model=model,
@@ -88,7 +88,7 @@ def _request(
         max_tokens=max_tokens,
         n=max(lenient(fields.n, int, 1), lenient(fields.best_of, int, 1)),
         priority=lenient(fields.priority, int, 0),
-        session=session_of(headers, fields),
+        session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
         reads_cache=fields.prompt_logprobs is None and not echoes_logprobs,
         other_prompts=bool(fields.prompt_embeds),
@@ -112,7 +112,7 @@ def _chat_prompt(fields: PromptFields) -> ChatPrompt:
 
 
 def _check_chat(fields: PromptFields) -> None:
-    """Refuse what cannot be routed."""
+    """Refuse a chat that cannot be routed."""
     model_name(fields.model)
     messages = fields.messages
     if not isinstance(messages, list) or not messages:
@@ -173,7 +173,7 @@ def _prompt(fields: PromptFields) -> TextPrompts | TokenPrompts:
 
 def _truncation(fields: PromptFields) -> Truncation | None:
     tokens = lenient(fields.truncate_prompt_tokens, int, None)
-    # -1 stands for all that the model's context holds, and a longer prompt is refused by the worker.
+    # -1 is the model's whole context. The worker refuses longer prompts.
     if tokens is None or tokens < 0:
         return None
     return Truncation(tokens, "right" if fields.truncation_side == "right" else "left")

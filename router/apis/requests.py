@@ -1,4 +1,4 @@
-"""What routing knows of a request once its body is read: the model, the prompt, and what else decides where it goes."""
+"""The parsed request: its model, its prompt, and the other fields that decide where it is routed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
-from router.apis.agent_hints import AgentHints
+from router.apis.sessions import AgentHints
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keep only this many tokens of a prompt: its last ones ("left" cuts the start off) or its first ("right")."""
+    """A limit on a prompt's tokens: keep the last `tokens` ("left" cuts off the start) or the first ones ("right")."""
 
     tokens: int
     side: Literal["left", "right"] = "left"
 
-    def of(self, prompt: PackedPrompt) -> PackedPrompt:
-        """What is left of a prompt."""
+    def apply(self, prompt: PackedPrompt) -> PackedPrompt:
+        """Return the prompt's tokens within the limit."""
         if self.side == "right":
             return PackedPrompt(prompt.tokens[: self.tokens * TOKEN_BYTES])
         return PackedPrompt(prompt.tokens[max(0, len(prompt) - self.tokens) * TOKEN_BYTES :])
@@ -25,7 +25,7 @@ class Truncation:
 
 @dataclass(slots=True, init=False)
 class TextPrompts:
-    """Prompts to tokenize as they are; one sequence each."""
+    """Prompts to tokenize as plain text; one sequence each."""
 
     texts: list[str]
     add_special_tokens: bool
@@ -39,9 +39,9 @@ class TextPrompts:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompts:
-    """Prompts that are token ids already; one list each. Empty when the prompts are embeddings, which have none.
+    """Prompts that are lists of token ids; `token_ids` is empty for embeddings, which have no tokens.
 
-    `param` is the body's field they came from.
+    `param` is the body's field that holds the prompts.
     """
 
     token_ids: list[list[int]]
@@ -51,12 +51,13 @@ class TokenPrompts:
 
 @dataclass(slots=True, init=False)
 class ChatPrompt:
-    """A conversation and all that changes how the chat template renders it. The messages are kept whole.
+    """A conversation, and all that changes how the chat template renders it. The messages are kept unchanged.
 
-    `merges_system`: where the template takes a system message only as the first, the others become part of it.
-    `thinking_off`: the client wants no thinking, which templates are told in two ways. `call`: the path and the body
-    that it came from, for an engine to read. `media_options`: the body's fields that change how media are processed.
-    `tokenized`: by what, and what it became, for the same request once more.
+    - `merges_system`: join later system messages into the first, where the template accepts only one at the start.
+    - `thinking_off`: the client disables thinking, which templates express in two ways.
+    - `media_options`: the body's fields that change how media are processed.
+    - `call`: the request's path and body, for tokenization by an engine.
+    - `tokenized`: the tokenizer and its result, reused when an identical request follows.
     """
 
     messages: list[dict[str, Any]]
@@ -113,13 +114,14 @@ Prompt: TypeAlias = TextPrompts | TokenPrompts | ChatPrompt
 
 @dataclass(slots=True, init=False)
 class RoutedRequest:
-    """A request. Without a `prompt` it goes where the load is least, without a `model` to any worker.
+    """A parsed request. Without a `prompt` it is routed by load; without a `model` any worker can serve it.
 
-    `max_tokens` bounds each of the `n` answers to a prompt; None is no bound. `session` is what the requests of one
-    conversation or user have in common. `stored` is a response, a conversation, a file or the like that it is about,
-    which only the worker that made it has. `reads_cache`: false for one that the engine computes from its start,
-    whatever is cached. `other_prompts`: it has prompts beside these, which have no tokens. `hints`: what its
-    body tells of the answer and the session.
+    - `max_tokens`: the limit for each of the `n` answers to a prompt; None is no limit.
+    - `session`: the session that the request belongs to.
+    - `stored`: the id of a response, conversation or file that only its creator worker has.
+    - `reads_cache`: false if the engine computes the whole prompt, whatever is cached.
+    - `other_prompts`: whether the request also has prompts without tokens.
+    - `hints`: what the body states of the answer's length and the session.
     """
 
     model: str | None
@@ -166,7 +168,7 @@ class RoutedRequest:
 
 @dataclass(frozen=True, slots=True)
 class MatchRequest:
-    """A question to `/match`: who holds a prefix of this prompt?"""
+    """A request to `/match`: which targets have cached a prefix of this prompt."""
 
     model: str
     prompt: Prompt

@@ -1,7 +1,7 @@
-"""Which worker made what it alone has: responses, conversations, files, batches. Requests about one find it there.
+"""Owners of stored objects: which worker created a response, conversation, file or batch.
 
-Its id is read from the first bytes of an answer, and known by how OpenAI and engines begin such ids; the latest ones
-are remembered.
+Only its creator can answer requests about a stored object. Ids are found in the first bytes of responses by the
+prefixes that OpenAI and engines give them. The latest ids are kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 MAX_RESPONSES = 65536
-# How much of an answer is searched: the id is among the first fields.
+# The first bytes of a response that are searched: the id is among the first fields.
 SEARCHED_BYTES = 4096
 
 _KINDS = ("files", "batches", "uploads", "videos", "conversations", "vector_stores")
@@ -31,7 +31,7 @@ class _Stored(msgspec.Struct):
 
 
 def asks_to_store(body: bytes) -> bool:
-    """Whether a worker that makes this response may keep it, and perhaps make it although nobody waits."""
+    """Return whether the worker may store this response, or create it in the background."""
     try:
         fields = msgspec.json.decode(body, type=_Stored)
     except msgspec.DecodeError:
@@ -40,26 +40,26 @@ def asks_to_store(body: bytes) -> bool:
 
 
 def is_about_stored(path: str) -> bool:
-    """Whether requests to a path make or read what one worker alone has."""
+    """Return whether requests to a path create or read stored objects."""
     return _PATHS.fullmatch(path) is not None
 
 
 def stored_in_path(path: str) -> str | None:
-    """The response, file or the like that a path is about: `/v1/responses/{id}`, and what can be done with it."""
+    """Return the id of the stored object in a path such as `/v1/responses/{id}`; None if there is none."""
     found = _PATHS.fullmatch(path)
     return found.group(1) if found is not None else None
 
 
 class StoredFields(msgspec.Struct):
-    """The fields of a body that name what one worker alone has."""
+    """The fields of a body that name a stored object."""
 
     previous_response_id: Any = None
     conversation: Any = None
     input_file_id: Any = None
     file_id: Any = None
 
-    def named(self) -> str | None:
-        """What they name, if anything."""
+    def stored_id(self) -> str | None:
+        """Return the id of the stored object that the fields name; None if they name none."""
         conversation = self.conversation.get("id") if isinstance(self.conversation, dict) else self.conversation
         for name in (self.previous_response_id, conversation, self.input_file_id, self.file_id):
             if isinstance(name, str) and name:
@@ -68,8 +68,10 @@ class StoredFields(msgspec.Struct):
 
 
 class ResponseOwners:
-    """The workers of the latest responses and other stored things, by URL. `on_learned` is told of each that was read
-    from an answer."""
+    """The URLs of the workers that created the latest stored objects.
+
+    `on_learned` is called with the id and the worker's URL of each object that is new in a response.
+    """
 
     def __init__(self, most: int = MAX_RESPONSES) -> None:
         self.on_learned: list[Callable[[str, str], None]] = []
@@ -77,7 +79,7 @@ class ResponseOwners:
         self._owners: OrderedDict[str, str] = OrderedDict()
 
     def learn(self, beginning: bytes, worker: str) -> bool:
-        """Remember what an answer, or its first event, begins with. Whether there was anything."""
+        """Register the ids in the first bytes of a response. Return whether there were any."""
         found = False
         for match in _ID.finditer(beginning, 0, SEARCHED_BYTES):
             found = True
@@ -89,14 +91,14 @@ class ResponseOwners:
         return found
 
     def remember(self, response: str, worker: str) -> None:
-        """A worker made a response."""
+        """Register a worker as the owner of a stored object."""
         self._owners[response] = worker
         self._owners.move_to_end(response)
         if len(self._owners) > self._most:
             self._owners.popitem(last=False)
 
-    def of(self, response: str) -> str | None:
-        """The URL of the worker that made a response."""
+    def get(self, response: str) -> str | None:
+        """Return the URL of the worker that created an object; None if it is unknown."""
         return self._owners.get(response)
 
     def __len__(self) -> int:

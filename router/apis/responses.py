@@ -1,6 +1,7 @@
-"""Reading `/v1/responses`: the conversation that vLLM makes of instructions and input items.
+"""Requests to `/v1/responses`: the conversation that vLLM makes of instructions and input items.
 
-What came before, when the request only names it (`previous_response_id`), is known to the worker that answered it.
+If the request refers to earlier turns by `previous_response_id`, only the worker that answered them knows their
+content.
 """
 
 from __future__ import annotations
@@ -9,24 +10,23 @@ import json
 from typing import Any
 
 from http_api.errors import RequestError
-from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import ResponsesFields
 from router.apis.fields import kind_of, lenient, optional_string, read_body
 from router.apis.media import media_options
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_owners import StoredFields
-from router.apis.sessions import session_of
+from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems
 
 Message = dict[str, Any]
 
 
 class _UnconvertibleError(Exception):
-    """An item that vLLM refuses, or another engine alone understands."""
+    """An error for an item that vLLM refuses or that only another engine supports."""
 
 
 def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
-    """What routing needs of the body. Raises RequestError (400) naming the field at fault."""
+    """Parse what routing needs of the body. Raises RequestError (400) that names the invalid field."""
     fields = read_body(body, ResponsesFields)
     _check(fields.messages)
     return RoutedRequest(
@@ -36,15 +36,15 @@ def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(fields.max_output_tokens, int, None),
         priority=lenient(fields.priority, int, 0),
-        session=session_of(headers, fields),
+        session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
         stored=optional_string(fields.previous_response_id, "previous_response_id") or _conversation(fields),
     )
 
 
 def _conversation(fields: ResponsesFields) -> str | None:
-    """The conversation that the request goes on, by its id or as an object."""
-    return StoredFields(conversation=fields.conversation).named()
+    """Return the id of the conversation that the request continues; None if it continues none."""
+    return StoredFields(conversation=fields.conversation).stored_id()
 
 
 def _check(found: Any) -> None:
@@ -62,7 +62,7 @@ def _check(found: Any) -> None:
 
 
 def _prompt(fields: ResponsesFields) -> ChatPrompt | None:
-    """The conversation; None for one that cannot be converted."""
+    """Return the conversation; None if it cannot be converted."""
     try:
         messages = _chat(fields)
     except _UnconvertibleError:
@@ -78,13 +78,13 @@ def _prompt(fields: ResponsesFields) -> ChatPrompt | None:
         chat_template_kwargs=fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else None,
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        add_special_tokens=True,  # unlike in a chat
+        add_special_tokens=True,  # /v1/chat/completions does not add them
         media_options=media_options(fields.mm_processor_kwargs, fields.media_io_kwargs),
     )
 
 
 def _chat(fields: ResponsesFields) -> list[Message]:
-    """The messages of a body. Raises _UnconvertibleError."""
+    """Return the chat messages of a body. Raises _UnconvertibleError."""
     chat: list[Message] = []
     if isinstance(fields.instructions, str) and fields.instructions:
         chat.append({"role": "system", "content": fields.instructions})
@@ -96,7 +96,7 @@ def _chat(fields: ResponsesFields) -> list[Message]:
 
 
 def _continues(given: str | list[dict[str, Any]]) -> bool:
-    """Whether the last item is an answer to go on with."""
+    """Return whether the last item is an unfinished answer, which the request continues."""
     if isinstance(given, str) or not given:
         return False
     last = given[-1]
@@ -107,7 +107,7 @@ def _continues(given: str | list[dict[str, Any]]) -> bool:
 
 
 def _add(messages: list[Message], item: dict[str, Any]) -> None:
-    """Add an item to a chat. What an assistant thought, said and called are items of one message."""
+    """Add an item to a chat. An assistant's reasoning, text and tool calls become one message."""
     message = _message(item)
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if message["role"] != "assistant" or last is None:
@@ -156,7 +156,7 @@ def _call(call_id: str, name: str, arguments: str) -> Message:
     return {"role": "assistant", "tool_calls": [call]}
 
 
-# A tool whose input is free text is shown to the model as a function of one string, in these words of vLLM's.
+# vLLM shows a tool with free-text input to the model as a function of one string, with this description.
 _FREE_TEXT = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
@@ -166,7 +166,7 @@ _FREE_TEXT = {
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    """The tools as a chat has them; those of the server's own are not shown to the model."""
+    """Return the tools in the chat format. Built-in tools of the server are not shown to the model."""
     if not isinstance(tools, list) or not tools:
         return None
     shown: list[dict[str, Any]] = []

@@ -1,19 +1,16 @@
-"""What every request passes before anything is done with it.
+"""The checks that every request passes before it is routed.
 
-door      the checks in their order; the other modules are one kind of check each
-routes    the allow-list: methods and paths, and who may ask
-tenants   API keys, what they open, and how often
-hosts     whom a request is meant for, and which site it comes from
-steering  fields and headers by which an engine would be told what the router decides
-bodies    one meaning for each JSON body, and bounds on the work it makes
-forms     the same for forms
-arrivals  bounds on the bodies that are arriving
+- `gate`: all checks in their order; the other modules implement one kind of check each.
+- `routes`: the allow-list of methods and paths, and who may call them.
+- `tenants`: API keys, their permissions and their rates.
+- `hosts`: the `Host` header, and the site that a browser sends a request for.
+- `engine_fields`: fields and headers that control an engine.
+- `bodies`: one meaning for each body, limits on its work, and limits on bodies that are being received.
 """
 
 from __future__ import annotations
 
-from router.auth.arrivals import Arrivals, too_large, too_slow
-from router.auth.bodies import BodyCheck
+from router.auth.bodies import ArrivingBodies, BodyCheck, too_large, too_slow
 from router.auth.gate import PROCESS_SOCKET, Admitted, AuthGate
 from router.auth.routes import Access, Route
 from router.auth.tenants import AccessControl, Tenant, hashed_key, without_credentials
@@ -23,7 +20,7 @@ __all__ = [
     "Access",
     "AccessControl",
     "Admitted",
-    "Arrivals",
+    "ArrivingBodies",
     "AuthGate",
     "BodyCheck",
     "Route",

@@ -1,74 +1,84 @@
-"""One meaning for each JSON body, and a bound on the work it makes.
+"""Checks of request bodies: one meaning for each JSON body, limits on its work, model aliases.
 
-The router reads a body and an engine reads it again, with another parser. So a body is accepted only where no two
-parsers differ: UTF-8 without a byte order mark, no name twice in an object, no NaN, no lone surrogate. What is accepted
-goes on as the bytes that came.
+The router parses a body and an engine parses it again, with another parser. So a body is accepted only if parsers
+cannot differ: UTF-8 without a byte order mark, no duplicate names, no NaN, no lone surrogates. An accepted body is
+forwarded byte for byte.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+import msgspec
+
 from http_api.errors import RequestError
 from indexer.cores import native_core
-from router.apis.body_fields import NamedFields
+from router.apis.body_fields import ModelFields
 from router.apis.endpoints import PROMPTED
 from router.apis.fields import kind_of
-from router.apis.json_edit import field, with_field, without_fields
-from router.apis.strict_json import LONG, Outline, outline_of, strict_json
-from router.auth.engine_fields import CARRIERS, FIELDS, refusal, steering_fields, stripped
-from router.auth.forms import form_fields
+from router.apis.forms import boundary_of, form_field, form_fields, with_form_field
+from router.apis.json_edit import (
+    LONG,
+    Outline,
+    SpliceError,
+    field,
+    read_outline,
+    strict_json,
+    with_field,
+    without_fields,
+)
+from router.auth.engine_fields import CARRIERS, CONTROL_FIELDS, control_fields, refusal, without_control_fields
 from router.auth.routes import Route
 from router.auth.tenants import ADAPTER, Tenant
-from router.settings import EngineFields, LimitSettings
+from router.settings import EngineFields, LimitSettings, ServerSettings
 
-# One that does not end is one too: else it would be looked for its end from each quote in it.
+# An unterminated string matches too. Otherwise the search would start again at each quote inside it.
 _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-# A name, and a list or an object, take about as long to read as so many numbers.
+# The cost of parsing a name, and a list or an object, in numbers that take as long to parse.
 _OF_A_NAME: Final = 4
 _OF_A_LIST: Final = 8
-# What UTF-8, 16 and 32 have before its first brace: spaces, NUL, a byte order mark.
+# Bytes that can precede the first brace in UTF-8, 16 and 32: spaces, NUL, a byte order mark.
 _BEFORE_AN_OBJECT: Final = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"
-# Lists of prompts, and lists of messages.
+# Fields with lists of prompts, and fields with lists of messages.
 _PROMPTS: Final = ("prompt", "text", "input_ids", "token_ids")
 _MESSAGES: Final = ("messages", "input")
 
 
 class BodyCheck:
-    """Checks bodies within some limits.
+    """Checks of bodies against the limits.
 
-    `named`: knows most JSON bodies for plain at a glance: nothing of them is refused or left out, and they have neither
-    a priority nor an adapter. It leaves what routing by load reads of them. Without the native core it knows none.
+    `model_body` recognizes most plain JSON bodies quickly: those with nothing to refuse, strip or limit. It returns the
+    fields that routing by load reads, and None for other bodies. Without the native core it always returns None.
     """
 
     def __init__(self, limits: LimitSettings) -> None:
         native = native_core()
-        names, kept = [*FIELDS, *CARRIERS, "priority", ADAPTER], NamedFields.__struct_fields__
+        names, kept = [*CONTROL_FIELDS, *CARRIERS, "priority", ADAPTER], ModelFields.__struct_fields__
         elements = min(limits.prompts, limits.messages)
         self._limits = limits
-        self.named: Callable[[bytes], bytes | None] = (
-            _none_named if native is None else native.JsonCheck(names, kept, elements, limits.values, LONG).named
+        self.model_body: Callable[[bytes], bytes | None] = (
+            _no_model_body if native is None else native.JsonCheck(names, kept, elements, limits.values, LONG).named
         )
 
     def checked(
         self, route: Route, content_type: bytes, body: bytes, tenant: Tenant | None, engine_fields: EngineFields
     ) -> tuple[bytes, bytes]:
-        """The body to send on, and what to read of it where its prompt does not count. Raises RequestError (400, 413).
+        """Return the body to forward, and the body that routing by load parses. Raises RequestError (400, 413).
 
-        It is the one that came, but for what a tenant may not say, and for what is to be stripped.
+        The body is unchanged, except for the tenant's limits and fields that are stripped.
         """
         if not route.json:
             body = _checked_other(content_type, body, self._limits, engine_fields)
             return body, body
-        named = self.named(body)
-        if named is not None:
-            return body if tenant is None else tenant.isolated(route.path, body), named
+        model_body = self.model_body(body)
+        if model_body is not None:
+            return body if tenant is None else tenant.with_tenant_salt(route.path, body), model_body
         fields = read_object(body, self._limits.values)
-        if engine_fields is not EngineFields.PASS and (steering := steering_fields(fields)):
+        if engine_fields is not EngineFields.PASS and (steering := control_fields(fields)):
             if engine_fields is EngineFields.REFUSE:
                 raise refusal(steering[0])
             body = _without(body, fields, steering)
@@ -76,11 +86,11 @@ class BodyCheck:
             check_amounts(fields, self._limits)
         if tenant is not None:
             tenant.check_adapter(fields.get(ADAPTER))
-            body = tenant.with_priority(tenant.isolated(route.path, body), fields.get("priority"))
+            body = tenant.with_priority(tenant.with_tenant_salt(route.path, body), fields.get("priority"))
         return body, body
 
-    def seems_little(self, body: bytes) -> bool:
-        """Whether a glance at a JSON body tells that `check_amount` has nothing to say of it."""
+    def clearly_within_limits(self, body: bytes) -> bool:
+        """Return whether a quick count shows that `check_amount` accepts a JSON body."""
         if len(body) <= LONG:
             return True
         names, lists = body.count(b":"), body.count(b"[") + body.count(b"{")
@@ -88,22 +98,22 @@ class BodyCheck:
         return most + _OF_A_NAME * names + _OF_A_LIST * lists <= self._limits.values
 
     def check_amount(self, body: bytes) -> None:
-        """Refuse a JSON body of too many values: RequestError (413). What is no JSON is refused by who reads it.
+        """Raise RequestError (413) for a JSON body with too many values. Invalid JSON is left to the body's parser.
 
-        That takes milliseconds for a long one.
+        A long body takes milliseconds.
         """
         with suppress(ValueError):
             _bounded_outline(body, self._limits.values)
 
 
-def _none_named(_: bytes) -> bytes | None:
+def _no_model_body(_: bytes) -> bytes | None:
     return None
 
 
 def read_object(body: bytes, most_values: int) -> dict[str, Any]:
-    """The JSON object that a body is to every parser; of a long one the strings may be empty, but for names.
+    """Parse a body's JSON object; in a long body's object, strings other than names may be empty.
 
-    Raises RequestError (400, 413) when there is none, or one of too many values.
+    Raises RequestError (400, 413) if it is no object or has too many values.
     """
     try:
         outline = _bounded_outline(body, most_values)
@@ -116,8 +126,11 @@ def read_object(body: bytes, most_values: int) -> dict[str, Any]:
 
 
 def _bounded_outline(body: bytes, most_values: int) -> Outline | None:
-    """The outline of a long body, where there is one. Raises RequestError (413), ValueError as `outline_of` does."""
-    outline = outline_of(body, most_values)
+    """Return the outline of a long body, if there is one.
+
+    Raises RequestError (413) for too many values, and ValueError as `read_outline` does.
+    """
+    outline = read_outline(body, most_values)
     if len(body) > LONG:
         values = _values_in(body, most_values) if outline is None else outline.values
         if values > most_values:
@@ -130,8 +143,10 @@ def _bounded_outline(body: bytes, most_values: int) -> Outline | None:
 
 
 def _values_in(body: bytes, enough: int) -> int:
-    """How many values a body has at most, a name, a list or an object as several; what strings hold counts only where
-    it is not clear that there are few enough."""
+    """Return an upper bound of the number of values in a body; names, lists and objects count as several.
+
+    The contents of strings are excluded only if the quick count exceeds `enough`.
+    """
     values = _marks(body)
     return values if values <= enough else _marks(_STRING.sub(b"", body))
 
@@ -141,7 +156,7 @@ def _marks(body: bytes) -> int:
 
 
 def check_amounts(fields: dict[str, Any], limits: LimitSettings) -> None:
-    """Refuse the body of a request with too many prompts or messages. Raises RequestError (413)."""
+    """Raise RequestError (413) for a body with too many prompts or messages."""
     for names, kinds, most, setting in (
         (_PROMPTS, (str, list), limits.prompts, "limits.prompts"),
         (_MESSAGES, (dict,), limits.messages, "limits.messages"),
@@ -150,7 +165,7 @@ def check_amounts(fields: dict[str, Any], limits: LimitSettings) -> None:
             value = fields.get(name)
             if isinstance(value, list) and len(value) > most and isinstance(value[0], kinds):
                 raise RequestError(
-                    f"{name} has {len(value)} of them. Send at most {most}, or raise {setting}.",
+                    f"{name} has {len(value)} items. Send at most {most}, or raise {setting}.",
                     status=413,
                     param=name,
                     code="too_much_work",
@@ -158,27 +173,27 @@ def check_amounts(fields: dict[str, Any], limits: LimitSettings) -> None:
 
 
 def _without(body: bytes, fields: dict[str, Any], steering: list[str]) -> bytes:
-    kept = {name for name in fields if name not in FIELDS}
+    kept = {name for name in fields if name not in CONTROL_FIELDS}
     body = without_fields(body, fields.keys() - kept)
     for name in {path.partition(".")[0] for path in steering} & kept:
-        inside = stripped({name: strict_json(field(body, name) or b"null")})
+        inside = without_control_fields({name: strict_json(field(body, name) or b"null")})
         body = with_field(body, name, json.dumps(inside[name], ensure_ascii=False).encode())
     return body
 
 
 def _checked_other(content_type: bytes, body: bytes, limits: LimitSettings, engine_fields: EngineFields) -> bytes:
-    """A body that need not be JSON: a form, a file, or what an engine alone understands."""
+    """Return a checked body that need not be JSON: a form, a file, or a format that only the engine knows."""
     if engine_fields is EngineFields.PASS or not body:
         return body
     if (fields := form_fields(content_type, body, CARRIERS)) is not None:
         for name, value in fields:
-            if name in FIELDS:
+            if name in CONTROL_FIELDS:
                 raise refusal(name)
-            if name in CARRIERS and _seems_object(value) and steering_fields({name: read_object(value, limits.values)}):
+            if name in CARRIERS and _seems_object(value) and control_fields({name: read_object(value, limits.values)}):
                 raise refusal(name)
-    if _seems_object(body):  # whatever it is called: not every engine looks
+    if _seems_object(body):  # whatever its content type, which some engines ignore
         read = read_object(body, limits.values)
-        if steering := steering_fields(read):
+        if steering := control_fields(read):
             if engine_fields is EngineFields.REFUSE:
                 raise refusal(steering[0])
             return _without(body, read, steering)
@@ -186,5 +201,81 @@ def _checked_other(content_type: bytes, body: bytes, limits: LimitSettings, engi
 
 
 def _seems_object(body: bytes) -> bool:
-    """Whether some decoder might read a JSON object: engines' take any UTF, whatever the content's type."""
+    """Return whether a decoder of an engine might find a JSON object: engines accept any UTF, whatever the content
+    type."""
     return body.lstrip(_BEFORE_AN_OBJECT)[:1] == b"{"
+
+
+_decode_named = msgspec.json.Decoder(ModelFields).decode
+
+
+def with_served_model(body: bytes, aliases: Mapping[str, str]) -> bytes:
+    """Return a JSON or form body with its model's alias replaced by the served name; any other body unchanged."""
+    if (content_type := boundary_of(body)) is not None:
+        model = aliases.get(form_field(content_type, body, "model") or "")
+        return body if model is None else with_form_field(content_type, body, "model", model)
+    try:
+        asked = _decode_named(body).model
+        model = aliases.get(asked) if isinstance(asked, str) else None
+        return body if model is None else with_field(body, "model", msgspec.json.encode(model))
+    except (msgspec.DecodeError, UnicodeError, RecursionError, SpliceError):
+        return body  # the body can have any format
+
+
+class ArrivingBodies:
+    """The bytes of bodies that are being received, within a limit.
+
+    Beyond `limit` bytes, a body is refused if it is larger than an equal share of the limit. So large bodies do not
+    block small ones.
+    """
+
+    __slots__ = ("_bodies", "_bytes", "_limit")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._bodies = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are held now."""
+        return self._bytes
+
+    def add(self, before: int, more: int) -> None:
+        """Count `more` bytes of a body of which `before` were received. Raises RequestError (503) and then counts
+        nothing."""
+        first = not before and more > 0
+        bodies = self._bodies + first
+        if self._bytes + more > self._limit and (before + more) * bodies > self._limit:
+            raise RequestError(
+                "Too many large bodies are being received. Retry in one second.",
+                status=503,
+                type="service_unavailable",
+                code="too_many_bytes",
+                retry_after=1,
+            )
+        self._bodies = bodies
+        self._bytes += more
+
+    def end(self, size: int) -> None:
+        """Release the `size` bytes of a body that is complete or was aborted."""
+        if size:
+            self._bodies -= 1
+            self._bytes -= size
+
+
+def too_large(settings: ServerSettings) -> RequestError:
+    """Return the error for a body that exceeds the size limit."""
+    return RequestError(
+        f"The body is larger than {settings.max_body_bytes} bytes. Send less, or raise server.max_body_bytes.",
+        status=413,
+    )
+
+
+def too_slow(settings: ServerSettings) -> RequestError:
+    """Return the error for a body that is not received in time."""
+    return RequestError(
+        f"The body was not received within {settings.body_timeout} s. Send it faster, or raise server.body_timeout.",
+        status=408,
+        type="timeout_error",
+    )

@@ -1,7 +1,7 @@
-"""What steers an engine: where it fetches KV blocks from, which rank computes, what a request is known by, which code
-runs. These are the router's to say. A client's own are refused, stripped or passed, as `proxy.engine_fields` says.
+"""Engine control fields and headers, which only the router may send: transfer addresses, ranks, request ids, code.
 
-Names are those of vLLM 0.32, SGLang 0.5, TensorRT-LLM 1.0 and llm-d's sidecar.
+The setting `proxy.engine_fields` says whether a client's own are refused, stripped or passed. The names are those of
+vLLM 0.32, SGLang 0.5, TensorRT-LLM 1.0 and llm-d's sidecar.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 from http_api.errors import RequestError
 from router.http.headers import Headers
 
-FIELDS: Final = frozenset(
+CONTROL_FIELDS: Final = frozenset(
     {
         "kv_transfer_params",
         "ec_transfer_params",
@@ -32,10 +32,10 @@ FIELDS: Final = frozenset(
         "custom_logit_processor",
     }
 )
-# Objects whose fields engines take as their own settings of a request: the same names count in them.
+# Objects whose fields engines read as settings of the request. Control fields are searched in them, too.
 CARRIERS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params", "custom_params", "nvext")
 
-HEADERS: Final = frozenset(
+CONTROL_HEADERS: Final = frozenset(
     {
         b"x-data-parallel-rank",
         b"x-data-parallel-host-port",
@@ -55,53 +55,56 @@ HEADERS: Final = frozenset(
 )
 
 
-def steering_header(headers: Headers) -> bytes | None:
-    """The first header that steers an engine; None without one. Names are in lower case, `_` counts as `-`."""
+def control_header(headers: Headers) -> bytes | None:
+    """Return the first engine control header; None if there is none.
+
+    Names are in lower case, and `_` equals `-`.
+    """
     for name, _ in headers:
-        if name in HEADERS or (b"_" in name and name.replace(b"_", b"-") in HEADERS):
+        if name in CONTROL_HEADERS or (b"_" in name and name.replace(b"_", b"-") in CONTROL_HEADERS):
             return name
     return None
 
 
-def without_steering(headers: Headers) -> Headers:
-    """The headers but for those."""
-    return [header for header in headers if header[0].replace(b"_", b"-") not in HEADERS]
+def without_control_headers(headers: Headers) -> Headers:
+    """Return the headers without engine control headers."""
+    return [header for header in headers if header[0].replace(b"_", b"-") not in CONTROL_HEADERS]
 
 
-def steering_fields(fields: dict[str, Any]) -> list[str]:
-    """The fields of a JSON object that steer an engine, as paths: `rid`, or `vllm_xargs.kv_transfer_params`."""
-    found = [] if FIELDS.isdisjoint(fields) else [name for name in fields if name in FIELDS]
+def control_fields(fields: dict[str, Any]) -> list[str]:
+    """Return the paths of an object's engine control fields, such as `rid` or `vllm_xargs.kv_transfer_params`."""
+    found = [] if CONTROL_FIELDS.isdisjoint(fields) else [name for name in fields if name in CONTROL_FIELDS]
     for name in CARRIERS:
         if name in fields:
-            found += [f"{name}.{inner}" for inner in _inside(fields[name])]
+            found += [f"{name}.{inner}" for inner in _control_fields_inside(fields[name])]
     return found
 
 
-def _inside(value: Any) -> list[str]:
+def _control_fields_inside(value: Any) -> list[str]:
     if isinstance(value, list):
-        return [name for each in value for name in _inside(each)]
-    return steering_fields(value) if isinstance(value, dict) else []
+        return [name for each in value for name in _control_fields_inside(each)]
+    return control_fields(value) if isinstance(value, dict) else []
 
 
-def stripped(fields: dict[str, Any]) -> dict[str, Any]:
-    """The object without them."""
+def without_control_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the object without engine control fields."""
     return {
-        name: _stripped_inside(value) if name in CARRIERS else value
+        name: _without_inside(value) if name in CARRIERS else value
         for name, value in fields.items()
-        if name not in FIELDS
+        if name not in CONTROL_FIELDS
     }
 
 
-def _stripped_inside(value: Any) -> Any:
+def _without_inside(value: Any) -> Any:
     if isinstance(value, list):
-        return [_stripped_inside(each) for each in value]
-    return stripped(value) if isinstance(value, dict) else value
+        return [_without_inside(each) for each in value]
+    return without_control_fields(value) if isinstance(value, dict) else value
 
 
 def refusal(name: str) -> RequestError:
-    """What a request with such a field or header is refused with."""
+    """Return the error for a request with this engine control field or header."""
     return RequestError(
-        f"{name} is the router's to say to an engine. Leave it out, or set proxy.engine_fields.",
+        f"{name} controls an engine, and only the router may send it. Omit it, or set proxy.engine_fields.",
         param=name,
         code="engine_field",
     )

@@ -1,7 +1,7 @@
-"""What may be asked of the router: an allow-list of methods and paths, each with who may ask.
+"""The allow-list: methods and paths that clients may request, each with the required access.
 
-Engines have endpoints that put them to sleep, load code or show their settings. What is not listed here is one of
-those, as far as the router knows: it wants the operator's token.
+Engines have endpoints that put them to sleep, load code or show their settings. A path that is not listed here is
+treated as an engine's endpoint and requires the operator's token.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from router.sharing.worker_processes import CHANGES_PATH
 
 
 class Access(Enum):
-    """Who may ask."""
+    """The access that a route requires."""
 
     ANYONE = auto()
-    TENANT = auto()  # with an API key where there are tenants, else anyone
-    CALLER = auto()  # anyone where there are no tenants, else the operator
-    OPERATOR = auto()  # changes something: with the token; without one only where nobody else can reach the router
-    ENGINE = auto()  # an engine's own, about which nothing is known: with the token
+    TENANT = auto()  # requires an API key if tenants are configured, else nothing
+    CALLER = auto()  # requires the operator's token if tenants are configured, else nothing
+    # Changes the state: requires the operator's token. If none is set, the router must listen on loopback.
+    OPERATOR = auto()
+    ENGINE = auto()  # an engine's own endpoint: requires the operator's token
     PROCESS = auto()  # another process of this service, over the Unix socket
-    NOBODY = auto()  # the path takes other methods
+    WRONG_METHOD = auto()  # the path allows other methods only
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A method and a path. `own`: the router answers it itself. `json`: its body is one JSON object.
+    """A method and a path.
 
-    `pure`: it changes nothing that lasts, so that a worker may get it twice. `generates`: and another may be tried
-    while nothing of an answer came. `methods`: what its path takes, where it does not take this one.
+    - `own`: the router answers the request itself.
+    - `json`: the body is one JSON object.
+    - `pure`: the request changes nothing lasting, so it may be sent twice.
+    - `generates`: another worker may be tried as long as no byte of the response was received.
+    - `methods`: the allowed methods, for a path that does not allow this one.
     """
 
     method: str
@@ -46,7 +50,7 @@ class Route:
 
 
 _RESPONSES = "/v1/responses"
-# Those of the inference API that an API key opens; access.tenants tells which of them.
+# The inference API. router/auth/tenants.py says which of its paths an API key may use.
 _INFERENCE = [
     Route(
         "POST",
@@ -67,12 +71,12 @@ _OWN = [
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/register", "/unregister", "/reset_prefix_cache")),
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/workers", "/workers/drain", "/workers/undrain")),
     Route("DELETE", "/workers", Access.OPERATOR, own=True),
-    # They have engines read files and addresses.
+    # These endpoints make engines read files and URLs.
     *(Route("POST", path, Access.ENGINE, own=True) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
     *(Route("POST", path, Access.ENGINE, own=True) for path in ("/sleep", "/wake_up")),
     Route("GET", CHANGES_PATH, Access.PROCESS, own=True),
 ]
-# Of OpenAI's API and of engines: neither their settings nor anything that would stop or change one for others.
+# Forwarded endpoints of OpenAI's API and of engines. None shows or changes an engine's settings.
 _PASSED = [
     *(Route("GET", path, Access.CALLER, pure=True) for path in ("/version", "/ping", "/model_info", "/get_model_info")),
     *(
@@ -132,7 +136,7 @@ _PASSED = [
     ),
 ]
 
-# What may stand for {id}, and for {name}, which is a model's and may have slashes.
+# Patterns for {id}, and for {name}: a model's name, which may contain slashes.
 _ID = r"[A-Za-z0-9_.:~@=+-]{1,256}"
 _NAME = r".{1,512}"
 
@@ -142,7 +146,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 
 class Routes:
-    """The allow-list. `more`: routes beside it, as the settings have them: "POST /v1/mine"."""
+    """The allow-list. `more` are additional routes from the settings, such as "POST /v1/mine"."""
 
     def __init__(self, more: Iterable[str] = ()) -> None:
         listed = [*_INFERENCE, *_OWN, *_PASSED]
@@ -153,9 +157,9 @@ class Routes:
         self._patterns = [(_pattern(route.path), route) for route in listed if "{" in route.path]
 
     def find(self, method: str, path: str) -> Route:
-        """The route of a request whose path is in its canonical form.
+        """Return the route of a request whose path is canonical.
 
-        HEAD is as GET, and OPTIONS, which asks what there is, as any method that a path has.
+        HEAD is treated as GET. OPTIONS is allowed for any forwarded path.
         """
         asked = "GET" if method == "HEAD" else method
         route = self._exact.get((asked, path))
@@ -170,7 +174,7 @@ class Routes:
         if method == "OPTIONS" and not known[0].own:
             return Route(method, path, Access.CALLER, pure=True)
         methods = tuple(sorted({route.method for route in known}))
-        return Route(method, path, Access.NOBODY, methods=methods)
+        return Route(method, path, Access.WRONG_METHOD, methods=methods)
 
     def _of_path(self, path: str) -> list[Route]:
         found = [route for (_, known), route in self._exact.items() if known == path]

@@ -1,8 +1,8 @@
-"""Tenants, known by their API keys: what these open, and how often.
+"""Tenants: their API keys, and the permissions and rates of each key.
 
-A tenant's key opens the inference endpoints, for the models it may use and at its rates. All else that a router and
-its workers offer wants the operator's token as soon as there are tenants: what is cached tells what others asked. Only
-liveness, readiness, metrics and the empty live page stay open.
+A tenant's key opens the inference endpoints, for its models and at its rates. If tenants exist, all other endpoints
+require the operator's token, because cached prefixes reveal what others asked. Only liveness, readiness, metrics and
+the empty live page stay open.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing
 
 _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-_MESSAGES = frozenset(
-    {"/v1/messages", "/v1/messages/count_tokens"}
-)  # salted where the settings say that engines read it
+# The salt is sent on these paths if `tenants.salted_messages` says that the engines read it.
+_MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
-# Engines read no cache salt here: closed to tenants that are kept apart.
+# Engines ignore the cache salt on these paths, so isolated tenants may not use them.
 _UNSALTED = frozenset({"/v1/rerank", "/v1/score"})
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
 
 def hashed_key(key: str) -> str:
-    """An API key as the settings have it."""
+    """Return an API key's hash, in the form of the settings."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-# What SGLang takes beside `model`: an adapter by its name, or one for each prompt.
+# SGLang's field for an adapter beside `model`: one name, or one for each prompt.
 ADAPTER = "lora_path"
 
 
 class Bucket:
-    """Fills with `rate` a second up to what comes in `seconds`. A charge may leave a debt, which is waited for."""
+    """A token bucket that fills with `rate` per second up to `seconds` worth of it.
+
+    A charge may exceed the level; later requests wait for the debt.
+    """
 
     def __init__(self, rate: float, seconds: float, clock: Callable[[], float]) -> None:
         self._rate = rate
@@ -52,19 +54,19 @@ class Bucket:
         self._at = clock()
 
     def wait(self) -> float:
-        """Seconds until there is one again; 0 when there is."""
+        """Return the seconds until one unit is available; 0 if there is one."""
         now = self._clock()
         self._level = min(self._most, self._level + (now - self._at) * self._rate)
         self._at = now
         return max(1.0 - self._level, 0.0) / self._rate
 
     def charge(self, amount: float) -> None:
-        """Take something out."""
+        """Take an amount from the bucket."""
         self._level -= amount
 
 
 class Tenant:
-    """A tenant and what it has left."""
+    """A tenant, with its permissions and what is left of its rates."""
 
     def __init__(
         self,
@@ -74,7 +76,11 @@ class Tenant:
         clock: Callable[[], float] = time.monotonic,
         aliases: Mapping[str, str] = {},
     ) -> None:
-        """`aliases`: the models behind names that its settings may have instead."""
+        """Create a tenant from its settings.
+
+        - `isolate`: no other tenant shares its cached prefixes.
+        - `aliases`: served models by the aliases that `settings.models` may contain.
+        """
         self.name = name
         self.on_spent: Callable[[str, int, int], None] = lambda *_: None
         self.priority = settings.priority
@@ -84,12 +90,12 @@ class Tenant:
         self._requests = Bucket(requests, 1.0, clock) if requests else None
         self._tokens = Bucket(tokens / 60, 60.0, clock) if tokens else None
 
-    def isolated(self, path: str, body: bytes) -> bytes:
-        """A body whose cached prefix no other tenant shares. Raises RequestError (400) when it cannot be changed."""
+    def with_tenant_salt(self, path: str, body: bytes) -> bytes:
+        """Return a body whose cached prefix no other tenant shares. Raises RequestError (400) for invalid JSON."""
         if not self._isolate or path not in _SALTED | _MESSAGES:
             return body
         try:
-            # Whatever a client sends as its own, it gets no other tenant's.
+            # The client's own salt is kept, but hashed with the tenant's name, so that it cannot reach another's cache.
             own = field(body, "cache_salt") or b""
             salt = hashlib.sha256(msgspec.json.encode([self.name, own.decode("latin-1")])).hexdigest()
             return with_field(body, "cache_salt", b'"%b"' % salt.encode())
@@ -97,22 +103,22 @@ class Tenant:
             raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
 
     def with_priority(self, body: bytes, asked: object) -> bytes:
-        """A body that asks the engine for no better priority than this tenant may have; `asked`: what it asks for.
+        """Return a body with a priority no better than the tenant's; `asked` is the priority in the body.
 
-        One that asks for none stays as it is: engines without priorities refuse a body that has one. Raises
-        RequestError (400) for what engines may read as another number than we do.
+        A body without a priority stays unchanged, because engines without priorities refuse the field. Raises
+        RequestError (400) if it is not an integer.
         """
         if asked is None:
             return body
         if type(asked) is not int:
-            raise RequestError("priority is no integer. Send one, or leave it out.", param="priority")
+            raise RequestError("priority is not an integer. Send an integer, or omit it.", param="priority")
         return with_field(body, "priority", b"%d" % self.priority) if asked < self.priority else body
 
     def check_adapter(self, asked: object) -> None:
-        """Refuse an adapter that a body names beside its model, where not all models are this tenant's: with 403."""
+        """Raise RequestError (403) for an adapter beside the model, if the tenant may not use all models."""
         if asked is not None and self._models is not None:
             raise RequestError(
-                f"This API key is for some models alone. Name the adapter as the model, not in {ADAPTER}.",
+                f"This API key is limited to some models. Send the adapter as the model, not in {ADAPTER}.",
                 status=403,
                 type="permission_error",
                 param=ADAPTER,
@@ -120,11 +126,11 @@ class Tenant:
             )
 
     def may_use(self, model: str | None) -> bool:
-        """Whether its keys open a model."""
+        """Return whether the tenant may use a model."""
         return self._models is None or model in self._models
 
     def admit(self, model: str | None, tokens: int) -> None:
-        """Let a request through, or raise RequestError: 403 for the model, 429 for the rate."""
+        """Charge an allowed request. Raises RequestError: 403 for the model, 429 for the rate."""
         if not self.may_use(model):
             raise RequestError(
                 f"This API key may not use the model {model!r}. Send one of: {', '.join(sorted(self._models or ()))}.",
@@ -137,7 +143,7 @@ class Tenant:
             if bucket is not None and (wait := bucket.wait()):
                 seconds = math.ceil(wait)
                 raise RequestError(
-                    f"This API key has used up its {what}. Try again in {seconds} s.",
+                    f"This API key has used up its {what}. Retry in {seconds} s.",
                     status=429,
                     type="rate_limit_error",
                     code="rate_limit_exceeded",
@@ -146,11 +152,11 @@ class Tenant:
         self._charge(1, tokens)
 
     def spend(self, tokens: int) -> None:
-        """Tokens were used."""
+        """Charge tokens that were used."""
         self._charge(0, tokens)
 
     def spent_elsewhere(self, requests: int, tokens: int) -> None:
-        """Another router let requests and tokens through."""
+        """Charge requests and tokens that another router admitted."""
         self._take(requests, tokens)
 
     def _take(self, requests: int, tokens: int) -> None:
@@ -165,12 +171,12 @@ class Tenant:
 
 
 def without_credentials(headers: Headers) -> Headers:
-    """The headers without the key that was meant for us."""
+    """Return the headers without the client's key."""
     return [each for each in headers if each[0] not in _CREDENTIALS]
 
 
 class AccessControl:
-    """Who may pass, by the key that a request carries."""
+    """The tenants and the operator, by the key that a request carries."""
 
     def __init__(self, settings: TenantsSettings, token: str, aliases: Mapping[str, str] = {}) -> None:
         self._token = token.encode()
@@ -185,11 +191,11 @@ class AccessControl:
             self._tenants |= dict.fromkeys(each.keys, self._named[name])
 
     def tenant(self, name: str) -> Tenant:
-        """A tenant by its name."""
+        """Return a tenant by its name."""
         return self._named[name]
 
     def share(self, sharing: LoadSharing) -> None:
-        """Let rates hold for all routers together."""
+        """Apply each tenant's rates to all routers together."""
         for tenant in self._named.values():
             tenant.on_spent = sharing.spent
 
@@ -201,22 +207,22 @@ class AccessControl:
 
     @property
     def has_tenants(self) -> bool:
-        """Whether requests want a key."""
+        """Whether tenants are configured, so that requests need a key."""
         return bool(self._named)
 
     @property
     def has_token(self) -> bool:
-        """Whether there is a token for the operator."""
+        """Whether a token for the operator is configured."""
         return bool(self._token)
 
     def is_operator(self, headers: Headers) -> bool:
-        """Whether a request carries the operator's token."""
+        """Return whether a request carries the operator's token."""
         return bool(self._token) and compare_digest(credential(headers).encode(), self._token)
 
     def check(self, route: Route, headers: Headers) -> Tenant | None:
-        """Who asks, where there are tenants; None for the operator and for what is open.
+        """Return the tenant that sent a request; None for the operator and for open routes.
 
-        Raises RequestError: 401 without a key that is known, 403 with the wrong one.
+        Raises RequestError: 401 for an unknown key, 403 for a route that the key does not open.
         """
         if route.access is Access.ANYONE or self.is_operator(headers):
             return None
@@ -229,16 +235,19 @@ class AccessControl:
                 param="authorization",
                 code="invalid_api_key",
             )
-        opens = route.access in (Access.TENANT, Access.NOBODY) and (route.own or route.path in self._paths)
+        opens = route.access in (Access.TENANT, Access.WRONG_METHOD) and (route.own or route.path in self._paths)
         if not opens:
             raise RequestError(
-                "This wants the admin token, not an API key.", status=403, type="permission_error", code="not_allowed"
+                "This route requires the operator's token, not an API key.",
+                status=403,
+                type="permission_error",
+                code="not_allowed",
             )
         return tenant
 
 
 def credential(headers: Headers) -> str:
-    """The key that a request carries: as a bearer token, or in `x-api-key` as Anthropic's clients send it."""
+    """Return the key of a request: a bearer token, or `x-api-key` as Anthropic's clients send it."""
     for name, value in headers:
         if name == b"x-api-key":
             return value.decode("latin-1")

@@ -60,7 +60,7 @@ class AsgiRequest(TakenRequest):
         """Raise RequestError (413) if the body may cause too much work."""
         body, bodies = self._body, self._context.bodies
         assert body is not None
-        if self._context.head.method == _POST and not bodies.seems_little(body):
+        if self._context.head.method == _POST and not bodies.clearly_within_limits(body):
             await asyncio.to_thread(bodies.check_amount, body)
 
     def _scope(self) -> Scope:

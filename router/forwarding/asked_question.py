@@ -33,7 +33,7 @@ class AskedQuestion(TakenRequest):
 
     def start(self, body: bytes) -> None:
         try:
-            little = self._context.bodies.seems_little(body)
+            little = self._context.bodies.clearly_within_limits(body)
             answer = self._answer(body) if little else self._check_and_answer(body)
         except RequestError as error:
             self._refuse(error)

@@ -180,9 +180,9 @@ class Attempts:
             else:
                 lines, request_id = context.lines_for_workers(), context.id
             upstream = services.upstreams.of(worker.url)
-            keyed = context.admitted.keyed
+            add_worker_key = context.admitted.add_worker_key
             self.sent = upstream.send(
-                handler, head.method, head.target, lines, self._body, request_id, now, self._once, keyed
+                handler, head.method, head.target, lines, self._body, request_id, now, self._once, add_worker_key
             )
         if assignment is not self.assignment:
             return  # it went wrong at once
@@ -225,7 +225,7 @@ class Attempts:
             head.target,
             self._headers_to(assignment),
             on_prefilled,
-            self._context.admitted.keyed,
+            self._context.admitted.add_worker_key,
             self._transport,
         )
         pair.start()

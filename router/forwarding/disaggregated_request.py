@@ -47,13 +47,13 @@ class DisaggregatedRequest(ResponseHandler):
         target: bytes,
         headers: Headers,
         on_prefilled: Callable[[], None],
-        keyed: bool = True,
+        add_worker_key: bool = True,
         transport: Transport | None = None,
     ) -> None:
         """`on_prefilled` is called when the prefill is done, and the decode is what is waited for.
 
-        `keyed`: where the headers have no `authorization`, each worker is shown its own key. `transport`: who sends
-        the decode, if not the router itself.
+        `add_worker_key`: add each worker's own key, unless the headers have an `authorization`. `transport`: sends the
+        decode; None if the router itself sends it.
         """
         assert assignment.prefill is not None
         self._handler: ResponseHandler | None = handler
@@ -62,7 +62,7 @@ class DisaggregatedRequest(ResponseHandler):
         self._target = target
         self._headers = headers
         self._on_prefilled = on_prefilled
-        self._keyed = keyed
+        self._add_worker_key = add_worker_key
         self._transport = transport
         self._decode_worker = assignment.worker
         self._prefill_assignment = assignment.prefill
@@ -157,7 +157,9 @@ class DisaggregatedRequest(ResponseHandler):
 
     def _send(self, url: str, part: PreparedRequest, handler: ResponseHandler) -> UpstreamRequest:
         lines = forwarded_lines(self._headers_of(part))
-        return self._upstreams.of(url).send(handler, "POST", self._target, lines, part.body, keyed=self._keyed)
+        return self._upstreams.of(url).send(
+            handler, "POST", self._target, lines, part.body, add_worker_key=self._add_worker_key
+        )
 
     def _headers_of(self, part: PreparedRequest) -> Headers:
         replaced = {RANK_HEADER, *(name for name, _ in part.headers)}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from router.apis.stream_usage import HiddenUsage
-from router.apis.usage import UsageTail
+from router.apis.usage import HiddenUsage, UsageTail
 from router.fleet.health import Health
 from router.upstream.response_handler import ChunkForwarder
 
@@ -38,7 +37,7 @@ class EventStream(ChunkForwarder):
         self._hidden = hidden
 
     def forward(self, chunks: bytes) -> bool:
-        if self._hidden is not None and not self._hidden.lets_pass(chunks):
+        if self._hidden is not None and not self._hidden.can_forward(chunks):
             return False
         self._health.heard()
         place = chunks.rfind(_USAGE)  # `in` would first look whether it is asked for a number

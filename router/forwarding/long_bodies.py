@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from router.auth.arrivals import Arrivals
+from router.auth.bodies import ArrivingBodies
 
 # Bodies of no more bytes are read where they arrive: two milliseconds' work at most.
 LONG_BODY: Final = 256 * 1024
@@ -21,11 +21,11 @@ async def aside_if_long(body: bytes, read: Callable[[bytes], T]) -> T:
 
 
 class LongBodies:
-    """The thread, and what waits for it: `limit` bytes at most, as `Arrivals` counts them."""
+    """The thread, and what waits for it: `limit` bytes at most, as `ArrivingBodies` counts them."""
 
     def __init__(self, limit: int) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="long-bodies")
-        self._waiting = Arrivals(limit)
+        self._waiting = ArrivingBodies(limit)
 
     async def read(self, size: int, work: Callable[[], T]) -> T:
         """Do what reads a body of so many bytes. Raises RequestError (503) where too much waits already."""

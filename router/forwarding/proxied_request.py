@@ -33,7 +33,7 @@ import structlog
 from http_api.errors import RequestError
 from router.admission.ticket import deadline_error, read_ticket
 from router.apis.requests import RoutedRequest
-from router.apis.stream_usage import HiddenUsage, asking_for_usage
+from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
 from router.forwarding.attempts import AttemptHandler, Attempts, broken_off
@@ -218,16 +218,16 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         self._admit(prompt, body)
 
     def _decoded(self, body: bytes, span: Span | None) -> tuple[bytes, RoutedRequest]:
-        body, named = self._context.checked(body)
+        body, model_body = self._context.checked(body)
         body = self._asking(body)
-        return body, read_request(self._services, self._context, body, named, span)
+        return body, read_request(self._services, self._context, body, model_body, span)
 
     def _asking(self, body: bytes) -> bytes:
         """The body that is sent, asking for what we want to know of the answer."""
         services = self._services
         # With another transport the answer's bytes are not ours to change.
         asks = self._transport is None and (services.ask_usage or services.passing.listening)
-        if asks and (asking := asking_for_usage(self._context.head.path, body)):
+        if asks and (asking := with_include_usage(self._context.head.path, body)):
             body, self._hidden = asking, HiddenUsage()
         return body
 

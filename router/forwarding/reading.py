@@ -12,15 +12,15 @@ from router.routing.routed_prompt import RoutedPrompt
 
 
 def read_request(
-    services: ProxyServices, context: RequestContext, body: bytes, named: bytes, span: Span | None
+    services: ProxyServices, context: RequestContext, body: bytes, model_body: bytes, span: Span | None
 ) -> RoutedRequest:
-    """What is asked. `named`: what routing by load reads. Any thread may read it.
+    """What is asked. `model_body`: what routing by load reads. Any thread may read it.
 
     Raises RequestError, with which `span` ends.
     """
     head, router = context.head, services.router
     try:
-        call = Call(head.method, head.path, head.headers, body, head.naming, named)
+        call = Call(head.method, head.path, head.headers, body, head.session_headers, model_body)
         return read_call(call, with_prompt=router.needs_prompts, seen=router.body_cache)
     except RequestError as error:
         _fail(span, error)

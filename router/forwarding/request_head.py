@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.admission.ticket import urgent
 from router.apis.response_owners import is_about_stored
-from router.apis.sessions import only_naming
+from router.apis.sessions import only_session_headers
 from router.auth import Admitted
 from router.http.headers import LENGTH, REQUEST_ID, Headers, forwarded_lines, given_id, with_id
 
@@ -15,7 +15,7 @@ class RequestHead:
     """What a head says. `path` is without the query, `target` with it; names of headers are in lower case.
 
     `id`: the client's own name for the request, if it has one. `urgency`: the headers that a ticket is made of;
-    `naming`: those that may name a session. `about_stored`: it makes or reads what one worker alone has. `admitted`:
+    `session_headers`: those that may name a session. `about_stored`: it reads or creates stored objects. `admitted`:
     what it asks for and who asks, once that was checked. `lines`: the headers that a worker gets but for the id, as
     they are sent, once they were made.
     """
@@ -27,8 +27,8 @@ class RequestHead:
         "id",
         "lines",
         "method",
-        "naming",
         "path",
+        "session_headers",
         "target",
         "urgency",
         "wants_explanation",
@@ -41,7 +41,7 @@ class RequestHead:
         self.headers = headers
         self.id = given_id(headers)
         self.urgency = urgent(headers)
-        self.naming = only_naming(headers)
+        self.session_headers = only_session_headers(headers)
         self.wants_explanation = _EXPLAIN in headers
         self.about_stored = is_about_stored(path)
         self.admitted: Admitted | None = None

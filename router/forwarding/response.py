@@ -16,8 +16,7 @@ import structlog
 from http_api.errors import RequestError
 from router.apis.endpoints import error_event
 from router.apis.response_owners import SEARCHED_BYTES
-from router.apis.stream_usage import HiddenUsage
-from router.apis.usage import Usage, UsageTail
+from router.apis.usage import HiddenUsage, Usage, UsageTail
 from router.fleet.health import Outcome
 from router.forwarding.disaggregated_request import DisaggregatedRequest
 from router.forwarding.event_stream import EventStream
@@ -85,9 +84,9 @@ class ProxiedResponse:
         `recorded`: somebody wants to know its usage.
         """
         head, context, assignment = self.head, self._context, self._assignment
-        if hidden is not None and HiddenUsage.hides(head.headers):
+        if hidden is not None and HiddenUsage.applies_to(head.headers):
             self._hidden = hidden
-            self._client.begin(head, headers, hidden.passed(data, ended), ended)
+            self._client.begin(head, headers, hidden.filter(data, ended), ended)
         else:
             self._client.begin(head, headers, data, ended)
         # The client does not wait for the rest.
@@ -107,7 +106,7 @@ class ProxiedResponse:
 
     def pass_on(self, data: bytes, ended: bool) -> None:
         """More of the body came."""
-        self._client.more(data if self._hidden is None else self._hidden.passed(data, ended), ended)
+        self._client.more(data if self._hidden is None else self._hidden.filter(data, ended), ended)
         self._learn(data, ended)
 
     def forward_chunks(self, sent: SentRequest | None) -> None:
@@ -178,4 +177,4 @@ class ProxiedResponse:
             return
         # What came last may have been half an event.
         data = b"\n\n" + error_event(self._context.head.path, error)
-        self._client.more(data if self._hidden is None else self._hidden.passed(data, True), True)
+        self._client.more(data if self._hidden is None else self._hidden.filter(data, True), True)

@@ -259,7 +259,11 @@ class PickedRequest(ResponseWriter):
             headers = [header for header in headers if header[0] != b"content-length"]
             headers.append((b"content-length", b"%d" % len(data)))
         key = worker.key.authorization
-        if key is not None and self._context.admitted.keyed and not any(name == _AUTHORIZATION for name, _ in headers):
+        if (
+            key is not None
+            and self._context.admitted.add_worker_key
+            and not any(name == _AUTHORIZATION for name, _ in headers)
+        ):
             headers = [*headers, (_AUTHORIZATION, key)]
         path = prefix + self._path if prefix else None
         said = response.proxied.routing_headers()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http_api.errors import RequestError
-from router.auth import Admitted, Arrivals, too_large
+from router.auth import Admitted, ArrivingBodies, too_large
 from router.forwarding.proxy_services import ProxyContext
 from router.http.headers import Headers, length_of
 from router.picker import ext_proc_pb2 as pb
@@ -48,7 +48,7 @@ class RequestBody:
 
     __slots__ = ("_arrivals", "_arriving", "_parts", "size", "trailers")
 
-    def __init__(self, arrivals: Arrivals) -> None:
+    def __init__(self, arrivals: ArrivingBodies) -> None:
         self.size = 0
         self.trailers = False
         self._parts: list[bytes] = []

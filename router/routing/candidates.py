@@ -176,7 +176,7 @@ class CandidateFinder:
                 targets.ranks, self._load, self._peer_load, self._learned, self._policy, targets.prefill_share
             )
         view.update(now)
-        owner = self.responses.of(prompt.stored) if prompt.stored else None
+        owner = self.responses.get(prompt.stored) if prompt.stored else None
         rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
         found = CandidateSet(self, targets, view, rows)
         if by_load:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from indexer import Indexer
-from router.apis.agent_hints import AgentHints
+from router.apis.sessions import AgentHints
 from router.apis.usage import Usage
 from router.cache_state.hit_audit import Basis, CachePrediction, HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes, reusable_hashes

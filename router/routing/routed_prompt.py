@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from indexer.hashing import PackedPrompt
-from router.apis.agent_hints import AgentHints
 from router.apis.requests import RoutedRequest
+from router.apis.sessions import AgentHints
 from router.tokens.tokenizers import Tokenized
 
 # For prompts whose tokens are not known: English text has about this many bytes a token.

@@ -119,7 +119,7 @@ class EngineClient:
         if any(text and not len(found) for text, found in zip(texts, prompts, strict=True)):
             # llama.cpp's takes another field, and finds nothing in ours.
             raise NotOfferedError(f"{url}: its /tokenize is another one")
-        return [prompt.truncation.of(each) for each in prompts] if prompt.truncation else prompts
+        return [prompt.truncation.apply(each) for each in prompts] if prompt.truncation else prompts
 
     async def computed(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
         """The token ids that the engine computes of one prompt, by computing it: with an answer of one token."""

@@ -102,7 +102,7 @@ class LocalTokenizer:
         if isinstance(prompt, ChatPrompt):
             return [self.encode_chat(prompt, at_most=at_most)]
         prompts = self.encode(prompt.texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
-        return [prompt.truncation.of(each) for each in prompts] if prompt.truncation else prompts
+        return [prompt.truncation.apply(each) for each in prompts] if prompt.truncation else prompts
 
     def encode_chat(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> PackedPrompt:
         """The token ids of a conversation without media. Raises as `render` and `encode` do."""
@@ -112,7 +112,7 @@ class LocalTokenizer:
             (prompt,) = self.encode([rendered], add_special_tokens=chat.add_special_tokens, at_most=at_most)
         else:
             prompt = self._prompts.of_tokens(rendered)
-        return truncation.of(prompt) if truncation else prompt
+        return truncation.apply(prompt) if truncation else prompt
 
     def _text_of(self, chat: ChatPrompt) -> str | bytes:
         """A conversation's text, or its packed token ids where the model family's encoder makes those at once."""

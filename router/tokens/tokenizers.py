@@ -264,7 +264,7 @@ def _of_tokens(prompt: TokenPrompts, tokenizer: ModelTokenizer | None) -> Tokeni
         _check_vocabulary(prompt, tokenizer.local.vocab_size)
     prompts = [PackedPrompt.of(ids) for ids in prompt.token_ids]
     if prompt.truncation:
-        prompts = [prompt.truncation.of(each) for each in prompts]
+        prompts = [prompt.truncation.apply(each) for each in prompts]
     return Tokenized(prompts, prompts)
 
 

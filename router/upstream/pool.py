@@ -86,21 +86,21 @@ class Upstream(ConnectionOwner):
         request_id: bytes = b"",
         now: float | None = None,
         once: bool = False,
-        keyed: bool = True,
+        add_worker_key: bool = True,
     ) -> UpstreamRequest:
         """Send a request. `target` is a path with its query; `lines` are the headers that are about the message.
 
         `request_id`: what comes beside them, where the same lines come with many requests. `now`: by `time.monotonic`,
         where it was just read. `once`: over a connection of its own; a kept one may turn out to be closed too late.
-        `keyed`: with the worker's API key, where the lines have no `authorization`.
+        `add_worker_key`: with the worker's API key, where the lines have no `authorization`.
         """
         end = end_of_head(method, len(body))
         beside = len(body) > _ONE_BUFFER
         behind = b"" if beside else body
         if request_id:
-            request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines, keyed), request_id, end, behind)
+            request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines, add_worker_key), request_id, end, behind)
         else:
-            request = b"%b%b%b" % (self._begin(method, target, lines, keyed), end, behind)
+            request = b"%b%b%b" % (self._begin(method, target, lines, add_worker_key), end, behind)
         connection = None if once else self._take_idle(_now() if now is None else now)
         sent = UpstreamRequest(handler, method, request, body if beside else b"")
         if connection is None:
@@ -114,21 +114,21 @@ class Upstream(ConnectionOwner):
         self._authorization = b"authorization: %b\r\n" % authorization if authorization is not None else b""
         self._openings.clear()
 
-    def _begin(self, method: str, target: bytes, lines: bytes, keyed: bool) -> bytes:
+    def _begin(self, method: str, target: bytes, lines: bytes, add_worker_key: bool) -> bytes:
         """What a request's head begins with."""
-        if keyed and self._authorization and b"\r\nauthorization:" not in b"\r\n" + lines:
+        if add_worker_key and self._authorization and b"\r\nauthorization:" not in b"\r\n" + lines:
             lines += self._authorization
         return self.origin.opening(method, target, lines)
 
-    def _opening(self, method: str, target: bytes, lines: bytes, keyed: bool) -> bytes:
+    def _opening(self, method: str, target: bytes, lines: bytes, add_worker_key: bool) -> bytes:
         """What a request's head begins with, up to its id."""
-        openings = self._openings if keyed else self._bare_openings
+        openings = self._openings if add_worker_key else self._bare_openings
         known = openings.get(lines)
         if known is not None and known.method == method and known.target == target:
             return known.head
         if len(openings) >= _MOST_OPENINGS:
             openings.clear()
-        head = self._begin(method, target, lines, keyed) + b"x-request-id: "
+        head = self._begin(method, target, lines, add_worker_key) + b"x-request-id: "
         openings[lines] = _Opening(method, target, head)
         return head
 

@@ -15,7 +15,7 @@ from router_under_test import RouterUnderTest, raw, router, until
 from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
 
 from router.auth import hashed_key
-from router.auth.engine_fields import FIELDS, HEADERS
+from router.auth.engine_fields import CONTROL_FIELDS, CONTROL_HEADERS
 
 pytestmark = pytest.mark.anyio
 
@@ -249,7 +249,7 @@ async def test_fields_that_steer_engines_are_the_routers(
 ) -> None:
     """A tenant's are refused; those of others do not come through."""
     for path in BODIES:
-        for name in (*FIELDS, "\\u006bv_transfer_params", "r\\u0069d"):
+        for name in (*CONTROL_FIELDS, "\\u006bv_transfer_params", "r\\u0069d"):
             inside = with_field(BODIES[path], "vllm_xargs", f'{{"{name}": 1}}')
             for body in (with_field(BODIES[path], name), inside):
                 assert (await guarded.call(path, body, headers=KEY)).status == 400, name
@@ -258,7 +258,7 @@ async def test_fields_that_steer_engines_are_the_routers(
                 kept = json.loads(worker.exchanges.pop().body)
                 assert kept.pop("vllm_xargs", {}) == {}
                 assert kept == BODIES[path]
-        for header in HEADERS:
+        for header in CONTROL_HEADERS:
             given = {header.decode(): "1"}
             assert (await guarded.call(path, BODIES[path], headers=KEY | given)).status == 400, header
             assert worker.exchanges == []

@@ -27,7 +27,7 @@ from generated_requests import request_with_known_head
 from recording_worker import Got
 from ways import InProcess, Manner, OverSockets
 
-from router.auth.engine_fields import FIELDS, HEADERS, steering_fields
+from router.auth.engine_fields import CONTROL_FIELDS, CONTROL_HEADERS, control_fields
 from router.auth.routes import Access, Routes
 from router.http.strict_requests import canonical_path
 
@@ -143,7 +143,7 @@ def judge(read: Read | None, got: Got) -> str | None:
     route = _ROUTES.find(read.method.decode(), canonical_path(read.target))
     if route.own or route.access not in (Access.TENANT, Access.CALLER):
         return f"the route is {route}"
-    if {name.replace(b"_", b"-") for name, _ in got.headers} & HEADERS:
+    if {name.replace(b"_", b"-") for name, _ in got.headers} & CONTROL_HEADERS:
         return "a header steers the engine"
     if not route.json and got.body == read.body:
         return _steers(got)
@@ -151,10 +151,10 @@ def judge(read: Read | None, got: Got) -> str | None:
         asked, read_there = strict_json(read.body), strict_json(got.body)
     except ValueError as error:
         return f"the body is not strict: {error}"
-    if steering_fields(read_there):
+    if control_fields(read_there):
         return "a field steers the engine"
-    if not FIELDS.isdisjoint(asked) or "vllm_xargs" in asked:
-        asked = {name: value for name, value in asked.items() if name not in FIELDS and name != "vllm_xargs"}
+    if not CONTROL_FIELDS.isdisjoint(asked) or "vllm_xargs" in asked:
+        asked = {name: value for name, value in asked.items() if name not in CONTROL_FIELDS and name != "vllm_xargs"}
         read_there = {name: value for name, value in read_there.items() if name != "vllm_xargs"}
     return None if asked == read_there else "the body means something else"
 
@@ -162,13 +162,13 @@ def judge(read: Read | None, got: Got) -> str | None:
 def _steers(got: Got) -> str | None:
     """Whether an engine that takes any JSON, or a form, would be steered by a body that went on as it came."""
     kind = b", ".join(value for name, value in got.headers if name == b"content-type")
-    if not FIELDS.isdisjoint(_names_in_form(kind, got.body)):
+    if not CONTROL_FIELDS.isdisjoint(_names_in_form(kind, got.body)):
         return "a field of a form steers the engine"
     try:
         fields = _lenient_json(got.body)
     except (ValueError, RecursionError):
         return None
-    return "a field steers the engine" if isinstance(fields, dict) and steering_fields(fields) else None
+    return "a field steers the engine" if isinstance(fields, dict) and control_fields(fields) else None
 
 
 def _names_in_form(kind: bytes, body: bytes) -> set[str]:

@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-from router.auth.engine_fields import FIELDS, HEADERS
+from router.auth.engine_fields import CONTROL_FIELDS, CONTROL_HEADERS
 
 PATHS = [
     "/v1/completions",
@@ -82,7 +82,7 @@ _STEERING = [
     "r\\u0069d",
     "data_parallel_rank",
     "\\u006bv_transfer_params",
-    *sorted(FIELDS),
+    *sorted(CONTROL_FIELDS),
 ]
 _ODD_VALUES = [
     *("1", '{"a": 1}', "9" * 5000, "-0", "1E400", "1e-999", "NaN", "1e999", "01", "[" * 300),
@@ -90,7 +90,7 @@ _ODD_VALUES = [
 ]
 _HEADERS = [
     "x-data-parallel-rank: 1",
-    *(f"{name.decode()}: 1" for name in sorted(HEADERS)),
+    *(f"{name.decode()}: 1" for name in sorted(CONTROL_HEADERS)),
     "x_data_parallel_rank: 1",
     "X-Request-Id: a b",
     "Connection: x-request-id",
@@ -126,7 +126,7 @@ _HEADERS = [
     "X: " + "a" * 300,
     "Connection: content-type",
     "Connection: host, x-data-parallel-rank, content-type",
-    *(f"Connection: {name.decode()}" for name in sorted(HEADERS)),
+    *(f"Connection: {name.decode()}" for name in sorted(CONTROL_HEADERS)),
     "Content-Type: application/x-www-form-urlencoded",
     "Content-Type: multipart/form-data; boundary=b",
     "Content-Type: text/plain",
@@ -247,7 +247,9 @@ def _chunked(random: Random, body: bytes) -> bytes:
 
 def form(random: Random) -> tuple[str, bytes]:
     """A form, bent a little, and its content's type."""
-    names = random.choices(["model", "file", "x", *sorted(FIELDS)[:3], "vllm_xargs"], [9, 5, 5, 1, 1, 1, 1], k=2)
+    names = random.choices(
+        ["model", "file", "x", *sorted(CONTROL_FIELDS)[:3], "vllm_xargs"], [9, 5, 5, 1, 1, 1, 1], k=2
+    )
     if random.random() < 0.1:
         text = random.choice(["&", ";"]).join(f"{name}=%7b%22rid%22:1%7d" for name in names)
         return random.choice(["application/x-www-form-urlencoded", "text/plain"]), text.replace("rid", "r%69d").encode()

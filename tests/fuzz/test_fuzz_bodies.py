@@ -10,9 +10,9 @@ from differential import strict_json
 from generated_requests import json_body
 
 from http_api.errors import RequestError
-from router.apis.strict_json import LONG
+from router.apis.json_edit import LONG
 from router.auth.bodies import BodyCheck, read_object
-from router.auth.engine_fields import steering_fields
+from router.auth.engine_fields import control_fields
 from router.auth.routes import Routes
 from router.settings import EngineFields, LimitSettings
 
@@ -38,17 +38,17 @@ def test_a_body_that_is_accepted_has_one_meaning() -> None:
             continue
         if check.named(body) is not None:
             plain_ones += 1
-            assert steering_fields(fields) == [], body
+            assert control_fields(fields) == [], body
             assert "priority" not in fields, body
         accepted += 1
         assert strict_json(body) == fields, body
-        stripped, _ = check.checked(ROUTE, b"", body, None, EngineFields.STRIP)
-        read = strict_json(stripped)
-        assert steering_fields(read) == [], body
-        kept = {name for name in fields if not steering_fields({name: fields[name]})}
+        without_control_fields, _ = check.checked(ROUTE, b"", body, None, EngineFields.STRIP)
+        read = strict_json(without_control_fields)
+        assert control_fields(read) == [], body
+        kept = {name for name in fields if not control_fields({name: fields[name]})}
         assert all(read[name] == fields[name] for name in kept), body
-        if not steering_fields(fields):
-            assert stripped is body
+        if not control_fields(fields):
+            assert without_control_fields is body
             assert check.checked(ROUTE, b"", body, None, EngineFields.REFUSE)[0] is body
         msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     assert accepted > count / 10

@@ -15,10 +15,10 @@ from http_api.openapi import errors, json_body
 from indexer.names import WorkerNames
 from router.admission.admission import Admission
 from router.admission.wait_reason import WaitReason
-from router.apis.agent_hints import AgentHints, hints_in_headers
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
 from router.apis.requests import RoutedRequest
+from router.apis.sessions import AgentHints, hints_in_headers
 from router.app.services import Services
 from router.auth.bodies import check_amounts
 from router.cache_state.session_locations import SessionLocations

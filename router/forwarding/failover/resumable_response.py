@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from http_api.errors import RequestError
 from router.apis.endpoints import error_event
-from router.apis.stream_usage import HiddenUsage
-from router.apis.usage import UsageTail
+from router.apis.usage import HiddenUsage, UsageTail
 from router.forwarding.failover.resumable_stream import ResumableStream
 from router.forwarding.response import ProxiedResponse
 from router.forwarding.routing_headers import RoutingHeaders
@@ -27,7 +26,7 @@ class ResumableResponse(ProxiedResponse):
     @staticmethod
     def fits(head: ResponseHead) -> bool:
         """Whether an answer with this head is a stream that can be read."""
-        return head.status == 200 and HiddenUsage.hides(head.headers)
+        return head.status == 200 and HiddenUsage.applies_to(head.headers)
 
     def start(
         self,

@@ -111,7 +111,7 @@ class StreamFailover:
     async def _read(self, context: RequestContext, body: bytes) -> RoutedPrompt:
         """A request's prompt with its tokens, where they can be known, whatever the policy looks at."""
         head = context.head
-        request = read_call(Call(head.method, head.path, head.headers, body, head.naming))
+        request = read_call(Call(head.method, head.path, head.headers, body, head.session_headers))
         prompt = self._router.read_now(request, len(body))
         if prompt is None or not prompt.token_ids:
             prompt = await self._router.read_aside(request, len(body))

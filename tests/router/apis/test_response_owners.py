@@ -19,8 +19,8 @@ from router.apis.response_owners import SEARCHED_BYTES, ResponseOwners
 def test_a_response_is_known_by_how_its_answer_begins(beginning: bytes) -> None:
     owners = ResponseOwners()
     assert owners.learn(beginning, "http://a")
-    assert owners.of("resp_1") == "http://a"
-    assert owners.of("resp_2") is None
+    assert owners.get("resp_1") == "http://a"
+    assert owners.get("resp_2") is None
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_the_oldest_are_forgotten() -> None:
     owners = ResponseOwners(most=2)
     for number in (1, 2, 1, 3):
         owners.learn(b'{"id":"resp_%d"}' % number, f"http://{number}")
-    assert [owners.of(f"resp_{number}") for number in (1, 2, 3)] == ["http://1", None, "http://3"]
+    assert [owners.get(f"resp_{number}") for number in (1, 2, 3)] == ["http://1", None, "http://3"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.apis.stream_usage import HiddenUsage, asking_for_usage
+from router.apis.usage import HiddenUsage, with_include_usage
 
 CHAT = "/v1/chat/completions"
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3}}\n\n'
@@ -30,10 +30,10 @@ EVENTS = st.sampled_from(
 
 def seen(chunks: list[bytes], headers: list[tuple[bytes, bytes]]) -> list[bytes]:
     """What a client gets of chunks."""
-    if not HiddenUsage.hides(headers):
+    if not HiddenUsage.applies_to(headers):
         return [*chunks, b""]
     hidden = HiddenUsage()
-    return [passed for chunk in chunks if (passed := hidden.passed(chunk, False))] + [hidden.passed(b"", True)]
+    return [passed for chunk in chunks if (passed := hidden.filter(chunk, False))] + [hidden.filter(b"", True)]
 
 
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -77,14 +77,14 @@ def test_what_is_no_stream_passes(headers: list[tuple[bytes, bytes]]) -> None:
     ],
 )
 def test_only_streams_that_do_not_ask_are_changed(body: bytes, asked: bytes | None) -> None:
-    assert asking_for_usage(CHAT, body) == asked
-    assert asking_for_usage("/v1/responses", body) is None
+    assert with_include_usage(CHAT, body) == asked
+    assert with_include_usage("/v1/responses", body) is None
 
 
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text()))
 def test_what_is_asked_parses_to_what_was_sent_and_the_question(body: dict[str, Any]) -> None:
     sent = body | {"stream": True}
     sent.pop("stream_options", None)
-    asked = asking_for_usage(CHAT, json.dumps(sent).encode())
+    asked = with_include_usage(CHAT, json.dumps(sent).encode())
     assert asked is not None
     assert json.loads(asked) == sent | {"stream_options": {"include_usage": True}}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from http_api.errors import RequestError
 from indexer.cores import CORES
-from router.apis.json_edit import field, with_field, without_fields
-from router.apis.strict_json import LONG, outline_of, strict_json
+from router.apis.json_edit import LONG, field, read_outline, strict_json, with_field, without_fields
 from router.auth.bodies import read_object
 
 pytestmark = pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
@@ -41,7 +40,7 @@ def without_text(value: Any) -> Any:
 @given(objects, st.booleans(), st.sampled_from([None, 0, 3]))
 def test_an_outline_has_everything_but_the_text(fields: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
     body = long(fields, ascii_only, indent)
-    outline = outline_of(body)
+    outline = read_outline(body)
     assert outline is not None
     assert len(outline.text) < LONG
     whole = json.loads(body)
@@ -85,7 +84,7 @@ def test_what_is_refused_of_a_body_is_refused_of_its_outline(
 )
 def test_what_is_counted(many: str, counted: int) -> None:
     body = f'{{"pad": {json.dumps(PAD)}, "x": [{many}0]}}'.encode()
-    few, more = (outline_of(body.replace(b'"x"', name)) for name in (b'"x"', b'"y": [1, 2, 3], "x"'))
+    few, more = (read_outline(body.replace(b'"x"', name)) for name in (b'"x"', b'"y": [1, 2, 3], "x"'))
     assert few is not None
     assert more is not None
     assert few.values == counted + 8 + 1 + 8 + 2 * 4

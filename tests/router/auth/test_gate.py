@@ -106,21 +106,21 @@ def test_a_refused_request_costs_nothing(clock: Clock) -> None:
 def test_tenants_never_share_a_salt(clock: Clock) -> None:
     tenants = tenant(clock, "a", isolate=True), tenant(clock, "b", isolate=True)
     bodies = [b'{"prompt": 1}', b'{"prompt": 1, "cache_salt": "x"}', b'{"prompt": 1, "cache_salt": "y"}']
-    salts = [json.loads(each.isolated(CHAT, body))["cache_salt"] for each in tenants for body in bodies]
+    salts = [json.loads(each.with_tenant_salt(CHAT, body))["cache_salt"] for each in tenants for body in bodies]
     assert len(set(salts)) == 6
     stolen = json.dumps({"prompt": 1, "cache_salt": salts[0]}).encode()
-    assert json.loads(tenants[1].isolated(CHAT, stolen))["cache_salt"] not in salts
-    assert salts == [json.loads(each.isolated(CHAT, body))["cache_salt"] for each in tenants for body in bodies]
+    assert json.loads(tenants[1].with_tenant_salt(CHAT, stolen))["cache_salt"] not in salts
+    assert salts == [json.loads(each.with_tenant_salt(CHAT, body))["cache_salt"] for each in tenants for body in bodies]
 
 
 def test_only_the_salt_is_changed_and_only_when_wanted(clock: Clock) -> None:
     body = b'{ "prompt": "\\u00e9",\n"x": 1.0 }'
     apart = tenant(clock, isolate=True)
-    assert apart.isolated(CHAT, body).startswith(body[:-2] + b',"cache_salt":"')
-    assert apart.isolated("/v1/embeddings", body) == body
-    assert tenant(clock).isolated(CHAT, body) == body
+    assert apart.with_tenant_salt(CHAT, body).startswith(body[:-2] + b',"cache_salt":"')
+    assert apart.with_tenant_salt("/v1/embeddings", body) == body
+    assert tenant(clock).with_tenant_salt(CHAT, body) == body
 
 
 def test_a_body_that_cannot_be_changed_is_refused(clock: Clock) -> None:
     with pytest.raises(RequestError, match="Send one JSON object, in UTF-8"):
-        tenant(clock, isolate=True).isolated(CHAT, b"[]")
+        tenant(clock, isolate=True).with_tenant_salt(CHAT, b"[]")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from http_api.errors import RequestError
 from indexer.cores import CORES
-from router.apis.body_fields import NamedFields
+from router.apis.body_fields import ModelFields
 from router.apis.fields import read_body
 from router.auth.bodies import BodyCheck, _values_in, read_object
-from router.auth.engine_fields import CARRIERS, FIELDS
+from router.auth.engine_fields import CARRIERS, CONTROL_FIELDS
 from router.auth.routes import Routes
 from router.settings import EngineFields, LimitSettings
 
@@ -25,7 +25,20 @@ CHECK = BodyCheck(LIMITS)
 CHAT = Routes().find("POST", "/v1/chat/completions")
 
 names = st.sampled_from(
-    ["model", "stream", "user", "messages", "prompt", "a", "a ", "é", "", *sorted(FIELDS)[:2], CARRIERS[0], "priority"]
+    [
+        "model",
+        "stream",
+        "user",
+        "messages",
+        "prompt",
+        "a",
+        "a ",
+        "é",
+        "",
+        *sorted(CONTROL_FIELDS)[:2],
+        CARRIERS[0],
+        "priority",
+    ]
 )
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -45,7 +58,7 @@ def is_accepted_as_it_is(body: bytes) -> bool:
 
 
 _WHOLE = BodyCheck(LIMITS)
-_WHOLE.named = lambda _: None
+_WHOLE.model_body = lambda _: None
 
 
 @given(
@@ -59,18 +72,18 @@ def test_whatever_is_plain_is_accepted(
     body = bytearray(json.dumps(fields, ensure_ascii=ascii_only, allow_nan=True).encode("utf-8", "surrogatepass"))
     for place, removed, byte in damage:
         body[place : place + removed] = bytes([byte])
-    named = CHECK.named(bytes(body))
+    named = CHECK.model_body(bytes(body))
     if named is not None:
         assert is_accepted_as_it_is(bytes(body))
-        assert read_body(named, NamedFields) == read_body(bytes(body), NamedFields)
+        assert read_body(named, ModelFields) == read_body(bytes(body), ModelFields)
 
 
 @given(st.binary(max_size=60))
 def test_nothing_that_is_no_json_is_plain(body: bytes) -> None:
     text = b'{"a": "' + body + b'"}'
-    if CHECK.named(text) is not None:
+    if CHECK.model_body(text) is not None:
         assert is_accepted_as_it_is(text)
-    if CHECK.named(body) is not None:
+    if CHECK.model_body(body) is not None:
         assert is_accepted_as_it_is(body)
 
 
@@ -94,7 +107,7 @@ PLAIN = [
 @pytest.mark.parametrize("indent", [None, 2])
 def test_what_clients_send_is_plain(fields: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
     body = json.dumps(fields, ensure_ascii=ascii_only, indent=indent).encode()
-    assert CHECK.named(body) is not None
+    assert CHECK.model_body(body) is not None
     assert is_accepted_as_it_is(body)
 
 
@@ -148,14 +161,14 @@ NOT_PLAIN = [
 
 @pytest.mark.parametrize("body", NOT_PLAIN)
 def test_what_is_rare_is_not_plain(body: bytes) -> None:
-    assert CHECK.named(body) is None
+    assert CHECK.model_body(body) is None
 
 
 @pytest.mark.parametrize("byte", [b"\x00", b"\x1f", b"\x80", b"\xff", b'"', b"\\"])
 def test_what_is_not_plain_is_seen_wherever_it_stands(byte: bytes) -> None:
     for length in range(40):
         for place in range(length + 1):
-            assert CHECK.named(b'{"a": "' + b"a" * place + byte + b"a" * (length - place) + b'", "b": 1}') is None
+            assert CHECK.model_body(b'{"a": "' + b"a" * place + byte + b"a" * (length - place) + b'", "b": 1}') is None
 
 
 def test_an_named_is_what_routing_by_load_reads() -> None:
@@ -163,8 +176,8 @@ def test_an_named_is_what_routing_by_load_reads() -> None:
     body = json.dumps(
         {"messages": [{"content": "a" * 9000}], "model": "m", "n": 1, "stream": True, "user": "Zoë"}
     ).encode()
-    assert CHECK.named(body) == b'{"model": "m","stream": true,"user": "Zo\\u00eb"}'
-    assert CHECK.named(b'{ "prompt": 1 }') == b"{}"
+    assert CHECK.model_body(body) == b'{"model": "m","stream": true,"user": "Zo\\u00eb"}'
+    assert CHECK.model_body(b'{ "prompt": 1 }') == b"{}"
 
 
 def test_a_string_without_an_end_is_no_work() -> None:
@@ -179,14 +192,14 @@ def test_what_seems_little_at_a_glance_is_no_more(value: Any, spaces: int) -> No
     check = BodyCheck(LimitSettings(values=100_000))
     item = json.dumps(value).encode()
     body = b"[" + b",".join([item] * (70_000 // (len(item) + 1) + 1)) + b" " * spaces + b"]"
-    if check.seems_little(body):
+    if check.clearly_within_limits(body):
         check.check_amount(body)
 
 
 def test_a_glance_tells_little_from_much() -> None:
     check = BodyCheck(LimitSettings(values=100_000))
-    assert check.seems_little(b"[[{}]]")
-    assert check.seems_little(b'{"model":"m","token_ids":[' + b"12345," * 15_000 + b"1]}")
-    assert not check.seems_little(b"[" + b"[]," * 25_000 + b"1]")
-    assert not check.seems_little(b'{"":' + b'{"a":1},' * 15_000 + b"1}")
-    assert not check.seems_little(b"[" + b"1," * 60_000 + b"1]")
+    assert check.clearly_within_limits(b"[[{}]]")
+    assert check.clearly_within_limits(b'{"model":"m","token_ids":[' + b"12345," * 15_000 + b"1]}")
+    assert not check.clearly_within_limits(b"[" + b"[]," * 25_000 + b"1]")
+    assert not check.clearly_within_limits(b'{"":' + b'{"a":1},' * 15_000 + b"1}")
+    assert not check.clearly_within_limits(b"[" + b"1," * 60_000 + b"1]")

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.apis.stream_usage import HiddenUsage
-from router.apis.usage import Usage, UsageTail
+from router.apis.usage import HiddenUsage, Usage, UsageTail
 from router.fleet.health import Health
 from router.forwarding.event_stream import EventStream
 from router.http.chunks import body_of, body_size
@@ -272,8 +271,8 @@ def test_what_hides_usage_passes_whole_events_that_have_none() -> None:
     assert stream.forward(event)
     assert not stream.forward(chunk(USAGE))
     assert not stream.forward(chunk(b"data: half of an event\n"))
-    hidden.passed(b"data: half of an event\n", False)
+    hidden.filter(b"data: half of an event\n", False)
     assert not stream.forward(event)
-    hidden.passed(b"\n", False)
+    hidden.filter(b"\n", False)
     assert stream.forward(event)
     assert written == [event, event]

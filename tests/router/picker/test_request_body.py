@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from http_api.errors import RequestError
-from router.auth import Arrivals
+from router.auth import ArrivingBodies
 from router.picker.request_body import RequestBody
 
 
 def test_all_bodies_that_arrive_are_bounded_together() -> None:
-    arrivals = Arrivals(100)
+    arrivals = ArrivingBodies(100)
     first, second = RequestBody(arrivals), RequestBody(arrivals)
     first.add(b"x" * 60)
     with pytest.raises(RequestError) as refused:

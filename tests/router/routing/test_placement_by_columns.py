@@ -12,7 +12,7 @@ import pytest
 from indexer import Indexer, Registration, Target
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
-from router.apis.agent_hints import AgentHints
+from router.apis.sessions import AgentHints
 from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes

@@ -360,7 +360,7 @@ def test_a_response_is_found_by_the_router_that_did_not_see_it() -> None:
         here.send_everything()
         for message in wire.told:
             there.receive(message)
-        assert theirs.of("resp_1") == "http://w"
+        assert theirs.get("resp_1") == "http://w"
 
     asyncio.run(play())
 

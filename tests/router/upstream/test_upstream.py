@@ -235,7 +235,7 @@ def test_a_workers_key_is_shown_unless_the_request_has_one_or_must_not(request_i
 
     async def main() -> None:
         async with served(remembers) as (upstreams, url):
-            for shown, lines, keyed, expected in (
+            for shown, lines, add_worker_key, expected in (
                 (b"Bearer a", b"x: 1\r\n", True, [b"Bearer a"]),
                 (b"Bearer a", b"x: 1\r\n", False, []),
                 (b"Bearer a", b"x: 1\r\n", True, [b"Bearer a"]),
@@ -246,7 +246,7 @@ def test_a_workers_key_is_shown_unless_the_request_has_one_or_must_not(request_i
                 upstream = upstreams.of(url)
                 upstreams.show(url, shown)
                 handler = Remembering()
-                upstream.send(handler, "GET", b"/", lines, b"", request_id, keyed=keyed)
+                upstream.send(handler, "GET", b"/", lines, b"", request_id, add_worker_key=add_worker_key)
                 async with asyncio.timeout(60):
                     await handler.over
                 assert re.findall(rb"authorization: (.*)\r\n", heads[-1]) == expected

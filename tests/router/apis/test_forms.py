@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from http_api.errors import RequestError
-from router.auth.forms import form_fields
+from router.apis.forms import form_fields
 
 CONTENT_TYPE = b"multipart/form-data; boundary=X"
 
