@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvrouter.extras import missing_extra
-from kvrouter.package_check import ForeignPackageError, check_packages
+from kvrouter.installation import ForeignPackageError, check_packages, missing_extra
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvrouter.commands import config
-from kvrouter.commands.keys import hash_key, keygen
+from kvrouter.commands.config import hash_key, keygen
 from kvrouter.commands.questions import doctor, explain, match, top
 from kvrouter.commands.recordings import record, replay, replay_trace
 from kvrouter.commands.services import indexer, picker, serve

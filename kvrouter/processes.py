@@ -1,15 +1,16 @@
-"""`kvrouter` subcommands as processes of their own, started with this Python and ended with the caller."""
+"""Processes: `kvrouter` subcommands as child processes, and a stop signal for this one."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -75,3 +76,28 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
 
     def __enter__(self) -> Self:
         return self
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stop_signal() -> Iterator[asyncio.Event]:
+    """An event that the first SIGINT or SIGTERM sets, in the running loop; a second one acts as it usually does."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+
+    def leave() -> None:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+    def stop() -> None:
+        stopped.set()
+        leave()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield stopped
+    finally:
+        leave()

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.chaos.faults import ALL
-from benchmarks.chaos.report import table
-from benchmarks.chaos.run import Plan, run_chaos
+from benchmarks.chaos.run import Plan, run_chaos, table
 
 _MOST_PROBLEMS = 5
 

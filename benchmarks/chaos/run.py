@@ -1,4 +1,4 @@
-"""The run: one undisturbed phase, then one phase for each fault, each on a worker of its own."""
+"""One run: a load, faults in its phases, and a table of what each phase lost."""
 
 from __future__ import annotations
 
@@ -110,3 +110,28 @@ async def _left_over(fleet: ChaosFleet) -> int:
         await asyncio.sleep(0.1)
         left = await fleet.left_over()
     return left
+
+
+_COLUMNS = ("phase", "requests", "lost", "broken off", "moved", "noticed after s", "p99 TTFT ms", "ratio")
+
+
+def table(result: Result) -> str:
+    """One row a phase. `lost` had no answer; p99 and its ratio are those of requests to the other workers."""
+    usual = result.phases[0].p99()
+    rows = [
+        (
+            phase.name,
+            str(len(phase.streams)),
+            str(len(phase.lost)),
+            str(len(phase.broken)),
+            str(phase.moved),
+            "" if phase.noticed is None else f"{phase.noticed:.1f}",
+            f"{phase.p99() * 1000:.0f}",
+            f"{phase.p99() / usual:.2f}",
+        )
+        for phase in result.phases
+    ]
+    widths = [max(map(len, cells)) for cells in zip(_COLUMNS, *rows, strict=True)]
+    lines = [_COLUMNS, tuple("-" * width for width in widths), *rows]
+    text = "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    return f"{text}\n\nStill reserved at the end: {result.left_over}"

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.builds import is_compiled
 from benchmarks.envoy.measures import (
     CONNECTIONS,
     SIZE,
@@ -22,10 +21,9 @@ from benchmarks.envoy.measures import (
     measure_streams,
     measure_whole,
 )
-from benchmarks.envoy.sides import Side, version
-from benchmarks.envoy.worker import LONG, SHORT, workers
-from benchmarks.index.machine import CORES, LOAD_CORE, description, pin
+from benchmarks.envoy.sides import LONG, SHORT, Side, version, workers
 from benchmarks.index.report import write_section
+from benchmarks.machine import CORES, LOAD_CORE, description, is_compiled, pin
 from benchmarks.proxy.load import tool
 from benchmarks.proxy.raw_worker import EVENT, PAUSE
 from benchmarks.proxy.workers import WORKERS

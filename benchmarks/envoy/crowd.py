@@ -17,12 +17,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from benchmarks.builds import is_compiled, python
 from benchmarks.envoy.crowd_load import BODY_BYTES, CONNECTIONS, LEFT, SLOW, Measured
-from benchmarks.envoy.sides import CORE, picker_settings
-from benchmarks.envoy.worker import SHORT, workers
-from benchmarks.index.machine import CORES, description
+from benchmarks.envoy.sides import CORE, SHORT, picker_settings, workers
 from benchmarks.index.report import Table, write_section
+from benchmarks.machine import CORES, description, is_compiled, python
 from benchmarks.ports import free_port
 from benchmarks.proxy.processes import answers, cpu_of, memory_of, started
 

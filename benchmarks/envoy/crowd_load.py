@@ -22,7 +22,7 @@ import hpack
 import msgspec
 import uvloop
 
-from benchmarks.index.machine import LOAD_CORE, pin
+from benchmarks.machine import LOAD_CORE, pin
 from benchmarks.proxy.prompts import PATH, bodies
 from router.picker import ext_proc_pb2 as pb
 from router.picker.external_processor import SERVICE

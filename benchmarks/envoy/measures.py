@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from benchmarks.envoy.sides import Running
-from benchmarks.envoy.worker import LONG, SHORT
+from benchmarks.envoy.sides import LONG, SHORT, Running
 from benchmarks.proxy.load import loaded
 from benchmarks.proxy.streams import streamed
 

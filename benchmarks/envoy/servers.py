@@ -20,13 +20,11 @@ from typing import Annotated
 import typer
 import yaml
 
-from benchmarks.builds import is_compiled, python
 from benchmarks.envoy import grpc_servers
 from benchmarks.envoy.measures import CONNECTIONS, SIZE
-from benchmarks.envoy.sides import CORE, running_envoy, spread, version
-from benchmarks.envoy.worker import SHORT, workers
-from benchmarks.index.machine import CORES, LOAD_CORE, description, pin
+from benchmarks.envoy.sides import CORE, SHORT, running_envoy, spread, version, workers
 from benchmarks.index.report import Table, write_section
+from benchmarks.machine import CORES, LOAD_CORE, description, is_compiled, pin, python
 from benchmarks.ports import free_port
 from benchmarks.proxy.load import loaded, tool
 from benchmarks.proxy.processes import cpu_of, started

@@ -1,9 +1,11 @@
-"""What is compared: `kvrouter serve`, and Envoy as deploy/envoy configures it, with `kvrouter picker` behind it
-and without."""
+"""The routers behind Envoy that are compared, and the worker that answers them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,14 +13,42 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import uvloop
 import yaml
 
-from benchmarks.builds import python
-from benchmarks.index.machine import INDEXER_CORE
+from benchmarks.machine import INDEXER_CORE, LOAD_CORE, python
 from benchmarks.ports import free_port
+from benchmarks.proxy import raw_worker
 from benchmarks.proxy.processes import answers, cpu_of, started
 from benchmarks.proxy.prompts import MODEL
+from benchmarks.proxy.workers import WORKERS
 from simulator.worker.settings import BUNDLED_MODEL
+
+SHORT, LONG = 4, 256  # events of a stream
+
+
+@contextmanager
+def workers(events: int, folder: Path) -> Iterator[list[str]]:
+    """Workers whose streams have so many events; their URLs."""
+    ports = [free_port() for _ in range(WORKERS)]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    command = [sys.executable, "-m", "benchmarks.envoy.sides", str(events), str(LOAD_CORE), *map(str, ports)]
+    log = folder / f"worker-{events}.log"
+    with started(command, LOAD_CORE, log, lambda: all(answers(f"{url}/health") for url in urls)):
+        yield urls
+
+
+async def _serve(events: int, ports: list[int]) -> None:
+    raw_worker.CHUNKS = events
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(raw_worker._Worker, "127.0.0.1", port) for port in ports]
+    await asyncio.gather(*(server.serve_forever() for server in servers))
+
+
+if __name__ == "__main__":
+    os.sched_setaffinity(0, {int(sys.argv[2])})
+    uvloop.run(_serve(int(sys.argv[1]), [int(port) for port in sys.argv[3:]]))
+
 
 CORE = INDEXER_CORE  # of all processes of a side
 _FOLDER = Path("deploy/envoy")

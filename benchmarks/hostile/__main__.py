@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.hostile.customers import Service
-from benchmarks.hostile.run import Result, run
+from benchmarks.hostile.run import Result, Service, run
 
 
 def main(minutes: Annotated[float, typer.Option(min=0.2, help="How long.")] = 30.0) -> None:

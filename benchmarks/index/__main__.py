@@ -10,12 +10,11 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.builds import is_compiled
-from benchmarks.index.machine import AWAKE, CORES, awake, description
 from benchmarks.index.report import write_section
 from benchmarks.index.run import FULL, QUICK, Part, Run
 from benchmarks.index.sides import Dynamo, Kvrouter
 from benchmarks.index.workload import BLOCK_SIZE
+from benchmarks.machine import AWAKE, CORES, awake, description, is_compiled
 from indexer import cores
 from kvevents import WireForm
 

@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.index.machine import CORES, INDEXER_CORE, LOAD_CORE, description, pin, resident_bytes
 from benchmarks.index.report import write_section
 from benchmarks.index.workload import BLOCK_SIZE, random_tokens
+from benchmarks.machine import CORES, INDEXER_CORE, LOAD_CORE, description, pin, resident_bytes
 from indexer import Target, TargetRows, make_index
 from indexer.dump import DumpedStream, TargetDump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash, pack_tokens

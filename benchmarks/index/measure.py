@@ -12,10 +12,10 @@ from statistics import mean, median, quantiles
 
 import zmq
 
-from benchmarks.index.machine import cpu_seconds
 from benchmarks.index.publisher import Publisher, Streams
 from benchmarks.index.sides import RunningIndexer
 from benchmarks.index.workload import BLOCK_SIZE, Workload, random_tokens
+from benchmarks.machine import cpu_seconds
 
 _POLL_SECONDS = 0.02  # between looks whether all is applied: rare enough to cost nothing
 _INGEST_DEADLINE = 300.0

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from benchmarks.index.machine import LOAD_CORE, pin
 from benchmarks.index.workload import Workload
+from benchmarks.machine import LOAD_CORE, pin
 from kvevents.frames import live_frames
 
 _JOIN_TIMEOUT_MS = 20_000

@@ -14,7 +14,6 @@ from tempfile import NamedTemporaryFile
 from typing import TypeVar
 
 from benchmarks.index import in_process, measure
-from benchmarks.index.machine import CORES, INDEXER_CORE, LOAD_CORE, pin
 from benchmarks.index.publisher import Publisher, publisher_of
 from benchmarks.index.report import Table
 from benchmarks.index.sides import RunningIndexer, Side, Timed, running
@@ -24,6 +23,7 @@ from benchmarks.index.workload import (
     probe_workload,
     query_workload,
 )
+from benchmarks.machine import CORES, INDEXER_CORE, LOAD_CORE, pin
 from indexer import cores
 from indexer.cores import CORE_VARIABLE
 from kvevents import WireForm

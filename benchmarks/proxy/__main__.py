@@ -12,11 +12,10 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.builds import is_compiled
-from benchmarks.index.machine import CORES, description
 from benchmarks.index.publisher import publisher_of
 from benchmarks.index.report import write_section
 from benchmarks.index.workload import BLOCK_SIZE, Workload
+from benchmarks.machine import CORES, description, is_compiled
 from benchmarks.proxy.load import tool
 from benchmarks.proxy.raw_worker import CHUNKS, PAUSE
 from benchmarks.proxy.run import FULL, QUICK, Run

@@ -15,9 +15,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from benchmarks.builds import is_compiled, python
-from benchmarks.index.machine import AWAKE, CORES, awake, description
 from benchmarks.index.report import write_section
+from benchmarks.machine import AWAKE, CORES, awake, description, is_compiled, python
 from benchmarks.ports import free_port
 from benchmarks.proxy.event_load import EVENT_BLOCKS, EventLoad, event_load
 from benchmarks.proxy.load import Load, loaded, tool

@@ -19,8 +19,8 @@ from typing import Final
 import msgspec
 import zmq
 
-from benchmarks.index.machine import LOAD_CORE, pin
 from benchmarks.index.workload import BLOCK_SIZE, random_tokens
+from benchmarks.machine import LOAD_CORE, pin
 from kvevents import BlockRemoved, BlockStored, EngineHash, EventBatch, encode_batch
 from kvevents.frames import live_frames
 

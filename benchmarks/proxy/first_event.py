@@ -12,7 +12,7 @@ from statistics import median
 import uvloop
 from yarl import URL
 
-from benchmarks.index.machine import LOAD_CORE, pin
+from benchmarks.machine import LOAD_CORE, pin
 from benchmarks.proxy.load import LoadError
 from benchmarks.proxy.prompts import PATH, one_token_streams, turns
 from benchmarks.proxy.raw_worker import STREAM_ENDS

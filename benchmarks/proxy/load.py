@@ -17,7 +17,7 @@ from statistics import median, quantiles
 import uvloop
 from yarl import URL
 
-from benchmarks.index.machine import LOAD_CORE, pin
+from benchmarks.machine import LOAD_CORE, pin
 from benchmarks.proxy.prompts import PATH, STAMP, bodies
 
 _LUA = """\

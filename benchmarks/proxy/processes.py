@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.index.machine import resident_bytes
+from benchmarks.machine import resident_bytes
 
 _START_SECONDS = 60.0
 

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.builds import python
-from benchmarks.index.machine import INDEXER_CORE
 from benchmarks.index.publisher import Publisher
+from benchmarks.machine import INDEXER_CORE, python
 from benchmarks.ports import free_port
 from benchmarks.proxy.processes import StartError, answers, started
 from benchmarks.proxy.prompts import MODEL

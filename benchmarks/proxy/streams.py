@@ -13,7 +13,7 @@ from statistics import median, quantiles
 import uvloop
 from yarl import URL
 
-from benchmarks.index.machine import LOAD_CORE, pin
+from benchmarks.machine import LOAD_CORE, pin
 from benchmarks.proxy.load import LoadError
 from benchmarks.proxy.prompts import PATH, bodies
 from benchmarks.proxy.raw_worker import STREAM_ENDS

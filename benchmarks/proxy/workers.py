@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.index.machine import LOAD_CORE
+from benchmarks.machine import LOAD_CORE
 from benchmarks.ports import free_port
 from benchmarks.proxy.processes import answers, started
 from benchmarks.proxy.prompts import PATH

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.index.machine import resident_bytes
+from benchmarks.machine import resident_bytes
 from router.forwarding.proxied_request import ProxiedRequest
 from router.load.target_load import Reservation
 from router.routing.assignment import Assignment

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.index.machine import CORES, description
 from benchmarks.index.report import write_section
+from benchmarks.machine import CORES, description
 from benchmarks.tokenize.measure import Comparison, Costs, compare
 from benchmarks.tokenize.models import bundled, large
 

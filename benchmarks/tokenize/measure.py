@@ -1,17 +1,19 @@
-"""One conversation after another, and what its turns cost: everything anew, and only what is new."""
+"""The time to tokenize growing conversations."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pydoc_data.topics import topics
+from random import Random
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from tokenizers import Tokenizer
 
-from benchmarks.tokenize.conversations import bodies
 from indexer.hashing import PackedPrompt
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt
@@ -19,6 +21,37 @@ from router.cache_state.in_flight_prefixes import prompt_hashes
 from router.tokens.local_tokenizer import CACHE_BYTES, LocalTokenizer
 from router.tokens.model_files import ModelFiles
 from router.tokens.text_encoder import TextEncoder
+
+# Characters of what a user and an assistant say, at least and at most.
+_USER = (40, 1200)
+_ASSISTANT = (200, 2800)
+
+
+def bodies(seed: int, characters: int) -> list[bytes]:
+    """The bodies of a conversation's requests, each one turn longer than the last, up to so many characters."""
+    random = Random(seed)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": _passage(random, (1500, 2500))}]
+    found: list[bytes] = []
+    length = 0
+    while length < characters:
+        messages.append({"role": "user", "content": _passage(random, _USER)})
+        found.append(msgspec.json.encode({"model": "m", "messages": messages, "stream": True}))
+        length = len(found[-1])
+        messages.append({"role": "assistant", "content": _passage(random, _ASSISTANT)})
+    return found
+
+
+def _passage(random: Random, lengths: tuple[int, int]) -> str:
+    """A part of Python's language reference, with a number of its own so that no other passage is the same."""
+    length = random.randint(*lengths)
+    start = random.randrange(len(_reference()) - length)
+    return f"{random.randrange(10**9)}: {_reference()[start : start + length]}"
+
+
+@cache
+def _reference() -> str:
+    return "\n".join(text for _, text in sorted(topics.items()))
+
 
 # Prompts are measured at the first turn that has so many tokens.
 SIZES = (1_000, 3_000, 10_000, 20_000, 30_000)

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.index.machine import CORES, description
 from benchmarks.index.report import write_section
+from benchmarks.machine import CORES, description
 from benchmarks.transfer.run import FULL, QUICK, Run
 
 _HOW = """\

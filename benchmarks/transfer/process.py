@@ -24,9 +24,9 @@ from benchmarks.transfer.sides import (
     RawSender,
     Receiver,
     Sender,
+    batch,
     checksum,
 )
-from benchmarks.transfer.workload import batch
 
 _QUIET = {"NIXL_LOG_LEVEL": "ERROR", "MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "3"}
 

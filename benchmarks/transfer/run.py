@@ -11,8 +11,7 @@ import numpy as np
 
 from benchmarks.index.report import Table
 from benchmarks.transfer.process import SidesProcess
-from benchmarks.transfer.sides import MEMCPY, RAW_SOCKET
-from benchmarks.transfer.workload import SIZES, batch
+from benchmarks.transfer.sides import MEMCPY, RAW_SOCKET, SIZES, batch
 from worker.disaggregation.transfer import ENGINES, group_runs
 
 SIDES = (MEMCPY, RAW_SOCKET, *ENGINES)

@@ -1,13 +1,23 @@
-"""Commands about the settings file: whether it can be used, what comes of it, and one with all defaults."""
+"""Commands that prepare a settings file: `config check`, `config show`, `config default`, `hash-key` and `keygen`."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvrouter.commands.options import fail, settings_from
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def _default_config() -> str:
+    """Return config.yaml, which a wheel has in this package and a checkout beside it. Raises OSError."""
+    packaged = _PACKAGE / "config.yaml"
+    return (packaged if packaged.exists() else _PACKAGE.parent / "config.yaml").read_text()
+
 
 File = Annotated[
     Path | None,
@@ -41,9 +51,35 @@ def show(file: File = None) -> None:
 
 def default() -> None:
     """Print a settings file that has every setting with its default and what it is for, to begin with."""
-    from kvrouter.default_config import default_config
-
     try:
-        typer.echo(default_config(), nl=False)
+        typer.echo(_default_config(), nl=False)
     except OSError as error:
         fail(str(error))
+
+
+def hash_key(
+    key: Annotated[str, typer.Argument(help="The API key; - reads it from standard input.")] = "",
+) -> None:
+    """Print the hash of an API key, for tenants in the settings file. Without a key, make one."""
+    from secrets import token_urlsafe
+
+    from router.auth import hashed_key
+
+    if not key:
+        key = f"kv-{token_urlsafe(32)}"
+        typer.echo(f"key   {key}", err=True)
+    typer.echo(hashed_key(sys.stdin.read().strip() if key == "-" else key))
+
+
+def keygen(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the keys.")],
+    name: Annotated[str, typer.Option(help="What the files are called.")] = "kvrouter",
+) -> None:
+    """Write a CURVE key pair: NAME.key to give away, NAME.key_secret to keep."""
+    from kvevents.curve import create_key_pair
+
+    try:
+        public, secret = create_key_pair(folder, name)
+    except OSError as error:
+        fail(str(error))
+    typer.echo(f"public key: {public}\nsecret key: {secret}")

@@ -27,7 +27,7 @@ def match(
     chat: Annotated[bool, typer.Option(help="The prompt is a user's message, rendered with the chat template.")] = True,
 ) -> None:
     """Ask who holds how much of a prompt."""
-    from kvrouter.match import print_matches
+    from kvrouter.tools.lookups import print_matches
 
     try:
         print_matches(url, _request_of(prompt, model, chat))
@@ -47,7 +47,7 @@ def explain(
     service_level: Annotated[str | None, typer.Option(help="Promise what this class in the settings does.")] = None,
 ) -> None:
     """Ask where a prompt would go now, why, and whether a promise would be kept."""
-    from kvrouter.explain import print_explanation
+    from kvrouter.tools.lookups import print_explanation
 
     path = "/v1/chat/completions" if chat else "/v1/completions"
     try:

@@ -61,7 +61,7 @@ def record(
 
 
 def _record_requests(url: str, token: str, output: Path, seconds: float | None, block_tokens: int) -> None:
-    from kvrouter.signals import stop_signal
+    from kvrouter.processes import stop_signal
     from kvrouter.tools.traces.recording import RecordedRequests, RecordingError, record_requests
 
     async def record_until_stopped() -> RecordedRequests:
@@ -168,8 +168,17 @@ def replay_trace(
 ) -> None:
     """Replay a trace of requests under several policies in simulation, or against routers, and write a report."""
     from kvrouter.tools.traces.live import ReplayError
-    from kvrouter.tools.traces.run import live_targets, open_trace, replay_simulated, replay_to, write_report
-    from kvrouter.tools.traces.simulated import DEFAULT_POLICIES, ENGINES, SimulatedFleet, side_named
+    from kvrouter.tools.traces.run import (
+        DEFAULT_POLICIES,
+        ENGINES,
+        SimulatedFleet,
+        live_targets,
+        open_trace,
+        replay_simulated,
+        replay_to,
+        side_named,
+        write_report,
+    )
 
     if simulate and url:
         fail("give either --simulate or --url")

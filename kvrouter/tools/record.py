@@ -20,7 +20,7 @@ import zmq.asyncio
 from kvevents import EventSource
 from kvevents.frames import MalformedFrameError, parse_live, parse_replay, replay_request
 from kvevents.recording import Channel, Record, RecordingWriter
-from kvrouter.signals import stop_signal
+from kvrouter.processes import stop_signal
 from router.fleet.discovery import describe_worker
 from router.http.client import refuse_redirects
 from router.settings import WorkerSettings

@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from simulator.worker.answers import AnswerWriter
 from simulator.worker.disaggregation.part import Job, Part, Role, Running
 from simulator.worker.engine import Output, QueueFullError, SimulatedEngine
-from simulator.worker.generate_api import GenerateReply, GenerateRequest
 from simulator.worker.messages_api import MessageReply, MessagesRequest
 from simulator.worker.metrics import WorkerMetrics
 from simulator.worker.protocol import (
@@ -28,7 +27,7 @@ from simulator.worker.protocol import (
     GenerationRequest,
     StreamOptions,
 )
-from simulator.worker.replies import Choice, CompletionReply, Reply
+from simulator.worker.replies import Choice, CompletionReply, GenerateReply, GenerateRequest, Reply
 from simulator.worker.responses_api import ResponseReply, ResponsesRequest, StoredResponses
 from simulator.worker.settings import SimulatedWorkerSettings
 from simulator.worker.tokens import ChatTokenizer, TemplateError

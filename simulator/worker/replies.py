@@ -1,4 +1,4 @@
-"""The bodies a worker answers with: what they have in common, and OpenAI's completions, shaped as vLLM shapes them."""
+"""Answers of a simulated worker in the forms of OpenAI's chat and completions, and of SGLang's `/generate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal
 
-from simulator.worker.protocol import error_body
+from pydantic import BaseModel, Field
+
+from simulator.worker.protocol import GenerationRequest, TokenId, error_body
 
 FINGERPRINT = "kvrouter-simulated"
 
@@ -156,3 +158,38 @@ def json_event(data: dict[str, Any], name: str | None = None) -> str:
     """A server-sent event."""
     named = f"event: {name}\n" if name else ""
     return f"{named}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+DEFAULT_NEW_TOKENS = 128
+
+
+class SamplingParams(BaseModel):
+    max_new_tokens: int = DEFAULT_NEW_TOKENS
+    ignore_eos: bool = False
+
+
+class GenerateRequest(GenerationRequest):
+    """The body of POST /generate, for one prompt."""
+
+    text: str | None = None
+    input_ids: list[TokenId] | None = None
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+
+
+@dataclass(slots=True)
+class GenerateReply(Reply):
+    """One answer; in a stream each event has all of it so far."""
+
+    def body(self) -> dict[str, Any]:
+        choice = self.choices[0]
+        meta = {
+            "id": self.id,
+            "finish_reason": {"type": choice.finish_reason} if choice.finish_reason else None,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+        return {"text": choice.text, "output_ids": choice.output_ids, "meta_info": meta}
+
+    def piece(self, index: int, text: str, finish_reason: str | None) -> str:  # noqa: ARG002
+        return json_event(self.body())

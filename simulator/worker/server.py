@@ -14,10 +14,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from simulator.worker import messages_api, sglang_api
-from simulator.worker.api_key import KeyMiddleware
+from simulator.worker import engine_routes, messages_api
 from simulator.worker.engine import SleepMode
-from simulator.worker.generate_api import GenerateRequest
 from simulator.worker.messages_api import CountTokensRequest, MessagesRequest
 from simulator.worker.pooling_api import EmbeddingRequest, RerankRequest, ScoreRequest
 from simulator.worker.protocol import (
@@ -30,6 +28,7 @@ from simulator.worker.protocol import (
     TokenizeTextRequest,
     error_body,
 )
+from simulator.worker.replies import GenerateRequest
 from simulator.worker.responses_api import ResponsesRequest
 from simulator.worker.worker import SimulatedWorker
 from worker.zmq_publisher import ZmqEventPublisher
@@ -43,14 +42,14 @@ def create_app(worker: SimulatedWorker) -> FastAPI:
     app.state.worker = worker
     routes = app.router.routes  # shared by all workers: included, they would be made anew for each
     routes += _routes.routes
-    routes += (sglang_api.routes if worker.settings.disaggregation == "sglang" else _vllm_routes).routes
+    routes += (engine_routes.routes if worker.settings.disaggregation == "sglang" else _vllm_routes).routes
     if worker.settings.disaggregation == "nixl" and worker.settings.role == "prefill":
-        from simulator.worker.disaggregation import nixl_api
+        from simulator.worker.disaggregation import nixl
 
-        routes += nixl_api.routes.routes
+        routes += nixl.routes.routes
     if worker.settings.api_key:
         sglang = worker.settings.disaggregation == "sglang"
-        app.add_middleware(KeyMiddleware, api_key=worker.settings.api_key, sglang=sglang)
+        app.add_middleware(engine_routes.KeyMiddleware, api_key=worker.settings.api_key, sglang=sglang)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(RequestValidationError, _unreadable)
     return app

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import msgspec
 
-from benchmarks.tokenize.conversations import bodies
+from benchmarks.tokenize.measure import bodies
 
 
 def test_every_turn_goes_on_from_the_one_before() -> None:

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from kvevents import BlockStored
-from kvrouter.tools.doctor.tokens import NewPrompt, new_prompt, stored
+from kvrouter.tools.doctor.probes import NewPrompt, new_prompt, stored
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.tokens.tokenizers import Tokenizers
 

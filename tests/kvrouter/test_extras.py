@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvrouter
-from kvrouter.extras import MODULES, missing_extra
+from kvrouter.installation import MODULES, missing_extra
 
 ROOT = Path(kvrouter.__file__).resolve().parents[1]
 OURS = ("http_api", "kvevents", "indexer", "router", "worker", "simulator", "kvrouter")

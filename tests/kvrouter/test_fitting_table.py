@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from kvrouter.explain import _table as explanation
 from kvrouter.fitting_table import FittingColumn, FittingTable
+from kvrouter.tools.lookups import _explanation_table as explanation
 from kvrouter.tools.top.feed import Fleet
 from kvrouter.tools.top.screen import View, screen
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from benchmarks.policy.workloads import CONVERSATION, sessions
 from kvrouter.cli import app
+from kvrouter.tools.traces.live import Prompts
 from kvrouter.tools.traces.plots import amount, duration, log_ticks, seconds
-from kvrouter.tools.traces.prompts import Prompts
 from kvrouter.tools.traces.results import Answer, Run
 from kvrouter.tools.traces.run import live_targets, open_trace
 from kvrouter.tools.traces.workload import histogram, shape

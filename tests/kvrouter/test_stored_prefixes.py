@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
-from kvrouter.tools.replay.stored_prefixes import StoredPrefixes
+from kvrouter.tools.replay.expected_matches import StoredPrefixes
 
 TOKENS = [1, 2, 3, 4, 5, 6]
 

@@ -9,12 +9,11 @@ docs/disaggregation.md tells how an engine is wired to it. `transfer` holds the 
 `bootstrap.KVBootstrapServer` is the service by which decode ranks find prefill ranks.
 """
 
+from worker.disaggregation.handles import KVReceiver, KVSender
 from worker.disaggregation.layout import KVArgs
 from worker.disaggregation.manager import DisaggregationMode, DisaggregationSettings, KVManager, ManagerStats
 from worker.disaggregation.ranks import Rank, RankMapping, Source, Topology, map_ranks, target_dp_group
-from worker.disaggregation.receiver import KVReceiver
 from worker.disaggregation.rooms import KVPoll, KVTransferError, group_state
-from worker.disaggregation.sender import KVSender
 
 __all__ = [
     "DisaggregationMode",

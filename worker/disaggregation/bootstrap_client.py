@@ -1,4 +1,4 @@
-"""Asking a prefill's bootstrap service, and staying registered with it."""
+"""The client of the bootstrap service: registration of a prefill rank, and a directory of prefill workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -146,3 +146,46 @@ class Registrar:
         if not self.error and not self._stop.is_set():
             logger.warning("not registered: %s", error)
         self.error = str(error)
+
+
+ASK_S = 10.0  # then whoever still wants to know asks again
+
+Answer = PrefillRanks | BootstrapError | TimeoutError
+
+
+class PrefillDirectory:
+    """`found` gets each answer, in the thread that asked."""
+
+    def __init__(self, token: str, found: Callable[[str, Answer], None]) -> None:
+        self._token = token
+        self._found = found
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._asking: dict[str, threading.Thread] = {}
+
+    def ask(self, address: str) -> None:
+        """Find the ranks of the prefill with this bootstrap address, unless that is under way."""
+        with self._lock:
+            if address not in self._asking and not self._stop.is_set():
+                thread = threading.Thread(target=self._ask, args=[address], name=f"kv-bootstrap {address}", daemon=True)
+                self._asking[address] = thread
+                thread.start()
+
+    def close(self) -> None:
+        """End the threads, at most one attempt later."""
+        self._stop.set()
+        with self._lock:
+            threads = list(self._asking.values())
+        for thread in threads:
+            thread.join()
+
+    def _ask(self, address: str) -> None:
+        answer: Answer
+        try:
+            answer = BootstrapClient(address, self._token).ranks(time.monotonic() + ASK_S, self._stop)
+        except (BootstrapError, TimeoutError) as error:
+            answer = error
+        with self._lock:
+            del self._asking[address]
+        if not self._stop.is_set():
+            self._found(address, answer)

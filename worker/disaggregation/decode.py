@@ -10,12 +10,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 
-from worker.disaggregation.bootstrap_client import BootstrapError
+from worker.disaggregation.bootstrap_client import Answer, BootstrapError, PrefillDirectory
 from worker.disaggregation.channel import Timer
 from worker.disaggregation.frames import Done, Failure, Hello, Refusal, RoomRequest, Welcome
 from worker.disaggregation.layout import Pages
 from worker.disaggregation.local import LocalRank
-from worker.disaggregation.prefill_directory import Answer, PrefillDirectory
 from worker.disaggregation.quarantine import Quarantine
 from worker.disaggregation.ranks import RankMapping, Source, map_ranks, target_dp_group
 from worker.disaggregation.registry import PrefillRanks, RankAddress

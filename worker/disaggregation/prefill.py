@@ -17,8 +17,7 @@ from worker.disaggregation.layout import Pages, aux_writes, kv_writes, mismatch
 from worker.disaggregation.local import MAX_ROOMS, LocalRank
 from worker.disaggregation.peer_writer import PeerWriter, WriteTask
 from worker.disaggregation.ranks import page_share
-from worker.disaggregation.recent_rooms import RecentRooms
-from worker.disaggregation.rooms import KVPoll
+from worker.disaggregation.rooms import KVPoll, RecentRooms
 from worker.disaggregation.sending_room import Chunk, Destination, SendingRoom
 from worker.disaggregation.transfer import GrantKey, Writes, join_writes
 

@@ -1,9 +1,10 @@
-"""Rooms: one request's transfer as one rank sees it, from its first state to a terminal one that it never leaves."""
+"""Rooms of a rank: their states, their deadlines, and the reasons why recent ones ended."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -117,3 +118,28 @@ def check_timeout(seconds: float, field: str) -> float:
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise ValueError(f"{field} {seconds:g}: must be over 0 and at most {MAX_TIMEOUT_S:g} seconds")
     return seconds
+
+
+MAX_REMEMBERED = 4096
+
+
+class RecentRooms:
+    """The last MAX_REMEMBERED rooms, each for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._rooms: OrderedDict[int, tuple[str, float]] = OrderedDict()
+
+    def add(self, number: int, reason: str) -> None:
+        self._rooms.pop(number, None)
+        self._rooms[number] = reason, time.monotonic() + self._seconds
+        if len(self._rooms) > MAX_REMEMBERED:
+            self._rooms.popitem(last=False)
+
+    def get(self, number: int) -> str | None:
+        """Why it ended, if it is remembered."""
+        reason, until = self._rooms.get(number, (None, 0.0))
+        return reason if time.monotonic() < until else None
+
+    def forget(self, number: int) -> None:
+        self._rooms.pop(number, None)

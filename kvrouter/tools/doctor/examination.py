@@ -16,9 +16,16 @@ from indexer import Indexer, MatchQuery, Registration, Target
 from kvevents import BlockStored
 from kvevents.curve import KeyPair
 from kvrouter.tools.doctor.findings import Cause, Finding
-from kvrouter.tools.doctor.requests import STREAMED_TOKENS, RequestRefusedError, Worker
+from kvrouter.tools.doctor.probes import (
+    STREAMED_TOKENS,
+    NewPrompt,
+    RequestRefusedError,
+    Worker,
+    difference,
+    new_prompt,
+    stored,
+)
 from kvrouter.tools.doctor.stream import NoPublisherError, UnreachableError, WatchedStream
-from kvrouter.tools.doctor.tokens import NewPrompt, difference, new_prompt, stored
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet import worker as fleet
 from router.fleet.discovery import DiscoveryError, Engine, RefusedKeyError, WorkerDescription, describe_worker

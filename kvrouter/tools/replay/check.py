@@ -1,4 +1,4 @@
-"""The conformance check: does an indexer that read the events before a request say what the engine said of it?"""
+"""The check of an index against recordings, and its report."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrouter.tools.replay.index_client import IndexClient, IndexerError, RankName
-from kvrouter.tools.replay.pace import Pace
-from kvrouter.tools.replay.publication import Publication
+from rich.table import Column, Table
+
+from kvrouter.tools.replay.expected_matches import AnsweredRequest, StoredPrefixes
+from kvrouter.tools.replay.index_client import IndexClient, IndexerError, RankName, registered
+from kvrouter.tools.replay.publication import Pace, Publication
 from kvrouter.tools.replay.recorded import LiveMessage, Recording
-from kvrouter.tools.replay.registration import registered
-from kvrouter.tools.replay.stored_prefixes import StoredPrefixes
-from kvrouter.tools.replay.truth import AnsweredRequest
 
 READ_TIMEOUT_S = 10.0  # for the indexer to have read what was published
 SETTLED_S = 0.1  # an answer that stands so long is the indexer's last word
@@ -191,3 +190,40 @@ class _Check:
 
     def _identity(self, request: AnsweredRequest) -> tuple[str | None, str | None]:
         return (request.model if request.model not in ("", self._model) else None), request.cache_salt
+
+
+def endpoints_table(publication: Publication) -> Table:
+    """Where the sources of a recording are published."""
+    table = Table("source", "worker", "rank", "endpoint", "replay endpoint", "topic", box=None)
+    for number, published in publication.sources.items():
+        source = published.source
+        topic = source.topic.decode(errors="replace")
+        place = (str(number), str(source.worker), str(source.dp_rank))
+        table.add_row(*place, published.endpoint, published.replay_endpoint, topic)
+    return table
+
+
+def score_table(scores: Sequence[Score]) -> Table:
+    """A line for each recording."""
+    table = Table(Column("recording", overflow="fold"), box=None)
+    for name in ("as the engine", "ghosts", "seconds"):
+        table.add_column(name, justify="right")
+    for score in scores:
+        figures = (f"{score.right}/{score.requests}", str(score.ghosts), f"{score.seconds:.1f}")
+        table.add_row(score.recording, *figures)
+    return table
+
+
+def mismatch_lines(score: Score) -> list[str]:
+    """A line for each request of which the indexer said something else."""
+    return [f"{score.recording}: {_line(mismatch)}" for mismatch in score.mismatches]
+
+
+def _line(mismatch: Mismatch) -> str:
+    request = mismatch.request
+    answers = ", ".join(
+        f"source {number}: {tokens}{' (ghost)' if number in mismatch.ghosts else ''}"
+        for number, tokens in mismatch.answers.items()
+    )
+    prompt = len(request.prompt_token_ids)
+    return f"request {request.i}, {prompt} tokens: the engine says {request.cached_tokens}, the indexer {answers}"

@@ -1,4 +1,4 @@
-"""A recording's streams on real sockets: for each source a PUB, and a ROUTER that replays what was published so far."""
+"""The publication of recorded streams, at their recorded pace or faster."""
 
 from __future__ import annotations
 
@@ -13,6 +13,23 @@ import zmq.asyncio
 
 from kvevents.frames import MalformedFrameError, end_of_replay_frames, parse_replay_request, replay_frames
 from kvrouter.tools.replay.recorded import LiveMessage, Recording, Source
+
+
+class Pace:
+    """Recorded times as times to wait for: `speed` times as fast as they were, or, with None, at once."""
+
+    def __init__(self, started_at: float, speed: float | None) -> None:
+        self._recorded_start = started_at
+        self._speed = speed
+        self._start = time.monotonic()
+
+    async def wait_for(self, recorded_at: float) -> None:
+        """Sleep until the moment has come; other tasks get their turn in any case."""
+        delay = 0.0
+        if self._speed is not None:
+            delay = self._start + (recorded_at - self._recorded_start) / self._speed - time.monotonic()
+        await asyncio.sleep(max(delay, 0))
+
 
 _SEND_QUEUE = 100_000  # messages to one subscriber; beyond it ZeroMQ drops, and the gap is replayed
 _REPLAY_QUEUE = 1_000  # messages to one replay client; beyond it the replay waits

@@ -11,15 +11,12 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from kvrouter.signals import stop_signal
-from kvrouter.tools.replay.check import Score, check_indexer
-from kvrouter.tools.replay.index_client import TIMEOUT_S, IndexClient
-from kvrouter.tools.replay.pace import Pace
-from kvrouter.tools.replay.publication import Publication
+from kvrouter.processes import stop_signal
+from kvrouter.tools.replay.check import Score, check_indexer, endpoints_table, mismatch_lines, score_table
+from kvrouter.tools.replay.expected_matches import UnusableRequestsError, base_model, load_requests, requests_beside
+from kvrouter.tools.replay.index_client import TIMEOUT_S, IndexClient, registered
+from kvrouter.tools.replay.publication import Pace, Publication
 from kvrouter.tools.replay.recorded import Recording, load_recording
-from kvrouter.tools.replay.registration import registered
-from kvrouter.tools.replay.report import endpoints_table, mismatch_lines, score_table
-from kvrouter.tools.replay.truth import UnusableRequestsError, base_model, load_requests, requests_beside
 from router.http.client import refuse_redirects
 
 

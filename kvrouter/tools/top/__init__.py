@@ -1,5 +1,5 @@
 """`kvrouter top`: the fleet on one screen of a terminal, updating."""
 
-from kvrouter.tools.top.run import run_top
+from kvrouter.tools.top.screen import run_top
 
 __all__ = ["run_top"]

@@ -1,16 +1,23 @@
-"""The screen: what there is of a fleet, made to fit."""
+"""The screen of `kvrouter top`: its tables, its keys, and its updates in a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import os
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.text import Text
 
 from kvrouter.fitting_table import FittingColumn, FittingTable
-from kvrouter.tools.top.feed import Fleet
+from kvrouter.tools.top.feed import Fleet, follow
 
 Row = dict[str, Any]
 
@@ -197,3 +204,66 @@ def _seconds(value: float | None) -> str:
 
 def _milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f} ms"
+
+
+_ALL_LINES = 100_000
+_ANY_WIDTH = 240
+
+
+async def run_top(url: str, token: str, once: bool) -> None:
+    """Show the fleet until `q` is pressed; `once` prints it and ends. Raises FeedError."""
+    console = Console()
+    if once and not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_ANY_WIDTH)  # of a file nobody knows how wide it may be
+    if once:
+        async for fleet in follow(url, token):
+            console.print(screen(fleet, View(), _ALL_LINES))
+            return
+        return
+    view, latest, ended = View(), Fleet(), asyncio.Event()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+
+        def show() -> None:
+            live.update(screen(latest, view, console.size.height), refresh=True)
+
+        def press(key: str) -> None:
+            if key in ("q", "\x03"):
+                ended.set()
+            else:
+                view.press(key)
+                show()
+
+        async def watch() -> None:
+            nonlocal latest
+            async for fleet in follow(url, token):
+                latest = fleet
+                show()
+
+        with keys(press):
+            watching = asyncio.create_task(watch())
+            ending = asyncio.create_task(ended.wait())
+            try:
+                await asyncio.wait((watching, ending), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ending.cancel()
+                watching.cancel()
+                await asyncio.gather(watching, ending, return_exceptions=True)
+    if not watching.cancelled():
+        watching.result()
+
+
+@contextmanager
+def keys(press: Callable[[str], None]) -> Iterator[None]:
+    """Tell of every key that is pressed on standard input, if that is a terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    number, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(number)
+    tty.setcbreak(number)
+    loop.add_reader(number, lambda: press(os.read(number, 16).decode(errors="replace")))
+    try:
+        yield
+    finally:
+        loop.remove_reader(number)
+        termios.tcsetattr(number, termios.TCSADRAIN, before)

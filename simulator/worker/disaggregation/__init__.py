@@ -6,7 +6,7 @@ rank       one DP rank's memory, KVManager and counters
 sending    a prompt's pages on their way out
 receiving  on their way in; every byte is checked
 sglang     SGLang's way: both workers are told a room
-nixl       vLLM's with NIXL: the prefill leases its blocks, the decode worker pulls them through nixl_api
+nixl       vLLM's with NIXL: the prefill leases its blocks, the decode worker pulls them through its route
 roles      opens what a worker's settings ask for
 metrics    what is counted
 

@@ -1,11 +1,4 @@
-"""vLLM's way with NIXL: the prefill worker answers where its blocks are, and the decode worker pulls them.
-
-    prefill   do_remote_decode    computes the prompt and leases its blocks; `kv_transfer_params` tells of them
-    decode    do_remote_prefill   asks the prefill, at remote_host and remote_port, to write them into its own
-              neither             any worker computes the prompt alone
-
-A lease ends when a pull has succeeded or after LEASE_S: until then another decode worker can pull when one failed.
-"""
+"""Disaggregation as in vLLM with NIXL: a prefill worker leases its blocks, and a decode worker pulls them."""
 
 from __future__ import annotations
 
@@ -19,13 +12,13 @@ from http import HTTPStatus
 from typing import Any
 
 import aiohttp
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError
 
 from simulator.worker.cache import CachedSequence
 from simulator.worker.disaggregation.part import Job, Part, Running
 from simulator.worker.disaggregation.rank import TransferRank, until
-from simulator.worker.disaggregation.receiving import Arrival, ArrivalError
-from simulator.worker.disaggregation.sending import Sending
+from simulator.worker.disaggregation.transfers import Arrival, ArrivalError, Sending
 from simulator.worker.engine import Answer, Generation, Output
 from simulator.worker.protocol import ApiError, GenerationRequest
 from worker.disaggregation import KVReceiver
@@ -291,3 +284,13 @@ async def _pull(rank: TransferRank, source: RemotePrefill) -> KVReceiver:
 def _wrong_role(asked: str, role: str) -> ApiError:
     message = f"kv_transfer_params.{asked} is for a {role} worker; this is none."
     return ApiError(HTTPStatus.BAD_REQUEST, message, f"kv_transfer_params.{asked}")
+
+
+routes = APIRouter()
+
+
+@routes.post(PULL_PATH)
+async def pull(body: PullRequest, request: Request) -> PullAnswer:
+    role = request.app.state.worker.disaggregated.role
+    assert isinstance(role, NixlPrefill)
+    return role.pull(body)

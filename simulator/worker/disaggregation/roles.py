@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from simulator.worker.disaggregation.metrics import TransferMetrics
 from simulator.worker.disaggregation.nixl import NixlDecode, NixlPrefill
 from simulator.worker.disaggregation.part import Role
-from simulator.worker.disaggregation.rank import TransferRank
+from simulator.worker.disaggregation.rank import TransferMetrics, TransferRank
 from simulator.worker.disaggregation.sglang import SglangDecode, SglangPrefill
 from simulator.worker.engine import ComputeKv, SimulatedEngine
 from simulator.worker.settings import SimulatedWorkerSettings

@@ -14,8 +14,7 @@ from typing import TypeVar
 from simulator.worker.cache import CachedSequence
 from simulator.worker.disaggregation.part import Job, Running
 from simulator.worker.disaggregation.rank import TransferRank
-from simulator.worker.disaggregation.receiving import Arrival
-from simulator.worker.disaggregation.sending import Sending
+from simulator.worker.disaggregation.transfers import Arrival, Sending
 from simulator.worker.engine import Answer, Generation, Output
 from simulator.worker.protocol import ApiError, GenerationRequest
 from worker.disaggregation import KVReceiver

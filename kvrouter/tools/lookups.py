@@ -1,21 +1,73 @@
-"""`kvrouter explain`: where a request would go and why, as a table."""
+"""The tables of `kvrouter match` and `kvrouter explain`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
-from kvrouter.api_client import ask
 from kvrouter.fitting_table import FittingColumn, FittingTable
+from router.http.client import connection_problem
+
+
+def ask(url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> Any:
+    """The answer to a question. Raises ConnectionError, saying what went wrong."""
+    try:
+        request = Request(
+            url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
+        )
+        with urlopen(request, timeout=30) as response:
+            return json.load(response)
+    except HTTPError as error:
+        try:
+            reason = json.load(error)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            reason = error.reason
+        raise ConnectionError(f"{url} answers {error.code}: {reason}") from error
+    except URLError as error:
+        reason = error.reason if isinstance(error.reason, OSError) else error
+        raise ConnectionError(f"{url} {connection_problem(reason)}") from error
+    except (OSError, HTTPException) as error:
+        raise ConnectionError(f"{url} {connection_problem(error)}") from error
+    except ValueError as error:
+        raise ConnectionError(f"{url} is no router: {error}") from error
+
+
+def print_matches(url: str, body: dict[str, Any]) -> None:
+    """Ask `/match` and print its answer. Raises ConnectionError, saying what went wrong."""
+    Console().print(_match_table(ask(url, "/match", body)))
+
+
+def _match_table(answer: dict[str, Any]) -> Table:
+    table = Table(title=f"{answer['tokens']} tokens of {answer['model']}")
+    for name in ("worker", "rank", "matched", "gpu", "cpu", "disk", "unknown"):
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    for match in answer["matches"]:
+        tiers = match["tiers"]
+        counts = (
+            match["dp_rank"],
+            match["matched_tokens"],
+            tiers["gpu"],
+            tiers["cpu"],
+            tiers["disk"],
+            tiers["unknown"],
+        )
+        table.add_row(match["worker"], *map(str, counts))
+    return table
 
 
 def print_explanation(url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
     """Ask `/explain` and print its answer. Raises ConnectionError, saying what went wrong."""
     answer = ask(url, "/explain", body, headers)
     console = Console()
-    console.print(_table(answer))
+    console.print(_explanation_table(answer))
     if promised := answer.get("promise"):
         console.print(_slo(promised))
     if decided := answer.get("disaggregation"):
@@ -24,7 +76,7 @@ def print_explanation(url: str, body: dict[str, Any], headers: dict[str, str]) -
         console.print(f"The prompt is computed {where}: {decided['reason']}.")
 
 
-def _table(answer: dict[str, Any]) -> FittingTable:
+def _explanation_table(answer: dict[str, Any]) -> FittingTable:
     """A row for each candidate: what stays readable at any width, whatever the policy weighs."""
     candidates = answer["candidates"]
     chosen = [all(each[key] == answer["choice"][key] for key in ("worker", "dp_rank")) for each in candidates]

@@ -1,9 +1,10 @@
-"""The machine: which core does what, and what a process has used of it."""
+"""The machine and the build that are measured: cores, processor time, memory, compiled or interpreted."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,3 +68,18 @@ def description() -> str:
         if line.startswith("model name")
     ]
     return f"{models[0] if models else platform.machine()}, {len(CORES)} cores, Python {platform.python_version()}"
+
+
+_COMPILED = Path(".compiled/bin/python").absolute()
+
+
+def is_compiled() -> bool:
+    """Whether `make compiled` has been there."""
+    return _COMPILED.exists() and (_COMPILED.parent.parent / "installed").exists()
+
+
+def python(*, interpreted: bool = False) -> list[str]:
+    """The command that runs ours: compiled, where it is; `interpreted`: as Python runs it all the same."""
+    if interpreted or not is_compiled():
+        return [sys.executable]
+    return [str(_COMPILED), "-P"]  # with -P the compiled one is imported, not what lies in this directory
