@@ -35,7 +35,7 @@ MODULES = {
     ),
     "demo": ("openai",),
     "disaggregation": ("numpy",),
-    "envoy": ("google", "grpc", "grpc_health", "hpack"),
+    "envoy": ("google", "grpc_health", "hpack"),
     "harmony": ("openai_harmony",),
     "kimi": ("tiktoken",),
     "mistral": ("mistral_common",),

@@ -87,7 +87,7 @@ def picker(
     from router.server.serving import serve_picker
     from router.settings import SettingsFile
 
-    if not all(find_spec(name) for name in ("grpc", "grpc_health", "hpack")):
+    if not all(find_spec(name) for name in ("grpc_health", "hpack")):
         fail("the picker wants more packages: pip install 'kvrouter[envoy]'")
     overrides = of_workers(worker) | given(
         server=given(host=host, port=port),
