@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 _LARGEST = 4096
-# The sizes as they are written. What is not among them is left to a parser: extensions, zeros before, the last chunk.
+# Sizes as most engines write them. A parser reads all else: extensions, leading zeros, the last chunk.
 _SIZES: Final = {form % size: size for size in range(1, _LARGEST + 1) for form in (b"%x", b"%X")}
 _LONGEST_LINE: Final = len(b"%x\r\n" % _LARGEST)
-END: Final = b"\n\r\n"  # of the last line in a chunk, and of the chunk
+END: Final = b"\n\r\n"  # the end of the last line in a chunk, and the end of the chunk
 LAST: Final = b"0\r\n\r\n"  # the chunk that ends a body without trailers
 
 
@@ -21,12 +21,12 @@ def _lines_by_length() -> list[bytes]:
     return [of_length.get(length, b"") for length in range(max(of_length) + 1)]
 
 
-# For each length of a chunk, the line that it begins with, as most engines write it; empty where there is none.
+# The size line of a chunk by the length of the whole chunk; empty if no chunk has that length.
 _LINES: Final[list[bytes]] = _lines_by_length()
 
 
 def body_size(data: bytes) -> int:
-    """How many bytes of a body these are when they are whole chunks of whole lines; 0 when they may not be."""
+    """Return the number of body bytes in whole chunks of whole lines; 0 if `data` may be anything else."""
     length = len(data)
     if length < len(_LINES):
         line = _LINES[length]
@@ -37,7 +37,7 @@ def body_size(data: bytes) -> int:
 
 
 def body_of(data: bytes) -> bytes | None:
-    """The body that whole chunks of whole lines carry; None when they may not be such."""
+    """Return the body in whole chunks of whole lines; None if `data` may be anything else."""
     size = body_size(data)
     if not size:
         return None

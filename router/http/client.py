@@ -1,4 +1,4 @@
-"""What requests with aiohttp share: redirects are refused, bodies are bounded, and errors are put in words."""
+"""Helpers of aiohttp clients: they refuse redirects, bound response bodies, and describe connection errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _REDIRECTS = range(300, 400)
 async def refuse_redirects(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Send a request as aiohttp's middlewares do. Raises ClientResponseError for an answer that leads elsewhere."""
+    """Send a request, and refuse a redirect: it could send a prompt or a token to another server.
+
+    This is a middleware of aiohttp's clients. Raises ClientResponseError if the response is a redirect.
+    """
     response = await handler(request)
     if response.status in _REDIRECTS:
         response.close()
@@ -23,19 +26,22 @@ async def refuse_redirects(
             response.request_info,
             (),
             status=response.status,
-            message="it leads elsewhere, and redirects are not followed",
+            message="a redirect, which is not followed",
             headers=response.headers,
         )
     return response
 
 
-_AT_A_TIME = 64 * 1024
+_PART_BYTES = 64 * 1024
 
 
 async def read_answer(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """The body of an answer. Raises ValueError when it is longer than `most_bytes`; the connection is then closed."""
+    """Return a response's body.
+
+    Raises ValueError, and closes the connection, if the body is longer than `most_bytes`.
+    """
     body = bytearray()
-    async for part in response.content.iter_chunked(_AT_A_TIME):
+    async for part in response.content.iter_chunked(_PART_BYTES):
         body += part
         if len(body) > most_bytes:
             response.close()
@@ -43,7 +49,7 @@ async def read_answer(response: aiohttp.ClientResponse, most_bytes: int) -> byte
     return bytes(body)
 
 
-_SAID = {
+_PROBLEMS = {
     ECONNREFUSED: "refused the connection",
     ECONNRESET: "closed the connection",
     EPIPE: "closed the connection",
@@ -54,7 +60,7 @@ _SAID = {
 
 
 def connection_problem(error: BaseException) -> str:
-    """What went wrong, to be said after the server's address or name."""
+    """Describe a connection error in words that follow the server's name: "refused the connection"."""
     inner = error
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         inner = error.certificate_error
@@ -68,14 +74,14 @@ def connection_problem(error: BaseException) -> str:
         return "closed the connection"
     if isinstance(inner, aiohttp.ClientResponseError):
         return f"answers {inner.status} {inner.message}".rstrip()
-    if isinstance(inner, OSError) and (said := _SAID.get(_errno(inner))):
-        return said
+    if isinstance(inner, OSError) and (problem := _PROBLEMS.get(_errno(inner))):
+        return problem
     if isinstance(inner, TimeoutError):
         return "did not answer in time"
     return str(inner) or type(inner).__name__
 
 
 def _errno(error: OSError) -> int:
-    """Its number. An error of several addresses has none of its own, but tells those of each."""
+    """Return the error's number; the first address's if a connection failed to several addresses."""
     several = re.match(r"Multiple exceptions: \[Errno (\d+)\]", str(error))
     return error.errno or (int(several[1]) if several else 0)

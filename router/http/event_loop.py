@@ -1,4 +1,4 @@
-"""What waits on the event loop: deadlines of connections, and background tasks that are to end."""
+"""Deadlines of connections, and the end of background tasks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-# Seconds after which a deadline that was moved is looked at. Shorter ones are exact, longer ones late by up to that.
+# Seconds between two checks of a deadline. A shorter deadline is exact; a longer one is late by at most this.
 TICK = 5.0
 
 
 def _nothing() -> None:
-    """What a closed deadline calls."""
+    """Ignore a call: the callback of a closed deadline."""
 
 
 class Deadline:
-    """Calls `late` when it was not moved or cleared in time; it may be set again afterwards. `close` ends it.
+    """A deadline that can be moved often, at the cost of an assignment.
 
-    One that is set while another is watched begins with the next look at the clock, which is a tick later at most.
-    `lives`, where given, is asked at every look whether there was a sign of life since the last one: then it is as if
-    it were set again.
+    A deadline that is set while a timer runs starts at the timer's next check, at most `TICK` seconds later.
     """
 
     __slots__ = ("_at", "_late", "_lives", "_loop", "_moved", "_rings_at", "_seconds", "_tick", "_timer", "_waits")
@@ -27,6 +25,11 @@ class Deadline:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, late: Callable[[], None], lives: Callable[[], bool] | None = None
     ) -> None:
+        """Create a deadline, which is not set.
+
+        - `late`: called when the deadline passes. It may set the deadline again.
+        - `lives`: called at every check. If it returns True, the deadline starts again. None: never.
+        """
         self._loop = loop
         self._late = late
         self._lives = lives
@@ -39,7 +42,7 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
-        """In `seconds` from now on, whatever it was."""
+        """Set the deadline to `seconds` from now, in place of an earlier one."""
         self._waits = True
         self._seconds = seconds
         if self._timer is not None and seconds >= self._tick:
@@ -48,11 +51,11 @@ class Deadline:
             self._begin()
 
     def clear(self) -> None:
-        """Nothing is waited for."""
+        """Clear the deadline: `late` is not called."""
         self._waits = False
 
     def close(self) -> None:
-        """Nothing will be waited for, and no reference to the callbacks is kept."""
+        """Clear the deadline for good, and release its callbacks."""
         self._waits = False
         self._late, self._lives = _nothing, None
         if self._timer is not None:

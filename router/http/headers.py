@@ -14,27 +14,27 @@ Header: TypeAlias = tuple[bytes, bytes]
 Headers: TypeAlias = list[Header]
 HeaderItems: TypeAlias = Iterable[Header]
 
-# RFC 9110, 7.6.1: these are about one connection, not about the message.
+# RFC 9110, 7.6.1: headers about one connection, not about the message.
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
 _NOT_FORWARDED: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
-# To which of its ranks a request is sent: vLLM and SGLang read it.
+# The DP rank that a request is for; vLLM and SGLang read it.
 RANK_HEADER: Final = b"x-data-parallel-rank"
 _LONGEST_LENGTH: Final = 18  # digits
 _NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
 
 
 def length_of(value: bytes) -> int:
-    """What a `content-length` says, in bytes; 0 for what is no length, and very much for one that cannot be."""
+    """Return the bytes that a `content-length` announces: 0 if invalid, the largest number if too long."""
     if not value.isdigit():
         return 0
     return int(value) if len(value) <= _LONGEST_LENGTH else sys.maxsize
 
 
 def number_of(value: bytes) -> float | None:
-    """A number from 0 on that a header says; None for anything else."""
+    """Return a header's value as a number of at least 0; None if it is anything else."""
     try:
         number = float(value)
     except ValueError:
@@ -43,17 +43,17 @@ def number_of(value: bytes) -> float | None:
 
 
 def forwarded_lines(headers: Headers) -> bytes:
-    """The headers that are about the message, as they are sent."""
+    """Return the lines of the headers that are about the message."""
     return lines_of(end_to_end(headers, _NOT_FORWARDED))
 
 
 def lines_of(headers: Headers) -> bytes:
-    """Headers as they are sent."""
+    """Return headers as lines."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
-    """The headers but those that are dropped, and those that a `connection` header names."""
+    """Return the headers without those in `dropped` and those that a `connection` header names."""
     naming = [value for name, value in headers if name == b"connection" and value.lower() not in _NAMING_NOTHING]
     if naming:
         dropped |= {part.strip().lower() for part in b",".join(naming).split(b",")}
@@ -61,13 +61,13 @@ def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
 
 
 REQUEST_ID = b"x-request-id"
-_USABLE = re.compile(rb"[!-~]{1,128}")  # what may stand in a log line and in a header
+_USABLE = re.compile(rb"[!-~]{1,128}")  # safe in a log line and in a header
 _DIGITS: Final = 32
 _AT_ONCE: Final = 64
 
 
 class _Ids:
-    """Ids that are made beforehand: one question to the system for many."""
+    """Request ids, created in advance: one system call yields random bytes for many."""
 
     def __init__(self) -> None:
         self._digits = b""
@@ -86,18 +86,18 @@ _ids: Final = _Ids()
 
 
 def given_id(headers: Headers) -> bytes | None:
-    """The id that a client gave its request, if it is usable; names are in lower case."""
+    """Return the id that a client gave its request; None without a usable one. Names are in lower case."""
     given = [value for name, value in headers if name == REQUEST_ID]
     return given[0] if len(given) == 1 and _USABLE.fullmatch(given[0]) else None
 
 
 def new_id() -> bytes:
-    """An id for a request without one."""
+    """Return an id for a request without one."""
     return _ids.next()
 
 
 def with_id(headers: Headers, request_id: bytes) -> Headers:
-    """The headers, whose names are in lower case, with this id and no other."""
+    """Return the headers, whose names are in lower case, with this id and no other."""
     kept = [header for header in headers if header[0] != REQUEST_ID]
     kept.append((REQUEST_ID, request_id))
     return kept
@@ -106,17 +106,20 @@ def with_id(headers: Headers, request_id: bytes) -> Headers:
 LENGTH = b"content-length"
 WITHOUT_BODY: Final = (204, 304)
 _EVENT_STREAM = b"text/event-stream"
-# Who answers the client says these itself.
+# The router writes these itself.
 _OUR_OWN = HOP_BY_HOP | {b"date", b"server", REQUEST_ID}
 _WITHOUT_LENGTH = _OUR_OWN | {LENGTH}
 _OUR_PREFIX = b"x-kvrouter-"
 
 
 class ResponseHead:
-    """A head; names are in lower case. `is_stream`: of events. `length`: what it says of the body's, empty if nothing.
+    """The head of a response.
 
-    `passed_on`: the headers that are about the message, not about the connection or who answers. A body that does not
-    follow, whatever the worker says, has no length.
+    - `headers`: all headers, with names in lower case.
+    - `is_stream`: the body is an event stream.
+    - `length`: the value of `content-length`; empty without one, and for a status without a body.
+    - `passed_on`: the headers that are about the message.
+    - `status`: the status code.
     """
 
     __slots__ = ("_beginning", "_lines", "_made_with", "headers", "is_stream", "length", "passed_on", "status")
@@ -132,7 +135,7 @@ class ResponseHead:
         self._beginning = self._made_with = b""
 
     def first(self, name: bytes) -> bytes:
-        """The first value of a header; empty when there is none."""
+        """Return the first value of a header; empty if the head does not have it."""
         for known, value in self.headers:
             if known == name:
                 return value
@@ -140,26 +143,26 @@ class ResponseHead:
 
     @property
     def lines(self) -> bytes:
-        """What is passed on, but for the length, as it is sent. The same head may come again and again."""
+        """The lines of the headers that are passed on, without the length. They are kept, as heads repeat."""
         lines = self._lines
         if lines is None:
             lines = self._lines = lines_of([header for header in self.passed_on if header[0] != LENGTH])
         return lines
 
     def beginning(self, before: bytes) -> bytes:
-        """`lines` after these, which are mostly the same."""
+        """Return the lines `before`, followed by this head's. The result is kept, as `before` seldom changes."""
         if before is not self._made_with:
             self._made_with = before
             self._beginning = before + self.lines
         return self._beginning
 
     def without_length(self) -> ResponseHead:
-        """The same of any body that came at once."""
+        """Return this head without a length, for responses whose body was received at once."""
         return ResponseHead(self.status, [header for header in self.headers if header[0] != LENGTH])
 
 
 def _is_ours(name: bytes) -> bool:
-    """Whether it is a name of ours, or would be taken for one: many programs know no `_` from `-`."""
+    """Return whether a header is one of the router's, or would be read as one: many programs take `_` for `-`."""
     if b"_" in name:
         name = name.replace(b"_", b"-")
         return name.startswith(_OUR_PREFIX) or name == REQUEST_ID

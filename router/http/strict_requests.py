@@ -1,8 +1,8 @@
 """The one form in which a request's head is accepted, so that every reader of it reads the same request.
 
-Refused are dot segments, doubled slashes, backslashes and needless encoding in a path, and what RFC 9112, 2.3 (the
-version), 3.2 (the target, Host) and 6.1 (Transfer-Encoding) forbid or leave open. Thus a path may be compared as text,
-and its bytes sent on as they were received.
+Dot segments, doubled slashes, backslashes and needless encoding in a path are refused. So a path can be compared as
+text, and its bytes forwarded unchanged. RFC 9112 has the other rules: 2.3 (version), 3.2 (target, Host) and 6.1
+(Transfer-Encoding).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from urllib.parse import unquote_to_bytes
 
 from router.http.headers import Headers
 
-# RFC 3986, 3.3: what may stand in a path as it is, and any byte as %XX with capital digits.
+# RFC 3986, 3.3: the characters that a path has unencoded, and any byte as %XX with capital digits.
 _PATH: Final = re.compile(rb"/(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-F]{2})*")
-# A query is read by nobody here; but nothing in it may end a line, or be taken for the end of the target.
+# The router does not read queries. But a query must not end a line, nor seem to end the target.
 _QUERY: Final = re.compile(rb"[!-~]*")
 _NOT_IN_QUERY: Final = re.compile(rb"[#\\]")
 # RFC 3986, 2.3: these mean the same whether they are encoded or not.
@@ -24,11 +24,11 @@ _PERCENT, _SLASH, _BACKSLASH, _SPACE, _DELETE = b"%/\\ \x7f"
 
 
 class TargetError(ValueError):
-    """A target in another form; the message says what is wrong with it."""
+    """A target that is not accepted; the message says why."""
 
 
 def without_root(target: bytes, root: bytes) -> bytes:
-    """A target without the path that leads to this service, if it begins with it."""
+    """Return a target without the root path of this service, if it begins with that."""
     if not target.startswith(root):
         return target
     rest = target[len(root) :]
@@ -38,9 +38,9 @@ def without_root(target: bytes, root: bytes) -> bytes:
 
 
 def canonical_path(target: bytes, encoded_slashes: bool = False) -> str:
-    """The decoded path of a target, without its query. Raises TargetError.
+    """Return the decoded path of a target, without its query. Raises TargetError.
 
-    `encoded_slashes`: `%2F` may stand for a slash inside a name. They are slashes in the path that is returned.
+    `encoded_slashes`: accept `%2F` for a slash in a name; the returned path has it as a slash.
     """
     raw, question_mark, query = target.partition(b"?")
     if question_mark and (_QUERY.fullmatch(query) is None or _NOT_IN_QUERY.search(query)):
@@ -71,12 +71,12 @@ def _decoded(raw: bytes, encoded_slashes: bool) -> bytes:
 
 
 _VERSIONS: Final = ("1.1", "1.0")
-# A path with its query. A fragment is no part of a request's target, and would be lost on the way.
+# A path with its query. A fragment is no part of a request's target, and a worker would not get it.
 _TARGET: Final = re.compile(rb"/[!-\"$-~]*")
 
 
 def head_problem(target: bytes, version: str, headers: Headers) -> str | None:
-    """Why a head is refused; None for one that is not. Names of headers are in lower case."""
+    """Return why a head is refused; None if it is accepted. Names of headers are in lower case."""
     if _TARGET.fullmatch(target) is None:
         return "the target is no path"
     if version not in _VERSIONS:

@@ -1,7 +1,7 @@
-"""How a worker is addressed: its URL, the origin to connect to, and the API key that it is sent.
+"""A worker's URL, the origin to connect to, and the API key that the worker is sent.
 
-Parsers of URLs differ over backslashes, dot segments, encoded letters and numbers as hosts: a check may see another
-host than the connection that follows it. A URL with more than one meaning is refused.
+Parsers of URLs differ over backslashes, dot segments, encoded letters and numbers as hosts. A check could then see
+another host than the connection that follows it, so a URL with more than one meaning is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXPECTED = "expected a URL such as http://10.0.0.1:8000, with a path if need be
 
 
 def canonical_url(text: str) -> str:
-    """The one way to write a worker's URL. Raises ValueError, without the URL: it may have a password."""
+    """Return a worker's URL in its one accepted form. Raises ValueError, without the URL: it may have a password."""
     read = _URL.fullmatch(text) if len(text) <= _LONGEST else None
     if read is None or any(part in (".", "..") for part in read["path"].split("/")):
         raise ValueError(_EXPECTED)
@@ -47,10 +47,10 @@ def canonical_url(text: str) -> str:
 
 
 def split_user_info(text: str) -> tuple[str, str | None]:
-    """A worker's URL without its user info, and what that is as an API key; None where there is none.
+    """Return a worker's URL without its user info, and the user info as an API key; None if the URL has no user info.
 
-    `http://KEY@host` has a key; `http://user:password@host` credentials of the kind Basic, as the value of a header. A
-    text that is no such URL comes back as it is.
+    `http://KEY@host` has the key `KEY`. `http://user:password@host` has the value of an `Authorization: Basic` header.
+    Any other text is returned unchanged.
     """
     read = _URL.fullmatch(text) if len(text) <= _LONGEST else None
     if read is None or not read["userinfo"]:
@@ -64,12 +64,12 @@ def split_user_info(text: str) -> tuple[str, str | None]:
 
 
 def without_user_info(text: str) -> str:
-    """A text, such as a URL or one that names some, without what its URLs have before an @."""
+    """Return a text without the user info of the URLs in it."""
     return _USER_INFO.sub("", text) if "@" in text else text
 
 
 def host_of(url: str) -> str:
-    """The host of such a URL, without brackets."""
+    """Return the host of a worker's URL, without brackets."""
     read = _URL.fullmatch(url)
     if read is None:
         raise ValueError(_EXPECTED)
@@ -91,7 +91,7 @@ class Origin:
 
     @classmethod
     def of(cls, url: str) -> Origin:
-        """The origin of a worker's URL."""
+        """Return the origin of a worker's URL."""
         read = URL(url)
         host, port = read.host or "", read.port or _PORTS[read.scheme]
         named = f"[{host}]" if ":" in host else host
@@ -104,31 +104,31 @@ class Origin:
         )
 
     def opening(self, method: str, target: bytes, lines: bytes) -> bytes:
-        """What a request's head begins with. `lines`: the headers that are about the message; more may follow."""
+        """Return the beginning of a request's head, with the header lines `lines`. More lines may follow."""
         return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (method.encode(), self.path, target, self.host_header, lines)
 
 
 def end_of_head(method: str, body_bytes: int) -> bytes:
-    """What the head of a request ends with, for a body of this size."""
+    """Return the end of a request's head, for a body of `body_bytes` bytes."""
     if body_bytes or method in _METHODS_WITH_BODY:
         return b"content-length: %b\r\n\r\n" % str(body_bytes).encode()
     return b"\r\n"
 
 
 _LONGEST_KEY: Final = 8192
-# What a header can have: the key alone, or a scheme before it.
+# The values that a header can have: a key alone, or a scheme and a key.
 _KEY: Final = re.compile(r"(?:[A-Za-z]+ )?[!-~]+")
 
 
 def checked_key(key: str, name: str) -> str:
-    """A key that can be sent. Raises ValueError, which begins with this name."""
+    """Return a key that can be sent. Raises ValueError, whose message begins with `name`."""
     if len(key) > _LONGEST_KEY or not _KEY.fullmatch(key):
         raise ValueError(f"{name}: no API key: expected {_LONGEST_KEY} characters at most, visible ones of ASCII")
     return key
 
 
 def key_in_file(path: Path) -> str:
-    """The key that is all of a file. Raises ValueError, which begins with `api_key_file`."""
+    """Read a key from a file that holds only the key. Raises ValueError, whose message begins with `api_key_file`."""
     try:
         with path.open("rb") as file:
             key = file.read(_LONGEST_KEY + 2).decode().strip()
@@ -138,7 +138,7 @@ def key_in_file(path: Path) -> str:
 
 
 def key_in_environment(variable: str) -> str:
-    """The key in an environment variable. Raises ValueError, which begins with `api_key_env`."""
+    """Return the key in an environment variable. Raises ValueError, whose message begins with `api_key_env`."""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(f"api_key_env: the environment has no {variable}")
@@ -146,7 +146,7 @@ def key_in_environment(variable: str) -> str:
 
 
 def authorization_of(key: str) -> bytes | None:
-    """The value of the header `Authorization` for a key; None for an empty one, which is not sent."""
+    """Return the value of the header `Authorization` for a key; None if the key is empty."""
     if not key:
         return None
     return (key if " " in key else f"Bearer {key}").encode()
