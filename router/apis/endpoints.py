@@ -13,7 +13,6 @@ import msgspec
 
 from http_api.errors import RequestError, error_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
-from router.apis.body_cache import BodyCache, body_key
 from router.apis.body_fields import ModelFields, OtherFields, SessionFields
 from router.apis.fields import lenient, optional_string, read_body
 from router.apis.forms import form_field
@@ -68,8 +67,6 @@ PROMPTED: dict[str, Decode] = {
     "/generate": decode_generate,
     "/inference/v1/generate": decode_generate,
 }
-# Endpoints whose messages are rendered by a chat template.
-_CHATS = frozenset((CHAT, RESPONSES, ANTHROPIC))
 # Endpoints with JSON bodies that are routed by load, because no cached prefix helps them.
 BY_LOAD = (
     "/v1/embeddings",
@@ -115,19 +112,12 @@ class Call:
         self.model_body = body if model_body is None else model_body
 
 
-def read_call(call: Call, with_prompt: bool = True, seen: BodyCache | None = None) -> RoutedRequest:
+def read_call(call: Call, with_prompt: bool = True) -> RoutedRequest:
     """Parse what routing needs of a request. Raises RequestError (400) that names the invalid field.
 
     - `with_prompt`: false if only the model is needed, and the prompt is not parsed.
     - `seen`: cached requests of earlier bodies; None if there is no cache.
     """
-    if with_prompt and seen is not None and call.path in _CHATS and call.method == "POST" and not call.session_headers:
-        key = body_key(call.body)
-        request = seen.get(key, call.path, call.body)
-        if request is None:
-            request = _decoded(call, PROMPTED[call.path])
-            seen.put(key, call.path, call.body, request)
-        return request
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return _decoded(call, decode)
     session = find_session(call.session_headers, SessionFields())

@@ -57,7 +57,6 @@ class ChatPrompt:
     - `thinking_off`: the client disables thinking, which templates express in two ways.
     - `media_options`: the body's fields that change how media are processed.
     - `call`: the request's path and body, for tokenization by an engine.
-    - `tokenized`: the tokenizer and its result, reused when an identical request follows.
     """
 
     messages: list[dict[str, Any]]
@@ -74,7 +73,6 @@ class ChatPrompt:
     thinking_off: bool
     media_options: dict[str, Any] | None
     call: tuple[str, bytes] | None = field(init=False, compare=False, repr=False)
-    tokenized: tuple[Any, Any] | None = field(init=False, compare=False, repr=False)
 
     def __init__(
         self,
@@ -106,7 +104,6 @@ class ChatPrompt:
         self.thinking_off = thinking_off
         self.media_options = media_options
         self.call = None
-        self.tokenized = None
 
 
 Prompt: TypeAlias = TextPrompts | TokenPrompts | ChatPrompt

@@ -265,7 +265,6 @@ def _router(
         audit,
         sharing,
         settings.disaggregation,
-        cache_bytes=settings.tokenizer.cache_bytes,
         broken_promise=settings.policy.broken_promise,
     )
     router.responses.on_learned.append(sharing.share_response)

@@ -21,7 +21,7 @@ def read_request(
     head, router = context.head, services.router
     try:
         call = Call(head.method, head.path, head.headers, body, head.session_headers, model_body)
-        return read_call(call, with_prompt=router.needs_prompts, seen=router.body_cache)
+        return read_call(call, with_prompt=router.needs_prompts)
     except RequestError as error:
         _fail(span, error)
         raise

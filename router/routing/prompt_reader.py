@@ -9,7 +9,6 @@ import structlog
 
 from http_api.errors import RequestError
 from indexer import Indexer
-from router.apis.body_cache import BodyCache
 from router.apis.requests import RoutedRequest
 from router.fleet.fleet import Fleet
 from router.routing.errors import unknown_model
@@ -23,15 +22,11 @@ log = structlog.get_logger()
 class PromptReader:
     """Finds a request's model and tokenizes its prompts.
 
-    `needs_prompts`: false while nothing looks at prompts, so that none is tokenized. `body_cache`: the chats of the
-    last requests, so that only what is new of a conversation is parsed.
+    `needs_prompts`: false while nothing looks at prompts, so that none is tokenized.
     """
 
-    def __init__(
-        self, fleet: Fleet, indexer: Indexer, tokenizers: Tokenizers, policy_needs_prompts: bool, cache_bytes: int
-    ) -> None:
+    def __init__(self, fleet: Fleet, indexer: Indexer, tokenizers: Tokenizers, policy_needs_prompts: bool) -> None:
         self.needs_prompts = self._policy_needs_prompts = policy_needs_prompts
-        self.body_cache = BodyCache(cache_bytes)
         self._fleet = fleet
         self._indexer = indexer
         self._tokenizers = tokenizers

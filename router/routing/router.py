@@ -20,7 +20,6 @@ from random import Random
 
 from http_api.errors import RequestError
 from indexer import Indexer
-from router.apis.body_cache import CACHE_BYTES, BodyCache
 from router.apis.requests import RoutedRequest
 from router.apis.response_owners import ResponseOwners
 from router.apis.usage import Usage
@@ -69,11 +68,9 @@ class Router:
         audit: HitAudit,
         sharing: LoadSharing,
         disaggregation: DisaggregationSettings,
-        cache_bytes: int = CACHE_BYTES,
         broken_promise: float = 40_000.0,
     ) -> None:
-        """`cache_bytes` bounds what is kept of the chats of earlier requests. `broken_promise`: what one costs, in
-        prefill tokens."""
+        """`broken_promise`: the cost of a missed SLO, in prefill tokens."""
         random = Random()
         overlaps = OverlapFinder(indexer, in_flight_prefixes, sharing.peer_load, sent_prefixes, audit)
         self._fleet = fleet
@@ -81,7 +78,7 @@ class Router:
         self._learned = learned
         self._policy = policy.choose
         self._linear = policy.choose if isinstance(policy.choose, LinearPolicy) else None
-        self._reader = PromptReader(fleet, indexer, tokenizers, policy.spec.reads_prompts, cache_bytes)
+        self._reader = PromptReader(fleet, indexer, tokenizers, policy.spec.reads_prompts)
         self._candidates = CandidateFinder(
             fleet, load, sharing.peer_load, overlaps, learned, random, self._linear, policy.spec.uses_rates
         )
@@ -98,11 +95,6 @@ class Router:
     def needs_prompts(self) -> bool:
         """Whether anything looks at prompts now: the policy, or a recording."""
         return self._reader.needs_prompts
-
-    @property
-    def body_cache(self) -> BodyCache:
-        """The chats of earlier requests, for `read_call`."""
-        return self._reader.body_cache
 
     @property
     def responses(self) -> ResponseOwners:

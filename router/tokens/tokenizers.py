@@ -98,9 +98,6 @@ class Tokenizers:
         self._check_length(prompt, body_bytes)
         if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
-        if isinstance(prompt, ChatPrompt) and prompt.tokenized is not None and prompt.tokenized[0] is tokenizer:
-            tokenized: Tokenized = prompt.tokenized[1]
-            return tokenized
         if tokenizer.asks(prompt):
             known = tokenizer.engine.known(prompt) if tokenizer.engine is not None else None
             return None if known is None else Tokenized(known, known)
@@ -114,7 +111,6 @@ class Tokenizers:
         except TooLongForNowError:
             return None
         tokenizer.usage.add(Path.LOCAL, begun)
-        _keep(tokenizer, prompt, tokenized)
         return tokenized
 
     async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
@@ -131,7 +127,6 @@ class Tokenizers:
             raise TokenizerUnavailableError(f"neither a tokenizer nor an engine to ask for model {model!r}")
         tokenized = await self._read_here(tokenizer, tokenizer.local, prompt)
         tokenizer.usage.add(Path.LOCAL, begun)
-        _keep(tokenizer, prompt, tokenized)
         return tokenized
 
     async def _read_here(
@@ -250,13 +245,6 @@ def _expanded(media: MediaReader, prompt: ChatPrompt, at_most: int) -> Expanded 
 def _of_expanded(expanded: Expanded) -> Tokenized:
     prompts = [expanded.whole]
     return Tokenized(prompts if expanded.known is expanded.whole else [expanded.known], prompts)
-
-
-def _keep(tokenizer: ModelTokenizer, prompt: TextPrompts | ChatPrompt, tokenized: Tokenized) -> None:
-    """Keep what a chat became, for the same request once more; but not where engines may tell otherwise by then."""
-    settled = tokenized.identities is tokenized.token_ids and not any(each.media for each in tokenized.identities)
-    if isinstance(prompt, ChatPrompt) and (settled or tokenizer.media is None):
-        prompt.tokenized = (tokenizer, tokenized)
 
 
 def _of_tokens(prompt: TokenPrompts, tokenizer: ModelTokenizer | None) -> Tokenized:

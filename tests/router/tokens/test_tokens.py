@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path as FilePath
 from typing import TypeVar
@@ -16,8 +15,6 @@ from prometheus_client import CollectorRegistry
 import simulator.worker
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
-from router.apis.body_cache import BodyCache
-from router.apis.endpoints import Call, read_call
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
@@ -262,34 +259,6 @@ def test_what_is_short_or_known_is_tokenized_at_once(local: LocalTokenizer) -> N
         again = ChatPrompt([*opening, USER])
         assert tokenizers.tokenize_now("m", again, INLINE_BYTES + 1) is None
         assert await tokenizers.tokenize("m", again, INLINE_BYTES + 1) == at_once
-
-    using(act)
-
-
-def test_the_same_chat_is_tokenized_once(local: LocalTokenizer) -> None:
-    body = json.dumps({"model": "m", "messages": [USER]}).encode()
-    seen = BodyCache()
-
-    def chat() -> ChatPrompt:
-        found = read_call(Call("POST", "/v1/chat/completions", [], body), seen=seen).prompt
-        assert isinstance(found, ChatPrompt)
-        return found
-
-    async def act(tokenizers: Tokenizers) -> None:
-        tokenizers.add("m", local)
-        tokenizers.add("other", LocalTokenizer.load(str(MODEL)))
-        chat()  # what comes once is not kept
-        first = tokenizers.tokenize_now("m", chat())
-        assert first is not None
-        assert tokenizers.tokenize_now("m", chat(), INLINE_BYTES + 1) is first
-        assert await tokenizers.tokenize("m", chat()) is first
-        # By another tokenizer it may become something else.
-        other = tokenizers.tokenize_now("other", chat())
-        assert other is not first
-        assert other == first
-        tokenizers.remove("m")
-        with pytest.raises(TokenizerUnavailableError):
-            tokenizers.tokenize_now("m", chat())
 
     using(act)
 
