@@ -1,4 +1,4 @@
-"""What the image is made of, as CycloneDX, and the vulnerabilities that are known of it.
+"""A CycloneDX bill of materials of the image, and its known vulnerabilities.
 
     python deploy/audit.py [--output sbom.json]
 
@@ -33,12 +33,12 @@ class Package:
 
     @property
     def purl(self) -> str:
-        """Its package URL."""
+        """The package URL."""
         return f"pkg:pypi/{self.name.lower()}@{self.version}"
 
 
 def pinned_packages(text: str) -> list[Package]:
-    """The packages that a requirements file with hashes names."""
+    """Return the packages of a requirements file with hashes."""
     entries = re.split(r"\n(?=[A-Za-z0-9])", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).strip())
     found = []
     for entry in entries:
@@ -50,7 +50,7 @@ def pinned_packages(text: str) -> list[Package]:
 
 
 def bill_of_materials(packages: list[Package]) -> dict[str, Any]:
-    """The packages as CycloneDX 1.6."""
+    """Return the packages as CycloneDX 1.6."""
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -71,7 +71,7 @@ def bill_of_materials(packages: list[Package]) -> dict[str, Any]:
 
 
 def known_vulnerabilities(packages: list[Package], database: str = DATABASE) -> dict[str, list[str]]:
-    """The advisories of each package that has some, by package URL. Raises OSError without an answer."""
+    """Return the advisories of packages by package URL. Raises OSError without an answer."""
     queries = [{"package": {"purl": each.purl}} for each in packages]
     request = Request(database, json.dumps({"queries": queries}).encode(), {"content-type": "application/json"})
     try:
@@ -87,7 +87,7 @@ def known_vulnerabilities(packages: list[Package], database: str = DATABASE) -> 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the bill of materials and ask for vulnerabilities; the exit status."""
+    """Write the bill of materials, ask for vulnerabilities, and return the exit status."""
     parser = argparse.ArgumentParser(description="The image's packages and what is known to be wrong with them.")
     parser.add_argument("--output", type=Path, default=Path("sbom.json"), help="the bill of materials to write")
     parser.add_argument("--database", default=DATABASE, help="an advisory database that speaks OSV's API")

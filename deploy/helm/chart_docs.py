@@ -51,7 +51,7 @@ class Value:
     children: list[Value] = field(default_factory=list)
 
     def schema(self) -> dict[str, Any]:
-        """Its JSON schema. Raises ValueError when its type cannot be told."""
+        """Return the JSON schema of the key. Raises ValueError if its type is unknown."""
         if "$ref" in self.extra:
             return {"description": self.description} | self.extra
         schema: dict[str, Any] = {"description": self.description}
@@ -59,11 +59,11 @@ class Value:
             properties = {child.path[-1]: child.schema() for child in self.children}
             return schema | {"type": "object", "additionalProperties": False, "properties": properties} | self.extra
         if self.default is None and "type" not in self.extra:
-            raise ValueError(f"{'.'.join(self.path)}: a default of null tells no type: add # @schema {{type: …}}")
+            raise ValueError(f"{'.'.join(self.path)}: a default of null has no type: add # @schema {{type: …}}")
         return schema | ({} if self.default is None else {"type": _TYPES[type(self.default)]}) | self.extra
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Name, type, default and description of it and of what is in it."""
+        """Yield name, type, default and description of the key and of the keys in it."""
         if self.children:
             yield ".".join(self.path), "", "", self.description
             for child in self.children:
@@ -75,12 +75,12 @@ class Value:
 
 
 def read_values(path: Path) -> list[Value]:
-    """The keys of a values file, each with its comment. Raises ValueError for a key without one."""
+    """Return the keys of a values file with their comments. Raises ValueError for a key without one."""
     text = path.read_text()
     defaults = yaml.safe_load(text)
     top: list[Value] = []
     open_maps: list[tuple[int, Value | None]] = [(-1, None)]
-    opaque: int | None = None  # the indent of a value that is taken whole
+    opaque: int | None = None  # the indent of a value without keys of its own
     comment: list[str] = []
     for line in text.splitlines():
         stripped = line.strip()
@@ -117,7 +117,7 @@ def read_values(path: Path) -> list[Value]:
 
 
 def settings_definitions() -> dict[str, Any]:
-    """The JSON schema of the router's settings, by section, without what is secret."""
+    """Return the JSON schema of the router's settings by section, without secrets."""
     schema = Settings.model_json_schema()
     definitions: dict[str, Any] = schema.pop("$defs")
     definitions["Settings"] = schema
@@ -144,7 +144,7 @@ def settings_definitions() -> dict[str, Any]:
 
 
 def _section_of(schema: dict[str, Any], definition: str) -> str:
-    """The key of config.yaml under which a definition's fields stand."""
+    """Return the key of config.yaml that holds a definition's fields."""
     for key, value in schema["properties"].items():
         if f'/$defs/{definition}"' in json.dumps(value):
             return str(key)
@@ -152,7 +152,7 @@ def _section_of(schema: dict[str, Any], definition: str) -> str:
 
 
 def _setting_comments(text: str) -> dict[tuple[str, str], str]:
-    """The comments in config.yaml by section and key; those of sections and of examples have no section."""
+    """Return the comments in config.yaml by section and key. Comments of sections and examples have no section."""
     comments: dict[tuple[str, str], str] = {}
     section, above = "", ""
     for line in text.splitlines():
@@ -170,7 +170,7 @@ def _setting_comments(text: str) -> dict[tuple[str, str], str]:
 
 
 def values_schema(values: list[Value]) -> str:
-    """The text of values.schema.json."""
+    """Return the text of values.schema.json."""
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the kvrouter chart",
@@ -183,16 +183,16 @@ def values_schema(values: list[Value]) -> str:
 
 
 def readme(values: list[Value]) -> str:
-    """The text of the chart's README.md."""
+    """Return the text of the chart's README.md."""
     lines = [
         "# kvrouter",
         "",
-        "Installs the router, and what belongs to it, on Kubernetes: [docs/kubernetes.md](../../../docs/kubernetes.md)",
-        "tells how. This page is made from the comments in values.yaml.",
+        "The chart installs the router on Kubernetes: see [docs/kubernetes.md](../../../docs/kubernetes.md).",
+        "This page is generated from the comments in values.yaml.",
         "",
         "    helm install kvrouter deploy/helm/kvrouter --values my-values.yaml",
         "",
-        "Profiles to begin with are in [ci/](ci).",
+        "[ci/](ci) has profiles to start from.",
         "",
         "## Values",
         "",

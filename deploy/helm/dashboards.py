@@ -1,6 +1,6 @@
 """Writes the chart's Grafana dashboards: `python deploy/helm/dashboards.py`.
 
-A panel is a title, what it tells, a unit of Grafana, and its queries with their legends.
+A panel has a title, a description, a unit of Grafana, and queries with their legends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 
 class Kind(StrEnum):
-    """How Grafana draws it."""
+    """The kind of a panel in Grafana."""
 
     OVER_TIME = "timeseries"
     NUMBER = "stat"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Panel:
-    """What is drawn: each query with the legend of its series. `bad_from`: values that count as bad; `width`: of 24."""
+    """A panel: each query has the legend of its series. Values from `bad_from` on are bad. `width` is a part of 24."""
 
     title: str
     unit: str
@@ -181,7 +181,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "Time per output token",
                     "s",
                     _quantiles("kvrouter_time_per_output_token_seconds"),
-                    "From the first byte of a stream to its last, for each token; of streams that tell their usage.",
+                    "Time per token from the first byte of a stream to its last, for streams that report usage.",
                 ),
                 Panel(
                     "Refused, broken, abandoned, retried",
@@ -252,7 +252,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "The share of recent prompt tokens whose cached part was predicted too high or too low.",
                 ),
                 Panel(
-                    "Tokens of answers that told their cached ones",
+                    "Tokens of answers that reported cached tokens",
                     "short",
                     tuple(
                         (f"sum(rate(kvrouter_audit_{what}_tokens_total{_FEW}[$__rate_interval]))", what)
@@ -321,13 +321,13 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "{{worker}} {{dp_rank}} of others",
                         ),
                     ),
-                    "Sent to each rank and not ended; and those that came by other ways, as its metrics tell.",
+                    "Requests in flight on each rank, and requests from elsewhere, from its metrics.",
                 ),
                 Panel(
                     "Which workers are used",
                     "short",
                     (("max by (worker) (kvrouter_worker_up)", "{{worker}}"),),
-                    "1 while requests go to it. A worker that comes and goes restarts, or flaps at the network.",
+                    "1 while it is used. A worker that changes often restarts, or its network is unstable.",
                     Kind.STATES,
                 ),
                 Panel(
@@ -340,7 +340,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "KV memory in use",
                     "percentunit",
                     (("max by (worker, dp_rank) (kvrouter_kv_usage_ratio)", "{{worker}} {{dp_rank}}"),),
-                    "As each engine tells of itself.",
+                    "As each engine reports it.",
                 ),
                 Panel(
                     "Routers that share their load",
@@ -462,7 +462,7 @@ _OPTIONS: dict[Kind, dict[str, Any]] = {
 
 
 def dashboard(name: str) -> str:
-    """The text of a dashboard."""
+    """Return the text of a dashboard."""
     title, rows = DASHBOARDS[name]
     panels: list[dict[str, Any]] = []
     y = 0
