@@ -11,7 +11,6 @@ from statistics import median
 from time import thread_time_ns
 from typing import NamedTuple
 
-import aiohttp
 import msgspec
 
 from indexer import Indexer, MatchQuery, Registration, Target, TargetRows
@@ -38,17 +37,13 @@ MODEL, BLOCK = "model", 16
 SHARED_TOKENS = 1024
 
 
-def router_over(
-    targets: int, holders: int, policy: NamedPolicy, indexer: Indexer, session: aiohttp.ClientSession
-) -> Router:
+def router_over(targets: int, holders: int, policy: NamedPolicy, indexer: Indexer) -> Router:
     """A router over `targets` workers, of which `holders` hold the tokens 0, 1, 2, … up to `SHARED_TOKENS`."""
     random = Random(0)
     urls = [f"http://10.0.{number // 256}.{number % 256}:8000" for number in range(targets)]
 
-    async def nothing(*_: object) -> None: ...
-
     workers = [WorkerSettings.model_validate({"url": url}) for url in urls]
-    fleet = Fleet(workers, FleetSettings(), indexer, session, nothing)
+    fleet = Fleet(workers, FleetSettings(), indexer)
     stored = BlockStored(list(range(SHARED_TOKENS // BLOCK)), None, list(range(SHARED_TOKENS)), BLOCK)
     loads = LoadTable()
     holding = set(random.sample(range(targets), holders))
@@ -97,17 +92,16 @@ class Measured(NamedTuple):
 
 async def measure(targets: int, holders: int) -> Measured:
     """Measure one fleet."""
-    async with aiohttp.ClientSession() as session:
-        indexer = Indexer()
-        try:
-            by_columns = policy_named(PolicySettings(), Random(1))
-            by_candidates = NamedPolicy(by_columns.spec, _called(by_columns.choose))
-            routers = [router_over(targets, holders, each, indexer, session) for each in (by_columns, by_candidates)]
-            columns, candidates = (_median(_placements(router)) for router in routers)
-            kept_nowhere = _median(_choices_kept_nowhere(routers[0]))
-            return Measured(targets, holders, columns, candidates, _median(_matches(indexer)), kept_nowhere)
-        finally:
-            indexer.stop()
+    indexer = Indexer()
+    try:
+        by_columns = policy_named(PolicySettings(), Random(1))
+        by_candidates = NamedPolicy(by_columns.spec, _called(by_columns.choose))
+        routers = [router_over(targets, holders, each, indexer) for each in (by_columns, by_candidates)]
+        columns, candidates = (_median(_placements(router)) for router in routers)
+        kept_nowhere = _median(_choices_kept_nowhere(routers[0]))
+        return Measured(targets, holders, columns, candidates, _median(_matches(indexer)), kept_nowhere)
+    finally:
+        indexer.stop()
 
 
 def _called(policy: Policy) -> Policy:

@@ -36,11 +36,13 @@ from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
-from router.fleet.config_reload import follow_workers
 from router.fleet.discovery import ServedModel
+from router.fleet.event_streams import RegisteredStreams
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
-from router.fleet.stream_addresses import RegisteredStreams
+from router.fleet.prober import Prober
+from router.fleet.source_watch import follow_workers
+from router.fleet.watch import FleetWatch
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.long_bodies import LongBodies
 from router.forwarding.proxy_services import ProxyContext, ProxyServices
@@ -87,6 +89,7 @@ class Services:
     tokenizers: Tokenizers
     tokenizer_source: TokenizerSource
     fleet: Fleet
+    prober: Prober
     networks: AllowedNetworks
     registered_streams: RegisteredStreams
     adapters: Adapters
@@ -123,7 +126,15 @@ async def running_services(
         registry = CollectorRegistry()
         add_process_metrics(registry)
         indexer = stack.enter_context(running_indexer(settings, worker_processes))
-        networks = AllowedNetworks(settings.fleet.allowed_networks)
+        fleet = Fleet(
+            settings.workers,
+            settings.fleet,
+            indexer,
+            bool(settings.server.token),
+            settings.aliases,
+            settings.models if settings.admission.cold_start_timeout else None,
+        )
+        networks = AllowedNetworks(settings.fleet.allowed_networks, fleet.is_untrusted_host)
         session = await stack.enter_async_context(_client_session(settings.upstream, networks))
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout, settings.limits.characters)
         stack.push_async_callback(tokenizers.close)
@@ -136,21 +147,12 @@ async def running_services(
             await source.provide(worker, model)
             adapters.provide(worker, model)
 
-        fleet = Fleet(
-            settings.workers,
-            settings.fleet,
-            indexer,
-            session,
-            on_model,
-            networks,
-            bool(settings.server.token),
-            settings.aliases,
-            settings.models if settings.admission.cold_start_timeout else None,
-        )
         load = LoadTable()
-        sharing = _load_sharing(settings, load, fleet, worker_processes)
+        sharing = _load_sharing(settings, load, worker_processes)
         sharing.start()
         stack.push_async_callback(sharing.stop)
+        peer_load = sharing.peer_load.in_flight
+        watch = FleetWatch(fleet, settings.fleet, indexer, session, networks, on_model, peer_load)
         sent_prefixes = SentPrefixes()
         audit = HitAudit(indexer, sent_prefixes, settings.audit, indexer.names)
         source.audits = audit.audits
@@ -183,8 +185,8 @@ async def running_services(
         fleet.on_removed.append(lambda worker: audit.recomputed.worker_said(worker.url, drafts=False))
         if worker_processes:
             await worker_processes.catch_up(fleet)
-        await fleet.start()  # now that all who listen to it do
-        stack.push_async_callback(fleet.stop)
+        await watch.start()
+        stack.push_async_callback(watch.stop)
         await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
         _follow_workers(stack, settings, file, session, fleet)
         registered_streams = RegisteredStreams(indexer, networks)
@@ -212,6 +214,7 @@ async def running_services(
             tokenizers,
             source,
             fleet,
+            watch.prober,
             networks,
             registered_streams,
             adapters,
@@ -232,12 +235,9 @@ async def running_services(
         )
 
 
-def _load_sharing(
-    settings: Settings, load: LoadTable, fleet: Fleet, worker_processes: WorkerProcesses | None
-) -> LoadSharing:
+def _load_sharing(settings: Settings, load: LoadTable, worker_processes: WorkerProcesses | None) -> LoadSharing:
     channels = replica_channels(settings.replicas) + ([worker_processes.channel()] if worker_processes else [])
     peer_load = PeerLoad(settings.replicas.expiry, settings.proxy.speculation_seconds)
-    fleet.peer_load = peer_load.in_flight
     return LoadSharing(load, peer_load, channels)
 
 

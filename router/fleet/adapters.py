@@ -1,7 +1,7 @@
-"""LoRA adapters on the workers: loaded and unloaded on all that serve a model, or on some of them.
+"""LoRA adapters: loaded and unloaded on all workers of a model, or on chosen ones.
 
-What was loaded on all is remembered, and a worker that comes later, or comes back, is told too. That ends with the
-process: adapters that are to outlive it belong into the engines' own arguments.
+Adapters that were loaded on all workers are remembered until the process ends. Workers that are added or restarted
+later load them too. Adapters that shall outlive the router belong in the engines' own arguments.
 """
 
 from __future__ import annotations
@@ -17,52 +17,57 @@ import structlog
 
 from router.fleet.discovery import Engine, ServedModel
 from router.fleet.worker import Worker
-from router.fleet.worker_commands import Told, tell
+from router.fleet.worker_commands import CommandResult, send_command
 
 log = structlog.get_logger()
 
-# An adapter may have to be downloaded first.
-_SECONDS = 300.0
+# Seconds for a command: the engine may have to download the adapter.
+_TIMEOUT = 300.0
 _RETRY_SECONDS = 60.0
-# Adapters that are remembered.
+# Maximum number of adapters that are remembered.
 _MOST_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptAdapter:
+    """An adapter that all workers of a model load, and the body of the command that loads it."""
+
     model: str
     body: dict[str, Any]
 
 
 class Adapters:
-    """Tells workers what to load."""
+    """Commands to load and unload adapters, and the adapters that workers load when they are added."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
-        self._kept: dict[str, _Kept] = {}
-        self._tried: dict[tuple[str, str], float] = {}  # worker and adapter, and when
+        self._kept: dict[str, _KeptAdapter] = {}
+        self._tried: dict[tuple[str, str], float] = {}  # time of the last attempt, by worker and adapter
         self._loading: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """End what is told to workers that came."""
+        """Cancel the commands to added workers."""
         for task in self._loading:
             task.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
 
-    async def load(self, workers: Sequence[Worker], body: dict[str, Any], model: str | None) -> list[Told]:
-        """Have workers load an adapter. `model`: the base model whose later workers load it too; None: they do not."""
-        told = await asyncio.gather(*(self._tell(worker, "load_lora_adapter", body) for worker in workers))
-        if model is not None and any(each.well for each in told) and len(self._kept) < _MOST_KEPT:
-            self._kept[body["lora_name"]] = _Kept(model, body)
-        return told
+    async def load(self, workers: Sequence[Worker], body: dict[str, Any], model: str | None) -> list[CommandResult]:
+        """Load an adapter on workers.
 
-    async def unload(self, workers: Sequence[Worker], body: dict[str, Any]) -> list[Told]:
-        """Have workers unload one. No later worker loads it any more."""
+        `model`: the base model whose future workers load the adapter too; None: they do not.
+        """
+        results = await asyncio.gather(*(self._send(worker, "load_lora_adapter", body) for worker in workers))
+        if model is not None and any(each.succeeded for each in results) and len(self._kept) < _MOST_KEPT:
+            self._kept[body["lora_name"]] = _KeptAdapter(model, body)
+        return results
+
+    async def unload(self, workers: Sequence[Worker], body: dict[str, Any]) -> list[CommandResult]:
+        """Unload an adapter from workers. Future workers do not load it."""
         self._kept.pop(body["lora_name"], None)
-        return await asyncio.gather(*(self._tell(worker, "unload_lora_adapter", body) for worker in workers))
+        return await asyncio.gather(*(self._send(worker, "unload_lora_adapter", body) for worker in workers))
 
     def provide(self, worker: Worker, model: ServedModel) -> None:
-        """A worker serves this model: have it load what the others have, if it has not."""
+        """Load the remembered adapters of a model on a worker that serves it without them."""
         for name, kept in list(self._kept.items()):
             if kept.model != model.name or worker.served(name) is not None:
                 continue
@@ -75,17 +80,24 @@ class Adapters:
             loading.add_done_callback(self._loading.discard)
 
     def removed(self, worker: Worker) -> None:
-        """A worker is gone."""
+        """Forget a removed worker."""
         for key in [key for key in self._tried if key[0] == worker.url]:
             del self._tried[key]
 
-    async def _provide(self, worker: Worker, name: str, kept: _Kept) -> None:
-        told = await self._tell(worker, "load_lora_adapter", kept.body)
-        if told.well and self._kept.get(name) is not kept:  # it was unloaded meanwhile
-            await self._tell(worker, "unload_lora_adapter", {"lora_name": name})
-        log.info("adapter", worker=worker.name, adapter=name, status=told.status, message=told.message)
+    async def _provide(self, worker: Worker, name: str, kept: _KeptAdapter) -> None:
+        result = await self._send(worker, "load_lora_adapter", kept.body)
+        if result.succeeded and self._kept.get(name) is not kept:  # The adapter was unloaded meanwhile.
+            await self._send(worker, "unload_lora_adapter", {"lora_name": name})
+        log.info(
+            "adapter loaded" if result.succeeded else "adapter not loaded",
+            worker=worker.name,
+            adapter=name,
+            status=result.status,
+            message=result.message,
+        )
         worker.look_now.set()
 
-    async def _tell(self, worker: Worker, what: str, body: dict[str, Any]) -> Told:
-        sglang = worker.description is not None and worker.description.engine is Engine.SGLANG
-        return await tell(self._session, worker, f"/{what}" if sglang else f"/v1/{what}", _SECONDS, body)
+    async def _send(self, worker: Worker, command: str, body: dict[str, Any]) -> CommandResult:
+        is_sglang = worker.description is not None and worker.description.engine is Engine.SGLANG
+        path = f"/{command}" if is_sglang else f"/v1/{command}"
+        return await send_command(self._session, worker, path, _TIMEOUT, body)

@@ -1,41 +1,41 @@
-"""Which addresses the router connects to on a stranger's word: workers that are added over HTTP, and event streams.
+"""The networks to which the router connects for addresses that its operator did not configure.
 
-A name is resolved and checked each time it is connected to, and what was checked is what is connected to: between two
-questions a name may change what it stands for.
+This concerns workers that are added over HTTP, and event streams. A host name is resolved and checked at every connect,
+and the connection is made to the checked address, because a name may resolve to another address the next time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 _RESOLVE_TIMEOUT = 5.0
-# Where clouds hand out credentials; the others of these addresses are link-local.
+# Metadata services of clouds, which hand out credentials. Their other addresses are link-local.
 _METADATA = frozenset(map(ip_address, ("fd00:ec2::254", "100.100.100.200")))
 
 Address = IPv4Address | IPv6Address
 
 
 class AddressNotAllowedError(OSError):
-    """An address that is outside the allowed networks, or that cannot be found; the message says which."""
+    """An address outside of the allowed networks, or a host that cannot be resolved. The message names it."""
 
 
 class AllowedNetworks:
     """The networks of `fleet.allowed_networks`.
 
-    `guarded`: the hosts that are checked whenever they are connected to. Others are named by whoever runs the router.
+    `is_guarded` returns whether a host is checked at every connect. The operator configured the other hosts.
     """
 
-    def __init__(self, networks: Iterable[str]) -> None:
+    def __init__(self, networks: Iterable[str], is_guarded: Callable[[str], bool] = lambda _: False) -> None:
         self._networks = [ip_network(network) for network in networks]
-        self.guarded: frozenset[str] = frozenset()
+        self.is_guarded = is_guarded
 
     async def check(self, host: str) -> list[Address]:
-        """The addresses of a host, all of them allowed; IPv4 first. Raises AddressNotAllowedError."""
+        """Return the addresses of a host, IPv4 first. Raises AddressNotAllowedError unless all of them are allowed."""
         addresses = await _resolve(host)
         for address in addresses:
             if is_never_allowed(address) or not any(address in network for network in self._networks):
@@ -44,12 +44,15 @@ class AllowedNetworks:
         return sorted(addresses, key=lambda address: address.version)
 
     async def to_connect(self, host: str) -> str:
-        """What to connect to for a host: itself, or an address of it that is allowed. Raises AddressNotAllowedError."""
-        return str((await self.check(host))[0]) if host in self.guarded else host
+        """Return the address to connect to: an allowed one of a guarded host, otherwise the host itself.
+
+        Raises AddressNotAllowedError.
+        """
+        return str((await self.check(host))[0]) if self.is_guarded(host) else host
 
 
 class GuardedResolver(AbstractResolver):
-    """Resolves names for aiohttp, those that are guarded to allowed addresses alone."""
+    """A resolver for aiohttp that resolves guarded hosts to allowed addresses only."""
 
     def __init__(self, networks: AllowedNetworks, resolver: AbstractResolver) -> None:
         self._networks = networks
@@ -58,8 +61,8 @@ class GuardedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """The addresses of a host. Raises OSError, which aiohttp makes an error of its own."""
-        if host not in self._networks.guarded:
+        """Return the addresses of a host. Raises OSError, which aiohttp converts to its own error."""
+        if not self._networks.is_guarded(host):
             return await self._resolver.resolve(host, port, family)
         return [
             ResolveResult(
@@ -74,12 +77,12 @@ class GuardedResolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Close the resolver behind it."""
+        """Close the resolver of the other hosts."""
         await self._resolver.close()
 
 
 def is_never_allowed(address: Address) -> bool:
-    """Whether no setting can allow an address: link-local ones, metadata services, and what is no single host."""
+    """Return whether no setting can allow an address: link-local, multicast, unspecified, or a metadata service."""
     return address.is_link_local or address.is_multicast or address.is_unspecified or address in _METADATA
 
 
@@ -93,5 +96,5 @@ async def _resolve(host: str) -> list[Address]:
 
 
 def _unwrapped(address: Address) -> Address:
-    """The IPv4 address inside an IPv6 one."""
+    """Return the IPv4 address that an IPv6 address maps, or the address itself."""
     return (isinstance(address, IPv6Address) and address.ipv4_mapped) or address

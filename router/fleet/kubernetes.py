@@ -195,7 +195,7 @@ async def follow_kubernetes(
     async def give(objects: Iterable[dict[str, Any]]) -> None:
         workers = _workers(settings, objects)
         if workers != fleet.assigned("kubernetes"):
-            await fleet.assign("kubernetes", workers)
+            fleet.assign("kubernetes", workers)
 
     await _watch_of(settings, access, session, give).run()
 

@@ -18,7 +18,7 @@ from router.app.embedded_index import running_indexer
 from router.app.routes.match_requests import match_reader
 from router.auth import AuthGate
 from router.fleet.allowed_networks import AllowedNetworks
-from router.fleet.stream_addresses import RegisteredStreams
+from router.fleet.event_streams import RegisteredStreams
 from router.forwarding.dispatcher import Dispatcher
 from router.forwarding.request_context import RequestContexts
 from router.http.event_loop import end_tasks

@@ -84,7 +84,7 @@ class WorkerProcesses:
         for answer in await self.ask("GET", CHANGES_PATH, [], b"", 1.0):
             try:
                 changes = msgspec.json.decode(answer.body, type=_ApiChanges)
-                await fleet.assign("api", [WorkerSettings.model_validate(each) for each in changes.added])
+                fleet.assign("api", [WorkerSettings.model_validate(each) for each in changes.added])
             except (msgspec.DecodeError, ValidationError) as error:
                 log.warning("a process does not say what changed", process=answer.number, reason=str(error))
                 continue

@@ -18,8 +18,10 @@ pytest.importorskip("helm_python", reason="make test-helm installs it", exc_type
 from chart import Object, named, of_kind, pod_templates, profile, render
 
 from indexer import Indexer
+from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
+from router.fleet.watch import FleetWatch
 from router.settings import FleetSettings, Role, load_settings
 
 pytestmark = pytest.mark.helm
@@ -102,8 +104,9 @@ async def found(objects: list[Object], namespace: str) -> tuple[dict[str, Role],
     indexer = Indexer()
     indexer.start()
     async with aiohttp.ClientSession() as session:
-        fleet = Fleet([], NEVER_UP, indexer, session, no_model)
-        await fleet.start()
+        fleet = Fleet([], NEVER_UP, indexer)
+        watch = FleetWatch(fleet, NEVER_UP, indexer, session, AllowedNetworks([]), no_model)
+        await watch.start()
         following = asyncio.create_task(follow_kubernetes(settings, access, session, fleet))
         async with asyncio.timeout(60):
             while not fleet.workers or len(api.asked) < 2:
@@ -112,7 +115,7 @@ async def found(objects: list[Object], namespace: str) -> tuple[dict[str, Role],
         workers = {worker.url: worker.settings.role for worker in fleet.workers}
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-        await fleet.stop()
+        await watch.stop()
     await asyncio.to_thread(indexer.stop)
     await runner.cleanup()
     return workers, api

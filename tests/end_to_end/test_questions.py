@@ -20,7 +20,7 @@ from kvevents import BlockStored, EventBatch
 from router.app.app import running_router
 from router.auth import AuthGate
 from router.fleet.allowed_networks import AllowedNetworks
-from router.fleet.stream_addresses import RegisteredStreams
+from router.fleet.event_streams import RegisteredStreams
 from router.forwarding.dispatcher import Dispatcher
 from router.forwarding.request_context import RequestContexts
 from router.server.http_connection import HttpConnection

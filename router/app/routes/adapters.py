@@ -21,7 +21,8 @@ from router.apis.fields import kind_of, optional_string
 from router.app.routes.chosen_workers import base_model, chosen, report, serving
 from router.app.services import Services
 from router.fleet.fleet import Fleet
-from router.fleet.worker_commands import Told
+from router.fleet.prober import Prober
+from router.fleet.worker_commands import CommandResult
 
 
 class LoadBody(msgspec.Struct):
@@ -52,8 +53,8 @@ def adapter_routes(services: Services) -> APIRouter:
     async def load(request: Request) -> JSONResponse:
         """Load a LoRA adapter. The answer tells of each worker; it is 200 when it went well at all of them."""
         asked = _Asked(fleet, await request.body(), ("lora_name", "lora_path"))
-        told = await adapters.load(asked.workers, asked.body, None if asked.chosen else asked.model)
-        return await _answer(fleet, asked.body["lora_name"], told)
+        results = await adapters.load(asked.workers, asked.body, None if asked.chosen else asked.model)
+        return await _answer(services.prober, asked.body["lora_name"], results)
 
     @routes.post(
         "/v1/unload_lora_adapter", openapi_extra=json_body(UnloadBody), responses=errors(400, 401, 403, 404, 502, 503)
@@ -61,8 +62,8 @@ def adapter_routes(services: Services) -> APIRouter:
     async def unload(request: Request) -> JSONResponse:
         """Unload one. The same answer."""
         asked = _Asked(fleet, await request.body(), ("lora_name",))
-        told = await adapters.unload(asked.workers, asked.body)
-        return await _answer(fleet, asked.body["lora_name"], told)
+        results = await adapters.unload(asked.workers, asked.body)
+        return await _answer(services.prober, asked.body["lora_name"], results)
 
     return routes
 
@@ -94,9 +95,9 @@ class _Asked:
         self.workers = serving(fleet, self.model)
 
 
-async def _answer(fleet: Fleet, name: str, told: Sequence[Told]) -> JSONResponse:
-    for each in told:
-        if each.well:
-            await fleet.probe(each.worker)  # its models are others now
-    status, fields = report(told, "adapter")
+async def _answer(prober: Prober, name: str, results: Sequence[CommandResult]) -> JSONResponse:
+    for each in results:
+        if each.succeeded:
+            await prober.probe(each.worker)  # Its list of models has changed.
+    status, fields = report(results, "adapter")
     return JSONResponse({"lora_name": name, **fields}, status)

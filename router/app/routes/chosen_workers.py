@@ -8,7 +8,7 @@ from typing import Any
 from http_api.errors import RequestError
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
-from router.fleet.worker_commands import Told
+from router.fleet.worker_commands import CommandResult
 
 
 def chosen(fleet: Fleet, named: Sequence[object]) -> list[Worker]:
@@ -51,15 +51,15 @@ def base_model(fleet: Fleet, name: str | None) -> str:
     return models[0]
 
 
-def report(told: Sequence[Told], code: str) -> tuple[int, dict[str, Any]]:
-    """The status and the fields of an answer that says how it went at each worker. `code`: of the error, if any."""
+def report(results: Sequence[CommandResult], code: str) -> tuple[int, dict[str, Any]]:
+    """Return the status and the fields of an answer with the results of a command. `code`: of the error, if any."""
     fields: dict[str, Any] = {
-        "workers": [{"worker": each.worker.name, "status": each.status, "message": each.message} for each in told]
+        "workers": [{"worker": each.worker.name, "status": each.status, "message": each.message} for each in results]
     }
-    failed = [each for each in told if not each.well]
+    failed = [each for each in results if not each.succeeded]
     if not failed:
         return 200, fields
-    message = f"{len(failed)} of {len(told)} workers failed; {failed[0].worker.name}: {failed[0].message}"
+    message = f"{len(failed)} of {len(results)} workers failed; {failed[0].worker.name}: {failed[0].message}"
     error = {"message": message, "type": "upstream_error", "param": None, "code": code}
     return 502, {"error": error, **fields}
 

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse
 from http_api.openapi import errors
 from router.app.routes.chosen_workers import base_model, chosen, report, serving
 from router.app.services import Services
-from router.fleet.sleep import SleepMode, put_to_sleep, wake
 from router.fleet.worker import Worker
+from router.fleet.worker_commands import SleepMode, put_to_sleep, wake
 
 _Workers = Annotated[tuple[str, ...], Query()]
 _Level = Annotated[int, Query(ge=0, le=2)]

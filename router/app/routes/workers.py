@@ -22,8 +22,8 @@ from indexer.api import token_check, workers_report
 from kvevents import EventSource
 from router.app.services import Services
 from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
+from router.fleet.event_streams import allowed_source
 from router.fleet.fleet import Fleet
-from router.fleet.stream_addresses import allowed_source
 from router.fleet.worker import Worker, url_of
 from router.http.worker_url import host_of, split_user_info
 from router.settings import WorkerSettings
@@ -109,7 +109,7 @@ def _changes(services: Services) -> APIRouter:
         _check_name(fleet, settings)
         if len(added) >= MAX_ADDED:
             raise RequestError(f"There are {MAX_ADDED} added workers. Remove one first.", status=409, param="url")
-        await fleet.assign("api", [*added, settings])
+        fleet.assign("api", [*added, settings])
         worker = _find(fleet, str(settings.url))
         return named(worker) | worker_status(worker)
 
@@ -119,7 +119,7 @@ def _changes(services: Services) -> APIRouter:
         worker = _find(fleet, url or name)
         if worker.source != "api":
             raise _foreign(worker)
-        await fleet.assign("api", [known for known in fleet.assigned("api") if known.url != worker.settings.url])
+        fleet.assign("api", [known for known in fleet.assigned("api") if known.url != worker.settings.url])
         return {"worker": worker.name, "removed": True, "requests_in_flight": len(worker.health.attempts)}
 
     @routes.post("/workers/drain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))

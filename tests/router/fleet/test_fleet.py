@@ -15,8 +15,10 @@ from aiohttp import web
 
 from indexer import Indexer, MatchQuery, Target
 from kvevents import BlockStored, EventBatch
+from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.discovery import ServedModel
 from router.fleet.fleet import Fleet, Worker
+from router.fleet.watch import FleetWatch
 from router.settings import FleetSettings, WorkerSettings
 from worker import ZmqEventPublisher
 
@@ -81,9 +83,10 @@ class Watched:
     def __init__(self, server: WorkerServer, indexer: Indexer, session: aiohttp.ClientSession, **settings: Any) -> None:
         self.told: list[ServedModel] = []
         self.indexer = indexer
-        self.fleet = Fleet(
-            [WorkerSettings(url=server.url)], QUICK.model_copy(update=settings), indexer, session, self._on_model
-        )
+        fleet_settings = QUICK.model_copy(update=settings)
+        networks = AllowedNetworks(fleet_settings.allowed_networks)
+        self.fleet = Fleet([WorkerSettings(url=server.url)], fleet_settings, indexer)
+        self.watch = FleetWatch(self.fleet, fleet_settings, indexer, session, networks, self._on_model)
         self.worker = self.fleet.workers[0]
 
     async def _on_model(self, worker: Worker, model: ServedModel) -> None:
@@ -102,11 +105,11 @@ async def watching(server: WorkerServer, **settings: Any) -> AsyncIterator[Watch
     try:
         async with aiohttp.ClientSession() as session:
             watched = Watched(server, indexer, session, **settings)
-            await watched.fleet.start()
+            await watched.watch.start()
             try:
                 yield watched
             finally:
-                await watched.fleet.stop()
+                await watched.watch.stop()
     finally:
         await asyncio.to_thread(indexer.stop)
 

@@ -16,6 +16,7 @@ import trustme
 from aiohttp import web
 
 from indexer import Indexer
+from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.fleet import Fleet, Worker
 from router.fleet.kubernetes import (
     Address,
@@ -25,6 +26,7 @@ from router.fleet.kubernetes import (
     pod_addresses,
     service_addresses,
 )
+from router.fleet.watch import FleetWatch
 from router.settings import FleetSettings, KubernetesSettings, Role
 
 pytestmark = pytest.mark.anyio
@@ -128,8 +130,9 @@ async def following(
     indexer = Indexer()
     indexer.start()
     async with aiohttp.ClientSession() as session:
-        fleet = Fleet([], NEVER_UP, indexer, session, no_model)
-        await fleet.start()
+        fleet = Fleet([], NEVER_UP, indexer)
+        watch = FleetWatch(fleet, NEVER_UP, indexer, session, AllowedNetworks([]), no_model)
+        await watch.start()
         chosen = KubernetesSettings(**({"selector": "app=vllm"} | settings))
         access = ClusterAccess(api.url, "inference", token_file, ca_file)
         task = asyncio.create_task(follow_kubernetes(chosen, access, session, fleet))
@@ -138,7 +141,7 @@ async def following(
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await fleet.stop()
+            await watch.stop()
             await asyncio.to_thread(indexer.stop)
 
 

@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Coroutine
 from random import Random
 
-import aiohttp
 import pytest
 
 from indexer import Indexer, Target
@@ -60,12 +59,10 @@ def with_router(
     **more: float,
 ) -> None:
     async def run() -> None:
-        async def nothing(*_: object) -> None: ...
-
-        async with aiohttp.ClientSession() as session:
+        async with asyncio.timeout(60):
             indexer = Indexer()
             workers = [WorkerSettings.model_validate({"url": url, **more}) for url in URLS]
-            fleet = Fleet(workers, FleetSettings(), indexer, session, nothing)
+            fleet = Fleet(workers, FleetSettings(), indexer)
             for worker in fleet.workers:
                 worker.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
                 worker.problem = None
@@ -273,7 +270,7 @@ def test_workers_that_come_and_go_are_candidates_at_once() -> None:
         assert set(candidates(router, prompt(1))) == set(URLS)
         fleet.report_failure(fleet.workers[0], "gone")
         assert set(candidates(router, prompt(1))) == {URLS[1]}
-        await fleet.assign("config", [WorkerSettings.model_validate({"url": url}) for url in [*URLS, "http://c:1"]])
+        fleet.assign("config", [WorkerSettings.model_validate({"url": url}) for url in [*URLS, "http://c:1"]])
         new = fleet.workers[2]
         assert set(candidates(router, prompt(1))) == {URLS[1]}
         new.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
@@ -373,7 +370,7 @@ def test_a_worker_that_serves_something_else_or_bears_more_is_seen_as_it_is_now(
         assert sorted(each.requests for each in candidates(router, prompt(1)).values()) == [0, 4]
         busy = placed[0].worker
         given = [WorkerSettings.model_validate({"url": url, "weight": 2}) for url in URLS]
-        await fleet.assign("config", given)
+        fleet.assign("config", given)
         assert candidates(router, prompt(1))[busy.url].requests == 2
         busy.describe(WorkerDescription(Engine.VLLM, {"other": ServedModel("other", "other")}, block_size=16))
         fleet.drain(busy, False)

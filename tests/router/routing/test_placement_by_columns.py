@@ -6,7 +6,6 @@ import asyncio
 from array import array
 from random import Random
 
-import aiohttp
 import pytest
 
 from indexer import Indexer, Registration, Target
@@ -41,16 +40,14 @@ LIMITS = Limits(requests=3, tokens=600)
 class Fixture:
     """A router over workers that are never asked anything, and a formula with the same random numbers."""
 
-    def __init__(self, indexer: Indexer, session: aiohttp.ClientSession) -> None:
-        async def nothing(*_: object) -> None: ...
-
+    def __init__(self, indexer: Indexer) -> None:
         workers = [
             WorkerSettings.model_validate({"url": f"http://w{number}:1", "weight": 2 if number % 7 == 0 else 1})
             for number in range(WORKERS)
         ]
         self.indexer = indexer
         # Nothing of what was scraped gets too old while the test runs: columns would learn that a moment later.
-        self.fleet = Fleet(workers, FleetSettings(metrics_interval=600.0), indexer, session, nothing)
+        self.fleet = Fleet(workers, FleetSettings(metrics_interval=600.0), indexer)
         for number, worker in enumerate(self.fleet.workers):
             ranks = (0, 1) if number % 5 == 0 else (0,)
             models = {MODEL: ServedModel(MODEL, MODEL)}
@@ -169,18 +166,17 @@ def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: 
 
 def test_the_router_places_as_the_formula_does() -> None:
     async def run() -> None:
-        async with aiohttp.ClientSession() as session:
-            indexer = Indexer()
-            try:
-                fixture, random, in_flight = Fixture(indexer, session), Random(5), list[Assignment]()
-                for number in range(300):
-                    step(fixture, random, in_flight, number)
-                    excluded = random.sample(fixture.fleet.workers, random.choice((0, 0, 1, 3)))
-                    limits = random.choice((NO_LIMITS, NO_LIMITS, LIMITS))
-                    fixture.choose_as_the_formula_does(prompt_of(random), excluded, limits)
-                assert len(in_flight) > 10
-            finally:
-                indexer.stop()
+        indexer = Indexer()
+        try:
+            fixture, random, in_flight = Fixture(indexer), Random(5), list[Assignment]()
+            for number in range(300):
+                step(fixture, random, in_flight, number)
+                excluded = random.sample(fixture.fleet.workers, random.choice((0, 0, 1, 3)))
+                limits = random.choice((NO_LIMITS, NO_LIMITS, LIMITS))
+                fixture.choose_as_the_formula_does(prompt_of(random), excluded, limits)
+            assert len(in_flight) > 10
+        finally:
+            indexer.stop()
 
     asyncio.run(run())
 
@@ -188,34 +184,33 @@ def test_the_router_places_as_the_formula_does() -> None:
 @pytest.mark.derives
 def test_what_sessions_come_back_for_is_dear_to_evict(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        async with aiohttp.ClientSession() as session:
-            indexer = Indexer()
-            try:
-                fixture = Fixture(indexer, session)
-                pressure, places = fixture.learned.pressure, fixture.learned.places
-                monkeypatch.setattr(pressure, "price", lambda: 0.5)
-                monkeypatch.setattr(pressure, "evicting", lambda target: target.worker != "http://w3:1")
-                prompt = prompt_of(Random(1))
-                prompt.session, prompt.hints = "agent", AgentHints(final=False)
+        indexer = Indexer()
+        try:
+            fixture = Fixture(indexer)
+            pressure, places = fixture.learned.pressure, fixture.learned.places
+            monkeypatch.setattr(pressure, "price", lambda: 0.5)
+            monkeypatch.setattr(pressure, "evicting", lambda target: target.worker != "http://w3:1")
+            prompt = prompt_of(Random(1))
+            prompt.session, prompt.hints = "agent", AgentHints(final=False)
 
-                def evictions() -> dict[str, float]:
-                    selection = fixture.router.choose(prompt)
-                    assert selection is not None
-                    return {each.target.worker: each.eviction for each in selection.decision.candidates}
+            def evictions() -> dict[str, float]:
+                selection = fixture.router.choose(prompt)
+                assert selection is not None
+                return {each.target.worker: each.eviction for each in selection.decision.candidates}
 
-                assert set(evictions().values()) == {0.0, 0.5}
-                kept = fixture.router.place(prompt)
-                assert kept.target.worker == "http://w3:1"  # it evicts nothing
-                assert places.wanted(kept.target) == prompt.tokens
-                places.keep((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
-                fixture.loads.changed("http://w4:1", 0)
-                after = evictions()
-                assert after["http://w4:1"] > 0.9 > 0.5 == after["http://w6:1"] > after["http://w3:1"] == 0.0
-                prompt.hints = AgentHints(final=True)
-                fixture.router.place(prompt)
-                kept.release()
-                assert [places.wanted(kept.target), len(places)] == [0, 1]
-            finally:
-                indexer.stop()
+            assert set(evictions().values()) == {0.0, 0.5}
+            kept = fixture.router.place(prompt)
+            assert kept.target.worker == "http://w3:1"  # it evicts nothing
+            assert places.wanted(kept.target) == prompt.tokens
+            places.keep((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
+            fixture.loads.changed("http://w4:1", 0)
+            after = evictions()
+            assert after["http://w4:1"] > 0.9 > 0.5 == after["http://w6:1"] > after["http://w3:1"] == 0.0
+            prompt.hints = AgentHints(final=True)
+            fixture.router.place(prompt)
+            kept.release()
+            assert [places.wanted(kept.target), len(places)] == [0, 1]
+        finally:
+            indexer.stop()
 
     asyncio.run(run())

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
-from typing import cast
 
-import aiohttp
 import pytest
 
 from indexer import Indexer
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
-from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
 from router.policies import ByTurn, policy_named
 from router.policies.peers import RoundRobin
@@ -21,15 +17,11 @@ from router.routing.target_directory import TargetDirectory
 from router.settings import FleetSettings, PolicyName, PolicySettings, WorkerSettings
 
 
-async def _told(worker: Worker, model: ServedModel) -> None:
-    """Nobody asks these workers anything."""
-
-
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
     indexer = Indexer()
     indexer.start()
-    fleet = Fleet([], FleetSettings(), indexer, cast(aiohttp.ClientSession, None), _told)
+    fleet = Fleet([], FleetSettings(), indexer)
     _let_there_be(fleet, 4)
     yield fleet
     indexer.stop()
@@ -38,7 +30,7 @@ def fleet() -> Iterator[Fleet]:
 def _let_there_be(fleet: Fleet, workers: int) -> None:
     """Workers that are up and serve a model."""
     named = [WorkerSettings.model_validate({"url": f"http://w{number}"}) for number in range(workers)]
-    asyncio.run(fleet.assign("config", named))
+    fleet.assign("config", named)
     for worker in fleet.workers:
         if worker.description is None:
             worker.describe(WorkerDescription(Engine.VLLM, {"m": ServedModel("m", "m")}))

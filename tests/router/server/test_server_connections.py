@@ -12,7 +12,7 @@ import uvloop
 
 from indexer import Indexer
 from router.fleet.allowed_networks import AllowedNetworks
-from router.fleet.stream_addresses import RegisteredStreams
+from router.fleet.event_streams import RegisteredStreams
 from router.server.http_server import Connections, HttpServer
 from router.server.serving import index_app
 from router.server.sockets import listen

@@ -13,7 +13,7 @@ import pytest
 from indexer import Indexer, Registration, Target
 from kvevents import EventSource
 from router.fleet.allowed_networks import Address, AllowedNetworks
-from router.fleet.stream_addresses import RegisteredStreams, allowed_sources
+from router.fleet.event_streams import RegisteredStreams, allowed_sources
 from router.http.event_loop import end_tasks
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +42,7 @@ def registration(endpoint: str, replay: str | None = None) -> Registration:
 @asynccontextmanager
 async def following(names: Names) -> AsyncIterator[tuple[Indexer, RegisteredStreams]]:
     indexer = Indexer()
-    streams = RegisteredStreams(indexer, names, look_seconds=0.02)
+    streams = RegisteredStreams(indexer, names, resolve_interval=0.02)
     task = asyncio.create_task(streams.run())
     try:
         yield indexer, streams

@@ -29,7 +29,7 @@ async def follow_workers(file: SettingsFile, settings: Settings, fleet: Fleet) -
 
 async def _follow(changed: Settings, settings: Settings, fleet: Fleet) -> None:
     if changed.workers != fleet.assigned("config"):
-        await fleet.assign("config", changed.workers)
+        fleet.assign("config", changed.workers)
     others = [name for name in Settings.model_fields if getattr(changed, name) != getattr(settings, name)]
     if set(others) - {"workers"}:
         log.warning("settings changed that need a restart", sections=sorted(set(others) - {"workers"}))

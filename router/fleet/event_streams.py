@@ -1,0 +1,178 @@
+"""The event streams that the index follows: those that workers report, and those that are registered over HTTP.
+
+ZeroMQ resolves host names itself at every connect, so a name could lead out of the allowed networks after its check.
+Therefore names are resolved and checked here, and ZeroMQ connects to the checked address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import structlog
+
+from indexer import Indexer, Registration, Target
+from kvevents import EventSource
+from kvevents.endpoints import Endpoint, parse_endpoint
+from kvevents.sources import canonical_source
+from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
+from router.fleet.discovery import WorkerDescription
+from router.fleet.worker import Worker
+from router.fleet.worker_sources import ADDED_SOURCE
+from router.http.worker_url import host_of
+
+log = structlog.get_logger()
+
+_RESOLVE_INTERVAL = 5.0
+
+
+class WorkerStreams:
+    """Registers the event streams that workers report with the indexer."""
+
+    def __init__(self, indexer: Indexer, networks: AllowedNetworks) -> None:
+        self._indexer = indexer
+        self._networks = networks
+
+    async def without_refused(self, worker: Worker, description: WorkerDescription) -> WorkerDescription:
+        """Return a worker's description without the streams to which the router must not connect.
+
+        Streams that the operator configured are not checked, and neither is the host of a worker that it configured.
+        """
+        configured = worker.source != ADDED_SOURCE
+        if configured and worker.settings.streams is not None:
+            return description
+        own_host = host_of(worker.url) if configured else None
+        allowed, refused = await allowed_sources(self._networks, description.streams, own_host)
+        if refused and (worker.description is None or worker.description.refused != description.refused):
+            log.warning("event streams not followed", worker=worker.name, reasons=refused)
+        return replace(description, streams=tuple(allowed), refused=(*description.refused, *refused))
+
+    def register(self, worker: Worker, description: WorkerDescription) -> None:
+        """Register the streams of a description, and unregister the worker's targets that it does not list."""
+        streams = {source.dp_rank: source for source in description.streams}
+        registrations = [
+            Registration(
+                Target(worker.url, rank, model),
+                streams.get(rank),
+                description.engine,
+                description.block_size,
+                capacity=description.capacity,
+            )
+            for model in {served.model for served in description.base_models()}
+            for rank in description.ranks
+        ]
+        targets = {registration.target for registration in registrations}
+        self._indexer.unregister(worker.targets - targets)
+        worker.targets = targets
+        for registration in registrations:
+            try:
+                self._indexer.register(registration)
+            except ValueError as error:
+                log.error("event stream not followed", worker=worker.name, reason=str(error))
+
+    def suspend(self, worker: Worker) -> None:
+        """Leave the worker's targets out of matches while it is down. Their blocks are kept."""
+        self._indexer.suspend(worker.targets)
+
+    def resume(self, worker: Worker) -> None:
+        """Return the worker's targets to matches."""
+        self._indexer.suspend(worker.targets, False)
+
+
+class RegisteredStreams:
+    """The event streams that are registered over HTTP, with host names replaced by checked addresses.
+
+    `run` resolves the names every `resolve_interval` seconds, and follows those whose address changes.
+    """
+
+    def __init__(
+        self, indexer: Indexer, networks: AllowedNetworks, resolve_interval: float = _RESOLVE_INTERVAL
+    ) -> None:
+        self._indexer = indexer
+        self._networks = networks
+        self._resolve_interval = resolve_interval
+        self._named: dict[Target, tuple[Registration, Registration]] = {}  # with host names, and with addresses
+
+    async def admit(self, registration: Registration) -> Registration:
+        """Return a registration with addresses in place of host names.
+
+        Raises ValueError, which begins with the field, for an endpoint that is not allowed.
+        """
+        if registration.source is None:
+            return registration
+        given = replace(registration, source=canonical_source(registration.source))
+        resolved = await self._resolved(given)
+        self._named.pop(given.target, None)
+        if resolved != given:
+            self._named[given.target] = given, resolved
+        return resolved
+
+    async def run(self) -> None:
+        """Resolve host names again at intervals, until cancelled."""
+        while True:
+            await asyncio.sleep(self._resolve_interval)
+            current = {known.target: known for known in self._indexer.registered()} if self._named else {}
+            for target, (given, before) in list(self._named.items()):
+                if current.get(target) != before:
+                    self._named.pop(target, None)  # It was unregistered or replaced.
+                    continue
+                try:
+                    now = await self._resolved(given)
+                    if now != before:
+                        self._indexer.register(now)
+                        self._named[target] = given, now
+                except ValueError as error:
+                    log.warning("host of an event stream not resolved", worker=target.worker, reason=str(error))
+
+    async def _resolved(self, given: Registration) -> Registration:
+        assert given.source is not None
+        return replace(given, source=await allowed_source(self._networks, given.source))
+
+
+async def allowed_sources(
+    networks: AllowedNetworks, sources: Sequence[EventSource], own_host: str | None = None
+) -> tuple[list[EventSource], list[str]]:
+    """Return the sources to which the router may connect, by address, and the reasons why others are refused.
+
+    `own_host`: the host of a worker that the operator configured. It is allowed without a check.
+    """
+    allowed: list[EventSource] = []
+    refused: list[str] = []
+    known: dict[str, str] = {} if own_host is None else {own_host: own_host}
+    for source in sources:
+        try:
+            allowed.append(await allowed_source(networks, source, known))
+        except ValueError as error:
+            refused.append(f"the stream of rank {source.dp_rank}: {error}")
+    return allowed, refused
+
+
+async def allowed_source(
+    networks: AllowedNetworks, source: EventSource, known: dict[str, str] | None = None
+) -> EventSource:
+    """Return a source with addresses in place of host names.
+
+    `known`: addresses of hosts that are checked already. New ones are added.
+    Raises ValueError, which begins with the field, for an endpoint that is not allowed.
+    """
+    checked = {} if known is None else known
+    replay = source.replay_endpoint
+    return msgspec.structs.replace(
+        source,
+        endpoint=await _allowed(networks, source.endpoint, "endpoint", checked),
+        replay_endpoint=None if replay is None else await _allowed(networks, replay, "replay_endpoint", checked),
+    )
+
+
+async def _allowed(networks: AllowedNetworks, text: str, field: str, known: dict[str, str]) -> str:
+    endpoint = parse_endpoint(text)
+    if endpoint.scheme != "tcp":
+        raise ValueError(f"{field}: {text} is not a tcp:// endpoint. Other transports can only be set in the settings")
+    if endpoint.address not in known:
+        try:
+            known[endpoint.address] = str((await networks.check(endpoint.address))[0])
+        except AddressNotAllowedError as error:
+            raise ValueError(f"{field}: {error}") from error
+    return str(Endpoint("tcp", known[endpoint.address], endpoint.port))

@@ -1,0 +1,120 @@
+"""Probes: ask workers what they serve, and decide from the answers which workers are up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import structlog
+
+from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
+from router.fleet.event_streams import WorkerStreams
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker, WorkerState
+from router.settings import FleetSettings
+
+log = structlog.get_logger()
+
+
+class Prober:
+    """Probes workers of a fleet, and updates their state.
+
+    `on_model` is called after every successful probe, for each base model that the worker serves.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: FleetSettings,
+        session: aiohttp.ClientSession,
+        streams: WorkerStreams,
+        on_model: Callable[[Worker, ServedModel], Awaitable[None]],
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._session = session
+        self._streams = streams
+        self._on_model = on_model
+
+    async def probe_all(self) -> None:
+        """Probe all workers once. None of them warms up: they all start at the same time."""
+        workers = self._fleet.workers
+        await asyncio.gather(*map(self.probe, workers))
+        for worker in workers:
+            worker.warming_since = None
+        self._fleet.health_changed()
+
+    async def probe(self, worker: Worker) -> None:
+        """Ask a worker what it serves, and update its state."""
+        if worker.key.read():  # The key file may have changed.
+            self._fleet.notify_key(worker)
+        try:
+            async with asyncio.timeout(self._settings.probe_timeout):
+                description = await describe_worker(self._session, worker.settings, self._settings, worker.key)
+                description = await self._streams.without_refused(worker, description)
+        except (DiscoveryError, TimeoutError) as error:
+            self._failed(worker, str(error) or f"no answer within {self._settings.probe_timeout} s")
+            return
+        self._succeeded(worker, description)
+        for model in description.base_models():
+            await self._on_model(worker, model)
+        self._fleet.notify_change()
+
+    async def watch(self, worker: Worker) -> None:
+        """Probe a worker until the task is cancelled: at intervals, and soon after a request to it failed."""
+        if worker.state is WorkerState.NEW:
+            await self.probe(worker)
+        while True:
+            well = worker.up and not worker.failed_probes
+            try:
+                async with asyncio.timeout(self._settings.probe_interval if well else self._settings.retry_interval):
+                    await worker.look_now.wait()
+                worker.look_now.clear()
+                await asyncio.sleep(self._settings.retry_interval)
+            except TimeoutError:
+                pass
+            await self.probe(worker)
+
+    def _failed(self, worker: Worker, problem: str) -> None:
+        worker.failed_probes += 1
+        if worker.up and worker.failed_probes < self._settings.failed_probes:
+            return  # One late answer of a busy worker is not a failure.
+        worker.problem = problem
+        self._streams.suspend(worker)
+        worker.health.give_up_waiting()
+        self._fleet.changed()
+
+    def _succeeded(self, worker: Worker, description: WorkerDescription) -> None:
+        is_new = description != worker.description
+        if is_new:
+            self._streams.register(worker, description)
+        self._warm_up(worker)
+        worker.failed_probes = 0
+        if worker.up and not is_new:
+            return
+        if not worker.up:
+            self._streams.resume(worker)
+        self._describe(worker, description)
+        worker.problem = None
+        self._fleet.expect(description.models)
+        self._fleet.changed()
+
+    def _warm_up(self, worker: Worker) -> None:
+        """Begin to warm up a worker that is new or was down; end it when the worker receives its full share."""
+        if not worker.up and (worker.failed_probes or worker.description is None):
+            worker.warming_since = worker.health.clock()
+            worker.health.forget()
+            worker.restarted()
+            self._fleet.health_changed()
+        elif worker.warming_since is not None and worker.share >= 1:
+            worker.warming_since = None
+            self._fleet.health_changed()
+
+    def _describe(self, worker: Worker, description: WorkerDescription) -> None:
+        """Apply a description. A name that now means another model is logged and reported to listeners."""
+        before = dict(worker.changed_models)
+        worker.describe(description)
+        if worker.changed_models != before:
+            log.warning("model replaced under the same name", worker=worker.name, models=worker.recent_changes())
+            self._fleet.notify_replaced(worker)
