@@ -1,6 +1,6 @@
-"""Writes one response to a client's connection, and says where its body ends.
+"""Frames one response, and writes it to the client's connection.
 
-Responses are framed here again, so that only what was understood of a worker's response is ever passed on.
+A worker's response is framed again, so that only its understood parts are forwarded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _ONE_BUFFER: Final = 64 * 1024
 
 
 class Framing(Enum):
-    """How a client knows where a response's body ends (RFC 9112, 6.3)."""
+    """The end of a response's body, as the client recognizes it (RFC 9112, 6.3)."""
 
     LENGTH = "a content-length, or a status without a body"
     CHUNKED = "chunks"
     UNTIL_CLOSE = "the end of the connection"
 
 
-# Looking one up in its class costs more than comparing it.
+# A look-up in the enumeration would cost more than the comparison.
 _LENGTH: Final = Framing.LENGTH
 _CHUNKED: Final = Framing.CHUNKED
 _UNTIL_CLOSE: Final = Framing.UNTIL_CLOSE
@@ -47,19 +47,21 @@ class ResponseOwner:
     """A connection that responses are written to."""
 
     def response_ended(self) -> None:
-        """All of the response is written."""
+        """Continue after a response: it is complete."""
         raise NotImplementedError
 
     def response_broken_off(self, until_close: bool) -> None:
-        """It will not be finished. `until_close`: the end of the connection would make it seem whole."""
+        """Close the connection: a response stays incomplete.
+
+        `until_close`: the body would seem complete if the connection were closed in order.
+        """
         raise NotImplementedError
 
 
 class FramedResponse(ResponseWriter):
     """The response to one request.
 
-    `keep_alive`: the connection stays open after it. It is written before the response begins by who knows, and decided
-    when it has begun.
+    `keep_alive`: the connection stays open afterwards. It is final once the response has begun.
     """
 
     __slots__ = (
@@ -111,7 +113,7 @@ class FramedResponse(ResponseWriter):
         routing = ours.lines() if ours is not None else b""
         bodiless = context.head.method == _HEAD
         if ended and not head.length and self.keep_alive and size <= _ONE_BUFFER and status == _OK and not bodiless:
-            # As nearly all are.
+            # Nearly all responses.
             length = str(size).encode()
             self._transport.write(
                 b"%b%b%bx-request-id: %b\r\ncontent-length: %b\r\n\r\n%b"
@@ -135,7 +137,7 @@ class FramedResponse(ResponseWriter):
             self._owner.response_ended()
 
     def _choose_framing(self, head: ResponseHead, size: int, ended: bool) -> bytes:
-        """Decide how the body is framed. The header that says so, if it takes one."""
+        """Choose the body's framing, and return its header line; empty if it has no header."""
         if head.length:
             return b"content-length: %b\r\n" % head.length
         if head.status in WITHOUT_BODY:
@@ -171,7 +173,7 @@ class FramedResponse(ResponseWriter):
 
 
 class _LoggedChunks:
-    """Counts what is written for the line in the log."""
+    """Writes chunks, and counts their bytes for the access log."""
 
     __slots__ = ("_context", "_transport")
 
@@ -185,9 +187,9 @@ class _LoggedChunks:
 
 
 class _FirstLines:
-    """What all responses begin with: the status line, the date, which changes each second, and other headers of all.
+    """The beginning of every response: the status line, the date and other default headers.
 
-    `close`: connections are to be closed after their response.
+    `close`: connections are closed after their response.
     """
 
     __slots__ = ("_by_status", "_headers", "_lines", "close")
@@ -199,7 +201,7 @@ class _FirstLines:
         self.close = False
 
     def of(self, state: ServerState, status: int) -> bytes:
-        """Those of a response with this status: the same bytes as long as nothing changes."""
+        """Return the first lines of a response; the same object until the default headers change."""
         if state.default_headers is not self._headers:
             self._headers = headers = state.default_headers
             self._lines = lines_of([header for header in headers if header[0] != b"connection"])
@@ -216,7 +218,7 @@ _first_lines: Final = _FirstLines()
 
 
 def bad_request(state: ServerState, problem: str) -> bytes:
-    """The response to what cannot be read. The connection is closed after it."""
+    """Return the response to bytes that cannot be parsed. The connection is closed after it."""
     return (
         b"HTTP/1.1 400 Bad Request\r\n%bcontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
         b"connection: close\r\n\r\n%b" % (lines_of(state.default_headers), len(problem), problem.encode("ascii"))

@@ -1,7 +1,7 @@
-"""Bounds on the heads of a connection's requests: on their size, on how long they take, and on what they ask for.
+"""Limits of a request's head: its size, its duration, and its form.
 
-httptools refuses what could be read in two ways: several lengths, a length beside a transfer coding, bare CR or LF.
-Refused here besides: what `router.http.strict_requests` names.
+httptools refuses ambiguous heads: several lengths, a length beside a transfer coding, bare CR or LF. The rules of
+`router.http.strict_requests` come on top.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ TOO_LARGE: Final = "Request header fields too large."
 
 
 class RefusedRequestError(Exception):
-    """A request that is not read any further. httptools makes a parser's error of it, which is answered with 400."""
+    """A request that is refused with status 400. httptools turns it into a parser's error."""
 
 
 class HeadLimiter:
-    """Counts the bytes of the head that is read, and sets the connection's deadline for it.
+    """Counts the bytes of the current head, and sets the connection's deadline for it.
 
-    `reading`: a head is waited for or has come in part.
+    `reading`: a head is awaited or incomplete.
     """
 
     __slots__ = ("_deadline", "_size", "reading")
@@ -35,32 +35,35 @@ class HeadLimiter:
         self._deadline = deadline
 
     def begin(self) -> None:
-        """A head is waited for, or its first bytes came."""
+        """Await a head, or count from its first bytes."""
         if not self.reading:
             self.reading = True
             self._deadline.set(HEAD_SECONDS)
         self._size = 0
 
     def add(self, size: int) -> None:
-        """The parser has read more of the head, or a trailer. Raises RefusedRequestError."""
+        """Count `size` parsed bytes of the head, or of a trailer. Raises RefusedRequestError."""
         self._size += size
         if self._size > HEAD_BYTES:
             raise RefusedRequestError("the head is too large")
 
     def end(self) -> None:
-        """The head is complete."""
+        """End the head: it is complete."""
         self.reading = False
         self._deadline.clear()
 
     @property
     def size(self) -> int:
-        """How many bytes came of a head that is not complete; 0 between two heads."""
+        """The number of bytes of an incomplete head; 0 between two heads."""
         return self._size if self.reading else 0
 
     def fits(self, before: int, came: int) -> bool:
-        """Whether the head stays within its bound, when `came` bytes were read since its size was `before`.
+        """Return whether an incomplete head is within its limit.
 
-        The parser keeps a header to itself until it is complete, so all bytes count that came with an unfinished head.
+        The parser reports a header only when it is complete. So all received bytes count:
+
+        - `before`: the size of the head before these bytes.
+        - `came`: the number of received bytes.
         """
         if not self.reading:
             return True
@@ -69,6 +72,6 @@ class HeadLimiter:
 
 
 def check_head(target: bytes, version: str, headers: Headers) -> None:
-    """Refuse what another parser might read in another way. Raises RefusedRequestError."""
+    """Raise RefusedRequestError for a head that another parser could read differently."""
     if problem := head_problem(target, version, headers):
         raise RefusedRequestError(problem)

@@ -2,10 +2,10 @@
 
     RequestReader ──▶ head ──▶ RequestContext ──▶ body ──▶ Dispatcher ──▶ FramedResponse ──▶ the next request
 
-One request of a connection is served at a time, and none while its client does not read. What is pipelined behind it is
-kept parsed, and nothing more is read until its turn comes.
+A connection serves one request at a time, and none while its client does not read. Pipelined requests are parsed and
+queued, and reading pauses until they are served.
 
-One file, because all of it is the state of one connection.
+All of it is one file, because it is the state of one connection.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from router.server.request_reader import IncomingRequest, RequestReader, Request
 from router.server.sockets import probe
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-# How long the rest of a body that was refused is read, so that its client gets to read the response. Nothing follows
-# that, which is told at once: a client that reads does not go on sending.
+# How long the rest of a refused body is read, so that its client can read the response. The router closes its sending
+# side first, so that a client that reads stops sending.
 _LINGER_SECONDS: Final = 5.0
 
 
 class _Intake(Enum):
-    """What becomes of the bytes that come."""
+    """The treatment of received bytes."""
 
-    OPEN = "requests are read, and served in their turn"
-    UNREADABLE = "nothing more can be read, which is said once all requests before are answered"
-    LINGERING = "the rest of a refused request is read to its end, and nothing is done with it"
+    OPEN = "requests are parsed, and served in their turn"
+    UNREADABLE = "the bytes cannot be parsed, which is answered after all earlier requests"
+    LINGERING = "the rest of a refused request is read and dropped"
 
 
-# Looking one up in its class costs more than comparing it.
+# A look-up in the enumeration would cost more than the comparison.
 _OPEN: Final = _Intake.OPEN
 _UNREADABLE: Final = _Intake.UNREADABLE
 _LINGERING: Final = _Intake.LINGERING
@@ -63,7 +63,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         app_state: dict[str, Any],  # noqa: ARG002 - uvicorn passes it
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`recent`: the heads that other connections' requests had."""
+        """Create a connection. `recent`: the heads of recent requests, shared by all connections."""
         self._dispatcher = dispatcher
         self._limits = settings = dispatcher.settings
         self._server_state = server_state
@@ -72,26 +72,26 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._write_paused = False
         self._deadline = Deadline(self._loop, self._late)
-        # What comes.
-        self._address: ServerAddress | None = None  # that the client connected to
+        # Receiving.
+        self._address: ServerAddress | None = None  # where the client connected to
         self._reader = RequestReader(self, recent, self._deadline, settings.root_path.encode())
         self._intake = _OPEN
-        self._problem = ""  # why nothing more can be read
-        self._half_closed = False  # nothing more comes
-        self._queue: deque[IncomingRequest] | None = None  # made for the first that has to wait
-        # The request that is served. One whose head was known came whole, and is no `IncomingRequest`.
+        self._problem = ""  # why the bytes cannot be parsed
+        self._half_closed = False  # the client has closed its sending side
+        self._queue: deque[IncomingRequest] | None = None  # created for the first request that has to wait
+        # Serving. A request with a cached head was received whole, and is not an `IncomingRequest`.
         self._response: FramedResponse | None = None
         self._request: IncomingRequest | None = None
-        self._arriving = 0  # bytes of its body, while it is not complete
-        self._taken: TakenRequest | None = None  # once all of it came
-        self._answered = False  # a response ended while what came at once is read
+        self._arriving = 0  # bytes of its body until that is complete
+        self._taken: TakenRequest | None = None  # once its body is complete
+        self._answered = False  # a response has ended since bytes were last received
 
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._address = _address(transport.get_extra_info("sockname"))
-        self._server_state.connections.add(self)  # type: ignore[arg-type]  # it has what uvicorn asks of them
+        self._server_state.connections.add(self)  # type: ignore[arg-type]  # with all methods that uvicorn calls
         self._reader.begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -109,12 +109,12 @@ class HttpConnection(RequestReceiver, ResponseOwner):
             self._transport.close()
 
     def eof_received(self) -> bool:
-        """Nothing more comes. A client that half-closed gets what it asked for; else the connection is closed."""
+        """Called when the client closes its sending side. Keep the connection if a response is due."""
         if not self._owes_response or not self._came_whole:
             return False
         self._half_closed = True
         if self._queue and not self._queue[-1].complete:
-            self._queue.pop()  # its rest never comes
+            self._queue.pop()  # it stays incomplete
         taken = self._taken
         return probe(self._loop, self._transport, taken is not None and taken.answering)
 
@@ -131,9 +131,9 @@ class HttpConnection(RequestReceiver, ResponseOwner):
             self._plan_next()
 
     def shutdown(self) -> None:
-        """The server stops: the connection is closed when its request is answered."""
+        """Close the connection, after the response to its request. Called when the server stops."""
         if self._response is not None and not self._came_whole:
-            self._refuse(self._response, _stopping())  # who knows when the rest comes
+            self._refuse(self._response, _stopping())  # its body may never be complete
             self._transport.close()
         elif self._response is not None:
             self._response.keep_alive = False
@@ -142,13 +142,13 @@ class HttpConnection(RequestReceiver, ResponseOwner):
             self._transport.close()
 
     def _late(self) -> None:
-        """The deadline passed: of a head, a body, the next request, or the rest of a refused one."""
+        """Called when a head, a body, the next request or the rest of a refused request is late."""
         if self._response is not None and not self._came_whole:
             self._refuse(self._response, too_slow(self._limits))
         else:
             self._transport.close()
 
-    # What comes
+    # Receiving
 
     def data_received(self, data: bytes) -> None:
         if not self._busy and not self._queue and self._intake is _OPEN:
@@ -169,7 +169,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
             self._serve(request)
 
     def _enqueue(self, request: IncomingRequest) -> None:
-        """Keep a request until its turn comes: of many that come at once each waits for other connections' requests."""
+        """Queue a request. Between pipelined requests, other connections are served."""
         if self._queue is None:
             self._queue = deque()
         if not self._queue and not self._busy:
@@ -190,7 +190,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
                 self._refuse(self._response, too_large(self._limits))
 
     def _has_room(self, size: int) -> bool:
-        """Whether more bytes of the body may be held; if not, the request is refused."""
+        """Return whether `size` more bytes of the body may be held; refuse the request if not."""
         try:
             self._dispatcher.contexts.gate.arrivals.add(self._arriving, size)
         except RequestError as error:
@@ -201,7 +201,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         return True
 
     def _end_arrival(self) -> None:
-        """No more of the body is waited for."""
+        """Stop counting the body among those that are arriving."""
         if self._arriving:
             self._dispatcher.contexts.gate.arrivals.end(self._arriving)
             self._arriving = 0
@@ -234,24 +234,24 @@ class HttpConnection(RequestReceiver, ResponseOwner):
 
     @property
     def _came_whole(self) -> bool:
-        """Whether the whole of the request that is served was received."""
+        """The request that is served is complete."""
         return self._request is None or self._request.complete
 
     @property
     def _busy(self) -> bool:
-        """Whether a request is served, or the client does not read its responses."""
+        """The next request has to wait: for a response, or for a client that does not read."""
         return self._response is not None or self._write_paused
 
     @property
     def _owes_response(self) -> bool:
-        """Whether a request that came whole is not answered yet."""
+        """A complete request waits for its response."""
         if self._response is not None:
             return True
         return self._queue is not None and any(request.complete for request in self._queue)
 
     @property
     def _takes_more(self) -> bool:
-        """Whether another request may follow the last one that came."""
+        """Another request may follow the last one."""
         if self._intake is _LINGERING or self._transport.is_closing():
             return False
         if self._queue:
@@ -259,7 +259,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         return self._response is None or self._response.keep_alive
 
     def _plan_next(self) -> None:
-        """Serve the next request in the queue, or say at its end what could not be read."""
+        """Serve the next request in the queue; after the last, answer what could not be parsed."""
         if self._queue:
             self._loop.call_soon(self._serve_next)
         elif self._intake is _UNREADABLE and not self._owes_response and not self._transport.is_closing():
@@ -296,7 +296,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         self._deadline.set(self._limits.body_timeout)
 
     def _serve_known(self, head: RequestHead, body: bytes) -> None:
-        """Serve a request that came at once, with a known head, over a connection that stays."""
+        """Serve a complete request whose head is cached. Such a request keeps its connection alive."""
         response = self._begin_response(head, len(body), True, True)
         if response is not None:
             self._start(response, body)
@@ -329,7 +329,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         return response
 
     def _start(self, response: FramedResponse, body: bytes) -> None:
-        """Serve a request, all of which came."""
+        """Serve a complete request."""
         self._end_arrival()
         self._deadline.clear()
         self._taken = taken = self._dispatcher.serve(response.context, response)
@@ -367,7 +367,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
     def response_broken_off(self, until_close: bool) -> None:
         if self._response is not None:
             self._end_request()
-        # A body that ends with the connection must not seem to be whole. And who does not read would never see its end.
+        # A body that ends with the connection must not seem complete. A client that does not read would not see the end.
         if until_close or self._write_paused:
             self._transport.abort()
         else:

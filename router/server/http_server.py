@@ -1,4 +1,4 @@
-"""uvicorn's server with connections of our own: it serves over HTTP, drains its connections, and ends in time."""
+"""uvicorn's server with connections of our own: it serves HTTP, drains its connections, and stops in time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fastapi import FastAPI
 from router.http.cached_head import RecentHeads
 from router.server.http_connection import HttpConnection
 
-# So many connections are accepted in a turn of the loop: libuv takes one of a socket, and while many requests are
-# served in each turn, clients that come would wait for as many turns as there are clients before them.
+# Connections that are accepted in one turn of the event loop. libuv accepts one per listening socket and turn, and a
+# turn is long under load.
 _ACCEPTED_A_TURN = 16
-# Longer than clients and balancers keep an idle connection: a request on one that we close meanwhile would be lost.
+# Longer than clients and load balancers keep an idle connection: a request on a closing connection would be lost.
 KEEP_ALIVE_SECONDS = 75
 
 
@@ -55,7 +55,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the requests in flight. Those that would never end by themselves are ended."""
+        """Wait for the requests in flight, after ending the streams that have no end."""
         if end := getattr(self.config.app.state, "on_shutdown", None):  # type: ignore[union-attr]
             await end()
         self._connections.stopping = True
@@ -65,19 +65,21 @@ class HttpServer(uvicorn.Server):
         return nullcontext()  # uvicorn would raise them again at its end, before ours
 
     def drain(self) -> None:
-        """Have clients open new connections, elsewhere if they can, instead of reusing the ones they have."""
+        """Ask clients to open new connections: every response closes its connection from now on."""
         self.config.encoded_headers.append((b"connection", b"close"))
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
 
 
 class Connections(set[Any]):
-    """Those of a server, which tells each when it stops. One that is accepted meanwhile comes too late for that: it is
-    told as it comes, or it would be waited for."""
+    """The connections of a server.
+
+    A connection that is accepted while the server stops is shut down at once: the server would wait for it.
+    """
 
     stopping = False
 
     def add(self, connection: Any) -> None:
-        """It is made."""
+        """Add a connection."""
         super().add(connection)
         if self.stopping:
             asyncio.get_running_loop().call_soon(connection.shutdown)

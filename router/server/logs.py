@@ -1,4 +1,4 @@
-"""What a service writes to standard error: its log, and what it announces when it starts."""
+"""Logs to standard error, and the announcements of a service that starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def log_to_stderr(level: str = "info") -> None:
 
 
 def _hide_passwords(_logger: object, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """URLs of workers, peers and Redis may have some, and errors name URLs: whatever is logged goes through here."""
+    """Remove passwords from all URLs in a log line: errors name URLs of workers, peers and Redis."""
     return {name: _hidden(value) for name, value in line.items()}
 
 
@@ -48,13 +48,13 @@ def _hidden(value: Any) -> Any:
 
 
 def announce_start(settings: Settings, name: str) -> None:
-    """Say that it starts, and what it waits for first."""
+    """Print that a service starts, and what it waits for."""
     built = build_info()
     say(f"{name} {built['version']} starts, with the {built['core']} index; it {_waits_for(settings)}")
 
 
 def announce_models(about: About) -> None:
-    """Say what is served, and how its prompts become tokens."""
+    """Print the served models, and how their prompts become tokens."""
     for model, served in about.models().items():
         count = served["workers"]
         say(f"  model   {model} on {count} worker{'s' * (count != 1)}; tokens: {served['tokens']}")
@@ -63,7 +63,7 @@ def announce_models(about: About) -> None:
 
 
 def announce_page(policy: str, url: str) -> None:
-    """Say how workers are chosen, and where to look on."""
+    """Print the policy, and the address of the live page."""
     say(f"  policy  {policy}")
     say(f"  page    {url}/ui")
 

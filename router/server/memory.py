@@ -1,4 +1,4 @@
-"""How a server's process deals with its memory."""
+"""Settings of a server process's memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _OWN_MAPPING_BYTES = 4 * 1024 * 1024
 def keep_freed_memory() -> None:
     """Keep some freed memory for the next bodies, up to 64 MiB.
 
-    glibc returns freed memory to the system as soon as there is 128 KiB of it, and each body of that size would have
-    its pages mapped and cleared anew. Does nothing where the C library is another.
+    By default glibc returns freed memory to the system from 128 KiB on. The next body of that size would then have its
+    pages mapped and cleared again. With another C library this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -16,7 +16,7 @@ from router.http.headers import Headers
 
 
 class RequestEvents(Protocol):
-    """What the parser calls, as httptools does."""
+    """The callbacks of the parser, as httptools names them."""
 
     def on_message_begin(self) -> None: ...
     def on_url(self, url: bytes) -> None: ...
@@ -27,7 +27,7 @@ class RequestEvents(Protocol):
 
 
 class RequestParser:
-    """Reads the requests of a connection. `headers`: those of the request that is being read, names in lower case."""
+    """Parses the requests of a connection. `headers` returns the current request's, with names in lower case."""
 
     def __init__(self, events: RequestEvents, headers: Callable[[], Headers]) -> None:
         self._events = events
@@ -35,7 +35,7 @@ class RequestParser:
         self._parser = self._new_parser(_Events(events, self))
 
     def feed_data(self, data: bytes) -> None:
-        """Read what came. Raises httptools.HttpParserError."""
+        """Parse received bytes. Raises httptools.HttpParserError."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -55,11 +55,11 @@ class RequestParser:
         return self._parser.should_keep_alive()
 
     def should_upgrade(self) -> bool:
-        """Never: no other protocol is spoken here."""
+        """Return False: requests for another protocol are served as HTTP/1.1."""
         return False
 
     def body_follows(self) -> bool:
-        """Whether a request that was taken to end at its head has a body."""
+        """Return whether a request with `Upgrade`, which llhttp ends at its head, has a body."""
         return self._parser.should_upgrade() and bool(self._framing())
 
     def _framing(self) -> bytes:
@@ -69,8 +69,10 @@ class RequestParser:
         return b""
 
     def _go_on(self) -> None:
-        """Read the body of a request that wished for another protocol, and what follows it, with a parser that begins
-        anew after a head which says the same of the body."""
+        """Parse the body of a request with `Upgrade`, and the bytes after it, with a new parser.
+
+        The new parser first gets a head that frames the body in the same way.
+        """
         framing, keep_alive = self._framing(), self._parser.should_keep_alive()
         events = _Events(self._events, self, muted=bool(framing))
         self._parser = self._new_parser(events)

@@ -21,10 +21,12 @@ from router.server.request_parser import RequestParser
 
 
 class IncomingRequest:
-    """A request, of which more may come. Names of headers are in lower case.
+    """A request that is being received. Names of headers are in lower case.
 
-    `size`: bytes of its body that came, which `body` holds as long as they are not too many. `complete`: all of it
-    came.
+    - `body`: the received parts of its body, while it is within its limit.
+    - `size`: the number of received bytes of its body.
+    - `complete`: the whole request was received.
+    - `repeated_head`: its head, if its client is likely to send that again.
     """
 
     __slots__ = (
@@ -50,10 +52,10 @@ class IncomingRequest:
         self.keep_alive = False
         self.expects_continue = False
         self.complete = False
-        self.repeated_head: RequestHead | None = None  # if its client is likely to send this head again
+        self.repeated_head: RequestHead | None = None
 
     def make_head(self, repeated_paths: AbstractSet[bytes]) -> RequestHead:
-        """Return its head, which is kept in `repeated_head` if it is a POST to one of these paths."""
+        """Return its head. Keep it in `repeated_head` if the request is a POST to one of `repeated_paths`."""
         path, _, query = self.target.partition(b"?")
         decoded = path.decode("latin-1")
         head = RequestHead(
@@ -68,18 +70,18 @@ class IncomingRequest:
 
     @property
     def has_body(self) -> bool:
-        """Whether its head announces a body."""
+        """The head announces a body."""
         return self.announced_size() > 0 or any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def announced_size(self) -> int:
-        """How long its head says that the body is, in bytes; 0 where it says nothing."""
+        """Return the bytes of the body that the head announces; 0 without a length."""
         for name, value in self.headers:
             if name == LENGTH:
                 return length_of(value)
         return 0
 
     def take_body(self) -> bytes:
-        """All of the body that came. It is not kept here: the last request of a connection is known until the next."""
+        """Return the received body, and release it: a connection keeps its last request until the next."""
         parts, self.body = self.body, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -90,23 +92,23 @@ _log = logging.getLogger("uvicorn.error")
 
 
 class RequestReceiver:
-    """A connection that requests come over. By default it does nothing with them."""
+    """A connection that receives requests. By default it ignores them."""
 
     def head_read(self, request: IncomingRequest) -> None:
         """Called with a request's head, or with the whole request if that has no body."""
 
     def body_read(self, request: IncomingRequest, data: bytes) -> None:
-        """More of its body came."""
+        """Called with the next part of a request's body."""
 
     def request_read(self, request: IncomingRequest) -> None:
         """Called when the whole of a request with a body was received."""
 
     def refuse_rest(self, problem: str) -> None:
-        """What came now cannot be read, nor what follows."""
+        """Called when the received bytes cannot be parsed. All later bytes are ignored."""
 
 
 class RequestReader:
-    """Reads one connection. It is httptools' protocol."""
+    """Reads the requests of one connection. Its `on_` methods are the callbacks of httptools."""
 
     __slots__ = ("_cached", "_limiter", "_parser", "_receiver", "_recent", "_request", "_root_path")
 
@@ -117,29 +119,36 @@ class RequestReader:
         deadline: Deadline,
         root_path: bytes = b"",
     ) -> None:
-        """`recent`: the heads that other connections' requests had. `deadline`: the connection's. `root_path`: what may
-        stand before every path."""
+        """Create a reader.
+
+        - `receiver`: the connection.
+        - `recent`: the heads of recent requests, shared by all connections.
+        - `deadline`: the deadline of the connection.
+        - `root_path`: a prefix that every path may have.
+        """
         self._receiver = receiver
         self._root_path = root_path
         self._recent = recent
         self._limiter = HeadLimiter(deadline)
-        self._cached: CachedHead[RequestHead] | None = None  # of this connection's last request that came at once
+        self._cached: CachedHead[RequestHead] | None = (
+            None  # of the connection's last request that was received at once
+        )
         self._parser: RequestParser | None = None  # made for the first head that is not known
         self._request: IncomingRequest | None = None  # what the parser read last
 
     def begin(self) -> None:
-        """The connection is made: a head is waited for."""
+        """Await the first head."""
         self._limiter.begin()
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Release the connection."""
         self._parser = self._request = None
         self._receiver = RequestReceiver()
 
     def read_known(self, data: bytes) -> tuple[RequestHead, bytes] | None:
-        """The head and the body of a request that is all of `data`, and whose head is known; else None.
+        """Return head and body of a request that is all of `data` and whose head is cached; None for anything else.
 
-        Such a request keeps the connection alive.
+        A request with a cached head keeps its connection alive.
         """
         if self._request is not None and not self._request.complete:
             return None
@@ -156,7 +165,7 @@ class RequestReader:
         return cached.said, body
 
     def parse(self, data: bytes) -> None:
-        """Read what came. The receiver hears of it meanwhile."""
+        """Parse received bytes, and call the receiver for each part."""
         last, before = self._request, self._limiter.size
         parser = self._parser
         if parser is None:
@@ -172,7 +181,7 @@ class RequestReader:
             self._remember(data, last)
 
     def _remember(self, data: bytes, last: IncomingRequest | None) -> None:
-        """Keep the head of a request that is all of `data`."""
+        """Cache the head of a request that is all of `data`."""
         request = self._request
         if request is None or request is last or request.repeated_head is None:
             return

@@ -99,7 +99,7 @@ async def serve_indexer(settings: Settings) -> None:
 
 
 def index_app(settings: Settings, indexer: Indexer, tokenizers: Tokenizers, streams: RegisteredStreams) -> FastAPI:
-    """The application of the index alone."""
+    """Return the application of the index alone."""
 
     def resolve(name: str, tenant: str) -> tuple[str, str | None]:
         if not indexer.serves(name, tenant):

@@ -17,8 +17,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stopped_by_signals(server: HttpServer, app: FastAPI, drain_seconds: float) -> Iterator[Callable[[], None]]:
-    """SIGINT stops a server, a second one without waiting for requests. SIGTERM stops it after it drained, a second one
-    at once. Yields what SIGTERM does."""
+    """Stop a server by signals. Yields the handler of SIGTERM.
+
+    - SIGINT stops it; a second SIGINT stops it without waiting for requests.
+    - SIGTERM stops it after it has drained; a second SIGTERM stops it at once.
+    """
     loop = asyncio.get_running_loop()
 
     def interrupt() -> None:
@@ -47,9 +50,10 @@ def stopped_by_signals(server: HttpServer, app: FastAPI, drain_seconds: float) -
 
 
 class SignalWaiter:
-    """The signals as something to wait for beside processes, without a loop. `last`: the signal that came last.
+    """Receives signals without an event loop.
 
-    `readable` becomes readable when one comes.
+    - `last`: the last signal; None before the first.
+    - `readable`: a socket that becomes readable with a signal, to wait for beside processes.
     """
 
     def __init__(self) -> None:
@@ -69,7 +73,7 @@ class SignalWaiter:
         self._writable.close()
 
     def forget(self) -> None:
-        """Wait for the next one."""
+        """Forget the last signal."""
         self.last = None
         while True:
             try:

@@ -14,14 +14,14 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Clients that connect early wait. Raises OSError."""
+    """Create a listening socket; port 0 chooses a free port. Early clients wait. Raises OSError."""
     listening = bind(host, port, shared=shared)
     listening.listen(_BACKLOG)
     return listening
 
 
 def listen_at(settings: ServerSettings, port: int | None = None, *, shared: bool = False) -> list[socket.socket]:
-    """Sockets that listen at a server's port, or at `port`, and at the operator's. Raises OSError."""
+    """Create listening sockets at a server's port, or at `port`, and at its admin port. Raises OSError."""
     sockets = [listen(settings.host, settings.port if port is None else port, shared=shared)]
     if settings.admin_port is not None:
         sockets.append(listen(settings.host, settings.admin_port, shared=shared))
@@ -29,7 +29,7 @@ def listen_at(settings: ServerSettings, port: int | None = None, *, shared: bool
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket that has an address and does not listen yet. `shared`: other processes may bind the same one so too.
+    """Create a socket that has an address and does not listen. `shared`: other processes may bind the same address.
 
     Raises OSError, which names the address.
     """
@@ -49,7 +49,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def listen_at_path(path: Path) -> socket.socket:
-    """A listening Unix socket, in the place of one that an earlier process left. Raises OSError."""
+    """Create a listening Unix socket, in place of an earlier process's. Raises OSError."""
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX)
     try:
@@ -62,27 +62,30 @@ def listen_at_path(path: Path) -> socket.socket:
 
 
 def url_of(host: str, port: int, encrypted: bool) -> str:
-    """Where a server can be reached."""
+    """Return a server's URL."""
     return f"{'https' if encrypted else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def raise_file_limit() -> None:
-    """Have as many open files as may be: each event stream takes several, and each connection one."""
+    """Raise the limit of open files as far as allowed: each event stream needs several, each connection one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TCP_INFO: Final[int] = getattr(socket, "TCP_INFO", -1)  # Linux alone has it
-_TCP_CLOSE: Final = 7  # a reset came
-# When to look, in seconds after the last look.
+_TCP_CLOSE: Final = 7  # a reset was received
+# Seconds between two checks.
 _LOOKS: Final[tuple[float, ...]] = (0.01, 0.05, 0.2, 1.0, 5.0)
 
 
 def probe(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, answering: bool) -> bool:
-    """Find out whether a client that sends nothing more is gone: then its connection is aborted.
+    """Return whether to keep the connection of a client that has closed its sending side.
 
-    `answering`: its answer has begun; who leaves then is taken to be gone. Whether the connection is to be kept.
+    The client may still read, or may have disconnected. Only a write shows which: a disconnected client answers with a
+    reset, and then its connection is aborted. The write is an interim response, which every client skips.
+
+    `answering`: its response has begun. Then the client counts as disconnected.
     """
     connected = transport.get_extra_info("socket")
     if answering or _TCP_INFO < 0 or transport.get_extra_info("ssl_object") is not None:

@@ -52,7 +52,7 @@ class _Running:
 
 
 class Supervisor:
-    """Keeps `processes` processes running until a signal comes."""
+    """Keeps `processes` processes running until a signal is received."""
 
     def __init__(self, settings: Settings, file: SettingsFile | None, processes: int, log_level: str) -> None:
         self._settings = settings
@@ -95,7 +95,7 @@ class Supervisor:
         self._running[worker_processes.number] = _Running(process, ready, time.monotonic())
 
     def _wait_until_ready(self, signals: SignalWaiter) -> bool:
-        """Whether all serve; False when a signal came first. Raises ProcessFailedError when one ends instead."""
+        """Return True once all serve, False after a signal. Raises ProcessFailedError if a process ends."""
         waiting = {running.ready: running for running in self._running.values()}
         while waiting:
             woken = connection.wait([*waiting, signals.readable])
@@ -122,7 +122,7 @@ class Supervisor:
                 self._start(WorkerProcesses(folder, number, self._processes, again=True), port)
 
     def _ended(self, number: int) -> None:
-        """A process died: another will take its place, soon unless it dies again and again."""
+        """Schedule the restart of a process that ended: soon at first, later if it ends repeatedly."""
         running = self._running.pop(number)
         running.process.join()
         lived = time.monotonic() - running.began
@@ -162,7 +162,7 @@ def _run_process(
     log_level: str,
     serves: Connection,
 ) -> None:
-    """What one of the processes does. It sends to `serves` once it serves."""
+    """Run one of the processes. It sends a message to `serves` once it serves."""
     os.setpgid(0, 0)  # Ctrl-C is for the parent, which passes it on
     log_to_stderr(log_level)
     structlog.contextvars.bind_contextvars(process=worker_processes.number)
