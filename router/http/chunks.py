@@ -36,23 +36,6 @@ def body_size(data: bytes) -> int:
     return _size_of_many(data)
 
 
-def body_of(data: bytes) -> bytes | None:
-    """Return the body in whole chunks of whole lines; None if `data` may be anything else."""
-    size = body_size(data)
-    if not size:
-        return None
-    start = len(data) - 2 - size
-    if data.find(b"\r\n") == start - 2:
-        return data[start:-2]  # it is one chunk
-    pieces, place = [], 0
-    while place < len(data):
-        start = data.find(b"\r\n", place) + 2
-        end = start + _SIZES[data[place : start - 2]]
-        pieces.append(data[start:end])
-        place = end + 2
-    return b"".join(pieces)
-
-
 def _size_of_many(data: bytes) -> int:
     total = place = 0
     while place < len(data):

@@ -367,7 +367,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
     def response_broken_off(self, until_close: bool) -> None:
         if self._response is not None:
             self._end_request()
-        # A body that ends with the connection must not seem complete. A client that does not read would not see the end.
+        # A body that ends with the connection must not seem complete. A client that does not read sees no end.
         if until_close or self._write_paused:
             self._transport.abort()
         else:

@@ -12,8 +12,8 @@ import socket
 from enum import Enum, auto
 from typing import Final
 
-from router.http.cached_head import CachedHead, HeadPrefix, head_size
-from router.http.chunks import END, LAST, body_of, body_size
+from router.http.cached_head import CachedHead
+from router.http.chunks import END, body_size
 from router.http.event_loop import Deadline
 from router.http.headers import WITHOUT_BODY, ResponseHead
 from router.upstream.request import RequestConnection, UpstreamRequest
@@ -21,16 +21,6 @@ from router.upstream.response_handler import ChunkForwarder, ResponseHandler, Up
 from router.upstream.response_parser import Framing, ResponseParser, ResponsePhase
 
 _QUICKACK: Final[int] = getattr(socket, "TCP_QUICKACK", -1)  # Linux alone has it
-
-
-class CachedStreamHead:
-    """How a worker's answers in chunks begin, and what the parser said of such a head."""
-
-    __slots__ = ("head", "said")
-
-    def __init__(self, head: bytes, said: ResponseHead) -> None:
-        self.head = HeadPrefix(head, dated=True)
-        self.said = said
 
 
 class ConnectionState(Enum):
@@ -50,13 +40,12 @@ _BODY: Final = ResponsePhase.BODY
 class ConnectionOwner:
     """Who keeps the connections to a worker. `idle_timeout`: seconds that a worker may say nothing.
 
-    `known_head`: that of the worker's last answer that came at once; `known_stream`: that of its last stream.
+    `known_head`: the head of the worker's last response that was received at once.
     """
 
     def __init__(self, idle_timeout: float) -> None:
         self.idle_timeout = idle_timeout
         self.known_head: CachedHead[ResponseHead] | None = None
-        self.known_stream: CachedStreamHead | None = None
 
     def opened(self, connection: UpstreamConnection) -> None:
         """A connection is made."""
@@ -87,7 +76,6 @@ class UpstreamConnection(RequestConnection):
         "_phase",
         "_quiet",
         "_transport",
-        "_unparsed",
         "current",
         "idle_since",
         "state",
@@ -106,7 +94,6 @@ class UpstreamConnection(RequestConnection):
         self._phase = _WAITING
         self._parser: ResponseParser | None = None  # once there is an answer that it has to read
         self._forwarder: ChunkForwarder | None = None
-        self._unparsed: bytes | None = None  # the head of an answer that the parser knows nothing of
 
     def send(self, request: UpstreamRequest) -> None:
         """Write a request; its handler gets the answer."""
@@ -164,8 +151,6 @@ class UpstreamConnection(RequestConnection):
             self._phase = _HEAD
             if request.method != "HEAD" and self._begins_as_known(request, data):
                 return
-        elif self._unparsed is not None and self._goes_on(request, data):
-            return
         self._parse(request, data, first)
 
     def eof_received(self) -> None:
@@ -185,8 +170,7 @@ class UpstreamConnection(RequestConnection):
             parser.close()
         if self.current is None:
             return
-        parsed = self._phase is _BODY and self._unparsed is None
-        if parsed and parser is not None and parser.framing is Framing.UNTIL_CLOSE and exc is None:
+        if self._phase is _BODY and parser is not None and parser.framing is Framing.UNTIL_CLOSE and exc is None:
             handler = self._complete(self.current, keep=False)
             if handler is not None:
                 handler.on_body(b"", True)  # the end of the connection is that of the answer
@@ -197,60 +181,24 @@ class UpstreamConnection(RequestConnection):
     # Answers whose head was read before
 
     def _begins_as_known(self, request: UpstreamRequest, data: bytes) -> bool:
-        """Pass on an answer whose head was read before; false when the parser has to look."""
+        """Pass on a response whose head is cached and that was received at once; False leaves it to the parser."""
         known = self._owner.known_head
-        if known is not None and (body := known.read(data)) is not None:
-            handler = self._complete(request, keep=True)
-            if handler is not None:
-                handler.on_head(known.said, body, True)
-            return True
-        stream = self._owner.known_stream
-        if stream is None or not stream.head.of(data):
+        if known is None or (body := known.read(data)) is None:
             return False
-        chunks = data[stream.head.size :]
-        beginning = body_of(chunks) if chunks else b""
-        if beginning is None:
-            return False
-        self._unparsed = stream.head.seen
-        self._phase = _BODY
-        self._quiet = False
-        handler = request.handler
+        handler = self._complete(request, keep=True)
         if handler is not None:
-            handler.on_head(stream.said, beginning, False)
-        if self.current is request:
-            self._acknowledge_less()
-            if chunks:
-                self._forwarder = request.forwarder
-        return True
-
-    def _goes_on(self, request: UpstreamRequest, data: bytes) -> bool:
-        """Pass on whole chunks, and the end, behind a head that was read before; false as above."""
-        ended = data[-len(LAST) :] == LAST
-        chunks = data[: -len(LAST)] if ended else data
-        body = body_of(chunks) if chunks else b""
-        if body is None:
-            return False
-        self._quiet = False
-        handler = self._complete(request, keep=True) if ended else request.handler
-        if handler is not None:
-            handler.on_body(body, ended)
-        if self.current is request:
-            self._forwarder = request.forwarder
+            handler.on_head(known.said, body, True)
         return True
 
     # Answers that the parser reads
 
     def _parse(self, request: UpstreamRequest, data: bytes, first: bool) -> None:
-        problem, parser = None, self._parser
+        parser = self._parser
         if parser is None:
             parser = self._parser = ResponseParser()
         if first:
             parser.expect(request.method == "HEAD")
-        elif self._unparsed is not None:
-            unparsed, self._unparsed = self._unparsed, None
-            parser.expect(to_head=False)
-            problem = parser.feed(unparsed)
-        problem = problem or parser.feed(data)
+        problem = parser.feed(data)
         if parser.phase is _HEAD:
             if problem is not None:
                 self._fail(UpstreamError(problem))
@@ -265,8 +213,8 @@ class UpstreamConnection(RequestConnection):
         if self._phase is _HEAD:
             self._phase = _BODY
             head = parser.head()
-            if first and keeps_alive and (ended or problem is None):
-                self._remember(data, head, ended)
+            if first and keeps_alive and ended:
+                self._remember(data, head)
             if handler is not None:
                 handler.on_head(head, body, ended)
             if head.is_stream and self.current is request:
@@ -282,15 +230,12 @@ class UpstreamConnection(RequestConnection):
             # size of the next chunk could have begun; when that line came whole, the chunk is open again.
             self._forwarder = request.forwarder
 
-    def _remember(self, data: bytes, head: ResponseHead, ended: bool) -> None:
-        """An answer came, or its beginning. The next one may begin in the same way."""
+    def _remember(self, data: bytes, head: ResponseHead) -> None:
+        """Cache the head of a response that was received at once: the next response may begin in the same way."""
         if head.status in WITHOUT_BODY or not data.startswith(b"HTTP/1.1 %d" % head.status):
-            return  # or one of 1xx before it
+            return  # or an interim response precedes it
         owner = self._owner
-        if ended:
-            owner.known_head = CachedHead.of(data, head.without_length(), dated=True) or owner.known_head
-        elif head.is_stream and not head.length:
-            owner.known_stream = CachedStreamHead(data[: head_size(data)], head)
+        owner.known_head = CachedHead.of(data, head.without_length(), dated=True) or owner.known_head
 
     def _acknowledge_less(self) -> None:
         """Have every other segment of a stream acknowledged, not each one as it is read, which takes much of the time.
@@ -310,7 +255,7 @@ class UpstreamConnection(RequestConnection):
 
         `keep`: another request may follow on the connection.
         """
-        self.current = self._unparsed = None
+        self.current = None
         handler, request.handler, request.connection = request.handler, None, None
         self._deadline.clear()
         if self._paused:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from router.apis.usage import HiddenUsage, Usage, UsageTail
 from router.fleet.health import Health
 from router.forwarding.event_stream import EventStream
-from router.http.chunks import body_of, body_size
+from router.http.chunks import body_size
 from router.upstream import ChunkForwarder, ResponseHandler, ResponseHead, Upstream, UpstreamError, UpstreamRequest
-from router.upstream.connection import CachedStreamHead, ConnectionState, UpstreamConnection
+from router.upstream.connection import ConnectionState, UpstreamConnection
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TLS = ssl.create_default_context()
@@ -103,13 +103,11 @@ def read_by_llhttp(chunks: bytes) -> bytes:
     return b"".join(body)
 
 
-def received(pieces: list[bytes], passes: bool, knows: bool = False) -> Remembering:
-    """What the handler gets of an answer in these pieces. `knows`: an answer before it began in the same way."""
+def received(pieces: list[bytes], passes: bool) -> Remembering:
+    """Return what the handler gets of a response in these pieces."""
 
     async def main() -> Remembering:
         upstream = Upstream("http://127.0.0.1:1", TLS, 5.0, 5.0)
-        if knows:
-            upstream.known_stream = CachedStreamHead(HEAD, ResponseHead(200, [(b"content-type", b"text/event-stream")]))
         connection, transport = UpstreamConnection(upstream), Transport()
         connection.connection_made(transport)
         handler = Remembering(passes)
@@ -153,11 +151,10 @@ def test_what_passes_is_what_the_parser_would_have_read(parts: list[bytes], cuts
     read = received(pieces, passes=False)
     behind = [HEAD + pieces[1], *pieces[2:]] if pieces[1:] else pieces
     for others in (pieces, behind):
-        for passes, knows in ((True, False), (False, True), (True, True)):
-            other = received(others, passes, knows)
-            assert (other.body, other.ended, other.failed) == (read.body, read.ended, read.failed)
-            assert other.kept == read.kept
-            assert all(each.endswith(b"\n\r\n") for each in other.passed)
+        other = received(others, passes=True)
+        assert (other.body, other.ended, other.failed) == (read.body, read.ended, read.failed)
+        assert other.kept == read.kept
+        assert all(each.endswith(b"\n\r\n") for each in other.passed)
 
 
 def test_chunks_of_events_pass_without_being_touched() -> None:
@@ -165,20 +162,6 @@ def test_chunks_of_events_pass_without_being_touched() -> None:
     handler = received([HEAD, events[0], *events[1:4], events[4] + events[5], *events[6:], b"0\r\n\r\n"], passes=True)
     assert handler.passed == [*events[1:4], events[4] + events[5], *events[6:]]
     assert handler.ended
-
-
-def test_behind_a_head_that_is_known_all_whole_chunks_pass() -> None:
-    events = [chunk(b"data: %d\n\n" % number) for number in range(4)]
-    handler = received([HEAD, *events, b"0\r\n\r\n"], passes=True, knows=True)
-    assert handler.passed == events[1:]
-    assert (handler.body, handler.ended, handler.kept) == (
-        b"data: 0\n\ndata: 1\n\ndata: 2\n\ndata: 3\n\n",
-        True,
-        True,
-    )
-    handler = received([HEAD + events[0], events[1], events[2] + events[3] + b"0\r\n\r\n"], passes=True, knows=True)
-    assert handler.passed == events[1:2]
-    assert (len(handler.body), handler.ended, handler.kept) == (36, True, True)
 
 
 def test_chunks_that_are_not_taken_are_read_as_ever() -> None:
@@ -202,9 +185,6 @@ def test_sizes(parts: list[bytes]) -> None:
     data = b"".join(parts)
     if size := body_size(data):
         assert len(read_by_llhttp(data)) == size
-        assert body_of(data) == read_by_llhttp(data)
-    else:
-        assert body_of(data) is None
 
 
 @pytest.mark.parametrize(
