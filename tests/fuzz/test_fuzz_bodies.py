@@ -34,9 +34,9 @@ def test_a_body_that_is_accepted_has_one_meaning() -> None:
         if random.random() < 0.05:
             check_long(body, fields, limits)
         if fields is None:
-            assert check.named(body) is None, body
+            assert check.model_body(body) is None, body
             continue
-        if check.named(body) is not None:
+        if check.model_body(body) is not None:
             plain_ones += 1
             assert control_fields(fields) == [], body
             assert "priority" not in fields, body
